@@ -1,0 +1,1 @@
+"""Reward gradients through generated text."""

@@ -1,0 +1,154 @@
+"""Typed configs read from YAML: an unknown key, a wrong type or a bad value is one clear error.
+
+Every component owns its config class (a `Config` with a description on each field) beside the code it configures.
+This module only reads: YAML files in order, later ones over earlier ones, then ``key=value`` overrides.
+
+Types are strict, because YAML is not: ``1e-5`` is a *string* to PyYAML and a float to DVC, so it is refused here with
+the advice to write ``1.0e-5``, and both read the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import pydantic
+import yaml
+
+from grade.errors import InputError
+
+
+class Config(pydantic.BaseModel):
+    """Base of all configs: immutable, strict types, no unknown keys, no NaN or infinity."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: str = "") -> Self:
+        """Build a config from a mapping.
+
+        Args:
+            values: Field names and values.
+            source: Where they come from (a file name), put before the field in an error.
+
+        Returns:
+            The validated config.
+
+        Raises:
+            InputError: Naming the first wrong field, its value and what is allowed.
+        """
+        try:
+            return cls.model_validate(dict(values))
+        except pydantic.ValidationError as error:
+            raise _as_input_error(cls, error, source) from None
+
+    @classmethod
+    def load(cls, paths: Iterable[str | Path] = (), overrides: Iterable[str] = ()) -> Self:
+        """Build a config from YAML files (later over earlier), then ``key=value`` overrides.
+
+        Args:
+            paths: YAML files, each a mapping of field names; nested mappings are merged.
+            overrides: Strings ``key=value``; ``a.b=1`` sets field ``b`` of the nested config ``a``.
+
+        Returns:
+            The validated config.
+
+        Raises:
+            InputError: For a missing or unreadable file, a malformed override or a wrong field.
+        """
+        paths, overrides = list(paths), list(overrides)
+        values: dict[str, Any] = {}
+        for path in paths:
+            _merge(values, read_yaml(path))
+        for override in overrides:
+            _merge(values, _parse_override(override))
+        source = " + ".join(Path(p).name for p in paths)
+        return cls.parse(values, source)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its content; an empty file is an empty mapping.
+
+    Raises:
+        InputError: If the file is missing, is not YAML, or holds something else than a mapping.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("config file", str(path), f"a readable YAML file ({error.__class__.__name__})") from None
+    except yaml.YAMLError as error:
+        raise InputError("config file", str(path), f"valid YAML ({error})") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InputError(Path(path).name, content, "a mapping of field names to values")
+    return content
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, sign, raw = text.partition("=")
+    if not sign or not key.strip():
+        raise InputError("--set", text, "key=value, for example --set tau_start=1.0")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError:
+        raise InputError("--set", text, "a value that is valid YAML") from None
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e-5 as a string. On the command line, unlike in a file that DVC reads too, there is only
+        # one reader, so it can simply be understood.
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    for part in reversed(key.strip().split(".")):
+        value = {part: value}
+    return value
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _as_input_error(cls: type[Config], error: pydantic.ValidationError, source: str) -> InputError:
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InputError):  # raised by a cross-field check of our own: already says everything
+        return InputError(f"{source}: {cause.field}" if source else cause.field, cause.value, cause.allowed)
+    location = [str(part) for part in first["loc"]]
+    field = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(cls, location[:-1])
+        close = difflib.get_close_matches(location[-1], known, n=1)
+        allowed = f"a known key (did you mean {close[0]!r}?)" if close else f"one of {', '.join(sorted(known))}"
+    elif first["type"] == "missing":
+        allowed = "a value; this key is required"
+    elif first["type"] in ("float_type", "int_type") and isinstance(first["input"], str):
+        allowed = "a number (YAML reads 1e-5 as text: write 1.0e-5)"
+    else:
+        allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    value = "nothing" if first["type"] == "missing" else first["input"]
+    if first["type"] == "extra_forbidden":
+        value = location[-1]
+    return InputError(f"{source}: {field}" if source else field, value, allowed)
+
+
+def _fields_at(cls: type[pydantic.BaseModel], location: list[str]) -> list[str]:
+    for part in location:
+        field = cls.model_fields.get(part)
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, pydantic.BaseModel)):
+            return list(cls.model_fields)
+        cls = inner
+    return list(cls.model_fields)

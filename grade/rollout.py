@@ -1,0 +1,188 @@
+"""Sampling without gradient, on a key-value cache.
+
+`sample` draws relaxed completions and keeps what is needed to replay them: the hard tokens, the support and its noise,
+each [B, T, K] or smaller. `generate` draws ordinary samples for evaluation. Both are one loop: at each position the
+policy's logits [B, V] exist for that position only.
+
+A completion ends with a hard end-of-sequence token, which still counts. Later positions are masked; what is drawn there
+is seen by nothing that counts. Loops run the full T steps unless `stop_early`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grade.backbone import Backbone
+from grade.errors import InputError
+from grade.prompts import PromptBatch
+from grade.relaxation import RelaxationConfig, draw_support, gumbel_noise, relax
+from grade.vocab import weighted_embedding
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Relaxed completions of a batch of prompts.
+
+    Attributes:
+        prompts: The prompts.
+        completion_ids: Hard tokens ``argmax z`` [B, T].
+        completion_mask: [B, T], 1 up to and including the first end-of-sequence token, then 0.
+        support: Token ids of the supports [B, T, K].
+        noise: Gumbel noise on the supports [B, T, K], float32.
+        embeds: Relaxed embeddings ``e`` [B, T, D] (of the hard token with `ste`).
+    """
+
+    prompts: PromptBatch
+    completion_ids: Tensor
+    completion_mask: Tensor
+    support: Tensor
+    noise: Tensor
+    embeds: Tensor
+
+
+def forbid_eos(logits: Tensor, ids: Tensor | None, step: int | Tensor, config: RelaxationConfig,
+               eos: tuple[int, ...]) -> Tensor:  # fmt: skip
+    """Set end-of-sequence logits to -inf at steps before ``min_new_tokens``.
+
+    Args:
+        logits: Logits [..., V], or [..., K] with ``ids``.
+        ids: Token ids of the logits, same shape; None if they are 0..V-1.
+        step: Position in the completion, from 0, broadcastable to ``logits``.
+        config: Gives ``min_new_tokens``.
+        eos: End-of-sequence ids.
+
+    Returns:
+        The logits, masked where needed.
+    """
+    if not eos or config.min_new_tokens == 0:
+        return logits
+    ids = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
+    is_eos = torch.isin(ids, torch.tensor(eos, device=logits.device))
+    early = torch.as_tensor(step, device=logits.device) < config.min_new_tokens
+    return logits.masked_fill(is_eos & early, float("-inf"))
+
+
+def is_eos(ids: Tensor, eos: tuple[int, ...]) -> Tensor:
+    """Boolean mask of end-of-sequence tokens, same shape as ``ids``."""
+    return torch.isin(ids, torch.tensor(eos, device=ids.device)) if eos else torch.zeros_like(ids, dtype=torch.bool)
+
+
+@torch.no_grad()
+def sample(
+    backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator
+) -> Rollout:
+    """Draw relaxed completions of the policy.
+
+    Args:
+        backbone: Its adapter as it is now is the policy.
+        prompts: B prompts.
+        config: Estimator, support, tau, lengths.
+        generator: Source of the noise, on the backbone's device.
+
+    Returns:
+        The rollout.
+    """
+    check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
+    state = _Decoder(backbone, prompts)
+    eos = backbone.eos_token_ids
+    ids, masks, supports, noises, embeds = [], [], [], [], []
+    alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
+    for step in range(config.max_new_tokens):
+        logits = forbid_eos(state.logits(), None, step, config, eos)  # [B, V]
+        support, noise = draw_support(logits, config, generator)  # [B, K]
+        y = relax(logits.gather(1, support) + noise, config.tau, config.estimator)
+        token = support.gather(1, y.argmax(-1, keepdim=True)).squeeze(1)  # [B]
+        if config.estimator == "ste":
+            e = backbone.embed(token)
+        else:
+            e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
+        for values, value in zip((ids, masks, supports, noises, embeds), (token, alive, support, noise, e)):
+            values.append(value)
+        alive = alive & ~is_eos(token, eos)
+        if step + 1 < config.max_new_tokens:
+            state.advance(e)
+    stacked = [torch.stack(values, 1) for values in (ids, masks, supports, noises, embeds)]
+    return Rollout(prompts, stacked[0], stacked[1].long(), *stacked[2:])
+
+
+@torch.no_grad()
+def generate(
+    backbone: Backbone,
+    prompts: PromptBatch,
+    max_new_tokens: int,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+    min_new_tokens: int = 0,
+    stop_early: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Ordinary samples: ``argmax(l / temperature + g)``, an exact sample of ``softmax(l / temperature)``.
+
+    Args:
+        backbone: Its adapter as it is now is the policy.
+        prompts: B prompts.
+        max_new_tokens: T.
+        generator: Source of the noise.
+        temperature: Sampling temperature; 0 is greedy.
+        min_new_tokens: End-of-sequence is not sampled before this many tokens.
+        stop_early: Stop when every completion has ended.
+
+    Returns:
+        Completion ids and mask, each [B, T'] with T' <= T.
+
+    Raises:
+        InputError: If a length or the temperature is out of range.
+    """
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", max_new_tokens, "at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise InputError("temperature", temperature, "a finite number, at least 0")
+    check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
+    config = RelaxationConfig(max_new_tokens=max_new_tokens, min_new_tokens=min(min_new_tokens, max_new_tokens))
+    state, eos = _Decoder(backbone, prompts), backbone.eos_token_ids
+    alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
+    ids, masks = [], []
+    for step in range(max_new_tokens):
+        logits = forbid_eos(state.logits(), None, step, config, eos)
+        if temperature > 0:
+            logits = logits / temperature + gumbel_noise(tuple(logits.shape), generator)
+        token = logits.argmax(-1)
+        ids.append(token)
+        masks.append(alive)
+        alive = alive & ~is_eos(token, eos)
+        if step + 1 == max_new_tokens or (stop_early and not alive.any()):
+            break
+        state.advance(backbone.embed(token))
+    return torch.stack(ids, 1), torch.stack(masks, 1).long()
+
+
+def check_length(backbone: Backbone, length: int) -> None:
+    """Refuse sequences longer than the model's context.
+
+    Args:
+        backbone: The model.
+        length: Prompt plus completion, in tokens.
+
+    Raises:
+        InputError: If it does not fit.
+    """
+    if length > backbone.max_positions:
+        allowed = f"at most {backbone.max_positions} (the model's context)"
+        raise InputError("max_prompt_tokens + max_new_tokens", length, allowed)
+
+
+class _Decoder:
+    """One position at a time on a key-value cache."""
+
+    def __init__(self, backbone: Backbone, prompts: PromptBatch) -> None:
+        self.backbone, self.mask, self.cache = backbone, prompts.mask, backbone.new_cache()
+        self.last = backbone.decode(backbone.embed(prompts.ids), self.mask, self.cache)[:, -1]
+
+    def logits(self) -> Tensor:
+        return self.backbone.head(self.last)
+
+    def advance(self, embeds: Tensor) -> None:
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
+        self.last = self.backbone.decode(embeds.unsqueeze(1), self.mask, self.cache)[:, 0]

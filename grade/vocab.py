@@ -1,0 +1,171 @@
+"""Everything that touches the vocabulary, in chunks of rows.
+
+With hidden states ``h`` [N, D] and a head ``W`` [V, D], a tensor of logits is [N, V]: for a long completion and a
+large vocabulary it is the largest tensor of a step. Here it exists for `CHUNK_ROWS` rows at a time, and what is kept
+for backward is proportional to D or K, never to V. The head is frozen throughout this project, so no weight gradient
+is ever formed.
+
+Left out: log-probabilities of given tokens and entropies (policy-gradient methods and the entropy probe need them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_ROWS = 64
+"""Rows of logits that exist at once. A fixed number of rows, not of chunks, so that the peak does not grow with N."""
+
+GATHER_ELEMENTS = 2**24
+"""Elements of gathered head rows [n, K, D] that exist at once in `support_logits`."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that logits, noise and losses are computed in: float32, or float64 for a float64 model."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The map from hidden states to logits: ``l = cap(scale * (h W^T + b))``, ``cap(x) = c tanh(x / c)`` or identity.
+
+    Attributes:
+        weight: Frozen head [V, D]; for a tied model the embedding table itself.
+        bias: Frozen bias [V] or None.
+        scale: Factor on the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
+        softcap: Gemma's ``final_logit_softcapping`` c, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D], in float32 (float64 for a float64 model)."""
+        return self._shape(F.linear(hidden, self.weight, self.bias).to(wide(hidden.dtype)))
+
+    def rows(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Logits [n, K] at the token ids [n, K] only, for hidden states [n, D]: K D products a row instead of V D."""
+        logits = torch.bmm(self.weight[ids], hidden.unsqueeze(-1)).squeeze(-1)  # [n, K, D] x [n, D, 1]
+        if self.bias is not None:
+            logits = logits + self.bias[ids]
+        return self._shape(logits.to(wide(hidden.dtype)))
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """``dl / d(h W^T + b)`` at the given (final) logits."""
+        if self.softcap is None:
+            return self.scale
+        return self.scale * (1 - (logits / self.softcap) ** 2)
+
+    def _shape(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+def support_logits(head: Head, hidden: Tensor, support: Tensor) -> Tensor:
+    """Logits of each row's own support, with the gradient to the hidden state.
+
+    ``l[n, k] = head(h[n])[support[n, k]]``; backward is ``dL/dh[n] = sum_k dL/dl[n, k] l'[n, k] W[support[n, k]]``,
+    one `embedding_bag`. Kept for backward: the support, and the logits [N, K] only if the head has a soft cap.
+
+    Args:
+        head: The frozen head.
+        hidden: Hidden states [N, D].
+        support: Token ids [N, K]; if K = V, in order 0 .. V-1.
+
+    Returns:
+        Logits [N, K] in float32 (float64 for a float64 model).
+    """
+    return _SupportLogits.apply(hidden, support, head)
+
+
+class _SupportLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, support: Tensor, head: Head) -> Tensor:
+        n, k = support.shape
+        vocab, dim = head.weight.shape
+        if k == vocab:
+            parts = [head(h) for h in hidden.split(CHUNK_ROWS)]
+        elif 8 * k >= vocab:  # gathering would cost more than the dense product
+            parts = [head(h).gather(1, i) for h, i in zip(hidden.split(CHUNK_ROWS), support.split(CHUNK_ROWS))]
+        else:
+            rows = max(1, GATHER_ELEMENTS // (k * dim))
+            parts = [head.rows(h, i) for h, i in zip(hidden.split(rows), support.split(rows))]
+        logits = torch.cat(parts) if n else hidden.new_zeros(0, k, dtype=wide(hidden.dtype))
+        ctx.head, ctx.dtype = head, hidden.dtype
+        ctx.save_for_backward(support, *([logits] if head.softcap is not None else []))
+        return logits
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        support, *logits = ctx.saved_tensors
+        grad = grad * ctx.head.slope(logits[0] if logits else grad)
+        return weighted_embedding(ctx.head.weight, support, grad).to(ctx.dtype), None, None
+
+
+def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tensor:
+    """``e[n] = sum_k weights[n, k] table[support[n, k]]`` without the [N, K, D] tensor of gathered rows.
+
+    Differentiable in the weights; kept for backward are support and weights, proportional to K.
+
+    Args:
+        table: Frozen table [V, D].
+        support: Token ids [N, K]; if K = V, in order 0 .. V-1 (then it is a plain product).
+        weights: Weights [N, K]; converted to the table's type.
+
+    Returns:
+        Weighted sums [N, D] in the table's type.
+    """
+    if support.shape[-1] == table.shape[0]:
+        return weights.to(table.dtype) @ table.detach()
+    return F.embedding_bag(support, table.detach(), per_sample_weights=weights.to(table.dtype), mode="sum")
+
+
+def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
+    """Exact ``KL(policy || reference)`` over the full vocabulary, row by row, from hidden states.
+
+    ``KL = sum_v p_v (log p_v - log q_v)`` in nats, with ``p = softmax(head(h))`` and ``q = softmax(head(h_ref))`` of
+    the *same* position. Differentiable in ``hidden`` (the reference is a constant):
+    ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. As KL is one number a row, its gradient [N, D] is formed in the
+    forward pass, while the chunk's logits exist, and only scaled in backward: no second product with the head.
+
+    Args:
+        head: The frozen head, shared by policy and reference.
+        hidden: Policy hidden states [N, D].
+        ref_hidden: Reference hidden states [N, D].
+
+    Returns:
+        KL [N] in nats, float32 (float64 for a float64 model).
+    """
+    return _KLDivergence.apply(hidden, ref_hidden.detach(), head)
+
+
+class _KLDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, ref_hidden: Tensor, head: Head) -> Tensor:
+        values, slopes = [], []
+        for h, q in zip(hidden.split(CHUNK_ROWS), ref_hidden.split(CHUNK_ROWS)):
+            logits = head(h)  # [n, V]
+            logp = logits.log_softmax(-1)
+            diff = logp - head(q).log_softmax(-1)
+            p = logp.exp_()
+            kl = (p * diff).sum(-1)
+            values.append(kl)
+            if ctx.needs_input_grad[0]:
+                grad = p.mul_(diff.sub_(kl.unsqueeze(-1))).mul_(head.slope(logits))
+                slopes.append(grad.to(h.dtype) @ head.weight)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(torch.cat(slopes))
+        return torch.cat(values)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (slope,) = ctx.saved_tensors
+        return (grad.unsqueeze(-1) * slope).to(slope.dtype), None, None

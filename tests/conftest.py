@@ -1,0 +1,90 @@
+"""Tiny random models of several families; no downloads."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from grade.backbone import Backbone, LoraSettings
+from grade.prompts import PromptBatch
+
+VOCAB, EOS = 23, [2, 7, 12]  # several, so that short completions do end
+
+
+def tiny_config(**changes):
+    """A Llama with 2 layers, width 16 and 23 tokens."""
+    values = dict(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=1, eos_token_id=EOS,
+        pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaConfig(**{**values, **changes})
+
+
+def tiny_gpt2():
+    """A GPT-2 of the same size: absolute positions, layer norms that are exact in float64."""
+    return GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=EOS,
+        initializer_range=0.3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+
+
+def perturb_adapter(backbone: Backbone, seed: int = 0, scale: float = 0.3) -> Backbone:
+    """Make LoRA's B non-zero, so that the policy differs from the reference."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in backbone.trainable_parameters():
+            p.add_(scale * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return backbone
+
+
+def make_backbone(config=None, dtype=torch.float64, perturb=True, seed=0, **lora) -> Backbone:
+    """A tiny backbone with a LoRA adapter."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config or tiny_config(), dtype=dtype)
+    backbone = Backbone(model, None, LoraSettings(r=2, alpha=4, **lora))
+    return perturb_adapter(backbone) if perturb else backbone
+
+
+def make_prompts(batch=3, length=5, seed=0) -> PromptBatch:
+    """Left-padded random prompts of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        mask[row, : row % length] = 0
+    return PromptBatch(ids * mask, mask)
+
+
+class ToyReward(nn.Module):
+    """A smooth function of every embedding that depends on order: sigmoid of a weighted sum of tanh."""
+
+    def __init__(self, dim: int, dtype=torch.float64, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("w", torch.randn(dim, generator=generator, dtype=torch.float64).to(dtype))
+
+    def forward(self, embeds, mask):
+        mask = mask.to(embeds.dtype)
+        position = torch.linspace(0.5, 1.5, embeds.shape[1], dtype=embeds.dtype)
+        value = torch.tanh(3 * embeds @ self.w) * position * mask
+        return torch.sigmoid(value.sum(1) / mask.sum(1))
+
+
+@pytest.fixture
+def backbone():
+    return make_backbone()
+
+
+@pytest.fixture
+def prompts():
+    return make_prompts()
+
+
+@pytest.fixture
+def reward(backbone):
+    return ToyReward(backbone.hidden_size)
