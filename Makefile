@@ -1,0 +1,50 @@
+# Everything needs only Python 3.11+, make and git. `make` alone lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.installed
+# For what the recipes start in turn: pipeline stages call `python`, dvc is found by name.
+export PATH := $(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help env repro test smoke full h100 lab clean
+
+help: ## list the targets
+	@grep -E '^[a-z0-9]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9]+):.*## /  make \1\t/'
+
+env: $(STAMP) ## create or update the environment in .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11: name a newer one, make PYTHON=python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@touch $@
+
+repro: env ## the whole pipeline, profile cpu
+	$(BIN)/python -m grade.pipeline cpu
+
+smoke: env ## the whole pipeline on a tiny model, in a workspace of its own
+	$(BIN)/python -m grade.pipeline smoke
+
+full: env ## the published figures: hours on two cores; can be interrupted and resumed
+	$(BIN)/python -m grade.pipeline full
+
+h100: env ## Qwen3-4B from the hub, on one GPU of 80 GB
+	$(BIN)/python -m grade.pipeline h100
+
+# The pinned environment is complete, so nothing in a test may reach for the model hub.
+test: export HF_HUB_OFFLINE := 1
+test: env ## lint, unit tests, doctests, notebooks, then the smoke pipeline
+	$(BIN)/ruff check .
+	find notebooks -maxdepth 1 -name '*.ipynb' -exec $(BIN)/nbstripout --verify {} +
+	$(BIN)/python -m pytest tests grade --doctest-modules notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=300
+	$(MAKE) --no-print-directory smoke
+
+lab: env ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks
+
+clean: ## remove the environment, caches and the smoke workspace; never results
+	rm -rf $(VENV) .workspaces/smoke .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find grade tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

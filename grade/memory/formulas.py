@@ -1,0 +1,97 @@
+"""Byte and token counts by explicit formula: what can be known with pencil and paper.
+
+Everything is exact for the tensors named. What a framework adds (saved activations of a layer, temporaries, the
+allocator) is measured elsewhere; `grade.memory.tracker` counts it.
+"""
+
+from __future__ import annotations
+
+from grade.memory.shapes import ModelShape, parameter_count
+
+
+def rows_bytes(batch: int, tokens: int, width: int, itemsize: int = 4) -> int:
+    """Bytes of a ``[B, T, width]`` tensor: soft tokens or logits (width V), embeddings (width D).
+
+    >>> rows_bytes(1, 64, 32_000)          # the document's soft tokens, float32
+    8192000
+    """
+    return batch * tokens * width * itemsize
+
+
+def topk_bytes(batch: int, tokens: int, k: int, weight_itemsize: int = 4, index_itemsize: int = 8) -> int:
+    """Bytes of top-k weights ``[B, T, K]`` with their indices ``[B, T, K]`` (``torch.topk`` gives int64).
+
+    >>> topk_bytes(1, 64, 256), topk_bytes(1, 64, 256, index_itemsize=4)
+    (196608, 131072)
+    """
+    return batch * tokens * k * (weight_itemsize + index_itemsize)
+
+
+def gathered_embedding_bytes(batch: int, tokens: int, k: int, hidden: int, itemsize: int = 2) -> int:
+    """Bytes of the gathered embeddings ``[B, T, K, D]``; their product with the weights is as large again.
+
+    >>> gathered_embedding_bytes(1, 64, 256, 4096)
+    134217728
+    """
+    return batch * tokens * k * hidden * itemsize
+
+
+def mixing_flops(batch: int, tokens: int, support: int, hidden: int) -> int:
+    """Floating point operations of mixing ``support`` embeddings for each token: ``2 B T support D``.
+
+    >>> mixing_flops(1, 64, 32_000, 4096) // mixing_flops(1, 64, 256, 4096)
+    125
+    """
+    return 2 * batch * tokens * support * hidden
+
+
+def kv_cache_bytes_per_token(shape: ModelShape, itemsize: int = 2) -> int:
+    """Bytes of keys and values of one token in all layers: ``2 L kv_heads head_dim itemsize``.
+
+    >>> from grade.memory.shapes import QWEN3_4B
+    >>> kv_cache_bytes_per_token(QWEN3_4B)
+    147456
+    """
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
+
+
+def token_forwards_uncached(prompt: int, new: int) -> int:
+    """Tokens processed when each of ``new`` steps re-runs its whole prefix: ``sum_{t=0}^{new-1} (prompt + t)``.
+
+    >>> token_forwards_uncached(32, 64)
+    4064
+    """
+    return new * prompt + new * (new - 1) // 2
+
+
+def token_forwards_cached(prompt: int, new: int) -> int:
+    """Tokens processed with a KV cache, the last new token's among them: ``prompt + new``.
+
+    >>> token_forwards_cached(32, 64)
+    96
+    """
+    return prompt + new
+
+
+def attention_scores_uncached(prompt: int, new: int) -> int:
+    """Attention scores (a head, a layer) of the re-running loop: ``sum_{n=prompt}^{prompt+new-1} n^2``.
+
+    >>> attention_scores_uncached(32, 128), attention_scores_uncached(32, 64)
+    (1342144, 279904)
+    """
+    return _squares_below(prompt + new) - _squares_below(prompt)
+
+
+def weights_bytes(shape: ModelShape, copies: int = 1, itemsize: int = 2) -> int:
+    """Bytes of the weights, ``copies`` times.
+
+    >>> from grade.memory.shapes import QWEN3_4B
+    >>> weights_bytes(QWEN3_4B, copies=3)
+    24134808576
+    """
+    return copies * parameter_count(shape) * itemsize
+
+
+def _squares_below(n: int) -> int:
+    """``0^2 + 1^2 + ... + (n-1)^2``."""
+    return (n - 1) * n * (2 * n - 1) // 6

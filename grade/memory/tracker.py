@@ -1,0 +1,179 @@
+"""Live bytes of tensor storages, counted at the dispatcher: the same on a CPU, on a GPU and on fake tensors.
+
+`MemoryTracker` sees every operator, counts each new storage once however many views it has, and drops it the moment
+its last reference dies: a Python name, a view, a list, a closure, or autograd's saved tensors. It reads sizes only,
+never data, so it also runs inside ``FakeTensorMode``.
+
+Left out, because the dispatcher does not show it: scratch memory inside one kernel, the caching allocator's
+fragmentation, the CUDA context, tensors made by extensions that bypass the dispatcher, and a storage resized directly
+(``tensor.untyped_storage().resize_(n)``) until an operator next returns it. Resizing through an operator
+(``tensor.resize_``) is counted.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Stands for the size of a storage that is older than the tracker and not counted.
+_OLDER = -1
+# torch.tensor(data) builds its storage out of sight and shows it first as the *input* of one of these.
+_INTRODUCES_ITS_INPUT = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+@dataclass
+class Phase:
+    """Live bytes in one phase: the highest seen, and those alive when it ended (or now, while it runs)."""
+
+    peak: int
+    current: int
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts live storage bytes while it is active.
+
+    Storages that existed before are not counted, not even when an operator views or writes them, unless they were
+    named with `track_existing`. After leaving the context nothing new is counted, but what was counted still goes
+    down when it is freed.
+
+    Args:
+        round_to: Each storage is rounded up to a multiple of this many bytes. 512 is what CUDA's caching allocator
+            does (``kMinBlockSize`` in ``CUDACachingAllocator.cpp``); 1 gives exact counts.
+
+    Attributes:
+        current: Live bytes now.
+        peak: The highest `current` since the start or the last `reset_peak`.
+
+    >>> with MemoryTracker(round_to=1) as tracker:
+    ...     x = torch.ones(100)     # 400 bytes of float32
+    ...     y = x.view(10, 10).T    # views: nothing new
+    ...     z = (x * 2) + 1         # the product is freed as soon as the sum exists
+    >>> tracker.current, tracker.peak
+    (800, 1200)
+    """
+
+    def __init__(self, round_to: int = 512) -> None:
+        super().__init__()
+        if round_to < 1:
+            raise ValueError(f"round_to must be at least 1, not {round_to}")
+        self.round_to = round_to
+        self.current = 0
+        self.peak = 0
+        # StorageImpl address -> (weak reference, counted bytes). An entry goes when its storage dies, before the
+        # address can be used again. Storages that are not to be counted have _OLDER for their bytes.
+        self._live: dict[int, tuple[weakref.ref, int]] = {}
+        self._phases: dict[str, Phase] = {}
+        self._phase: Phase | None = None
+
+    def track_existing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count storages that existed before the tracker was entered (weights, optimizer state, inputs).
+
+        Args:
+            tensors: Any tensors; views and tied weights that share a storage count once.
+        """
+        for tensor in tensors:
+            storage = _storage(tensor)
+            known = None if storage is None else self._live.get(storage._cdata)
+            if known is not None and known[1] == _OLDER:
+                del self._live[storage._cdata]
+            self._count(tensor)
+
+    def reset_peak(self) -> None:
+        """Set `peak` to `current`. Phases keep their own peaks."""
+        self.peak = self.current
+
+    def mark(self, name: str) -> None:
+        """End the running phase, if any, and start phase ``name``.
+
+        A name may come again (one phase per micro-step): its peak is then the highest of all, its current the last.
+
+        Args:
+            name: The phase that starts here, for example ``"forward"``.
+        """
+        self._phase = self._phases.setdefault(name, Phase(self.current, self.current))
+        self._update(0)
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """Peak and current bytes of each phase, in order of first mark. Copies: safe to keep."""
+        return {name: Phase(phase.peak, phase.current) for name, phase in self._phases.items()}
+
+    def __exit__(self, *exc: Any) -> None:
+        """Stop counting new storages; the running phase ends here."""
+        super().__exit__(*exc)
+        self._phase = None
+
+    def __torch_dispatch__(  # noqa: D105 - the hook of TorchDispatchMode
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        note_input = self._count if func in _INTRODUCES_ITS_INPUT else self._ignore
+        for tensor in _tensors(args):
+            note_input(tensor)
+        if kwargs:
+            for tensor in _tensors(kwargs.values()):
+                note_input(tensor)
+        result = func(*args, **kwargs)
+        for tensor in _tensors((result,)):
+            self._count(tensor)
+        return result
+
+    def _ignore(self, tensor: torch.Tensor) -> None:
+        """Remember a storage first seen as an input: it is older than the tracker, so its views are not new bytes."""
+        storage = _storage(tensor)
+        if storage is not None and storage._cdata not in self._live:
+            self._live[storage._cdata] = (weakref.ref(storage, self._forget(storage._cdata)), _OLDER)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        key, size = storage._cdata, math.ceil(storage.nbytes() / self.round_to) * self.round_to
+        known = self._live.get(key)
+        if known is None:
+            self._live[key] = (weakref.ref(storage, self._forget(key)), size)
+            self._update(size)
+        elif known[1] not in (_OLDER, size):  # resized by this operator
+            self._live[key] = (known[0], size)
+            self._update(size - known[1])
+
+    def _forget(self, key: int) -> Callable[[weakref.ref], None]:
+        # Holding the tracker weakly keeps the weights' callbacks from keeping a finished tracker alive.
+        tracker = weakref.ref(self)
+
+        def callback(_: weakref.ref) -> None:
+            alive = tracker()
+            if alive is not None:
+                alive._update(-max(alive._live.pop(key)[1], 0))
+
+        return callback
+
+    def _update(self, change: int) -> None:
+        self.current += change
+        self.peak = max(self.peak, self.current)
+        if self._phase is not None:
+            self._phase.current = self.current
+            self._phase.peak = max(self._phase.peak, self.current)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's values. They nest in lists only; a general tree walk would double the cost."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage, or None for tensors without one (sparse layouts)."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None

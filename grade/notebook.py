@@ -1,0 +1,191 @@
+"""Run a notebook with parameters, strictly: papermill, without its silences.
+
+Papermill only warns about a parameter that the notebook does not have, and takes any type; here both are errors, raised
+before anything runs. Its output differs on every run (timings, random cell ids); here two runs of a deterministic
+notebook give the same bytes, so that DVC sees no change where there is none.
+
+Left out: any other kernel than ``python3``, which is the environment of the calling process, and progress bars, which
+would leave timings in the output.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+import grade
+from grade.errors import InputError
+
+# What differs between two runs, or says when they were, and nothing about the result.
+VOLATILE_KEYS = ("metadata.papermill", "cell.metadata.papermill", "cell.metadata.execution")
+
+
+class NotebookError(RuntimeError):
+    """A cell of a notebook raised: one line that names the cell, the exception and the partially executed copy."""
+
+
+def default_parameters(notebook: str | Path) -> dict[str, Any]:
+    """Read the parameters of a notebook and their defaults.
+
+    The cell is parsed, not matched: papermill's own inspection misses a value that holds "=" or "#".
+
+    Args:
+        notebook: An ``.ipynb`` file with one code cell tagged ``parameters`` of plain assignments of literals.
+
+    Returns:
+        Parameter names to default values, in the notebook's order.
+
+    Raises:
+        InputError: If the file is missing or no notebook, there is not exactly one such cell, or it holds anything else
+            than ``name = literal``.
+    """
+    content = _read(notebook)
+    cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(cells) != 1 or cells[0].cell_type != "code":
+        raise InputError(f"{Path(notebook).name}: cells tagged 'parameters'", len(cells), "exactly one code cell")
+    defaults: dict[str, Any] = {}
+    try:
+        for statement in ast.parse(cells[0].source).body:
+            defaults.update(_literal(statement))
+    except (SyntaxError, ValueError, TypeError) as error:
+        allowed = f"only lines like 'name = literal' ({error})"
+        raise InputError(f"{Path(notebook).name}: parameters cell", cells[0].source, allowed) from None
+    return defaults
+
+
+def check_parameters(notebook: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Check parameters against the notebook's own, by name and by the type of the default.
+
+    Args:
+        notebook: An ``.ipynb`` file, see `default_parameters`.
+        parameters: Values to run it with. An int is accepted, and converted, where the default is a float; anything is
+            where the default is None; items of a list must have a type that the default's items have, if it has any.
+
+    Returns:
+        The parameters, converted.
+
+    Raises:
+        InputError: For a name that the notebook does not have (with the nearest that it has) or a wrong type.
+    """
+    defaults = default_parameters(notebook)
+    checked = {}
+    for name, value in parameters.items():
+        if name not in defaults:
+            close = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(defaults)}"
+            raise InputError(f"{Path(notebook).name}: parameter", name, f"a parameter of the notebook ({hint})")
+        checked[name] = _converted(f"{Path(notebook).name}: {name}", value, defaults[name])
+    return checked
+
+
+def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, Any]) -> None:
+    """Execute a notebook in its own folder and write the executed copy, the same bytes for the same results.
+
+    Args:
+        notebook: The source, which is not changed.
+        output: The executed copy; its folder is made. It is replaced only when every cell has run. After a failure the
+            partially executed copy is ``<stem of output>.failed.ipynb`` beside it.
+        parameters: Values for the notebook's parameters cell; see `check_parameters`.
+
+    Raises:
+        InputError: For a parameter that the notebook does not take.
+        NotebookError: If a cell raises.
+    """
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    notebook, output = Path(notebook), Path(output)
+    parameters = check_parameters(notebook, parameters)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    failed = output.with_name(f"{output.stem}.failed.ipynb")
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}.ipynb")
+    try:
+        with _importing_this_package():
+            papermill.execute_notebook(
+                str(notebook),
+                str(temporary),
+                parameters,
+                kernel_name="python3",
+                cwd=str(notebook.parent),
+                progress_bar=False,
+                coalesce_streams=True,  # else where a stream is cut depends on timing
+            )
+        _tidy(temporary)
+        os.replace(temporary, output)
+        failed.unlink(missing_ok=True)
+    except PapermillExecutionError as error:
+        os.replace(temporary, failed)
+        message = f"{notebook.name}, cell In [{error.exec_count}]: {error.ename}: {error.evalue} (see {failed})"
+        raise NotebookError(" ".join(message.split())) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(notebook: str | Path) -> nbformat.NotebookNode:
+    try:
+        return nbformat.read(notebook, as_version=4)
+    except (OSError, UnicodeDecodeError, nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
+        raise InputError("notebook", str(notebook), f"a readable .ipynb file ({error.__class__.__name__})") from None
+
+
+def _literal(statement: ast.stmt) -> dict[str, Any]:
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        target = statement.target
+    else:
+        raise ValueError(f"line {statement.lineno} is something else")
+    if not isinstance(target, ast.Name):
+        raise ValueError(f"line {statement.lineno} assigns to something else than one name")
+    return {target.id: ast.literal_eval(statement.value)}
+
+
+def _converted(name: str, value: Any, default: Any) -> Any:
+    if default is None:
+        return value
+    if type(default) is float and type(value) is int:
+        return float(value)
+    if type(value) is not type(default):
+        # YAML 1.1 reads 1e-5 as text, the usual way to get here.
+        hint = " (YAML reads 1e-5 as text: write 1.0e-5)" if type(value) is str and type(default) is float else ""
+        raise InputError(name, value, f"a value of type {type(default).__name__}, like the default {default!r}{hint}")
+    if isinstance(default, list) and default:
+        return [_item(f"{name}[{i}]", item, default) for i, item in enumerate(value)]
+    return value
+
+
+def _item(name: str, value: Any, defaults: list[Any]) -> Any:
+    same = [default for default in defaults if type(default) is type(value)]
+    return _converted(name, value, (same or defaults)[0])
+
+
+@contextmanager
+def _importing_this_package() -> Iterator[None]:
+    # The kernel starts in the notebook's folder, where `import grade` would find an installed copy. It has to use the
+    # same one as this process: a pipeline workspace runs its own.
+    before = os.environ.get("PYTHONPATH")
+    root = str(Path(grade.__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *([before] if before else [])])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _tidy(path: Path) -> None:
+    from nbstripout import strip_output
+
+    content = nbformat.read(path, as_version=4)
+    # Also replaces the cell ids, of which papermill draws one at random, by the cells' positions.
+    strip_output(content, keep_output=True, keep_count=True, keep_id=False, extra_keys=list(VOLATILE_KEYS))
+    nbformat.write(content, path)

@@ -1,0 +1,211 @@
+"""Result files: ``metrics.json`` and ``history.csv``, the same bytes for the same numbers on every machine.
+
+Floats are rounded to 6 significant digits, because the last digits differ between machines and would show up as
+changes; keys are sorted; files are replaced in one step. What is left out on purpose: wall-clock dates, host names and
+paths. They say nothing about a result, and would make every file differ.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TextIO
+
+from grade.errors import InputError
+
+Value = float | int | str | bool | None
+
+SIGNIFICANT_DIGITS = 6
+
+
+class Estimate(NamedTuple):
+    """A mean with its standard error, ``s / sqrt(n)`` where ``s`` is the sample standard deviation (n - 1).
+
+    Attributes:
+        mean: The sample mean.
+        stderr: Its standard error; None for a single value, which has none.
+        n: How many values.
+
+    >>> print(Estimate.of([1.0, 2.0, 3.0]))
+    2 ± 0.58 (n=3)
+    """
+
+    mean: float
+    stderr: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Estimate the mean of independent values.
+
+        Args:
+            values: Any iterable of numbers, also a 1-d tensor or array.
+
+        Returns:
+            Mean, standard error and n.
+
+        Raises:
+            InputError: If there is no value, or one is not finite.
+        """
+        numbers = [float(value) for value in values]
+        if not numbers or not all(map(math.isfinite, numbers)):
+            raise InputError("values to average", numbers, "one or more finite numbers")
+        n = len(numbers)
+        stderr = statistics.stdev(numbers) / math.sqrt(n) if n > 1 else None
+        return cls(statistics.fmean(numbers), stderr, n)
+
+    def __str__(self) -> str:
+        if self.stderr is None:
+            return f"{self.mean:.4g} (n={self.n})"
+        return f"{self.mean:.4g} ± {self.stderr:.2g} (n={self.n})"
+
+
+def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
+    """Write metrics as JSON: ``{"train/ste/kl": 0.1}`` becomes ``{"train": {"ste": {"kl": 0.1}}}``.
+
+    Args:
+        path: The file; its folder is made.
+        flat: Names, with "/" between levels, to values. Floats are rounded to 6 significant digits.
+
+    Raises:
+        InputError: For NaN or an infinity, a value of another type, an empty name, or a name that is also a level of
+            another one. Nothing is written then.
+    """
+    nested: dict[str, Any] = {}
+    for name in sorted(flat):
+        *levels, leaf = name.split("/")
+        inner = nested
+        for level in levels:
+            inner = inner.setdefault(level, {})
+            if not isinstance(inner, dict):
+                raise InputError("metric name", name, f"a name below {level!r} only where that is not a metric itself")
+        if not all([*levels, leaf]) or leaf in inner:
+            raise InputError("metric name", name, "levels that are not empty, and no metric that is also a level")
+        inner[leaf] = _rounded(name, flat[name])
+    with replacing(path) as file:
+        json.dump(nested, file, indent=2, sort_keys=True, ensure_ascii=False)
+        file.write("\n")
+
+
+def read_metrics(path: str | Path) -> dict[str, Value]:
+    """Read metrics back to flat names: the inverse of `write_metrics`.
+
+    Args:
+        path: A JSON file of nested mappings.
+
+    Returns:
+        Names, with "/" between levels, to values.
+
+    Raises:
+        InputError: If the file is missing or is not such a file.
+    """
+    try:
+        nested = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        allowed = f"a readable metrics.json ({error.__class__.__name__})"
+        raise InputError("metrics file", str(path), allowed) from None
+    if not isinstance(nested, dict):
+        raise InputError("metrics file", str(path), "a JSON object")
+    return dict(_flatten(nested))
+
+
+def write_history(path: str | Path, rows: Sequence[Mapping[str, Value]]) -> None:
+    """Write one row per step as CSV.
+
+    Args:
+        path: The file; its folder is made.
+        rows: Mappings of column to value. Columns come in the order in which they are first seen; a value that a row
+            lacks (or None) is an empty field. Floats are rounded to 6 significant digits.
+
+    Raises:
+        InputError: For NaN, an infinity or a value of another type. Nothing is written then.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    rounded = [{name: _rounded(name, value) for name, value in row.items()} for row in rows]
+    with replacing(path) as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rounded)
+
+
+def environment() -> dict[str, Value]:
+    """What a number depends on besides code and parameters, without naming the machine.
+
+    Returns:
+        Versions of ``python``, ``torch``, ``transformers`` and ``peft`` (None where not installed), ``device`` ("cpu"
+        or the name of the GPU), ``threads`` (of torch) and ``commit`` (None outside a git checkout).
+    """
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in ("torch", "transformers", "peft")},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+    }
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[TextIO]:
+    """Write a text file in one step: readers see the old content or the whole new one, whatever happens.
+
+    Args:
+        path: The file; its folder is made.
+
+    Yields:
+        A text file open for writing. It replaces ``path`` when the block ends without an error.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because a rename is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _rounded(name: str, value: Any) -> Value:
+    if hasattr(value, "item"):  # a scalar of numpy or torch
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    raise InputError(name, value, "a finite number, a string, a boolean or None")
+
+
+def _flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    for name, value in nested.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

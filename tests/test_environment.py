@@ -1,0 +1,49 @@
+"""The environment's files agree: pyproject says what, constraints.txt which version, environment.yml only defers."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DIRECT = [Requirement(line) for group in (PROJECT["dependencies"], *EXTRAS.values()) for line in group]
+PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def test_every_constraint_is_one_exact_version_from_the_index():
+    # A local version (1.0+cpu), a path or a URL would only install on the machine that froze it.
+    assert [line for line in PINS if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!]*", line)] == []
+    names = [canonicalize_name(line.split("==")[0]) for line in PINS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("requirement", DIRECT, ids=lambda requirement: requirement.name)
+def test_every_direct_dependency_is_pinned_within_its_range(requirement):
+    pins = {canonicalize_name(name): version for name, version in (line.split("==") for line in PINS)}
+    assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)], prereleases=True)
+
+
+def test_conda_gives_python_and_pip_and_defers_to_pyproject():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    *conda, pip = environment["dependencies"]
+    assert [re.split("[=<>]", name)[0] for name in conda] == ["python", "pip"]
+    assert pip == {"pip": ["-c constraints.txt", "-e .[test]"]}
+    assert environment["name"] == PROJECT["name"]
+
+
+def test_continuous_integration_runs_what_a_developer_runs():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().splitlines()[-1] == "make test"
+
+
+def test_files_that_pyproject_names_exist():
+    assert (ROOT / PROJECT["readme"]).is_file()
+    assert [name for name in PROJECT["license-files"] if not (ROOT / name).is_file()] == []

@@ -1,0 +1,78 @@
+"""Rules that every notebook keeps, checked without running it (nbval does that)."""
+
+import ast
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from dvc.repo import Repo
+from nbstripout import strip_output
+
+from grade.notebook import check_parameters, default_parameters
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PROFILES = sorted(path.parent.name for path in ROOT.glob("params/*/suite.yaml"))
+MAX_FUNCTION_LINES = 5
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@each_notebook
+def test_it_is_stripped(path):
+    notebook = nbformat.read(path, as_version=4)
+    stripped = strip_output(nbformat.read(path, as_version=4), keep_output=False, keep_count=False, keep_id=False)
+    assert notebook == stripped, f"run: nbstripout notebooks/{path.name}"
+    # What JupyterLab adds on saving, and nbstripout keeps, would make the pipeline's stage stale.
+    assert "language_info" not in notebook.metadata
+    assert [cell.id for cell in notebook.cells if {"editable", "slideshow"} & set(cell.metadata)] == []
+
+
+@each_notebook
+def test_it_names_the_kernel_that_every_environment_has(path):
+    kernel = nbformat.read(path, as_version=4).metadata.kernelspec
+    assert (kernel.name, kernel.display_name, kernel.language) == ("python3", "Python 3 (ipykernel)", "python")
+
+
+@each_notebook
+def test_it_has_one_parameters_cell_of_literals_each_explained(path):
+    assert default_parameters(path)  # raises unless one cell of literals
+    cells = [c for c in code(nbformat.read(path, as_version=4)) if "parameters" in c.metadata.get("tags", [])]
+    assert [line for line in cells[0].source.splitlines() if line.strip() and "#" not in line] == []
+
+
+@each_notebook
+def test_it_narrates_and_the_library_computes(path):
+    for cell in code(nbformat.read(path, as_version=4)):
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, ast.ClassDef), f"class {node.name} belongs in grade/"
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{node.name} belongs in grade/"
+
+
+def notebook_stages():
+    with Repo(str(ROOT)) as repo:
+        commands = {stage.name: stage.cmd.split() for stage in repo.index.stages}
+    return {name: words for name, words in commands.items() if words[:4] == ["python", "-m", "grade", "notebook"]}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_gives_only_parameters_that_the_notebook_has(profile):
+    stages = notebook_stages()
+    assert stages
+    for words in stages.values():
+        options = list(zip(words[6::2], words[7::2], strict=True))
+        given = {}
+        for file in (value for option, value in options if option == "--params"):
+            given |= yaml.safe_load((ROOT / file.replace("params/cpu/", f"params/{profile}/")).read_text()) or {}
+        given |= dict(value.split("=", 1) for option, value in options if option == "--set")
+        check_parameters(ROOT / words[4], given)

@@ -1,0 +1,308 @@
+"""dvc.yaml holds what it promises, and profiles run in workspaces that leave the project alone."""
+
+import ast
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from dvc.repo import Repo
+from dvc.utils.serialize import load_yaml as load_yaml_as_dvc
+
+from grade.config import read_yaml
+from grade.errors import InputError
+from grade.pipeline import main, prepare_workspace, run
+
+ROOT = Path(__file__).parents[1]
+PROFILES = sorted(path.parent.name for path in ROOT.glob("params/*/suite.yaml"))
+PARAMS = sorted(ROOT.glob("params/**/*.yaml"))
+STAGES = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+
+
+# --- dvc.yaml: dependencies ---
+
+
+def module_files(name):
+    """The files that ``import name`` executes: the module and the packages above it; none outside of grade."""
+    parts = name.split(".")
+    if parts[0] != "grade":
+        return set()
+    files = {ROOT.joinpath(*parts[:i], "__init__.py") for i in range(1, len(parts) + 1)}
+    files.add(ROOT.joinpath(*parts).with_suffix(".py"))
+    return {file for file in files if file.is_file()}
+
+
+def imported_files(source, package=()):
+    """The files of grade that a source text imports, also inside its functions; ``package``: for relative imports."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found = found.union(*(module_files(alias.name) for alias in node.names))
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found = found.union(module_files(base), *(module_files(f"{base}.{alias.name}") for alias in node.names))
+    return found
+
+
+def closure(start):
+    found, todo = set(), set(start)
+    while todo:
+        file = todo.pop()
+        found.add(file)
+        todo |= imported_files(file.read_text(), file.relative_to(ROOT).parent.parts) - found
+    return {file.relative_to(ROOT).as_posix() for file in found}
+
+
+def notebook_source(path):
+    cells = json.loads(path.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+def needed_code(stage):
+    """What a stage's command executes: the command line, the command's module, and what a notebook imports."""
+    words = stage["cmd"].split()
+    assert words[:3] == ["python", "-m", "grade"]
+    start = module_files("grade.__main__") | module_files(f"grade.commands.{words[3]}")
+    assert ROOT / "grade" / "commands" / f"{words[3]}.py" in start, f"no module for the command {words[3]}"
+    for word in words:
+        if word.startswith("notebooks/"):
+            start |= imported_files(notebook_source(ROOT / word))
+    return closure(start)
+
+
+def test_imports_are_followed_through_packages_functions_and_relative_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    sources = {
+        "grade/__init__.py": "",
+        "grade/a.py": "import torch\ndef f():\n    from grade.sub import b\n",
+        "grade/sub/__init__.py": "from . import c",
+        "grade/sub/b.py": "from ..d import x",
+        "grade/sub/c.py": "import grade.e as e",
+        "grade/d.py": "",
+        "grade/e.py": "",
+        "grade/unused.py": "",
+    }
+    for name, source in sources.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    assert closure(module_files("grade.a")) == set(sources) - {"grade/unused.py"}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_depends_on_exactly_the_code_that_it_imports(name):
+    needed = needed_code(STAGES[name])
+    listed = {dep for dep in STAGES[name]["deps"] if dep == "grade" or dep.startswith("grade/")}
+    lines = "\n".join(f"      - {file}" for file in sorted(needed))
+    assert listed == needed, f"\nmissing: {needed - listed}\nneedless: {listed - needed}\n{name} needs:\n{lines}"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_depends_on_the_files_that_its_command_names(name):
+    stage = STAGES[name]
+    known = {str(dep) for dep in stage["deps"]} | {key for entry in stage.get("params", []) for key in entry}
+    outs = [next(iter(o)) if isinstance(o, dict) else o for k in ("outs", "metrics", "plots") for o in stage.get(k, [])]
+    roots = ("data/", "models/", "notebooks/", "params/")
+    for word in stage["cmd"].split():
+        if word.startswith(roots) and word not in outs:
+            assert word in known, f"{name}'s command reads {word}"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_says_what_it_does_and_is_skipped_when_nothing_changed(name):
+    assert STAGES[name]["desc"]
+    assert not {"always_changed", "frozen"} & set(STAGES[name])
+
+
+# --- dvc.yaml: outputs ---
+
+
+def outs():
+    with Repo(str(ROOT)) as repo:
+        return [(Path(out.fs_path).relative_to(ROOT).as_posix(), out.use_cache) for out in repo.index.outs]
+
+
+def is_ignored(path):
+    # --no-index: the rules alone, whether or not the file is tracked by now.
+    return subprocess.run(["git", "check-ignore", "-q", "--no-index", path], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git's rules can only be asked in a checkout")
+@pytest.mark.parametrize("profile", [profile for profile in PROFILES if profile != "smoke"])
+def test_small_results_can_be_committed_and_big_ones_cannot(profile):
+    folder = read_yaml(ROOT / "params" / profile / "suite.yaml")["outputs"]
+    found = [(path.replace("outputs/", f"{folder}/", 1), cached) for path, cached in outs()]
+    assert [path for path, cached in found if is_ignored(path) != cached] == []
+
+
+# --- params ---
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profile_has_every_file_that_the_pipeline_reads(profile):
+    suite = read_yaml(ROOT / "params" / profile / "suite.yaml")
+    assert suite["profile"] == profile
+    assert suite["outputs"] == ("outputs" if profile == "cpu" else f"outputs/{profile}")
+    with Repo(str(ROOT)) as repo:
+        assert repo.index.stages  # every ${...} in dvc.yaml has a value
+    for stage in STAGES.values():
+        for key in (key for entry in stage.get("params", []) for key in entry):
+            for run_name in suite["runs"] if "${item.run}" in key else [""]:
+                path = key.replace("${profile}", profile).replace("${item.run}", run_name)
+                assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize("path", PARAMS, ids=lambda path: path.relative_to(ROOT / "params").as_posix())
+def test_a_params_file_reads_the_same_everywhere(path):
+    # YAML 1.1 (PyYAML: ours) and 1.2 (ruamel: DVC's) differ: 1e-5 is text to one and a number to the other.
+    ours, dvcs = read_yaml(path), load_yaml_as_dvc(str(path))
+    assert json.dumps(ours, sort_keys=True) == json.dumps(dvcs, sort_keys=True)
+
+
+# --- running it ---
+
+STEP = """\
+import pathlib, sys, grade
+name, profile, output = sys.argv[1:]
+if pathlib.Path("fail").exists() and name == "second":
+    sys.exit(3)
+print("using", grade.WHO, flush=True)
+output = pathlib.Path(output)
+output.mkdir(parents=True, exist_ok=True)
+(output / "metrics.json").write_text('{"profile": "%s"}' % profile)
+(output / "big").write_text(name * 100)
+"""
+DVC_YAML = """\
+vars:
+  - params/cpu/suite.yaml
+stages:
+  first:
+    desc: the first step
+    cmd: python step.py first ${profile} ${outputs}/first
+    deps: [step.py, grade/__init__.py]
+    outs:
+      - ${outputs}/first/big
+    metrics:
+      - ${outputs}/first/metrics.json:
+          cache: false
+  second:
+    desc: the second step
+    cmd: python step.py second ${profile} ${outputs}/second
+    deps: ["${outputs}/first/metrics.json", fail_switch]
+    outs:
+      - ${outputs}/second/big
+    metrics:
+      - ${outputs}/second/metrics.json:
+          cache: false
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A small project with two stages in a git checkout, profiles cpu and full."""
+    files = {
+        "grade/__init__.py": "WHO = 'the first version'",
+        "step.py": STEP,
+        "dvc.yaml": DVC_YAML,
+        "fail_switch": "",
+        "old.txt": "",
+        ".dvc/config": "[core]\n    analytics = false\n    check_update = false\n",
+        ".dvc/.gitignore": "/config.local\n/tmp\n/cache\n",
+        ".dvcignore": "/.workspaces\n__pycache__\n",
+        ".gitignore": "/.workspaces/\nbig\nfail\n__pycache__/\n",
+        "params/cpu/suite.yaml": "profile: cpu\noutputs: outputs\n",
+        "params/full/suite.yaml": "profile: full\noutputs: outputs/full\n",
+    }
+    root = tmp_path / "project"
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=root, check=True)
+    return root
+
+
+def stage_lines(capfd):
+    return [line for line in capfd.readouterr().out.splitlines() if line.startswith("[") and "took" not in line]
+
+
+def test_the_default_profile_runs_in_place_and_then_has_nothing_to_do(project, capfd):
+    assert run(project) == 0
+    assert stage_lines(capfd) == ["[1/2] first: the first step; 1 left", "[2/2] second: the second step; 0 left"]
+    assert (project / "outputs/second/metrics.json").read_text() == '{"profile": "cpu"}'
+    assert not (project / ".workspaces").exists()
+    assert run(project) == 0
+    assert stage_lines(capfd) == ["[1/2] first: unchanged; 1 left", "[2/2] second: unchanged; 0 left"]
+
+
+def test_another_profile_runs_in_a_workspace_is_resumed_and_brings_its_results_back(project, capfd):
+    (project / "dvc.lock").write_text("schema: '2.0'\nstages: {}\n")
+    before = {name: (project / name).read_bytes() for name in ("dvc.lock", "dvc.yaml")}
+    workspace = prepare_workspace(project, "full")
+    (workspace / "fail").touch()
+    assert run(project, "full") != 0
+    out = capfd.readouterr().out
+    assert "second stopped after" in out and "full: failed" in out and "using the first version" in out
+    assert not (project / "outputs").exists()
+
+    (workspace / "fail").unlink()
+    (project / "outputs" / "full").mkdir(parents=True)
+    (project / "outputs" / "full" / "stale").touch()
+    assert run(project, "full") == 0
+    assert stage_lines(capfd) == ["[1/2] first: unchanged; 1 left", "[2/2] second: the second step; 0 left"]
+    found = sorted(p.relative_to(project).as_posix() for p in project.glob("outputs/**/*") if p.is_file())
+    assert found == ["outputs/full/first/metrics.json", "outputs/full/second/metrics.json"]
+    assert (project / found[0]).read_text() == '{"profile": "full"}'
+    assert {name: (project / name).read_bytes() for name in before} == before
+
+    # An edit in the project arrives in the workspace, and the stage uses the workspace's copy of the package.
+    (project / "grade" / "__init__.py").write_text("WHO = 'the second version'")
+    assert run(project, "full", ["first"]) == 0
+    assert "using the second version" in capfd.readouterr().out
+
+
+def test_a_part_of_the_pipeline_does_not_replace_results(project):
+    (project / "outputs" / "full").mkdir(parents=True)
+    (project / "outputs" / "full" / "committed").touch()
+    assert run(project, "full", ["first"]) == 0
+    assert [path.name for path in (project / "outputs" / "full").iterdir()] == ["committed"]
+
+
+def test_a_workspace_follows_the_project_but_keeps_what_it_made(project):
+    (project / "outputs").mkdir()
+    (project / "outputs" / "metrics.json").write_text("of the default profile")
+    (project / "dvc.lock").write_text("of the default profile")
+    workspace = prepare_workspace(project, "full")
+    assert "params/full/suite.yaml" in (workspace / "dvc.yaml").read_text()
+    assert (workspace / "old.txt").exists() and not (workspace / "outputs").exists()
+    (workspace / "dvc.lock").write_text("of the workspace")
+    (project / "old.txt").unlink()
+    (project / "new.txt").write_text("untracked, not ignored")
+    unchanged = (workspace / "step.py").stat().st_mtime_ns
+    prepare_workspace(project, "full")
+    assert not (workspace / "old.txt").exists() and (workspace / "new.txt").exists()
+    assert (workspace / "dvc.lock").read_text() == "of the workspace"
+    assert (workspace / "step.py").stat().st_mtime_ns == unchanged
+
+
+@pytest.mark.parametrize("text", ["vars: []\n", DVC_YAML + "# params/cpu/suite.yaml\n"])
+def test_the_line_that_names_the_profile_must_be_there_once(project, text):
+    (project / "dvc.yaml").write_text(text)
+    with pytest.raises(InputError, match="exactly one mention"):
+        prepare_workspace(project, "full")
+
+
+def test_bad_input_is_one_line_and_exit_code_2(project, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    assert main(["fulll"]) == 2
+    assert capsys.readouterr().err == "error: profile: got 'fulll'; allowed: one of cpu, full\n"
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 2
+    assert "the folder with dvc.yaml" in capsys.readouterr().err
+
+
+def test_the_real_pipeline_names_its_profile_once():
+    assert (ROOT / "dvc.yaml").read_text().count("params/cpu/suite.yaml") == 1

@@ -1,0 +1,229 @@
+"""The memory tracker against hand arithmetic, autograd's own hooks and fake tensors."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from grade.memory.saved import kept_bytes, saved_bytes
+from grade.memory.tracker import MemoryTracker, Phase
+
+B, D, HIDDEN = 8, 16, 64  # float32: x is 8*16*4 = 512 bytes, a hidden activation 8*64*4 = 2048
+
+
+def mlp(depth: int = 1) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(D, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, D))
+        for _ in range(depth)
+    ]
+    return torch.nn.Sequential(*layers)
+
+
+def test_counts_what_stays_alive_through_names_and_through_autograd():
+    x, w = torch.randn(B, D), torch.randn(D, HIDDEN, requires_grad=True)
+    with MemoryTracker(round_to=1) as tracker:
+        y = (x @ w).exp()
+        # y is alive; x @ w died inside the line, but existed together with y.
+        assert (tracker.current, tracker.peak) == (2048, 4096)
+        loss = y.sum()
+        del y  # exp's backward needs its result: autograd keeps it without any Python name
+        assert tracker.current == 2048 + 4
+        loss.backward()
+        assert tracker.current == 4 + D * HIDDEN * 4  # the loss and the gradient of w
+    del loss
+    w.grad = None
+    assert tracker.current == 0
+
+
+def test_views_in_place_operators_and_older_tensors_are_not_new_bytes():
+    old = torch.zeros(100)
+    with MemoryTracker(round_to=1) as tracker:
+        new = torch.zeros(100)
+        held = [new.view(10, 10), new[3:7], new[None], new.detach(), new.expand(5, 100), new.add_(1)]
+        assert tracker.current == 400
+        held += [old.view(10, 10), old.mul_(2), old[5:]]
+        assert tracker.current == 400
+        del new
+        assert tracker.current == 400  # a view keeps its whole storage
+        del held
+        assert tracker.current == 0
+        assert tracker.peak == 400
+
+
+def test_a_tensor_made_from_python_data_counts():
+    with MemoryTracker(round_to=1) as tracker:
+        x = torch.tensor([1.0, 2.0, 3.0])
+    assert (tracker.current, x.nbytes) == (12, 12)
+
+
+def test_freed_memory_goes_down_but_the_peak_stays_until_reset():
+    with MemoryTracker(round_to=1) as tracker:
+        x = torch.zeros(1000)
+        del x
+        assert (tracker.current, tracker.peak) == (0, 4000)
+        tracker.reset_peak()
+        y = torch.zeros(10)
+        assert (tracker.current, tracker.peak) == (40, 40)
+    del y
+    assert tracker.current == 0  # freed after the context, and still noticed
+
+
+def test_nothing_new_is_counted_outside_the_context():
+    with MemoryTracker() as tracker:
+        pass
+    x = torch.zeros(1000)
+    assert (tracker.current, x.numel()) == (0, 1000)
+
+
+@pytest.mark.parametrize(("elements", "expected"), [(0, 0), (1, 512), (128, 512), (129, 1024)])
+def test_rounds_storages_up_as_the_cuda_allocator(elements, expected):
+    with MemoryTracker() as tracker:
+        x = torch.zeros(elements)
+    assert (tracker.current, x.numel()) == (expected, elements)
+
+
+def test_round_to_below_one_is_refused():
+    with pytest.raises(ValueError, match="round_to"):
+        MemoryTracker(round_to=0)
+
+
+def test_existing_tensors_count_once_when_asked_even_if_seen_before():
+    weight = torch.zeros(100)
+    tied = weight.view(10, 10)
+    with MemoryTracker(round_to=1) as tracker:
+        weight.view(5, 20)
+        assert tracker.current == 0
+        tracker.track_existing([weight, tied])
+        assert tracker.current == 400
+        weight.add_(1)
+        tracker.track_existing([weight])
+        assert tracker.current == 400
+    del weight, tied
+    assert tracker.current == 0
+
+
+def test_resizing_through_an_operator_is_counted():
+    with MemoryTracker(round_to=1) as tracker:
+        x = torch.zeros(10)
+        x.resize_(1000)
+        assert tracker.current == 4000
+    del x
+    assert tracker.current == 0
+
+
+def test_phases_have_their_own_peak_and_end():
+    with MemoryTracker(round_to=1) as tracker:
+        tracker.mark("first")
+        x = torch.zeros(100) + 1  # 800 for a moment, 400 after
+        tracker.mark("second")
+        y = torch.zeros(50)
+        tracker.mark("first")
+        del x
+    assert tracker.phases == {"first": Phase(peak=800, current=200), "second": Phase(peak=600, current=600)}
+    del y
+    assert tracker.phases["first"].current == 200  # the phase is over
+
+
+def test_storages_are_freed_in_backward_without_the_garbage_collector():
+    model, x = mlp(3), torch.randn(B, D)
+    gc.disable()
+    try:
+        with MemoryTracker(round_to=1) as tracker:
+            loss = model(x).square().sum()
+            loss.backward()
+        gradients = sum(p.grad.nbytes for p in model.parameters())
+        assert tracker.current == 4 + gradients
+    finally:
+        gc.enable()
+
+
+def test_a_list_of_results_nested_arguments_and_multiple_outputs():
+    with MemoryTracker(round_to=1) as tracker:
+        parts = [torch.zeros(10), torch.zeros(20)]
+        joined = torch.cat(parts)  # 120
+        values, indices = torch.topk(joined, 5)  # 20 + 40
+    assert tracker.current == 40 + 80 + 120 + 20 + 40
+    assert (values.numel(), indices.numel()) == (5, 5)
+
+
+def test_saved_bytes_of_an_mlp_by_hand():
+    model, x = mlp(), torch.randn(B, D)
+    # Linear saves its input (512) and its weight (excluded); tanh its result (2048), which is also the input that the
+    # second Linear saves: the same storage, once.
+    assert saved_bytes(lambda: model(x), exclude=model.parameters()) == 512 + 2048
+    assert saved_bytes(lambda: model(x), exclude=[*model.parameters(), x]) == 2048
+    weights = 2 * D * HIDDEN * 4 - D * HIDDEN * 4  # x needs no gradient, so the first weight is not saved
+    assert saved_bytes(lambda: model(x)) == 512 + 2048 + weights
+
+
+def test_kept_bytes_agrees_with_autograds_hooks_on_an_mlp():
+    model, x = mlp(3), torch.randn(B, D)
+    saved = saved_bytes(lambda: model(x), exclude=[*model.parameters(), x])
+    out, kept = kept_bytes(lambda: model(x))
+    assert kept == saved + out.nbytes  # the last Linear's result is held by us and not saved
+
+
+def test_kept_bytes_agrees_with_autograds_hooks_on_a_transformer():
+    torch.manual_seed(0)
+    # Dropout 0 and math attention on a CPU: everything kept is kept by autograd.
+    layer = torch.nn.TransformerEncoderLayer(D, 4, HIDDEN, dropout=0.0, batch_first=True, norm_first=True)
+    model, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 5, D)
+    saved = saved_bytes(lambda: model(x).sum(), exclude=[*model.parameters(), x])
+    loss, kept = kept_bytes(lambda: model(x).sum())
+    assert kept == saved + loss.nbytes
+
+
+def test_checkpointing_keeps_only_the_segment_inputs():
+    model, x = mlp(4), torch.randn(B, D)
+
+    def plain():
+        return model(x)
+
+    def checkpointed():
+        h = x
+        for block in model:
+            h = checkpoint(block, h, use_reentrant=False)
+        return h
+
+    (_, plain_kept), (out, kept) = kept_bytes(plain), kept_bytes(checkpointed)
+    # Plain: 4 hidden of 2048, 3 inputs between blocks of 512, the result of 512. Checkpointed: without the hidden.
+    assert plain_kept == 4 * 2048 + 4 * 512
+    assert kept == 4 * 512
+    with MemoryTracker(round_to=1) as tracker:
+        tracker.mark("backward")
+        out.sum().backward()
+    # The recomputation of one block brings back one hidden activation at a time, not four.
+    gradients = sum(p.grad.nbytes for p in model.parameters())
+    assert 2048 < tracker.peak < gradients + 4 * 2048
+
+
+def test_kept_bytes_sees_what_a_python_list_holds_and_not_what_a_dead_cycle_held():
+    keep = []
+
+    def fn():
+        cycle = [torch.zeros(1000)]
+        cycle.append(cycle)
+        keep.append(torch.zeros(10))
+
+    assert kept_bytes(fn)[1] == 40
+
+
+def test_fake_tensors_give_the_bytes_of_real_ones():
+    def step(model, x, tracker):
+        tracker.mark("forward")
+        loss = checkpoint(model, x, use_reentrant=False).square().sum()
+        tracker.mark("backward")
+        loss.backward()
+        return loss
+
+    with MemoryTracker() as real:
+        step(mlp(3), torch.randn(B, D), real)
+    with FakeTensorMode(), MemoryTracker() as fake:
+        step(mlp(3), torch.randn(B, D), fake)
+    assert fake.phases == real.phases
+    assert fake.peak == real.peak > 0
