@@ -97,7 +97,7 @@ class Backbone(nn.Module):
         lora: LoraSettings | None = None,
         adapter: str | Path | None = None,
         device: str | torch.device = "cpu",
-        attention: Literal["sdpa", "eager"] = "sdpa",
+        attention: Literal["auto", "sdpa", "eager"] = "auto",
         seed: int = 0,
     ) -> Backbone:
         """Load a local folder or a Hugging Face id.
@@ -108,7 +108,7 @@ class Backbone(nn.Module):
             lora: Settings of a new adapter.
             adapter: Folder of a saved adapter.
             device: Where to put the model.
-            attention: Attention implementation.
+            attention: Attention implementation; auto is the model's own default.
             seed: Seed of a new adapter.
 
         Returns:
@@ -261,13 +261,13 @@ class Backbone(nn.Module):
         self.peft.save_pretrained(str(folder))
 
 
-def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "sdpa") -> tuple[PreTrainedModel, Any]:
+def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "auto") -> tuple[PreTrainedModel, Any]:
     """Load model and tokenizer, safetensors only, no remote code, all dropout rates 0.
 
     Args:
         source: Local folder or hub id.
         dtype: Type of the weights.
-        attention: Attention implementation.
+        attention: Attention implementation; auto is the model's own default.
 
     Returns:
         The model and its tokenizer.
@@ -284,7 +284,8 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "sd
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
                 setattr(config, key, 0.0)
         model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, use_safetensors=True, attn_implementation=attention,
+            name, config=config, dtype=dtype, use_safetensors=True,
+            attn_implementation=None if attention == "auto" else attention,
             trust_remote_code=False,
         )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

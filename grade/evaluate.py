@@ -101,12 +101,12 @@ def evaluate(
         prompts = encode_prompts(backbone.tokenizer, chunk, max_prompt_tokens).to(backbone.device)
         ids, mask = generate(backbone, prompts, max_new_tokens, generator, min_new_tokens=min_new_tokens)
         rewards.append(score(reward_model, backbone, prompts, ids, mask, scope).cpu())
-        before = [decode(backbone.tokenizer, i, m) for i, m in zip(prompts.ids, prompts.mask)]
-        after = [decode(backbone.tokenizer, i, m) for i, m in zip(ids, mask)]
+        before = [decode(backbone.tokenizer, i, m) for i, m in zip(prompts.ids, prompts.mask, strict=True)]
+        after = [decode(backbone.tokenizer, i, m) for i, m in zip(ids, mask, strict=True)]
         prompts_out += before
         completions += after
         if judge is not None:
-            golds.append(judge.score([p + c for p, c in zip(before, after)]))
+            golds.append(judge.score([p + c for p, c in zip(before, after, strict=True)]))
         wanted = min(len(chunk), kl_prompts - start)
         if wanted > 0:
             rows = slice(0, wanted)

@@ -143,10 +143,8 @@ class GoldJudge:
         ) as error:
             allowed = f"a readable .npz file that GoldJudge.save wrote ({error.__class__.__name__})"
             raise InputError("gold judge file", str(path), allowed) from None
-        shapes_fit = (
-            idf.shape == coef.shape == (len(set(terms)),) and intercept.shape == () and len(set(terms)) == len(terms)
-        )
-        if not shapes_fit or not all(np.isfinite(values).all() for values in (idf, coef, intercept)):
+        fits = idf.shape == coef.shape == (len(terms),) and intercept.shape == () and len(set(terms)) == len(terms)
+        if not fits or not all(np.isfinite(values).all() for values in (idf, coef, intercept)):
             raise InputError("gold judge file", str(path), "as many finite weights as terms")
         vectorizer = _vectorizer(vocabulary={term: column for column, term in enumerate(terms)})
         vectorizer.idf_ = idf

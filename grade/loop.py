@@ -113,9 +113,7 @@ def train(config: TrainConfig, output_dir: str | Path, log: Callable[[str], None
     Raises:
         InputError: For bad input, or a reward or loss that is not finite; nothing is written then.
     """
-    accelerator = Accelerator(
-        cpu=config.device == "cpu", log_with=config.trackers or None, project_dir=str(output_dir)
-    )
+    accelerator = Accelerator(cpu=config.device == "cpu", log_with=config.trackers or None, project_dir=str(output_dir))
     if config.device == "cuda" and accelerator.device.type != "cuda":
         raise InputError("device", "cuda", "cpu: this machine has no CUDA device")
     set_seed(config.seed)

@@ -11,7 +11,6 @@ Left out: everything that DVC does itself (what to run, when to skip, locks). Th
 from __future__ import annotations
 
 import argparse
-import filecmp
 import os
 import re
 import shutil
@@ -90,7 +89,8 @@ def prepare_workspace(root: Path, profile: str) -> Path:
             (workspace / name).unlink(missing_ok=True)
     for name in files:
         if name != "dvc.yaml":
-            _copy(root / name, workspace / name)
+            (workspace / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, workspace / name)  # with its time, by which DVC knows what not to hash again
     _write_if_changed(workspace / "dvc.yaml", _with_profile((root / "dvc.yaml").read_text(encoding="utf-8"), profile))
     # Inside the project's git checkout, but none of git's business: what is ignored there may be an output here.
     settings = f"[core]\n    no_scm = true\n[cache]\n    dir = {_cache_folder(root)}\n"
@@ -243,13 +243,6 @@ def _with_profile(dvc_yaml: str, profile: str) -> str:
     if dvc_yaml.count(default) != 1:
         raise InputError("dvc.yaml", f"{dvc_yaml.count(default)} times {default}", "exactly one mention, under vars")
     return dvc_yaml.replace(default, VARS_FILE.format(profile))
-
-
-def _copy(source: Path, target: Path) -> None:
-    # A file that is the same is left alone: with its time, by which DVC knows that it need not hash it again.
-    if not target.is_file() or not filecmp.cmp(source, target, shallow=False):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
 
 
 def _write_if_changed(path: Path, text: str) -> None:

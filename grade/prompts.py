@@ -105,7 +105,7 @@ def encode_prompts(
     plain = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
     for text, ids in zip(texts, plain, strict=True):
         if not text.strip() or not ids:
-            raise InputError("prompt", text, "a text that the tokenizer turns into at least one token")
+            raise InputError("prompt", text, "text (not only white space) of at least one token")
     encoded = tokenizer(texts, truncation=False, padding=False)["input_ids"]
     rows = [_without_eos(ids, tokenizer.eos_token_id)[:max_prompt_tokens] for ids in encoded]
     width = max(map(len, rows))

@@ -6,10 +6,10 @@ token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
 - `gumbel` (Gumbel-softmax, Jang et al. 2017, arXiv:1611.01144): ``y = softmax(z / tau)``;
 - `ste` (straight-through): one-hot of ``argmax z`` forward, the softmax's gradient backward.
 
-Two supports: `top_k` takes the K largest logits and then draws noise for them (the source document's); `perturbed_top_k`
-draws noise for the whole vocabulary and takes the K largest ``l + g``. With the second the hard token ``argmax z`` is an
-exact sample of the policy whatever K is (the Gumbel-max trick); with the first it is a sample of the policy truncated
-to its K most likely tokens. ``gumbel_topk = 0`` is the full vocabulary.
+Two supports: `top_k` takes the K largest logits and then draws noise for them (the source document's);
+`perturbed_top_k` draws noise for the whole vocabulary and takes the K largest ``l + g``. With the second the hard token
+``argmax z`` is an exact sample of the policy whatever K is (the Gumbel-max trick); with the first it is a sample of the
+policy truncated to its K most likely tokens. ``gumbel_topk = 0`` is the full vocabulary.
 
 ``tau`` is the Gumbel temperature; the sampling temperature is always 1. Noise is float32 whatever the model's type:
 drawn in bfloat16 it has exact zeros, a mean of 0.557 instead of 0.577 and no values above 5.5.
@@ -34,8 +34,11 @@ class RelaxationConfig(Config):
     """How generated tokens are relaxed."""
 
     estimator: Estimator = Field("ste", description="gumbel: soft tokens; ste: hard tokens, soft gradient")
-    support: Support = Field("perturbed_top_k", description="tokens that a relaxed token mixes: top_k (largest "
-                             "logits) or perturbed_top_k (largest logits + noise: exact samples for any K)")  # fmt: skip
+    support: Support = Field(
+        "perturbed_top_k",
+        description="tokens that are mixed: top_k (largest logits), or perturbed_top_k (largest logits + noise: exact "
+        "samples for any K)",
+    )
     gumbel_topk: int = Field(256, ge=0, description="size K of the support; 0 = the full vocabulary")
     tau: float = Field(1.0, gt=0, description="Gumbel temperature")
     max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")

@@ -4,10 +4,10 @@ Two kinds behind one interface:
 
 - ``trunk``, the source documents' own: frozen transformer (adapter off), masked mean of the last hidden state, then
   Linear-Tanh-Linear;
-- ``bag``: no transformer, only the frozen embedding table: a small convolution over standardised embeddings, GELU,
-  masked mean, linear (or Linear-Tanh-Linear). Nearly free to run and smooth in the embeddings. Evidence adds up with
-  length, but words of one text repeat each other; the mean times ``sqrt(n / 48)`` keeps the score calibrated from 32
-  to 128 tokens, where the plain mean is too sure of short texts and too unsure of long ones.
+- ``bag``: no transformer, only the frozen embedding table: masked mean of the standardised embeddings, then linear
+  (or Linear-Tanh-Linear). Nearly free to run, and linear in each embedding up to the sigmoid, so the gradient at one
+  token says what another token would score. With ``channels`` a small convolution and a GELU come before the mean:
+  more accurate on text, but the gradient at a token then says almost nothing about other tokens.
 
 The documents' head has two outputs and a softmax; one output and a sigmoid is the same function. Pooled vectors are
 standardised with constants of the training set, kept as buffers. A base in float64 is pooled and scored in float64,
@@ -50,10 +50,10 @@ _NORM_TOLERANCE = 1e-2
 class HeadSettings(Config):
     """What is trained on top of the frozen base."""
 
-    channels: int = Field(64, ge=1, description="bag: width of the token-level transform; trunk: not used")
-    kernel: int = Field(1, ge=1, le=15, description="bag: tokens that the transform sees (odd; 1 = each on its own)")
+    channels: int = Field(0, ge=0, description="bag: width of a token-level transform, 0 = none; trunk: not used")
+    kernel: int = Field(1, ge=1, le=15, description="bag: tokens that the transform sees (odd)")
     pooling: Literal["mean", "root"] = Field(
-        "root", description="bag: mean, or root = mean * sqrt(n / 48) over n tokens; trunk: always mean"
+        "mean", description="bag: mean, or root = mean * sqrt(n / 48) over n tokens; trunk: always mean"
     )
     hidden: int = Field(0, ge=0, description="width of the MLP's Tanh layer; 0 = a linear head")
     dropout: float = Field(0.3, ge=0, lt=1, description="dropout on the pooled vector, in training only")
@@ -86,7 +86,7 @@ class RewardModel(nn.Module):
         size = backbone.hidden_size
         self.register_buffer("center", torch.zeros(size))
         self.register_buffer("spread", torch.ones(size))
-        if kind == "bag":
+        if self.convolves:
             self.project = nn.Linear(size, settings.kernel * settings.channels, bias=False)
             self.bias = nn.Parameter(torch.zeros(settings.channels))
             size = settings.channels
@@ -97,6 +97,11 @@ class RewardModel(nn.Module):
         self.head = nn.Sequential(*layers, nn.Linear(size, 1))
         self.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
         self.eval()
+
+    @property
+    def convolves(self) -> bool:
+        """Whether tokens are transformed before they are pooled."""
+        return self.kind == "bag" and self.settings.channels > 0
 
     @property
     def backbone(self) -> Backbone:
@@ -120,20 +125,20 @@ class RewardModel(nn.Module):
         return self.pooled_logits(self.pool(embeds, mask))
 
     def pool(self, embeds: Tensor, mask: Tensor) -> Tensor:
-        """One vector [B, D] (trunk) or [B, channels] (bag) for each sequence; arguments as in `forward`."""
-        if self.kind == "bag":
+        """One vector for each sequence, [B, D] or with a convolution [B, channels]; arguments as in `forward`."""
+        if self.convolves:
             return self._mix(self._project(embeds), mask)
-        return masked_mean(self.hidden(embeds, mask), mask, self.center.dtype)
+        return self.mean_pool(self.token_features(embeds, mask), mask)
 
     def pooled_logits(self, pooled: Tensor) -> Tensor:
         """Log-odds [B] of pooled vectors from `pool`."""
-        if self.kind == "trunk":
+        if not self.convolves:
             pooled = (pooled.to(self.center.dtype) - self.center) / self.spread
         return self.head(pooled).squeeze(-1)
 
     def logits_of_ids(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Log-odds [B] of token ids [B, L], made for training: `bag` transforms each distinct token once."""
-        if self.kind == "trunk":
+        """Log-odds [B] of token ids [B, L], made for training: a convolution transforms each distinct token once."""
+        if not self.convolves:
             return self.logits(self.backbone.embed(ids), mask)
         distinct, inverse = ids.unique(return_inverse=True)
         return self.pooled_logits(self._mix(self._project(self.backbone.embed(distinct))[inverse], mask))
@@ -144,12 +149,14 @@ class RewardModel(nn.Module):
         parts = zip(ids.split(batch_size), mask.split(batch_size), strict=True)
         return torch.cat([self(self.backbone.embed(i), m) for i, m in parts])
 
-    def hidden(self, embeds: Tensor, mask: Tensor) -> Tensor:
-        """Last hidden states [B, L, D] of the frozen base, whatever the adapter is doing.
+    def token_features(self, embeds: Tensor, mask: Tensor) -> Tensor:
+        """What is averaged, [B, L, D]: the embeddings (bag) or the frozen base's last hidden states (trunk).
 
-        Layers that are checkpointed here would be recomputed in backward with the adapter on again: call it outside
-        `Backbone.checkpointed_layers`.
+        Whatever the adapter is doing, it is off in here. Layers that are checkpointed here would be recomputed in
+        backward with the adapter on again: call it outside `Backbone.checkpointed_layers`.
         """
+        if self.kind == "bag":
+            return embeds
         with self.backbone.reference():
             return self.backbone.hidden(embeds.to(self.backbone.dtype), mask)
 
@@ -167,13 +174,17 @@ class RewardModel(nn.Module):
         shares = F.pad(shares.masked_fill(~kept, 0), (0, 0, reach, reach))
         length = mask.shape[1]
         windows = sum(part[:, i : i + length] for i, part in enumerate(shares.chunk(self.settings.kernel, dim=-1)))
-        pooled = masked_mean(F.gelu(windows + self.bias), mask, self.center.dtype)
-        if self.settings.pooling == "mean":
+        return self.mean_pool(F.gelu(windows + self.bias), mask)
+
+    def mean_pool(self, features: Tensor, mask: Tensor) -> Tensor:
+        """Masked mean [B, D] of features [B, L, D]; times ``sqrt(n / 48)`` with ``pooling: root``."""
+        pooled = masked_mean(features, mask, self.center.dtype)
+        if self.kind == "trunk" or self.settings.pooling == "mean":
             return pooled
-        return pooled * (kept.sum(1) / _ROOT_TOKENS).sqrt()
+        return pooled * (mask.bool().sum(1, keepdim=True) / _ROOT_TOKENS).sqrt()
 
     def standardise(self, mean: Tensor, std: Tensor) -> None:
-        """Set the constants [D] by which embeddings (bag) or pooled hidden states (trunk) are standardised.
+        """Set the constants [D] by which pooled vectors are standardised, or with a convolution embeddings.
 
         Raises:
             InputError: If they are not finite.

@@ -1,9 +1,9 @@
 """Training and evaluation of reward models on labelled reviews.
 
-Both kinds see crops of random length, so that one model is calibrated from a few words to `max_tokens`. `bag` draws
-them anew in each epoch, from anywhere in a review. `trunk` never runs the transformer twice: the base is causal, so one
-pass gives the masked mean at *every* prefix, and the means at a few prefix lengths are kept (n * lengths * D numbers);
-training the head then takes seconds.
+All see beginnings of random length, so that one model is calibrated from a few words to ``max_tokens``. The base is
+causal, so one pass gives the masked mean at *every* prefix: the means at a few prefix lengths are kept (n * lengths * D
+numbers), and training a head on them takes seconds. Only a `bag` with a convolution has nothing to keep; it sees crops
+from anywhere in a review, drawn anew in each epoch.
 
 Early stopping is on validation log-loss averaged over `eval_tokens`; the best epoch's weights are kept.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.reward import HeadSettings, RewardKind, RewardModel, masked_mean, table_moments
+from grade.reward import HeadSettings, RewardKind, RewardModel, table_moments
 
 if TYPE_CHECKING:
     from grade.backbone import Backbone
@@ -41,22 +41,25 @@ class FitSettings(HeadSettings):
     """How one kind of reward model is trained."""
 
     lr: float = Field(1e-3, gt=0, description="AdamW learning rate")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay")
     batch_size: int = Field(64, ge=1, description="reviews an update")
-    epochs: int = Field(25, ge=1, description="most passes over the reviews")
-    patience: int = Field(5, ge=1, description="epochs without a better validation log-loss before stopping")
+    epochs: int = Field(60, ge=1, description="most passes over the reviews")
+    patience: int = Field(10, ge=1, description="epochs without a better validation log-loss before stopping")
     train_size: int = Field(5000, ge=2, description="reviews to train on (the first ones)")
-    validation_size: int = Field(1000, ge=2, description="reviews for early stopping (the first ones)")
+    validation_size: int = Field(2000, ge=2, description="reviews for early stopping (the first ones)")
     min_tokens: int = Field(16, ge=1, description="shortest training crop")
-    max_tokens: int = Field(128, ge=1, description="longest training crop, and where trunk features end")
+    max_tokens: int = Field(128, ge=1, description="longest training crop, and how much of a review is read")
 
 
 class RewardConfig(Config):
     """Settings of both kinds of reward model."""
 
-    bag: FitSettings = Field(FitSettings(), description="reward on the embedding table")
+    bag: FitSettings = Field(
+        FitSettings(batch_size=256, min_tokens=24, max_tokens=256), description="reward on the embedding table"
+    )
     trunk: FitSettings = Field(
-        FitSettings(hidden=64, dropout=0.5, epochs=60, patience=10), description="reward on the frozen transformer"
+        FitSettings(hidden=64, dropout=0.7),
+        description="reward on the frozen transformer",
     )
     eval_tokens: list[int] = Field([32, 64, 128], min_length=1, description="prefix lengths to report accuracy at")
     eval_size: int = Field(2000, ge=2, description="held-out reviews for the reported accuracy")
@@ -97,7 +100,7 @@ def train_reward(
         torch.manual_seed(config.seed)
         model = RewardModel(kind, backbone, settings)
         start = time.perf_counter()
-        make = _bag_problem if kind == "bag" else _trunk_problem
+        make = _crop_problem if model.convolves else _prefix_problem
         batch_logits, validation_logits = make(model, config, settings, train, validation, generator)
         featured = time.perf_counter()
         labels, validation_labels = label_tensor(train, model), label_tensor(validation, model)
@@ -196,10 +199,10 @@ def right_pad(sequences: Sequence[Sequence[int]], device: torch.device | str = "
 def prefix_means(
     model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
 ) -> Tensor:
-    """Mean of the frozen base's last hidden state over the first tokens of each sequence.
+    """Pooled features of the first tokens of each sequence, for a model that does not convolve.
 
     Args:
-        model: A ``trunk`` reward model.
+        model: A reward model.
         sequences: Token ids.
         lengths: Prefix lengths; a shorter sequence is taken whole.
         batch_size: Sequences in one pass.
@@ -214,11 +217,11 @@ def prefix_means(
     for start in range(0, len(sequences), batch_size):
         batch = [s[: max(lengths)] for s in sequences[start : start + batch_size]]
         ids, mask = right_pad(batch, model.backbone.device)
-        hidden = model.hidden(model.backbone.embed(ids), mask)
-        parts.append(torch.stack([masked_mean(hidden[:, :n], mask[:, :n], model.center.dtype) for n in lengths], 1))
+        tokens = model.token_features(model.backbone.embed(ids), mask)
+        parts.append(torch.stack([model.mean_pool(tokens[:, :n], mask[:, :n]) for n in lengths], 1))
     features = torch.cat(parts)
     if not torch.isfinite(features).all():
-        raise InputError("trunk reward features", "NaN or infinity", "a base with finite hidden states (try float32)")
+        raise InputError(f"{model.kind} reward features", "NaN or infinity", "a base with finite values (try float32)")
     return features
 
 
@@ -226,8 +229,8 @@ def prefix_means(
 def prefix_logits(
     model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
 ) -> Tensor:
-    """Log-odds [n, lengths] of the first tokens of each sequence; `trunk` takes one pass for all lengths."""
-    if model.kind == "trunk":
+    """Log-odds [n, lengths] of the first tokens of each sequence; one pass for all lengths where that is possible."""
+    if not model.convolves:
         return model.pooled_logits(prefix_means(model, sequences, lengths, batch_size))
     columns = []
     for length in lengths:
@@ -253,7 +256,7 @@ BatchLogits = Callable[[Tensor], Tensor]
 ValidationLogits = Callable[[], Tensor]
 
 
-def _bag_problem(
+def _crop_problem(
     model: RewardModel,
     config: RewardConfig,
     settings: FitSettings,
@@ -281,7 +284,7 @@ def _bag_problem(
     return batch_logits, validation_logits
 
 
-def _trunk_problem(
+def _prefix_problem(
     model: RewardModel,
     config: RewardConfig,
     settings: FitSettings,

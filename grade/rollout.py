@@ -71,9 +71,7 @@ def is_eos(ids: Tensor, eos: tuple[int, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def sample(
-    backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator
-) -> Rollout:
+def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator) -> Rollout:
     """Draw relaxed completions of the policy.
 
     Args:
@@ -99,7 +97,9 @@ def sample(
             e = backbone.embed(token)
         else:
             e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
-        for values, value in zip((ids, masks, supports, noises, embeds), (token, alive, support, noise, e)):
+        for values, value in zip(
+            (ids, masks, supports, noises, embeds), (token, alive, support, noise, e), strict=True
+        ):
             values.append(value)
         alive = alive & ~is_eos(token, eos)
         if step + 1 < config.max_new_tokens:

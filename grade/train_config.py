@@ -24,7 +24,9 @@ class TrainConfig(Config):
 
     backbone: str = Field("models/backbone", description="folder or Hugging Face id of the base model")
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field("float32", description="type of the base")
-    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        "auto", description="attention implementation; auto: the model's default"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="where to run; auto takes a GPU if there is one")
     lora: LoraSettings = Field(LoraSettings(), description="the adapter")
     reward: str = Field("models/reward/bag", description="folder of a trained reward model")

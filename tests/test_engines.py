@@ -51,7 +51,9 @@ def test_engines_agree_with_the_unrolled_graph(backbone, prompts, reward, estima
 
 @pytest.mark.parametrize("estimator", ["ste", "gumbel"])
 def test_unrolled_gumbel_matches_finite_differences(prompts, reward, estimator):
-    """GPT-2, whose layer norm is float64 in a float64 model (Llama's is not). With soft tokens and fixed noise the loss is a smooth function of the parameters: check its gradient.
+    """With soft tokens and fixed noise the loss is a smooth function of the parameters: check its gradient.
+
+    GPT-2, because its layer norm is float64 in a float64 model; Llama's is not, and too coarse for a difference.
 
     The reference is a constant of the loss, so its inputs are frozen at the unperturbed soft tokens by beta = 0 here;
     KL's own gradient is checked in test_vocab. A straight-through gradient is not a derivative, so it must differ.

@@ -79,6 +79,14 @@ def test_a_crop_is_a_run_of_words_of_bounded_length(texts, seed):
             assert crop == words[int(crop[0]) :][: len(crop)]
 
 
+def test_half_of_the_crops_start_anywhere():
+    rng = np.random.default_rng(0)
+    text = " ".join(map(str, range(1000)))
+    starts = np.array([int(_crop(text, rng).split()[0]) for _ in range(1000)])
+    assert abs((starts == 0).mean() - 0.5) < 0.08  # 5 standard errors of 0.016
+    assert abs(starts[starts > 0].mean() - 472) < 60  # uniform up to 944 on average, 5 standard errors of 12
+
+
 def test_scores_are_float64_in_order_and_may_be_none(judge):
     texts, _ = make_reviews(n=10, seed=2)
     scores = judge.score(texts)
@@ -95,6 +103,19 @@ def test_a_saved_judge_is_the_same_and_so_are_its_bytes(judge, tmp_path):
     loaded.save(tmp_path / "again.npz")
     assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "new" / "judge.npz").read_bytes()
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["judge.npz"]
+
+
+def test_a_save_that_fails_leaves_the_old_file_alone(judge, tmp_path, monkeypatch):
+    (tmp_path / "judge.npz").write_bytes(b"old")
+
+    def full_disk(file, **arrays):
+        file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        judge.save(tmp_path / "judge.npz")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("judge.npz", b"old")]
 
 
 def test_the_fit_is_reproducible():
@@ -131,7 +152,9 @@ def test_missing_and_damaged_files_are_refused(judge, tmp_path):
     whole = path.read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :]
-    for content in (None, b"", b"not a zip file", whole[:middle], flipped):
+    start = whole.index(b"terms.npy") + 60  # within the first compressed stream, which zlib reads, not zipfile
+    garbled = whole[:start] + b"\xff" * 60 + whole[start + 60 :]
+    for content in (None, b"", b"not a zip file", whole[:middle], flipped, garbled):
         path.unlink(missing_ok=True)
         if content is not None:
             path.write_bytes(content)
@@ -142,7 +165,7 @@ def test_missing_and_damaged_files_are_refused(judge, tmp_path):
 @pytest.mark.parametrize(
     ("texts", "labels", "field"),
     [
-        (["a b", "a c"], [1], "labels"),
+        (["a b", "a c", "a d"], [0, 1], "labels"),
         (["a b", "a c"], [1, 1], "labels"),
         (["a b", "a c"], [0, 2], "labels"),
         (["one two", "three four"], [0, 1], "texts"),

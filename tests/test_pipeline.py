@@ -163,6 +163,7 @@ def test_a_params_file_reads_the_same_everywhere(path):
 
 # --- running it ---
 
+# In a folder of its own, so that `import grade` finds what PYTHONPATH says and not what lies beside the script.
 STEP = """\
 import pathlib, sys, grade
 name, profile, output = sys.argv[1:]
@@ -180,8 +181,8 @@ vars:
 stages:
   first:
     desc: the first step
-    cmd: python step.py first ${profile} ${outputs}/first
-    deps: [step.py, grade/__init__.py]
+    cmd: python steps/step.py first ${profile} ${outputs}/first
+    deps: [steps/step.py, grade/__init__.py]
     outs:
       - ${outputs}/first/big
     metrics:
@@ -189,7 +190,7 @@ stages:
           cache: false
   second:
     desc: the second step
-    cmd: python step.py second ${profile} ${outputs}/second
+    cmd: python steps/step.py second ${profile} ${outputs}/second
     deps: ["${outputs}/first/metrics.json", fail_switch]
     outs:
       - ${outputs}/second/big
@@ -204,7 +205,7 @@ def project(tmp_path):
     """A small project with two stages in a git checkout, profiles cpu and full."""
     files = {
         "grade/__init__.py": "WHO = 'the first version'",
-        "step.py": STEP,
+        "steps/step.py": STEP,
         "dvc.yaml": DVC_YAML,
         "fail_switch": "",
         "old.txt": "",
@@ -281,11 +282,11 @@ def test_a_workspace_follows_the_project_but_keeps_what_it_made(project):
     (workspace / "dvc.lock").write_text("of the workspace")
     (project / "old.txt").unlink()
     (project / "new.txt").write_text("untracked, not ignored")
-    unchanged = (workspace / "step.py").stat().st_mtime_ns
+    unchanged = (workspace / "steps" / "step.py").stat().st_mtime_ns
     prepare_workspace(project, "full")
     assert not (workspace / "old.txt").exists() and (workspace / "new.txt").exists()
     assert (workspace / "dvc.lock").read_text() == "of the workspace"
-    assert (workspace / "step.py").stat().st_mtime_ns == unchanged
+    assert (workspace / "steps" / "step.py").stat().st_mtime_ns == unchanged
 
 
 @pytest.mark.parametrize("text", ["vars: []\n", DVC_YAML + "# params/cpu/suite.yaml\n"])

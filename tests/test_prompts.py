@@ -101,6 +101,13 @@ def test_an_empty_prompt_is_refused_also_where_bos_is_added(text, template):
         encode_prompts(word_tokenizer(template), ["a", text], max_prompt_tokens=4)
 
 
+def test_a_prompt_of_white_space_is_refused_also_where_it_has_tokens():
+    spaces = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, " ": 1}, [])))
+    assert spaces(" ")["input_ids"] == [1]
+    with pytest.raises(InputError, match="prompt: got ' '"):
+        encode_prompts(spaces, ["a", " "], max_prompt_tokens=4)
+
+
 def test_a_prompt_without_tokens_is_refused():
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))  # knows one character; the others vanish
     no_unknown = PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -1,7 +1,6 @@
 """Reviews: cleaning, deduplication, one split into disjoint sets, and every way in which the input can be wrong."""
 
 import json
-import random
 import sys
 import types
 
@@ -46,8 +45,7 @@ def test_the_sets_are_disjoint_and_complete(tmp_path):
 def test_the_split_depends_on_the_seed_and_not_on_the_order_of_rows(tmp_path):
     rows = [*make_rows(), {"text": "REVIEW number 7 of a film", "label": 1}]
     _, first = prepare(tmp_path, rows)
-    random.Random(0).shuffle(rows)
-    assert prepare(tmp_path, rows)[1] == first
+    assert prepare(tmp_path, rows[::-1])[1] == first
     assert prepare(tmp_path, rows, seed=1)[1]["test"] != first["test"]
 
 

@@ -30,6 +30,8 @@ CASES = [
     ("bag", HeadSettings(channels=6, kernel=1, hidden=0)),
     ("bag", HeadSettings(channels=6, kernel=3, hidden=5, pooling="mean")),
     ("bag", HeadSettings(channels=4, kernel=5, hidden=0)),
+    ("bag", HeadSettings(hidden=0)),
+    ("bag", HeadSettings(hidden=5, pooling="root")),
     ("trunk", HeadSettings(hidden=8)),
 ]
 
@@ -112,6 +114,22 @@ def test_gradient_by_embeddings_is_exact(kind, settings):
     assert (norms[mask[:, 1:6] == 0] == 0).all() and (norms[mask[:, 1:6] == 1] > 0).all()
 
 
+@pytest.mark.parametrize(("channels", "exact"), [(0, True), (6, False)])
+def test_the_gradient_of_a_linear_bag_tells_what_another_token_would_score(channels, exact):
+    model = build("bag", HeadSettings(channels=channels))
+    ids, mask, _ = batch()
+    embeds = model.backbone.embed(ids).detach().requires_grad_()
+    logits = model.logits(embeds, mask)
+    (grad,) = torch.autograd.grad(logits.sum(), embeds)
+    swapped = ids.clone()
+    swapped[:, 4] = torch.tensor([3, 4, 5])  # column 4 is valid in every row
+    step = model.backbone.embed(swapped) - embeds
+    predicted = (grad * step).sum((1, 2))
+    actual = model.logits(model.backbone.embed(swapped), mask) - logits
+    assert actual.abs().min() > 1e-3
+    assert torch.allclose(predicted, actual) == exact
+
+
 @pytest.mark.parametrize(("kind", "settings"), CASES)
 def test_only_embeddings_and_head_get_gradient(kind, settings):
     model = build(kind, settings)
@@ -154,7 +172,7 @@ def test_trunk_head_is_the_documents_head_by_hand():
 
 def test_bag_by_hand():
     """kernel 3 on two tokens: window of the first is [0, a, b], of the second [a, b, 0]."""
-    model = build("bag", HeadSettings(channels=4, kernel=3, hidden=0))
+    model = build("bag", HeadSettings(channels=4, kernel=3, pooling="root"))
     a, b = model.backbone.embed(torch.tensor([5, 9]))
     a, b = (a - model.center) / model.spread, (b - model.center) / model.spread
     w = model.project.weight.view(3, 4, -1)  # the i-th block multiplies the token at offset 1 - i from the centre
@@ -283,12 +301,12 @@ def config(**changes):
     return RewardConfig(bag=fit, trunk=fit, eval_tokens=[4, 12], feature_batch_size=7)
 
 
-@pytest.mark.parametrize("kind", ["bag", "trunk"])
-def test_training_learns_and_leaves_the_base_alone(kind):
+@pytest.mark.parametrize(("kind", "channels"), [("bag", 0), ("bag", 8), ("trunk", 0)])
+def test_training_learns_and_leaves_the_base_alone(kind, channels):
     backbone = bare()
     before = [p.clone() for p in backbone.parameters()]
     state = torch.get_rng_state()
-    model, report = train_reward(kind, config(), backbone, reviews(120, 0), reviews(40, 1))
+    model, report = train_reward(kind, config(channels=channels), backbone, reviews(120, 0), reviews(40, 1))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(before, backbone.parameters(), strict=True))
     test = evaluate_reward(model, reviews(100, 2), [4, 12])
@@ -309,18 +327,22 @@ def test_same_seed_same_model_other_seed_another(kind):
     assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
 
 
-def test_early_stopping_returns_the_best_epoch():
+@pytest.mark.parametrize("channels", [0, 8])
+def test_early_stopping_returns_the_best_epoch(channels):
     """At a far too large rate the first epochs are the best: the returned weights must be those that were reported."""
     validation = reviews(40, 1)
-    model, report = train_reward("bag", config(lr=3.0, patience=2), bare(), reviews(60, 0), validation)
+    model, report = train_reward(
+        "bag", config(lr=3.0, patience=2, channels=channels), bare(), reviews(60, 0), validation
+    )
     assert report["epochs"] == report["best_epoch"] + 2 < 15
     seen = evaluate_reward(model, validation, [4, 12])
     assert (seen["log_loss_4"] + seen["log_loss_12"]) / 2 == pytest.approx(report["validation_log_loss"], rel=1e-5)
     assert seen["accuracy_12"] == report["validation_accuracy"]
 
 
-def test_prefix_means_are_the_means_of_truncated_texts():
-    model = RewardModel("trunk", bare(dtype=torch.float64), HeadSettings())
+@pytest.mark.parametrize(("kind", "pooling"), [("bag", "mean"), ("bag", "root"), ("trunk", "mean")])
+def test_prefix_means_are_the_means_of_truncated_texts(kind, pooling):
+    model = RewardModel(kind, bare(dtype=torch.float64), HeadSettings(pooling=pooling))
     sequences = encode(model.backbone, reviews(5, 0), 20)
     means = prefix_means(model, sequences, [3, 10, 20], batch_size=2)
     for i, sequence in enumerate(sequences):

@@ -34,5 +34,5 @@ def run(args: argparse.Namespace) -> None:
     prompts = encode_prompts(backbone.tokenizer, texts, max(limit, 1))
     generator = torch.Generator().manual_seed(args.seed)
     ids, mask = generate(backbone, prompts, args.max_new_tokens, generator, args.temperature)
-    for text, i, m in zip(texts, ids, mask):
+    for text, i, m in zip(texts, ids, mask, strict=True):
         print(f"{text}|{decode(backbone.tokenizer, i, m)}")

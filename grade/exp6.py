@@ -1,0 +1,189 @@
+"""Experiment 6's bookkeeping: the setting its notebook measures on, finished runs, and the headline figures.
+
+The notebook narrates; what it calls and is not a measurement (`grade.measure`, `grade.measure_bytes`) is here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from accelerate import Accelerator
+
+from grade.backbone import Backbone, LoraSettings
+from grade.engines import Objective
+from grade.errors import InputError
+from grade.loop import run_training, write_run
+from grade.measure import Setting
+from grade.prompts import encode_prompts, prompt_text
+from grade.relaxation import RelaxationConfig
+from grade.results import read_metrics
+from grade.reviews import load_reviews
+from grade.reward import RewardModel, load_reward
+from grade.toy import toy_reviews, toy_task
+from grade.train_config import TrainConfig
+
+TOY_TRAINING = dict(max_steps=6, max_prompt_tokens=6, max_new_tokens=8, min_new_tokens=2, learning_rate=1e-2,
+                    kl_coef=0.01, eval_every=2, eval_prompts=32, final_eval_prompts=64, kl_eval_prompts=32)  # fmt: skip
+
+
+def load_models(backbone_dir: str, reward_dir: str, reviews_dir: str, dtype: str = "float32"):
+    """The base with a fresh adapter, a reward model and held-out texts; all tiny ones if no folder is named.
+
+    Args:
+        backbone_dir: Folder of the base, or empty for the toy task.
+        reward_dir: Folder of the reward model.
+        reviews_dir: Folder of the review splits.
+        dtype: Type of the base.
+
+    Returns:
+        Backbone, reward model, texts.
+    """
+    if not backbone_dir:
+        task = toy_task(dtype=dtype)
+        return task.backbone, task.reward_model, [r.text for r in toy_reviews(64, seed=1)]
+    backbone = Backbone.load(backbone_dir, dtype, LoraSettings())
+    return backbone, load_reward(reward_dir, backbone), [r.text for r in load_reviews(reviews_dir, "test")]
+
+
+def make_setting(
+    backbone: Backbone, reward_model: RewardModel, texts: Sequence[str], batch: int, prompt: int, new: int, k: int,
+    beta: float = 0.1, tau: float = 1.0, offset: int = 0,
+) -> Setting:  # fmt: skip
+    """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens.
+
+    Args:
+        backbone: Policy and reference.
+        reward_model: The reward.
+        texts: Texts whose beginnings are the prompts; those that are too short are skipped.
+        batch: B.
+        prompt: P.
+        new: T.
+        k: K, at most V.
+        beta: KL weight.
+        tau: Gumbel temperature.
+        offset: Skip this many texts.
+
+    Returns:
+        The setting.
+
+    Raises:
+        InputError: If there are too few texts.
+    """
+    chosen = []
+    for text in texts[offset:]:
+        candidate = prompt_text(text)
+        if len(backbone.tokenizer(candidate)["input_ids"]) >= prompt:
+            chosen.append(candidate)
+        if len(chosen) == batch:
+            break
+    if len(chosen) < batch:
+        raise InputError("prompt tokens", prompt, f"a length that {batch} of the texts' beginnings have")
+    prompts = encode_prompts(backbone.tokenizer, chosen, prompt).to(backbone.device)
+    relaxation = RelaxationConfig(gumbel_topk=min(k, backbone.vocab_size), tau=tau, max_new_tokens=new)
+    return Setting(backbone, prompts, Objective(reward_model, beta), relaxation)
+
+
+def moved_adapter(backbone: Backbone, size: float = 0.02, seed: int = 0) -> None:
+    """Give LoRA's B random values in place, as after some training: at B = 0, KL and its gradient vanish.
+
+    Args:
+        backbone: Its adapter is changed.
+        size: Standard deviation of B's entries.
+        seed: Seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in backbone.model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(size * torch.randn(p.shape, generator=generator))
+
+
+def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_trunk")) -> None:
+    """Train the toy task a few steps under each run name, so that the notebook has something to show.
+
+    Args:
+        folder: One folder ``<run>-0`` each is written here.
+        runs: Run names; one that ends in ``_trunk`` has the trunk reward.
+    """
+    for run in runs:
+        task = toy_task(kind="trunk" if run.endswith("_trunk") else "bag")
+        config = TrainConfig(method=run.removesuffix("_trunk"), **TOY_TRAINING)
+        result = run_training(config, task, Accelerator(cpu=True), lambda line: None)
+        write_run(Path(folder) / f"{run}-0", config, task, result)
+
+
+def load_histories(runs_dir: str | Path) -> dict[str, pd.DataFrame]:
+    """Histories of finished runs, by run name ``<run>-<seed>``.
+
+    Raises:
+        InputError: If there are none.
+    """
+    files = sorted(Path(runs_dir).glob("*/history.csv"))
+    if not files:
+        raise InputError("runs_dir", str(runs_dir), "a folder with <run>-<seed>/history.csv")
+    return {file.parent.name: pd.read_csv(file) for file in files}
+
+
+def run_table(runs_dir: str | Path) -> pd.DataFrame:
+    """One row a finished run: held-out reward, gold judge and KL before and after, with standard errors and n.
+
+    Standard errors are over prompts; those of a gain are of the paired difference. ``z`` is gain over standard error.
+    """
+    rows = []
+    for file in sorted(Path(runs_dir).glob("*/metrics.json")):
+        m = read_metrics(file)
+        rows.append({
+            "run": file.parent.name, "samples": m["samples"], "seconds": m["seconds"],
+            "reward before": m["before/val/reward_mean"], "reward after": m["after/val/reward_mean"],
+            "reward stderr": m["gain/reward_stderr"], "reward z": m["gain/reward"] / m["gain/reward_stderr"],
+            "gold before": m["before/val/gold_mean"], "gold after": m["after/val/gold_mean"],
+            "gold stderr": m["gain/gold_stderr"], "gold z": m["gain/gold"] / m["gain/gold_stderr"],
+            "KL": m["after/val/kl"], "KL stderr": m["after/val/kl_stderr"], "n": m["gain/reward_n"],
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def run_figures(runs_dir: str | Path) -> dict[str, float]:
+    """Headline figures ``train/<run>/...``: means over seeds of the run table's columns.
+
+    With one seed, standard errors are over prompts. With several, that of the mean of their (nearly independent)
+    estimates, and ``seeds_stderr`` is the standard error over seeds.
+    """
+    table = run_table(runs_dir)
+    table["name"] = table["run"].str.rpartition("-")[0]
+    figures: dict[str, float] = {}
+    for name, rows in table.groupby("name"):
+        n = len(rows)
+        gain = rows["reward after"] - rows["reward before"]
+        figures |= {
+            f"train/{name}/val_reward_before": rows["reward before"].mean(),
+            f"train/{name}/val_reward_after": rows["reward after"].mean(),
+            f"train/{name}/val_reward_stderr": float(np.sqrt((rows["reward stderr"] ** 2).sum()) / n),
+            f"train/{name}/gold_before": rows["gold before"].mean(),
+            f"train/{name}/gold_after": rows["gold after"].mean(),
+            f"train/{name}/gold_stderr": float(np.sqrt((rows["gold stderr"] ** 2).sum()) / n),
+            f"train/{name}/kl": rows["KL"].mean(),
+            f"train/{name}/samples": int(rows["samples"].iloc[0]),
+            f"train/{name}/seconds": rows["seconds"].mean(),
+            f"train/{name}/prompts": int(rows["n"].iloc[0]),
+            f"train/{name}/seeds": n,
+        }
+        if n > 1:
+            figures[f"train/{name}/seeds_stderr"] = float(gain.std(ddof=1) / np.sqrt(n))
+    return figures
+
+
+def sample_table(runs_dir: str | Path, run: str, rows: int = 4) -> pd.DataFrame:
+    """Completions before and after training, with the trained reward and the gold judge's score."""
+    samples = json.loads((Path(runs_dir) / run / "samples.json").read_text(encoding="utf-8"))
+    return pd.DataFrame(samples[:rows])
+
+
+def prefixed(prefix: str, figures: Mapping[str, float]) -> dict[str, float]:
+    """Figures with ``prefix/`` before each name."""
+    return {f"{prefix}/{name}": value for name, value in figures.items()}
