@@ -51,16 +51,26 @@ class FitSettings(HeadSettings):
     max_tokens: int = Field(128, ge=1, description="longest training crop, and how much of a review is read")
 
 
+class BagSettings(FitSettings):
+    """`FitSettings` with the defaults of `bag`."""
+
+    batch_size: int = Field(256, ge=1, description="reviews an update")
+    min_tokens: int = Field(24, ge=1, description="shortest training crop")
+    max_tokens: int = Field(256, ge=1, description="longest training crop, and how much of a review is read")
+
+
+class TrunkSettings(FitSettings):
+    """`FitSettings` with the defaults of `trunk`."""
+
+    hidden: int = Field(64, ge=0, description="width of the MLP's Tanh layer; 0 = a linear head")
+    dropout: float = Field(0.7, ge=0, lt=1, description="dropout on the pooled vector, in training only")
+
+
 class RewardConfig(Config):
     """Settings of both kinds of reward model."""
 
-    bag: FitSettings = Field(
-        FitSettings(batch_size=256, min_tokens=24, max_tokens=256), description="reward on the embedding table"
-    )
-    trunk: FitSettings = Field(
-        FitSettings(hidden=64, dropout=0.7),
-        description="reward on the frozen transformer",
-    )
+    bag: BagSettings = Field(BagSettings(), description="reward on the embedding table")
+    trunk: TrunkSettings = Field(TrunkSettings(), description="reward on the frozen transformer")
     eval_tokens: list[int] = Field([32, 64, 128], min_length=1, description="prefix lengths to report accuracy at")
     eval_size: int = Field(2000, ge=2, description="held-out reviews for the reported accuracy")
     feature_batch_size: int = Field(32, ge=1, description="reviews in one pass through the base")

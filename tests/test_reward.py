@@ -291,14 +291,19 @@ def reviews(n, seed):
     return out
 
 
-def settings(**changes):
-    values = dict(channels=8, dropout=0.1, lr=0.02, epochs=15, patience=5, batch_size=16, min_tokens=4, max_tokens=12)
-    return FitSettings(**{**values, **changes})
+def config(seed=0, **changes):
+    fit = dict(
+        channels=8, hidden=0, dropout=0.1, lr=0.02, weight_decay=0.01, epochs=15, patience=5, batch_size=16,
+        min_tokens=4, max_tokens=12,
+    )  # fmt: skip
+    fit |= changes
+    return RewardConfig.parse({"bag": fit, "trunk": fit, "eval_tokens": [4, 12], "feature_batch_size": 7, "seed": seed})
 
 
-def config(**changes):
-    fit = settings(**changes)
-    return RewardConfig(bag=fit, trunk=fit, eval_tokens=[4, 12], feature_batch_size=7)
+def test_setting_one_key_keeps_the_kinds_other_defaults():
+    made = RewardConfig.load(overrides=["trunk.train_size=10", "bag.lr=0.5"])
+    assert made.trunk == RewardConfig().trunk.model_copy(update={"train_size": 10}) and made.trunk.hidden > 0
+    assert made.bag == RewardConfig().bag.model_copy(update={"lr": 0.5})
 
 
 @pytest.mark.parametrize(("kind", "channels"), [("bag", 0), ("bag", 8), ("trunk", 0)])
@@ -321,8 +326,7 @@ def test_training_learns_and_leaves_the_base_alone(kind, channels):
 @pytest.mark.parametrize("kind", ["bag", "trunk"])
 def test_same_seed_same_model_other_seed_another(kind):
     def run(seed):
-        made = RewardConfig(**{**config(epochs=2).model_dump(), "seed": seed})
-        return train_reward(kind, made, bare(), reviews(40, 0), reviews(10, 1))[0].head[-1].weight
+        return train_reward(kind, config(seed, epochs=2), bare(), reviews(40, 0), reviews(10, 1))[0].head[-1].weight
 
     assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
 
