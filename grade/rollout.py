@@ -19,6 +19,7 @@ from grade.backbone import Backbone
 from grade.errors import InputError
 from grade.prompts import PromptBatch
 from grade.relaxation import RelaxationConfig, draw_support, gumbel_noise, relax
+from grade.skinny import SkinnyLinear
 from grade.vocab import weighted_embedding
 
 
@@ -84,6 +85,13 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
         The rollout.
     """
     check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
+    with backbone.merged(), SkinnyLinear():
+        return _sample(backbone, prompts, config, generator)
+
+
+def _sample(
+    backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator
+) -> Rollout:
     state = _Decoder(backbone, prompts)
     eos = backbone.eos_token_ids
     ids, masks, supports, noises, embeds = [], [], [], [], []
@@ -141,10 +149,18 @@ def generate(
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
     config = RelaxationConfig(max_new_tokens=max_new_tokens, min_new_tokens=min(min_new_tokens, max_new_tokens))
+    with backbone.merged(), SkinnyLinear():
+        return _generate(backbone, prompts, config, generator, temperature, stop_early)
+
+
+def _generate(
+    backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator,
+    temperature: float, stop_early: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     state, eos = _Decoder(backbone, prompts), backbone.eos_token_ids
     alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
     ids, masks = [], []
-    for step in range(max_new_tokens):
+    for step in range(config.max_new_tokens):
         logits = forbid_eos(state.logits(), None, step, config, eos)
         if temperature > 0:
             logits = logits / temperature + gumbel_noise(tuple(logits.shape), generator)
@@ -152,7 +168,7 @@ def generate(
         ids.append(token)
         masks.append(alive)
         alive = alive & ~is_eos(token, eos)
-        if step + 1 == max_new_tokens or (stop_early and not alive.any()):
+        if step + 1 == config.max_new_tokens or (stop_early and not alive.any()):
             break
         state.advance(backbone.embed(token))
     return torch.stack(ids, 1), torch.stack(masks, 1).long()
