@@ -31,7 +31,9 @@ TOY_TRAINING = dict(max_steps=6, max_prompt_tokens=6, max_new_tokens=8, min_new_
                     kl_coef=0.01, eval_every=2, eval_prompts=32, final_eval_prompts=64, kl_eval_prompts=32)  # fmt: skip
 
 
-def load_models(backbone_dir: str, reward_dir: str, reviews_dir: str, dtype: str = "float32"):
+def load_models(
+    backbone_dir: str, reward_dir: str, reviews_dir: str, dtype: str = "float32", device: str = "cpu"
+) -> tuple[Backbone, RewardModel, list[str]]:
     """The base with a fresh adapter, a reward model and held-out texts; all tiny ones if no folder is named.
 
     Args:
@@ -39,6 +41,7 @@ def load_models(backbone_dir: str, reward_dir: str, reviews_dir: str, dtype: str
         reward_dir: Folder of the reward model.
         reviews_dir: Folder of the review splits.
         dtype: Type of the base.
+        device: Where to put it; the toy task stays on the CPU.
 
     Returns:
         Backbone, reward model, texts.
@@ -46,8 +49,8 @@ def load_models(backbone_dir: str, reward_dir: str, reviews_dir: str, dtype: str
     if not backbone_dir:
         task = toy_task(dtype=dtype)
         return task.backbone, task.reward_model, [r.text for r in toy_reviews(64, seed=1)]
-    backbone = Backbone.load(backbone_dir, dtype, LoraSettings())
-    return backbone, load_reward(reward_dir, backbone), [r.text for r in load_reviews(reviews_dir, "test")]
+    backbone = Backbone.load(backbone_dir, dtype, LoraSettings(), device=device)
+    return backbone, load_reward(reward_dir, backbone).to(device), [r.text for r in load_reviews(reviews_dir, "test")]
 
 
 def make_setting(

@@ -89,9 +89,7 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
         return _sample(backbone, prompts, config, generator)
 
 
-def _sample(
-    backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator
-) -> Rollout:
+def _sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator) -> Rollout:
     state = _Decoder(backbone, prompts)
     eos = backbone.eos_token_ids
     ids, masks, supports, noises, embeds = [], [], [], [], []

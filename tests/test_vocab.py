@@ -47,9 +47,7 @@ def test_support_logits_against_dense(options, k):
     got = support_logits(head, h, support)
     torch.testing.assert_close(got, want)
     weight = torch.randn_like(want)
-    torch.testing.assert_close(
-        torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0]
-    )
+    torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0])
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
@@ -60,9 +58,7 @@ def test_kl_against_autograd_on_dense_logits(options):
     got = kl_divergence(head, h, ref)
     torch.testing.assert_close(got, want)
     weight = torch.randn_like(want)
-    torch.testing.assert_close(
-        torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0]
-    )
+    torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0])
 
 
 def test_kl_by_hand():
