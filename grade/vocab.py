@@ -137,8 +137,9 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
     the *same* position. Differentiable in ``hidden`` (the reference is a constant):
     ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose terms are all
     >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then enters at
-    second order, so that equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5. As KL is one number a row, its gradient [N, D] is formed in the
-    forward pass, while the chunk's logits exist, and only scaled in backward: no second product with the head.
+    second order, so that equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5. As KL is one number a row,
+    its gradient [N, D] is formed in the forward pass, while the chunk's logits exist, and only scaled in backward: no
+    second product with the head.
 
     Args:
         head: The frozen head, shared by policy and reference.

@@ -26,7 +26,7 @@ def test_noise_is_standard_gumbel_in_float32():
 
 @pytest.mark.parametrize(("support", "k"), [("perturbed_top_k", 1), ("perturbed_top_k", 3), ("top_k", 3), ("top_k", 0)])
 def test_hard_tokens_follow_the_policy_or_its_truncation(support, k):
-    """Chi-squared: perturbed supports sample the policy itself for any K; `top_k` its K likeliest tokens, for any tau."""
+    """Chi-squared: perturbed supports sample the policy for any K; `top_k` its K likeliest tokens, for any tau."""
     n, logits = 40_000, torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0])
     config = RelaxationConfig(support=support, gumbel_topk=k)
     chosen, noise = draw_support(logits.expand(n, 5), config, generator())
