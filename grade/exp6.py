@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from accelerate import Accelerator
+from peft import set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from grade.backbone import Backbone, LoraSettings
 from grade.engines import Objective
@@ -91,19 +93,25 @@ def make_setting(
     return Setting(backbone, prompts, Objective(reward_model, beta), relaxation)
 
 
-def moved_adapter(backbone: Backbone, size: float = 0.02, seed: int = 0) -> None:
-    """Give LoRA's B random values in place, as after some training: at B = 0, KL and its gradient vanish.
+def load_adapter(backbone: Backbone, folder: str | Path) -> None:
+    """Copy a saved adapter's values into a backbone that has an adapter of the same shape.
 
     Args:
-        backbone: Its adapter is changed.
-        size: Standard deviation of B's entries.
-        seed: Seed.
+        backbone: Its adapter is overwritten.
+        folder: A run's ``adapter``.
+
+    Raises:
+        InputError: If there is no adapter or it does not fit.
     """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, p in backbone.model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(size * torch.randn(p.shape, generator=generator))
+    path = Path(folder) / "adapter_model.safetensors"
+    try:
+        state = load_file(path)
+        result = set_peft_model_state_dict(backbone.peft, state)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError("adapter", str(path), f"a saved adapter that fits this one ({reason})") from None
+    if result.unexpected_keys:
+        raise InputError("adapter", str(path), f"an adapter without {result.unexpected_keys[0]}")
 
 
 def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_trunk")) -> None:
@@ -114,6 +122,7 @@ def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_tr
         runs: Run names; one that ends in ``_trunk`` has the trunk reward.
     """
     for run in runs:
+        # The same base as the notebook's own, so that it can load a run's adapter.
         task = toy_task(kind="trunk" if run.endswith("_trunk") else "bag")
         config = TrainConfig(method=run.removesuffix("_trunk"), **TOY_TRAINING)
         result = run_training(config, task, Accelerator(cpu=True), lambda line: None)

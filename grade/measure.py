@@ -54,6 +54,10 @@ class Setting:
         """The same with another estimator."""
         return replace(self, relaxation=self.relaxation.model_copy(update={"estimator": estimator}))
 
+    def at_tau(self, tau: float) -> Setting:
+        """The same at another Gumbel temperature."""
+        return replace(self, relaxation=self.relaxation.model_copy(update={"tau": tau}))
+
     def run(self, engine: Engine) -> tuple[GradientStep, Tensor]:
         """One gradient, flattened, without an optimizer step."""
         self.backbone.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ from grade.loop import Task
 from grade.prepare import BackboneConfig, tiny_model
 from grade.prompts import prompt_text
 from grade.reviews import Review
-from grade.reward_training import FitSettings, RewardConfig, train_reward
+from grade.reward_training import BagSettings, RewardConfig, TrunkSettings, train_reward
 
 _OPENINGS = ("The film", "This movie", "Last night's show", "The second half", "Her new drama", "That old western")
 _GOOD = ("wonderful", "moving", "clever", "charming", "a delight", "beautifully acted", "great fun")
@@ -65,8 +65,8 @@ def toy_task(seed: int = 0, kind: str = "bag", dtype: str = "float32", lora: Lor
     config = BackboneConfig(source="tiny", vocab_size=300, hidden_size=32, layers=2, seed=seed)
     model, tokenizer = tiny_model(config, [r.text for r in reviews])
     backbone = Backbone(model.to(DTYPES[dtype]), tokenizer, lora or LoraSettings(r=4, alpha=8))
-    fit = FitSettings(channels=16, epochs=5, patience=5, lr=1e-2, batch_size=32)
-    reward_config = RewardConfig(bag=fit, trunk=fit, eval_tokens=[16], eval_size=50)
+    fit = dict(epochs=5, patience=5, lr=1e-2, batch_size=32)
+    reward_config = RewardConfig(bag=BagSettings(**fit), trunk=TrunkSettings(**fit), eval_tokens=[16], eval_size=50)
     reward_model, _ = train_reward(kind, reward_config, backbone, reviews[:200], reviews[200:280])
     judge = GoldJudge.fit([r.text for r in reviews[280:]], [r.label for r in reviews[280:]])
     prompts = [prompt_text(r.text) for r in reviews]
