@@ -50,7 +50,8 @@ MEASURED_KEYS = (
     "memory/reference_cached_peak_bytes",
     "speed/reference_uncached_seconds",
     "speed/reference_cached_seconds",
-    # Optimised against legacy on the same noise over 10 steps; KL in nats a token.
+    # Optimised against legacy on the same noise, over parity/steps optimizer steps; KL in nats a token.
+    "parity/steps",
     "parity/reward_max_abs_diff",
     "parity/kl_max_abs_diff",
     "parity/kl_at_init_max",  # policy and reference for the same position: 0 while LoRA's B is 0
@@ -351,8 +352,8 @@ def _losses(c: Mapping[str, float], m: Mapping[str, float]) -> list[Claim]:
              verdict, f"aligned it is equal sample by sample, not only in expectation; {start}"),
         _row("train/reward matches legacy", "equal", m["parity/reward_max_abs_diff"], "largest difference", "measured",
              _reward_verdict(m),
-             "10 steps on the same noise, here; read in the published code: the new loss is the reward alone, without "
-             "the KL term of the legacy one"),
+             f"{m['parity/steps']:.0f} steps on the same noise, here; read in the published code: the new loss is the "
+             "reward alone, without the KL term of the legacy one"),
         _row("train/kl matches legacy", "equal", kl, "nats a token, largest difference", "measured", verdict, start),
     ]  # fmt: skip
 
@@ -374,5 +375,6 @@ def _success(c: Mapping[str, float], m: Mapping[str, float]) -> list[Claim]:
              "measured",
              # Legacy is too slow to train to the end: what can be shown is that its steps are the same.
              "partly" if largest <= EQUAL else "not testable",
-             "legacy was not trained to the end; over 10 steps on the same noise both take the same course"),
+             f"legacy was not trained to the end; over {m['parity/steps']:.0f} steps on the same noise both take "
+             "the same course"),
     ]  # fmt: skip

@@ -137,6 +137,7 @@ def measurements(**changes: float) -> dict[str, float]:
         "support/top256_mass_tau2": 0.4,
         "speed/unrolled_over_replay": 8.0,
         "speed/checkpointed_over_replay": 10.0,
+        "parity/steps": 10,
         "parity/accumulation_rel_error": 1e-7,
     }
     for name, value in changes.items():
