@@ -8,7 +8,7 @@ from importlib import import_module
 
 _PUBLIC = {
     "Backbone": "grade.backbone",
-    "LoraSettings": "grade.backbone",
+    "LoraSettings": "grade.adapter",
     "InputError": "grade.errors",
     "Objective": "grade.engines",
     "checkpointed": "grade.engines",

@@ -18,20 +18,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from grade.config import Config
+from grade.adapter import LoraSettings, load_adapter, new_adapter
 from grade.errors import InputError
 from grade.prompts import position_ids
 from grade.vocab import Head
@@ -39,17 +37,6 @@ from grade.vocab import Head
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _PROBE_TOLERANCE = 1e-2
 """Largest relative error of the probe: far above bfloat16 rounding of a logit, far below any structural difference."""
-
-
-class LoraSettings(Config):
-    """The adapter that is trained (Hu et al. 2021, arXiv:2106.09685)."""
-
-    r: int = Field(16, ge=1, description="rank")
-    alpha: int = Field(32, ge=1, description="scale is alpha / r")
-    dropout: float = Field(0.0, ge=0, le=0, description="must be 0: a dropout mask is not part of a sample")
-    target_modules: list[str] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj"], description="names of the linear layers that get an adapter"
-    )
 
 
 class Backbone(nn.Module):
@@ -87,9 +74,9 @@ class Backbone(nn.Module):
         _check_probe(self)
         self.peft: PeftModel | None = None
         if adapter is not None:
-            self.peft = _load_adapter(model, adapter)
+            self.peft = load_adapter(model, adapter)
         elif lora is not None:
-            self.peft = _new_adapter(model, lora, seed)
+            self.peft = new_adapter(model, lora, seed)
         self._checkpointing = False
 
     @classmethod
@@ -368,49 +355,3 @@ def _check_probe(backbone: Backbone) -> None:
     ahead = backbone.head(backbone.hidden(backbone.embed(other), mask)).to(torch.float64)
     if (ahead - want)[:, :-1].norm() > _PROBE_TOLERANCE * want.norm():
         raise InputError("backbone", name, "a causal model: a position's logits may not depend on later tokens")
-
-
-def _new_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> PeftModel:
-    _refuse_vocabulary_modules(model, lora.target_modules)
-    config = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft still reads a property that transformers has renamed.
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        torch.manual_seed(seed)
-        try:
-            return get_peft_model(model, config).eval()
-        except ValueError as error:
-            linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
-            allowed = f"names of linear layers of this model ({', '.join(linear)})"
-            raise InputError("lora.target_modules", lora.target_modules, allowed) from error
-
-
-def _load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
-    if not (Path(folder) / "adapter_config.json").is_file():
-        raise InputError("adapter", str(folder), "a folder with adapter_config.json, as saved by training")
-    config = PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, LoraConfig):
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise InputError("adapter", kind, "LORA (prompt-learning and other adapters change the inputs or the head)")
-    _refuse_vocabulary_modules(model, config.target_modules or [], config.modules_to_save)
-    config.lora_dropout = 0.0
-    try:
-        peft = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=True, use_safetensors=True)
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError("adapter", str(folder), f"an adapter that fits this model ({reason})") from None
-    return peft.eval()
-
-
-def _refuse_vocabulary_modules(model: PreTrainedModel, targets: Any, saved: Any = None) -> None:
-    """Refuse adapters on the head or the embedding: both are shared by policy, reference and reward."""
-    shared = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
-    names = [name for name, module in model.named_modules() if id(module) in shared]
-    listed = [targets] if isinstance(targets, str) else list(targets)
-    hit = [t for t in listed + list(saved or []) if any(n == t or n.endswith("." + t) for n in names)]
-    if hit:
-        allowed = "layers other than the head and the embedding: policy, reference and reward share those"
-        raise InputError("lora.target_modules", hit, allowed)

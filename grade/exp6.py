@@ -16,7 +16,8 @@ from peft import set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from grade.backbone import Backbone, LoraSettings
+from grade.adapter import LoraSettings
+from grade.backbone import Backbone
 from grade.engines import Objective
 from grade.errors import InputError
 from grade.loop import run_training, write_run

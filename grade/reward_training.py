@@ -49,6 +49,7 @@ class FitSettings(HeadSettings):
     validation_size: int = Field(2000, ge=2, description="reviews for early stopping (the first ones)")
     min_tokens: int = Field(16, ge=1, description="shortest training crop")
     max_tokens: int = Field(128, ge=1, description="longest training crop, and how much of a review is read")
+    eval_size: int = Field(2000, ge=2, description="held-out reviews for the reported accuracy")
 
 
 class BagSettings(FitSettings):
@@ -72,7 +73,6 @@ class RewardConfig(Config):
     bag: BagSettings = Field(BagSettings(), description="reward on the embedding table")
     trunk: TrunkSettings = Field(TrunkSettings(), description="reward on the frozen transformer")
     eval_tokens: list[int] = Field([32, 64, 128], min_length=1, description="prefix lengths to report accuracy at")
-    eval_size: int = Field(2000, ge=2, description="held-out reviews for the reported accuracy")
     feature_batch_size: int = Field(32, ge=1, description="reviews in one pass through the base")
     seed: int = Field(0, ge=0, description="seed of initialisation, dropout, order and crops")
 

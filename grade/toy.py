@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from grade.backbone import DTYPES, Backbone, LoraSettings
+from grade.adapter import LoraSettings
+from grade.backbone import DTYPES, Backbone
 from grade.gold import GoldJudge
 from grade.loop import Task
 from grade.prepare import BackboneConfig, tiny_model
@@ -66,7 +67,7 @@ def toy_task(seed: int = 0, kind: str = "bag", dtype: str = "float32", lora: Lor
     model, tokenizer = tiny_model(config, [r.text for r in reviews])
     backbone = Backbone(model.to(DTYPES[dtype]), tokenizer, lora or LoraSettings(r=4, alpha=8))
     fit = dict(epochs=5, patience=5, lr=1e-2, batch_size=32)
-    reward_config = RewardConfig(bag=BagSettings(**fit), trunk=TrunkSettings(**fit), eval_tokens=[16], eval_size=50)
+    reward_config = RewardConfig(bag=BagSettings(**fit), trunk=TrunkSettings(**fit), eval_tokens=[16])
     reward_model, _ = train_reward(kind, reward_config, backbone, reviews[:200], reviews[200:280])
     judge = GoldJudge.fit([r.text for r in reviews[280:]], [r.label for r in reviews[280:]])
     prompts = [prompt_text(r.text) for r in reviews]

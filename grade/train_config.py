@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from grade.backbone import LoraSettings
+from grade.adapter import LoraSettings
 from grade.config import Config
 from grade.engines.base import RewardScope
 from grade.errors import InputError
@@ -43,12 +43,12 @@ class TrainConfig(Config):
     tau_end: float = Field(2.0, gt=0, description="Gumbel temperature after annealing")
     tau_anneal_steps: int = Field(0, ge=0, description="steps of the linear ramp from tau_start to tau_end")
 
-    kl_coef: float = Field(0.005, ge=0, description="weight beta of KL, in reward per nat and token")
+    kl_coef: float = Field(0.25, ge=0, description="weight beta of KL, in reward per nat and token")
     hops: int = Field(1, ge=0, description="feedback hops of the replay engine; max_new_tokens - 1 is exact")
     hop_tolerance: float = Field(0.0, ge=0, description="stop hopping at this relative residual; 0 = take all hops")
     gradient_checkpointing: bool = Field(False, description="recompute layers in backward (replay engine)")
 
-    learning_rate: float = Field(1e-3, gt=0, description="AdamW learning rate")
+    learning_rate: float = Field(2e-3, gt=0, description="AdamW learning rate")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(0, ge=0, description="linear warm-up of the learning rate")
     max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from grade.backbone import Backbone, LoraSettings
+from grade.adapter import LoraSettings
+from grade.backbone import Backbone
 from grade.prompts import PromptBatch
 
 VOCAB, EOS = 23, [2, 7, 12]  # several, so that short completions do end

@@ -21,7 +21,8 @@ from transformers import (
     T5Config,
 )
 
-from grade.backbone import Backbone, LoraSettings
+from grade.adapter import LoraSettings
+from grade.backbone import Backbone
 from grade.engines import Objective, replay, unrolled
 from grade.errors import InputError
 from grade.prompts import position_ids

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     backbone = Backbone.load(args.backbone)
     splits = {name: load_reviews(args.reviews, name) for name in ("reward", "validation", "test")}
     model, fit = train_reward(args.kind, config, backbone, splits["reward"], splits["validation"])
-    test = splits["test"][: config.eval_size]
+    test = splits["test"][: getattr(config, args.kind).eval_size]
     metrics = {f"fit/{k}": v for k, v in fit.items()}
     metrics |= evaluate_reward(model, test, config.eval_tokens)
     # The same text, cut at the same token, for a bag of words trained on the same reviews.
