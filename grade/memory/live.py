@@ -1,0 +1,204 @@
+"""A tracker that remembers: which tensors were alive at the peak, what they were for, and who made them.
+
+`LiveTracker` extends `MemoryTracker` by one record for each storage and one live-byte count for each allocation. A
+storage's category is decided when the step is over, because only then is it known whether a tensor outlived its phase
+(kept for backward) or not (temporary).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from grade.memory.tracker import MemoryTracker, _storage
+
+Category = Literal[
+    "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary"
+]
+CATEGORIES: tuple[Category, ...] = (
+    "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary",
+)  # fmt: skip
+"""What a byte is for. ``activations``: alive beyond the phase that made them, or packed by autograd; ``logits``: any
+tensor with a vocabulary-sized dimension, whatever it is kept for; ``temporary``: the rest."""
+
+_LAYER = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """One storage.
+
+    Attributes:
+        nbytes: Size, rounded.
+        shape: Shape of the first tensor seen on it.
+        dtype: Its type.
+        op: The operator that made it.
+        module: Name of the module whose forward made it, empty outside of modules (backward, losses).
+        phase: Phase in which it was made.
+        birth: Index of its allocation.
+        death: Index of the allocation count when it was freed; None while alive.
+        end_phase: Phase in which it was freed.
+        tag: Category named by the caller, if any.
+        saved: Whether autograd packed it for backward.
+    """
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    op: str
+    module: str
+    phase: str
+    birth: int
+    death: int | None = None
+    end_phase: str = ""
+    tag: Category | None = None
+    saved: bool = False
+
+
+@dataclass(slots=True)
+class Site:
+    """Allocations of the same kind (phase, operator, module without layer number, shape): the highest live bytes."""
+
+    peak: int
+    at: int
+
+
+class LiveTracker(MemoryTracker):
+    """`MemoryTracker` with records.
+
+    Attributes:
+        records: Every storage that was counted, in order of allocation.
+        live: Live bytes right after each allocation.
+        phase_of: Phase of each allocation.
+        sites: Highest live bytes by kind of allocation.
+    """
+
+    def __init__(self, round_to: int = 512) -> None:
+        super().__init__(round_to)
+        self.records: list[StorageRecord] = []
+        self.live: list[int] = []
+        self.phase_of: list[str] = []
+        self.sites: dict[tuple, Site] = {}
+        self._open: dict[int, StorageRecord] = {}
+        self._op = "existing"
+        self._modules: list[str] = []
+        self._stack: list[str] = []
+
+    @property
+    def phase(self) -> str:
+        """The running phase: ``backward`` inside autograd, else the outermost `during`."""
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return self._stack[0] if self._stack else "forward"
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Name a phase. Of nested ones the outermost counts."""
+        self._stack.append(phase)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def tag(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
+        """Say what tensors are for; storages that are not counted are left out."""
+        for tensor in tensors:
+            storage = None if tensor is None else _storage(tensor)
+            record = None if storage is None else self._open.get(storage._cdata)
+            if record is not None and record.tag is None:
+                record.tag = category
+
+    @contextlib.contextmanager
+    def naming(self, root: nn.Module) -> Iterator[None]:
+        """Within this context, storages are attributed to the submodules of ``root``, and saved ones are marked."""
+        names = {id(module): name for name, module in root.named_modules()}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._modules.append(names.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, *_: Any) -> None:
+            self._modules.pop()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = _storage(tensor)
+            record = None if storage is None else self._open.get(storage._cdata)
+            if record is not None:
+                record.saved = True
+            return tensor.detach()  # an output saved by its own node would otherwise hold that node, and never be freed
+
+        before = nn.modules.module.register_module_forward_pre_hook(enter)
+        after = nn.modules.module.register_module_forward_hook(leave, always_call=True)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def category(self, record: StorageRecord, vocab: int) -> Category:
+        """What a storage was for; see `CATEGORIES`."""
+        if record.tag is not None:
+            return record.tag
+        if any(size >= vocab for size in record.shape):
+            return "logits"
+        outlived = record.end_phase != record.phase
+        if record.phase == "rollout" and not record.saved:
+            return "rollout" if outlived else "temporary"
+        return "activations" if record.saved or outlived else "temporary"
+
+    def alive_at(self, index: int) -> list[StorageRecord]:
+        """Records that were alive right after allocation ``index``."""
+        return [r for r in self.records if r.birth <= index and (r.death is None or r.death > index)]
+
+    def __torch_dispatch__(  # noqa: D105 - the hook of TorchDispatchMode
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outer, self._op = self._op, func.overloadpacket.__name__
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._op = outer
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        new = storage._cdata not in self._live
+        super()._count(tensor)
+        if not new:
+            return
+        nbytes = math.ceil(storage.nbytes() / self.round_to) * self.round_to
+        module = self._modules[-1] if self._modules else ""
+        phase, index = self.phase, len(self.live)
+        record = StorageRecord(nbytes, tuple(tensor.shape), tensor.dtype, self._op, module, phase, index)
+        self.records.append(record)
+        self._open[storage._cdata] = record
+        self.live.append(self.current)
+        self.phase_of.append(phase)
+        key = (phase, self._op, _LAYER.sub(".*", module), record.shape)
+        site = self.sites.get(key)
+        if site is None:
+            self.sites[key] = Site(self.current, index)
+        elif self.current > site.peak:
+            site.peak, site.at = self.current, index
+
+    def _forget(self, key: int) -> Callable[[weakref.ref], None]:
+        forget, tracker = super()._forget(key), weakref.ref(self)
+
+        def callback(reference: weakref.ref) -> None:
+            alive = tracker()
+            if alive is not None:
+                record = alive._open.pop(key, None)
+                if record is not None:
+                    record.death, record.end_phase = len(alive.live), alive.phase
+            forget(reference)
+
+        return callback

@@ -1,0 +1,215 @@
+"""Predict the peak memory of a training step without a GPU, without weights and without data.
+
+The trainers' own step runs on fake tensors, which have shapes and types but no contents, under a `LiveTracker`. So the
+prediction follows the code: it says how many bytes are alive at the peak, what they are for, in which phase, and which
+modules made the largest tensors.
+
+The peak is *reserved by allocation*: storages rounded to 512 bytes, as CUDA's caching allocator does. Not in it: the
+allocator's fragmentation, the CUDA context, cuBLAS and cuDNN workspaces. Kernels are those of a CPU build, so what a
+fused CUDA attention keeps differs by a few row statistics.
+
+Layers are alike, so live bytes at the same place of the step are linear in the number of layers. A deep model is
+traced with `BASE_LAYERS` layers, and each allocation site's peak is extrapolated; the largest decides. Tests compare
+this with full traces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from transformers import PretrainedConfig
+
+from grade import skinny
+from grade.errors import InputError
+from grade.memory.live import CATEGORIES, Category, LiveTracker
+from grade.memory.models import NoData, model_config, to_fake, with_layers
+from grade.memory.step import Step, StepConfig, build_models, make_step
+
+FIXED: tuple[Category, ...] = ("weights", "adapter", "optimizer")
+"""What is there before the step and after it."""
+
+BASE_LAYERS = (3, 4)
+"""Numbers of layers traced for the extrapolation: the first, the last and a middle layer differ in what they keep."""
+
+
+@dataclass(frozen=True)
+class LargeTensor:
+    """One of the largest tensors at the peak.
+
+    Attributes:
+        nbytes: Size.
+        shape: Shape.
+        dtype: Type.
+        category: What it is for.
+        op: Operator that made it.
+        module: Module that made it; empty in backward and in losses.
+        phase: Phase that made it.
+    """
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    category: Category
+    op: str
+    module: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one optimizer step needs.
+
+    Attributes:
+        peak: Highest live bytes.
+        categories: Bytes at the peak by category; they sum to ``peak``.
+        phases: For each phase, in order, bytes by category at its own peak.
+        peak_phase: Phase of the peak.
+        largest: The ten largest tensors at the peak that the step made (in the traced layers, where some were not).
+        timeline: Live bytes after each allocation, and the phase; of the traced layers only.
+        layers: Layers of the model.
+        traced_layers: Layers that were traced; fewer than ``layers`` if extrapolated.
+        seconds: Wall time of the trace.
+    """
+
+    peak: int
+    categories: dict[Category, int]
+    phases: dict[str, dict[Category, int]]
+    peak_phase: str
+    largest: list[LargeTensor]
+    timeline: list[tuple[str, int]]
+    layers: int
+    traced_layers: int
+    seconds: float
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes at the peak beyond weights, adapter and optimizer: what the step itself needs."""
+        return self.peak - sum(self.categories[c] for c in FIXED)
+
+
+def trace(config: StepConfig, *, device: str = "cuda", all_layers: bool = False) -> Trace:
+    """Trace one optimizer step.
+
+    Args:
+        config: The step.
+        device: Where it would run: on a CPU, sampling in float32 multiplies few rows in another way.
+        all_layers: Trace every layer, without extrapolation.
+
+    Returns:
+        The trace.
+
+    Raises:
+        InputError: For an unknown model, sizes that do not fit it, or code that needs the contents of a tensor; the
+            message then names the line.
+    """
+    start, model = time.perf_counter(), model_config(config.model)
+    layers, vocab = model.num_hidden_layers, model.vocab_size
+    if all_layers or layers <= max(BASE_LAYERS) + 1:
+        tracker = _trace_layers(config, model, device)
+        return _assemble([tracker], [layers], layers, vocab, time.perf_counter() - start)
+    trackers = [_trace_layers(config, with_layers(model, n), device) for n in BASE_LAYERS]
+    return _assemble(trackers, list(BASE_LAYERS), layers, vocab, time.perf_counter() - start)
+
+
+def run_tracked(step: Step, round_to: int = 512) -> LiveTracker:
+    """Run a step on whatever tensors it has, fake or real, under a `LiveTracker`.
+
+    Args:
+        step: The step.
+        round_to: As in `MemoryTracker`.
+
+    Returns:
+        The tracker, with everything that existed before counted too.
+    """
+    tracker = LiveTracker(round_to)
+    for category, tensors in step.existing().items():
+        tracker.track_existing(tensors)
+        tracker.tag(tensors, category)
+    with tracker, tracker.naming(step.backbone):
+        step.run(tracker)
+    return tracker
+
+
+def _trace_layers(config: StepConfig, model: PretrainedConfig, device: str) -> LiveTracker:
+    backbone, reward = build_models(config, model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    to_fake(backbone, mode, reward)
+    with _untraceable_lines_named(), mode, NoData(), _kernels_of(device):
+        return run_tracked(make_step(config, backbone, reward))
+
+
+@contextlib.contextmanager
+def _kernels_of(device: str) -> Iterator[None]:
+    """Leave out what only a CPU does."""
+    before = skinny.MAX_ROWS
+    if device != "cpu":
+        skinny.MAX_ROWS = 0
+    try:
+        yield
+    finally:
+        skinny.MAX_ROWS = before
+
+
+@contextlib.contextmanager
+def _untraceable_lines_named() -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        own = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts]
+        last = own[-1]
+        where = f"{Path(last.filename).name}:{last.lineno} ({last.line})"
+        allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
+        raise InputError("traced step", where, allowed) from error
+
+
+def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:
+    """Peaks by phase, extrapolated in layers from the last two traces if there are two."""
+
+    def at(*values: int) -> int:
+        if len(values) == 1:
+            return values[0]
+        slope = (values[1] - values[0]) / (traced[1] - traced[0])
+        return round(values[1] + slope * (layers - traced[1]))
+
+    highest: dict[str, tuple[int, tuple]] = {}
+    for key in trackers[-1].sites:
+        if all(key in t.sites for t in trackers):
+            peak = at(*(t.sites[key].peak for t in trackers))
+            if peak > highest.get(key[0], (-1,))[0]:
+                highest[key[0]] = (peak, key)
+    phases = {}
+    for name, (_, key) in highest.items():
+        parts = [_composition(t, t.sites[key].at, vocab) for t in trackers]
+        phases[name] = {c: at(*(p[c] for p in parts)) for c in CATEGORIES}
+    peak_phase = max(highest, key=lambda name: highest[name][0])
+    last = trackers[-1]
+    index = last.sites[highest[peak_phase][1]].at
+    made = [r for r in last.alive_at(index) if last.category(r, vocab) not in FIXED]
+    made = sorted(made, key=lambda r: -r.nbytes)[:10]
+    largest = [
+        LargeTensor(r.nbytes, r.shape, str(r.dtype).removeprefix("torch."), last.category(r, vocab), r.op, r.module,
+                    r.phase)
+        for r in made
+    ]  # fmt: skip
+    timeline = list(zip(last.phase_of, last.live, strict=True))
+    peak = highest[peak_phase][0]
+    return Trace(peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1], seconds)
+
+
+def _composition(tracker: LiveTracker, index: int, vocab: int) -> Counter:
+    parts: Counter = Counter()
+    for record in tracker.alive_at(index):
+        parts[tracker.category(record, vocab)] += record.nbytes
+    return parts
