@@ -10,7 +10,7 @@ from grade.errors import InputError
 from grade.memory.bench import measure
 from grade.memory.formulas import kv_cache_bytes_per_token
 from grade.memory.live import CATEGORIES, LiveTracker
-from grade.memory.models import build_backbone, model_config, shape_config, with_layers
+from grade.memory.models import TINY, build_backbone, model_config, shape_config, with_layers
 from grade.memory.plan import parse_bytes, plan, single_changes
 from grade.memory.report import as_json, as_text
 from grade.memory.saved import saved_bytes
@@ -18,27 +18,16 @@ from grade.memory.shapes import SHAPES, parameter_count
 from grade.memory.step import StepConfig, build_models, make_step
 from grade.memory.trace import Trace, run_tracked, trace
 
-VOCAB = 512
-SMALL = dict(batch_size=2, prompt_tokens=4, max_new_tokens=3, gumbel_topk=8, dtype="float32")
+VOCAB = TINY["vocab_size"]
+SMALL = dict(batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A folder with nothing but config.json: enough for a trace."""
-    return write_config(tmp_path_factory.mktemp("tiny"), layers=6)
-
-
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory):
-    """Two layers: fast, and traced whole."""
-    return write_config(tmp_path_factory.mktemp("shallow"), layers=2)
-
-
-def write_config(folder, layers: int) -> str:
-    LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+def five_layers(tmp_path_factory):
+    """A folder with nothing but config.json: enough for a trace, and deep enough to be extrapolated."""
+    folder = tmp_path_factory.mktemp("five_layers")
+    config = LlamaConfig(**TINY | {"num_hidden_layers": 5}, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
     return str(folder)
 
 
@@ -48,28 +37,35 @@ CASES = [
     {"gradient_checkpointing": True, "attention": "eager"},
     {"engine": "checkpointed"},
     {"method": "ste_legacy", "gumbel_topk": 0},
+    {
+        "method": "gumbel_legacy",
+        "reward": "trunk",
+        "gradient_checkpointing": True,
+        "explicit_freeing": True,
+        "autocast": True,
+    },
     {"dtype": "bfloat16"},
     {"adapter": "full", "base_copies": 3},
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_predicted_peak_is_that_of_the_real_step_and_extrapolation_changes_nothing(tiny, case):
-    config = StepConfig(model=tiny, **SMALL | case)
+def test_the_predicted_peak_is_that_of_the_real_step_and_extrapolation_changes_nothing(five_layers, case):
+    config = StepConfig(model=five_layers, **SMALL | case)
     full, short = (trace(config, device="cpu", all_layers=every) for every in (True, False))
-    assert (full.traced_layers, short.traced_layers) == (6, 4)
+    assert (full.traced_layers, short.traced_layers) == (5, 3)
     assert full.peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
     assert short.peak == pytest.approx(full.peak, rel=0.005)
     assert short.peak_phase == full.peak_phase
 
 
-def test_categories_sum_to_the_peak_and_name_what_is_there(shallow):
-    config = StepConfig(model=shallow, **SMALL)
+def test_categories_sum_to_the_peak_and_name_what_is_there():
+    config = StepConfig(model="tiny", **SMALL)
     found = trace(config, all_layers=True)
     assert sum(found.categories.values()) == found.peak
     for parts in found.phases.values():
         assert sum(parts.values()) <= found.peak
-    backbone = build_backbone(model_config(shallow), "float32")
+    backbone = build_backbone(model_config("tiny"), "float32")
     lora = sum(p.numel() for p in backbone.trainable_parameters()) * 4
     # 512-byte blocks: the adapter's tensors are multiples of it, so these are exact.
     assert found.categories["adapter"] == lora
@@ -77,19 +73,19 @@ def test_categories_sum_to_the_peak_and_name_what_is_there(shallow):
     assert {"rollout", "backward", "optimizer"} <= set(found.phases)
 
 
-def test_the_key_value_cache_is_what_the_formula_says(shallow):
-    config = StepConfig(model=shallow, **SMALL | {"max_new_tokens": 40})
+def test_the_key_value_cache_is_what_the_formula_says():
+    config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 12})
     peak = trace(config, all_layers=True).phases["rollout"]["kv cache"]
     shape = SHAPES["SmolLM2-135M"]
-    shape = type(shape)("shallow", 2, 64, 4, 2, 16, 96, VOCAB, tied=True)
+    shape = type(shape)("tiny", 2, 64, 4, 2, 16, 96, VOCAB, tied=True)
     # P + T - 1 positions at the end; a growing cache holds the old and the new tensor of one layer at once.
-    exact = 2 * (4 + 39) * kv_cache_bytes_per_token(shape, itemsize=4)
+    exact = 2 * (4 + 11) * kv_cache_bytes_per_token(shape, itemsize=4)
     assert exact <= peak <= exact * 1.3
 
 
-def test_saved_bytes_of_the_trace_are_autograds(shallow):
-    config = StepConfig(model=shallow, **SMALL)
-    real = make_step(config, *build_models(config, model_config(shallow), "cpu"))
+def test_saved_bytes_of_the_trace_are_autograds():
+    config = StepConfig(model="tiny", **SMALL)
+    real = make_step(config, *build_models(config, model_config("tiny"), "cpu"))
     tracker = run_tracked(real, round_to=1)
     # The same hooks on the same step without a tracker: storages packed by autograd, those from before left out.
     existing = [t for tensors in real.existing().values() for t in tensors]
@@ -103,9 +99,9 @@ def test_the_parameters_of_a_shipped_shape_are_exact():
         assert sum(p.numel() for p in backbone.model.parameters()) == parameter_count(shape)
 
 
-def test_more_copies_of_the_base_cost_their_weights(shallow):
-    one, three = (trace(StepConfig(model=shallow, **SMALL, base_copies=n)) for n in (1, 3))
-    base = build_backbone(model_config(shallow), "float32", "full")
+def test_more_copies_of_the_base_cost_their_weights():
+    one, three = (trace(StepConfig(model="tiny", **SMALL, base_copies=n)) for n in (1, 3))
+    base = build_backbone(model_config("tiny"), "float32", "full")
     weights = sum(-(-p.numel() * 4 // 512) * 512 for p in base.model.parameters())  # in blocks of 512 bytes
     assert three.peak - one.peak == 2 * weights
 
@@ -135,8 +131,8 @@ def fixed_tracer(step: StepConfig) -> Trace:
 
 
 @pytest.mark.parametrize("budget", [1030, 1059, 1060, 1234, 5000])
-def test_what_a_budget_fits_is_the_largest_that_does(shallow, budget):
-    config = StepConfig(model=shallow, **SMALL)
+def test_what_a_budget_fits_is_the_largest_that_does(budget):
+    config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 3})
     fits = {f.quantity: f.value for f in plan(config, budget, tracer=fixed_tracer)}
     assert fits["batch_size"] == ((budget - 1000) // 30 or None)
     assert fits["max_new_tokens"] == (budget - 1000) // 20
@@ -145,16 +141,22 @@ def test_what_a_budget_fits_is_the_largest_that_does(shallow, budget):
     assert with_overhead[0].value == fits["batch_size"]
 
 
-def test_a_budget_below_the_weights_says_what_is_needed(shallow):
+def test_a_budget_below_the_weights_says_what_is_needed():
     with pytest.raises(InputError, match="at least 1000 bytes: weights"):
-        plan(StepConfig(model=shallow, **SMALL), 999, tracer=fixed_tracer)
+        plan(StepConfig(model="tiny", **SMALL | {"max_new_tokens": 3}), 999, tracer=fixed_tracer)
 
 
-def test_single_changes_are_sorted_by_what_they_save(shallow):
-    config = StepConfig(model=shallow, **SMALL | {"max_new_tokens": 2, "method": "ste_legacy", "base_copies": 3})
+def test_single_changes_are_sorted_by_what_they_save():
+    config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 2, "method": "ste_legacy", "base_copies": 3})
     found = single_changes(config, trace(config))
     assert [c.saved for c in found] == sorted((c.saved for c in found), reverse=True)
     assert {"one base in three roles", "bfloat16 base", "half the batch"} <= {c.name for c in found}
+
+
+@pytest.mark.parametrize("field", ["gradient_checkpointing", "explicit_freeing"])
+def test_options_that_an_engine_does_not_have_are_refused(field):
+    with pytest.raises(InputError, match=field):
+        StepConfig.parse({"engine": "checkpointed", field: True})
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-3GB", "0GiB"])
@@ -163,16 +165,16 @@ def test_a_budget_that_cannot_be_read_is_refused(text):
         parse_bytes(text)
 
 
-def test_unknown_models_and_lengths_beyond_the_context_are_refused(tiny, tmp_path):
+def test_unknown_models_and_lengths_beyond_the_context_are_refused(five_layers, tmp_path):
     with pytest.raises(InputError, match="qwen3-4b"):
         trace(StepConfig(model="no-such-model-anywhere"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(InputError, match="model"):
         trace(StepConfig(model=str(tmp_path)))
     with pytest.raises(InputError, match="context"):
-        trace(StepConfig(model=tiny, max_new_tokens=10_000))
+        trace(StepConfig(model=five_layers, max_new_tokens=10_000))
     with pytest.raises(InputError, match="gumbel_topk"):
-        trace(StepConfig(model=tiny, gumbel_topk=VOCAB + 1))
+        trace(StepConfig(model=five_layers, gumbel_topk=VOCAB + 1))
 
 
 def test_code_that_reads_values_is_named():
@@ -188,8 +190,8 @@ def test_code_that_reads_values_is_named():
         Reads()(torch.ones(3))
 
 
-def test_reports_say_the_same_to_people_and_programs(shallow):
-    config = StepConfig(model=shallow, **SMALL)
+def test_reports_say_the_same_to_people_and_programs():
+    config = StepConfig(model="tiny", **SMALL)
     found = trace(config)
     text, data = as_text(config, found), json.loads(json.dumps(as_json(config, found)))
     assert data["peak_bytes"] == found.peak == sum(data["categories"].values())

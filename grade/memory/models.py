@@ -31,6 +31,10 @@ ALIASES = {"qwen2.5-coder-3b": "qwen2.5-3b", "qwen2.5-coder-7b": "qwen2.5-7b", "
 CONTEXT = {"Qwen3-4B": 40_960, "Qwen2.5-1.5B": 32_768, "Qwen2.5-3B": 32_768, "Qwen2.5-7B": 32_768, "SmolLM2-135M": 8192}
 """``max_position_embeddings`` of the shipped shapes."""
 
+TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2)  # fmt: skip
+"""The model ``tiny``: traced in a second, for tests and the notebooks' defaults."""
+
 
 class NoData(TorchDispatchMode):
     """Lets code without data-dependent memory run on tensors without data (meta or fake).
@@ -62,6 +66,8 @@ def model_config(name: str) -> PretrainedConfig:
     Raises:
         InputError: If it cannot be found or read, or lacks what a model needs.
     """
+    if name == "tiny":
+        return LlamaConfig(**TINY)
     shapes = {shape.name.lower(): shape for shape in SHAPES.values()}
     short = name.lower().rpartition("/")[2].removesuffix("-instruct")
     shape = shapes.get(ALIASES.get(short, short))

@@ -167,12 +167,12 @@ def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig
         key = next(iter(update))
         now = config.engine_name if key == "engine" else getattr(config, key)
         worse = key == "gumbel_topk" and 0 < now <= 256
-        if worse or now == update[key] or (key == "gradient_checkpointing" and config.engine_name != "replay"):
+        if worse or now == update[key] or (key == "gradient_checkpointing" and config.engine_name == "checkpointed"):
             continue
         if key == "engine" and now == "replay":
             continue
         if key == "engine":
-            update = update | {"gradient_checkpointing": False}
+            update = update | {"gradient_checkpointing": False, "explicit_freeing": False}
         peak = tracer(config.model_copy(update=update)).peak
         if peak < base.peak:
             changes.append(Change(name, peak, base.peak - peak))

@@ -36,6 +36,9 @@ def headline(config: StepConfig) -> str:
         parts.append(f"{config.gradient_accumulation_steps} microbatches")
     if config.gradient_checkpointing:
         parts.append("layers checkpointed")
+    for name in ("explicit_freeing", "autocast"):
+        if getattr(config, name):
+            parts.append(name.replace("_", " "))
     if config.base_copies > 1:
         parts.append(f"{config.base_copies} copies of the base")
     return ", ".join(parts)

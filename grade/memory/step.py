@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Self
 
 import torch
@@ -20,6 +21,7 @@ from grade.adapter import LoraSettings
 from grade.backbone import Backbone
 from grade.config import Config
 from grade.engines import Engine, Objective
+from grade.engines.stepwise import UNROLLED, stepwise
 from grade.errors import InputError
 from grade.memory.live import Category, LiveTracker
 from grade.memory.models import Adapter, build_backbone
@@ -43,7 +45,9 @@ class StepConfig(Config):
     hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
     support: Support = Field("perturbed_top_k", description="top_k or perturbed_top_k")
     gumbel_topk: int = Field(256, ge=0, description="size K of a token's support; 0 = the full vocabulary")
-    gradient_checkpointing: bool = Field(False, description="recompute layers in backward (replay engine)")
+    gradient_checkpointing: bool = Field(False, description="recompute layers in backward (replay, unrolled)")
+    explicit_freeing: bool = Field(False, description="drop each step's dense tensors at once (unrolled)")
+    autocast: bool = Field(False, description="run under bfloat16 autocast")
     kl_coef: float = Field(0.1, ge=0, description="weight beta of KL")
     reward: RewardKind = Field("bag", description="bag: reward on the embedding table; trunk: on the transformer")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="type of the base")
@@ -54,9 +58,11 @@ class StepConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.gradient_checkpointing and self.engine_name != "replay":
-            allowed = f"false for the engine {self.engine_name}: only replay has it"
-            raise InputError("gradient_checkpointing", True, allowed)
+        if self.gradient_checkpointing and self.engine_name == "checkpointed":
+            raise InputError("gradient_checkpointing", True, "false for the engine checkpointed: it keeps a cache")
+        if self.explicit_freeing and self.engine_name != "unrolled":
+            allowed = f"false for the engine {self.engine_name}: it keeps nothing that it does not need"
+            raise InputError("explicit_freeing", True, allowed)
         return self
 
     @property
@@ -66,7 +72,10 @@ class StepConfig(Config):
 
     def make_engine(self) -> Engine:
         """The engine with its settings."""
-        return make_engine(self.engine_name, self.hops, gradient_checkpointing=self.gradient_checkpointing)
+        if self.explicit_freeing:
+            return partial(stepwise, options=replace(UNROLLED, drop_lists=True))
+        layers = self.gradient_checkpointing and self.engine_name == "replay"  # for the others see `Step.run`
+        return make_engine(self.engine_name, self.hops, gradient_checkpointing=layers)
 
     def relaxation(self) -> RelaxationConfig:
         """The relaxation."""
@@ -109,13 +118,23 @@ class Step:
         with _observed(self, tracker) as objective:
             self.optimizer.zero_grad(set_to_none=True)
             for _ in range(config.gradient_accumulation_steps):
-                engine(self.backbone, self.prompts, objective, relaxation, generator, scale)
+                with self._options():
+                    engine(self.backbone, self.prompts, objective, relaxation, generator, scale)
             with tracker.during("optimizer") if tracker else contextlib.nullcontext():
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 self.optimizer.step()
         if tracker:
             tracker.tag((p.grad for p in parameters), "gradients")
         self.optimizer.zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def _options(self) -> Iterator[None]:
+        """Autocast, and layer checkpointing for the engine that has no switch of its own."""
+        config, device = self.config, self.backbone.device.type
+        layers = config.gradient_checkpointing and config.engine_name == "unrolled"
+        cast = torch.autocast(device, torch.bfloat16, enabled=config.autocast)
+        with cast, self.backbone.checkpointed_layers(layers):
+            yield
 
     def existing(self) -> dict[Category, list[Tensor]]:
         """Tensors that are there before a step begins, by category."""
@@ -184,10 +203,16 @@ def make_step(config: StepConfig, backbone: Backbone, reward: RewardModel) -> St
 @contextlib.contextmanager
 def _observed(step: Step, tracker: LiveTracker | None) -> Iterator[Objective]:
     """The step's objective, with the tracker told of rollout, reference and reward, and of key-value caches."""
-    if tracker is None:
-        yield step.objective
-        return
     backbone, objective = step.backbone, step.objective
+
+    def reward(*args):
+        with tracker.during("reward") if tracker else contextlib.nullcontext(), _plain_layers(backbone):
+            return objective.reward_model(*args)
+
+    watched = Objective(reward, objective.beta, objective.scope)
+    if tracker is None:
+        yield watched
+        return
     merged, reference, new_cache = backbone.merged, backbone.reference, backbone.new_cache
 
     def phase(name: str, enter):
@@ -211,14 +236,23 @@ def _observed(step: Step, tracker: LiveTracker | None) -> Iterator[Objective]:
         made.__class__ = Tagged
         return made
 
-    def reward(*args):
-        with tracker.during("reward"):
-            return objective.reward_model(*args)
-
     # Attributes of this one object, which hide the methods of its class until they are deleted.
     backbone.merged, backbone.reference = phase("rollout", merged), phase("reference", reference)
     backbone.new_cache = cache
     try:
-        yield Objective(reward, objective.beta, objective.scope)
+        yield watched
     finally:
         del backbone.merged, backbone.reference, backbone.new_cache
+
+
+@contextlib.contextmanager
+def _plain_layers(backbone: Backbone) -> Iterator[None]:
+    """Layers not checkpointed: a reward's pass has the adapter off, and would be recomputed with it on."""
+    layers = [m for m in backbone.model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True

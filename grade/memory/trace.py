@@ -40,8 +40,8 @@ from grade.memory.step import Step, StepConfig, build_models, make_step
 FIXED: tuple[Category, ...] = ("weights", "adapter", "optimizer")
 """What is there before the step and after it."""
 
-BASE_LAYERS = (3, 4)
-"""Numbers of layers traced for the extrapolation: the first, the last and a middle layer differ in what they keep."""
+BASE_LAYERS = (2, 3)
+"""Numbers of layers traced: the first and the last differ in what they keep, one more in the middle is the slope."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""Self-certainty, Intuitor's reward: how far the next-token distribution is from uniform.
+
+At one position with logits ``l`` [V] and sampling temperature t, ``p = softmax(l / t)``:
+
+    SC = KL(U || p) = logsumexp(l / t) - mean(l / t) - log V   (nats, 0 for a uniform p)
+
+and a completion's score is the mean over its tokens, each taken at the position that *predicts* the token (Zhao et al.
+2025, arXiv:2505.19590, section 3.2; the metric is Kang et al. 2025, arXiv:2502.18581). The published code leaves
+``log V`` out: a constant, which cancels where a group mean is subtracted.
+
+Computed from hidden states in chunks of rows, exactly: a row needs all V logits, so chunking the vocabulary and
+averaging the chunks' values, as document 004 proposes, is another quantity (`chunked_over_vocabulary`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grade.errors import InputError
+from grade.vocab import CHUNK_ROWS, Head
+
+
+def self_certainty(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+    """``KL(U || softmax(head(h) / t))`` row by row, from hidden states; [64, V] logits exist at once.
+
+    Differentiable in ``hidden``: ``dSC/dl_v = (p_v - 1 / V) / t``. Kept for backward is the gradient [N, D], formed
+    while a chunk's logits exist, and nothing at all without gradient.
+
+    Args:
+        head: The frozen head.
+        hidden: Hidden states [N, D].
+        temperature: Sampling temperature t of the policy that is scored.
+
+    Returns:
+        [N] in nats, at least 0, float32 (float64 for a float64 model).
+
+    Raises:
+        InputError: If the temperature is not positive.
+    """
+    if not 0 < temperature < math.inf:
+        raise InputError("temperature", temperature, "a finite number above 0")
+    return _SelfCertainty.apply(hidden, head, temperature)
+
+
+class _SelfCertainty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Head, temperature: float) -> Tensor:
+        values, slopes = [], []
+        vocab = head.weight.shape[0]
+        for h in hidden.split(CHUNK_ROWS):
+            logits = head(h)  # [n, V]
+            scaled = logits / temperature
+            values.append(certainty_of_logits(scaled))
+            if ctx.needs_input_grad[0]:
+                grad = scaled.softmax(-1).sub_(1 / vocab).div_(temperature).mul_(head.slope(logits))
+                slopes.append(grad.to(h.dtype) @ head.weight)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(torch.cat(slopes))
+        return torch.cat(values)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (slope,) = ctx.saved_tensors
+        return (grad.unsqueeze(-1) * slope).to(slope.dtype), None, None
+
+
+def certainty_of_logits(logits: Tensor) -> Tensor:
+    """``logsumexp(l) - mean(l) - log V`` of logits [..., V] that exist already.
+
+    >>> certainty_of_logits(torch.zeros(4)).abs() < 1e-6                 # uniform
+    tensor(True)
+    >>> round(float(certainty_of_logits(torch.tensor([math.log(2.0), 0.0]))), 4)   # p = 2/3, 1/3
+    0.0589
+    """
+    return logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1])
+
+
+def chunked_over_vocabulary(logits: Tensor, chunk_size: int = 1024) -> Tensor:
+    """What document 004 proposes: the mean over vocabulary chunks of each chunk's ``logsumexp - mean``.
+
+    Not self-certainty: ``logsumexp`` of the whole is at least the mean of the chunks' plus the log of their number
+    (Jensen), and a confident token moves only its own chunk. Here to be measured beside the right one.
+
+    Args:
+        logits: [..., V].
+        chunk_size: Logits in a chunk; the last one may be smaller, and counts as much.
+
+    Returns:
+        [...].
+    """
+    return torch.stack([c.logsumexp(-1) - c.mean(-1) for c in logits.split(chunk_size, -1)], -1).mean(-1)
+
+
+def completion_certainty(values: Tensor, mask: Tensor) -> Tensor:
+    """Score of each completion: the mean over its tokens.
+
+    Args:
+        values: `self_certainty` at the positions that predict the tokens [B, T].
+        mask: [B, T], 1 at a token, end-of-sequence included.
+
+    Returns:
+        [B].
+
+    Raises:
+        InputError: If a completion has no token.
+    """
+    if not mask.bool().any(-1).all():
+        raise InputError("completion mask", mask.sum(-1).tolist(), "at least one token in each completion")
+    return (values * mask).sum(-1) / mask.sum(-1)
