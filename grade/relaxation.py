@@ -59,18 +59,21 @@ class RelaxationConfig(Config):
             raise InputError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
 
 
-def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Standard Gumbel noise ``-log(Exp(1))`` in float32, on the generator's device.
+def gumbel_noise(
+    shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str | None = None
+) -> Tensor:
+    """Standard Gumbel noise ``-log(Exp(1))`` in float32.
 
     Args:
         shape: Shape of the noise.
         generator: Seeded generator; the same seed gives the same noise.
+        device: The generator's own, which is the default, or meta: noise without data.
 
     Returns:
         Noise with mean 0.5772 (Euler's constant) and variance pi^2 / 6.
     """
-    exponential = torch.empty(shape, dtype=torch.float32, device=generator.device).exponential_(generator=generator)
-    return exponential.clamp_min_(torch.finfo(torch.float32).tiny).log_().neg_()
+    empty = torch.empty(shape, dtype=torch.float32, device=device or generator.device)
+    return empty.exponential_(generator=generator).clamp_min_(torch.finfo(torch.float32).tiny).log_().neg_()
 
 
 @torch.no_grad()
@@ -86,12 +89,12 @@ def draw_support(logits: Tensor, config: RelaxationConfig, generator: torch.Gene
         Token ids [B, K] (largest first, except for the full vocabulary) and their noise [B, K] in float32.
     """
     batch, vocab = logits.shape
-    k = config.gumbel_topk
+    k, device = config.gumbel_topk, logits.device
     if k == 0 or k == vocab:
-        return torch.arange(vocab, device=logits.device).expand(batch, vocab), gumbel_noise((batch, vocab), generator)
+        return torch.arange(vocab, device=device).expand(batch, vocab), gumbel_noise((batch, vocab), generator, device)
     if config.support == "top_k":
-        return logits.topk(k).indices, gumbel_noise((batch, k), generator)
-    noise = gumbel_noise((batch, vocab), generator)
+        return logits.topk(k).indices, gumbel_noise((batch, k), generator, device)
+    noise = gumbel_noise((batch, vocab), generator, device)
     support = (logits + noise).topk(k).indices
     return support, noise.gather(1, support)
 

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.vocab import CHUNK_ROWS, Head
+from grade.vocab import Head, row_values
 
 
 def self_certainty(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """``KL(U || softmax(head(h) / t))`` row by row, from hidden states; [64, V] logits exist at once.
+    """``KL(U || softmax(head(h) / t))`` row by row, from hidden states; see `grade.vocab.row_values`.
 
-    Differentiable in ``hidden``: ``dSC/dl_v = (p_v - 1 / V) / t``. Kept for backward is the gradient [N, D], formed
-    while a chunk's logits exist, and nothing at all without gradient.
+    Differentiable in ``hidden``: ``dSC/dl_v = (p_v - 1 / V) / t``.
 
     Args:
         head: The frozen head.
@@ -42,29 +41,13 @@ def self_certainty(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tens
     """
     if not 0 < temperature < math.inf:
         raise InputError("temperature", temperature, "a finite number above 0")
-    return _SelfCertainty.apply(hidden, head, temperature)
 
+    def of_logits(logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
+        scaled = logits.div_(temperature)
+        values = certainty_of_logits(scaled)
+        return values, scaled.softmax(-1).sub_(1 / scaled.shape[-1]).div_(temperature) if needed else None
 
-class _SelfCertainty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden: Tensor, head: Head, temperature: float) -> Tensor:
-        values, slopes = [], []
-        vocab = head.weight.shape[0]
-        for h in hidden.split(CHUNK_ROWS):
-            logits = head(h)  # [n, V]
-            scaled = logits / temperature
-            values.append(certainty_of_logits(scaled))
-            if ctx.needs_input_grad[0]:
-                grad = scaled.softmax(-1).sub_(1 / vocab).div_(temperature).mul_(head.slope(logits))
-                slopes.append(grad.to(h.dtype) @ head.weight)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(torch.cat(slopes))
-        return torch.cat(values)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (slope,) = ctx.saved_tensors
-        return (grad.unsqueeze(-1) * slope).to(slope.dtype), None, None
+    return row_values(head, hidden, of_logits)
 
 
 def certainty_of_logits(logits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Left out: log-probabilities of given tokens and entropies (policy-gradient metho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ CHUNK_ROWS = 64
 
 GATHER_ELEMENTS = 2**24
 """Elements of gathered head rows [n, K, D] that exist at once in `support_logits`."""
+
+
+RowFunction = Callable[..., tuple[Tensor, Tensor | None]]
+"""From logits [n, V] to a number a row and its gradient in the logits; see `row_values`."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -130,16 +135,60 @@ def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tenso
     return F.embedding_bag(support, table.detach(), per_sample_weights=weights.to(table.dtype), mode="sum")
 
 
+def row_values(head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor) -> Tensor:
+    """One number for each row of logits, from hidden states; `CHUNK_ROWS` rows of logits exist at once.
+
+    Differentiable in ``hidden``. As the value is one number a row, its gradient [N, D] is formed in the forward pass,
+    while the chunk's logits exist, and only scaled in backward: no second product with the head, and nothing of size V
+    is kept. Without gradient nothing is kept at all.
+
+    Args:
+        head: The frozen head.
+        hidden: Hidden states [N, D].
+        of_logits: Called with logits [n, V], whether a gradient is needed, and rows [n, ...] of each of ``others``;
+            returns values [n] and, if needed, their gradient in the logits [n, V]. It may overwrite the logits.
+        others: More inputs with N rows, constants.
+
+    Returns:
+        Values [N], float32 (float64 for a float64 model).
+    """
+    return _RowValues.apply(hidden, head, of_logits, *others)
+
+
+class _RowValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, head: Head, of_logits: RowFunction, *others: Tensor):
+        values, slopes, needed = [], [], ctx.needs_input_grad[0]
+        for h, *rest in zip(*(x.split(CHUNK_ROWS) for x in (hidden, *others)), strict=True):
+            value, slope = _chunk(head, h, of_logits, needed, rest)
+            values.append(value)
+            slopes.append(slope)
+        if needed:
+            ctx.save_for_backward(torch.cat(slopes))
+        return torch.cat(values)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (slope,) = ctx.saved_tensors
+        return (grad.unsqueeze(-1) * slope).to(slope.dtype), *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def _chunk(head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, rest: list[Tensor]):
+    """Values [n] and their gradient in the hidden states [n, D]; a function of its own, so that all [n, V] go."""
+    logits = [head(hidden)]
+    inner = head.slope(logits[0]) if needed else 1.0
+    value, grad = of_logits(logits.pop(), needed, *rest)  # popped: the callee alone holds the logits, and can drop them
+    return value, grad.mul_(inner).to(hidden.dtype) @ head.weight if needed else None
+
+
 def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
-    """Exact ``KL(policy || reference)`` over the full vocabulary, row by row, from hidden states.
+    """Exact ``KL(policy || reference)`` over the full vocabulary, row by row, from hidden states; see `row_values`.
 
     ``KL = sum_v p_v (log p_v - log q_v)`` in nats, with ``p = softmax(head(h))`` and ``q = softmax(head(h_ref))`` of
     the *same* position. Differentiable in ``hidden`` (the reference is a constant):
     ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose terms are all
     >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then enters at
-    second order, so that equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5. As KL is one number a row,
-    its gradient [N, D] is formed in the forward pass, while the chunk's logits exist, and only scaled in backward: no
-    second product with the head.
+    second order, so that equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
 
     Args:
         head: The frozen head, shared by policy and reference.
@@ -149,29 +198,15 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
     Returns:
         KL [N] in nats, float32 (float64 for a float64 model).
     """
-    return _KLDivergence.apply(hidden, ref_hidden.detach(), head)
 
+    def of_logits(logits: Tensor, needed: bool, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        logp = logits.log_softmax(-1)
+        del logits
+        ref_logp = head(q).log_softmax(-1)
+        diff = logp - ref_logp
+        p = logp.exp_()
+        # In place, and in this order: q - p is exact where they are close, p (log p - log q) is small there.
+        kl = ref_logp.exp_().sub_(p).addcmul_(p, diff).sum(-1)
+        return kl, p.mul_(diff.sub_(kl.unsqueeze(-1))) if needed else None
 
-class _KLDivergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden: Tensor, ref_hidden: Tensor, head: Head) -> Tensor:
-        values, slopes = [], []
-        for h, q in zip(hidden.split(CHUNK_ROWS), ref_hidden.split(CHUNK_ROWS), strict=True):
-            logits = head(h)  # [n, V]
-            logp = logits.log_softmax(-1)
-            ref_logp = head(q).log_softmax(-1)
-            diff = logp - ref_logp
-            p = logp.exp_()
-            kl = (p * diff + ref_logp.exp_().sub_(p)).sum(-1)
-            values.append(kl)
-            if ctx.needs_input_grad[0]:
-                grad = p.mul_(diff.sub_(kl.unsqueeze(-1))).mul_(head.slope(logits))
-                slopes.append(grad.to(h.dtype) @ head.weight)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(torch.cat(slopes))
-        return torch.cat(values)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (slope,) = ctx.saved_tensors
-        return (grad.unsqueeze(-1) * slope).to(slope.dtype), None, None
+    return row_values(head, hidden, of_logits, ref_hidden.detach())

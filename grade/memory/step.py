@@ -112,7 +112,7 @@ class Step:
             tracker: Told which phase runs and what tensors are for.
         """
         config, engine, relaxation = self.config, self.config.make_engine(), self.config.relaxation()
-        generator = torch.Generator(self.backbone.device).manual_seed(0)
+        generator = _generator(self.backbone.device)
         parameters = self.backbone.trainable_parameters()
         scale = 1 / config.gradient_accumulation_steps
         with _observed(self, tracker) as objective:
@@ -132,7 +132,7 @@ class Step:
         """Autocast, and layer checkpointing for the engine that has no switch of its own."""
         config, device = self.config, self.backbone.device.type
         layers = config.gradient_checkpointing and config.engine_name == "unrolled"
-        cast = torch.autocast(device, torch.bfloat16, enabled=config.autocast)
+        cast = torch.autocast(device, torch.bfloat16) if config.autocast else contextlib.nullcontext()
         with cast, self.backbone.checkpointed_layers(layers):
             yield
 
@@ -187,9 +187,8 @@ def make_step(config: StepConfig, backbone: Backbone, reward: RewardModel) -> St
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    generator = torch.Generator(device).manual_seed(0)
     shape = (config.batch_size, config.prompt_tokens)
-    ids = torch.randint(backbone.vocab_size, shape, generator=generator, device=device)
+    ids = torch.randint(backbone.vocab_size, shape, generator=_generator(device), device=device)
     trained = {id(p) for p in parameters}
     base = [p for p in backbone.parameters() if id(p) not in trained] if config.adapter == "lora" else parameters
     copies = [torch.empty_like(p, requires_grad=False) for _ in range(config.base_copies - 1) for p in base]
@@ -198,6 +197,11 @@ def make_step(config: StepConfig, backbone: Backbone, reward: RewardModel) -> St
         mask[0, 0] = 0  # padding, as in a batch of real prompts: without any, transformers leaves the mask out
     prompts = PromptBatch(ids, mask)
     return Step(config, backbone, Objective(reward, config.kl_coef), optimizer, prompts, copies)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Meta has no generators; there any will do."""
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(0)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,11 @@
 """Predict the peak memory of a training step without a GPU, without weights and without data.
 
-The trainers' own step runs on fake tensors, which have shapes and types but no contents, under a `LiveTracker`. So the
+The trainers' own step runs on meta tensors, which have shapes and types but no contents, under a `LiveTracker`. So the
 prediction follows the code: it says how many bytes are alive at the peak, what they are for, in which phase, and which
 modules made the largest tensors.
 
 The peak is *reserved by allocation*: storages rounded to 512 bytes, as CUDA's caching allocator does. Not in it: the
-allocator's fragmentation, the CUDA context, cuBLAS and cuDNN workspaces. Kernels are those of a CPU build, so what a
-fused CUDA attention keeps differs by a few row statistics.
+allocator's fragmentation, the CUDA context, cuBLAS and cuDNN workspaces.
 
 Layers are alike, so live bytes at the same place of the step are linear in the number of layers. A deep model is
 traced with `BASE_LAYERS` layers, and each allocation site's peak is extrapolated; the largest decides. Tests compare
@@ -31,11 +30,13 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import PretrainedConfig
 
-from grade import skinny
 from grade.errors import InputError
+from grade.memory.kernels import Device, kernels_of
 from grade.memory.live import CATEGORIES, Category, LiveTracker
 from grade.memory.models import NoData, model_config, to_fake, with_layers
 from grade.memory.step import Step, StepConfig, build_models, make_step
+
+_FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 FIXED: tuple[Category, ...] = ("weights", "adapter", "optimizer")
 """What is there before the step and after it."""
@@ -99,7 +100,7 @@ class Trace:
         return self.peak - sum(self.categories[c] for c in FIXED)
 
 
-def trace(config: StepConfig, *, device: str = "cuda", all_layers: bool = False) -> Trace:
+def trace(config: StepConfig, *, device: Device = "cuda", all_layers: bool = False) -> Trace:
     """Trace one optimizer step.
 
     Args:
@@ -142,31 +143,23 @@ def run_tracked(step: Step, round_to: int = 512) -> LiveTracker:
     return tracker
 
 
-def _trace_layers(config: StepConfig, model: PretrainedConfig, device: str) -> LiveTracker:
+def _trace_layers(config: StepConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
     backbone, reward = build_models(config, model)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    to_fake(backbone, mode, reward)
-    with _untraceable_lines_named(), mode, NoData(), _kernels_of(device):
+    mode = contextlib.nullcontext()
+    if config.autocast:  # goes by the type of a device, and meta has none; fake CPU tensors have, at twice the time
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        to_fake(backbone, mode, reward)
+    with _untraceable_lines_named(), mode, NoData(), kernels_of(device):
         return run_tracked(make_step(config, backbone, reward))
-
-
-@contextlib.contextmanager
-def _kernels_of(device: str) -> Iterator[None]:
-    """Leave out what only a CPU does."""
-    before = skinny.MAX_ROWS
-    if device != "cpu":
-        skinny.MAX_ROWS = 0
-    try:
-        yield
-    finally:
-        skinny.MAX_ROWS = before
 
 
 @contextlib.contextmanager
 def _untraceable_lines_named() -> Iterator[None]:
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+    except (*_FAKE_ERRORS, NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, _FAKE_ERRORS) and "meta" not in str(error).lower():
+            raise
         own = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts]
         last = own[-1]
         where = f"{Path(last.filename).name}:{last.lineno} ({last.line})"

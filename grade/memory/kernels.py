@@ -1,0 +1,83 @@
+"""The kernels of a device, on tensors without data.
+
+On ``meta``, torch has no attention kernels and takes the unfused formula, which keeps the scores. Here fused attention is
+called as the device would: shapes of outputs and of what is kept for backward are the kernel's own. Left out: CUDA's
+cuDNN attention, which some versions of torch prefer on some GPUs; it keeps the same tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import masking_utils
+
+from grade import skinny
+
+Device = Literal["cpu", "cuda"]
+_BLOCK = 16  # CUDA's memory-efficient kernel wants rows of a mask in multiples of this
+
+
+def _cpu_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, dropout_p, is_causal, attn_mask=_additive(attn_mask, query), scale=scale)[0]
+
+
+def _cuda_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Flash attention without a mask, the memory-efficient kernel with one or in float32: torch's own order."""
+    if attn_mask is None and query.dtype != torch.float32:
+        fused = torch.ops.aten._scaled_dot_product_flash_attention
+        return fused(query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale)[0]
+    if enable_gqa:  # the memory-efficient kernel has no grouped queries
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    bias = _additive(attn_mask, query)
+    if bias is not None:
+        length = bias.shape[-1]
+        bias = F.pad(bias, (0, -length % _BLOCK))[..., :length] if length % _BLOCK else bias
+        bias = bias.expand(*query.shape[:3], length)
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    fused = torch.ops.aten._scaled_dot_product_efficient_attention
+    return fused(query, key, value, bias, keep, dropout_p, is_causal, scale=scale)[0]
+
+
+def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A Boolean mask as 0 and -inf, which is what torch makes of it before any kernel."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+@contextlib.contextmanager
+def kernels_of(device: Device) -> Iterator[None]:
+    """Within this context a step on tensors without data takes the kernels of ``device``.
+
+    Attention is exchanged in `torch.nn.functional`, where models look it up, and not by a `TorchFunctionMode`: torch
+    leaves those while ``backward`` runs, and with it the recomputation of checkpointed layers. transformers drops the
+    mask of a batch without padding; a batch without data is taken to have some.
+
+    Args:
+        device: cpu or cuda.
+    """
+    attention, fused = F.scaled_dot_product_attention, _cuda_attention if device == "cuda" else _cpu_attention
+
+    def on_meta_too(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (fused if query.device.type == "meta" else attention)(query, *args, **kwargs)
+
+    with (
+        patch.object(skinny, "DEVICES", ("cpu", "meta") if device == "cpu" else ()),
+        patch.object(F, "scaled_dot_product_attention", on_meta_too),
+        patch.object(masking_utils, "is_tracing", lambda *_: True),
+    ):
+        yield
