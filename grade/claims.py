@@ -17,6 +17,9 @@ import pandas as pd
 from grade.errors import InputError
 from grade.results import replacing
 
+ABOUT = 0.25
+"""The documents write "~": a figure within a quarter of the stated range counts as confirmed."""
+
 HOW = ("traced", "measured", "counted", "derived")
 VERDICTS = ("confirmed", "refuted", "partly", "not testable")
 
@@ -124,6 +127,20 @@ def to_markdown(claims: Iterable[Claim]) -> str:
     for row in table.itertuples(index=False):
         lines.append("| " + " | ".join(" ".join(str(cell).split()).replace("|", r"\|") for cell in row) + " |")
     return "\n".join(lines) + "\n"
+
+
+def about(found: float, low: float, high: float | None = None) -> bool:
+    """Whether a figure lies within `ABOUT` of the stated range.
+
+    >>> about(12.4, 10), about(12.6, 10), about(18, 10, 15)
+    (True, False, True)
+    """
+    return low * (1 - ABOUT) <= found <= (low if high is None else high) * (1 + ABOUT)
+
+
+def size_verdict(found: float, low: float, high: float | None = None) -> str:
+    """A stated size is right or wrong."""
+    return "confirmed" if about(found, low, high) else "refuted"
 
 
 def _number(value: float, digits: int) -> str:

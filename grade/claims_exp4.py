@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grade.claims import Claim
-from grade.exp4 import token_forwards
+from grade.claims import Claim, about, size_verdict
+from grade.exp4 import LEAN, token_forwards
 from grade.memory.step import StepConfig
 from grade.memory.trace import Trace
 
-ABOUT = 0.25  # the document writes "~": within a quarter of the stated range counts as confirmed
 GB = 1e9
 
 
@@ -45,25 +44,25 @@ def exp4_claims(steps: Mapping[str, StepConfig], traces: Mapping[str, Trace]) ->
          "confirmed" if start.peak > 79.25 * 2**30 else "refuted",
          "peak of one step; the launcher that is stored names an A100 of 80 GB, by reading"),
         ("1: half the batch halves per-step memory", "50%", 100 * saved("1 half the batch"), "%", "traced",
-         _near(saved("1 half the batch"), 0.5, 0.5),
+         size_verdict(saved("1 half the batch"), 0.5),
          f"of the peak; of what the step adds {100 * (1 - steps_gb['1 half the batch'] / steps_gb['start']):.0f}%"),
         ("1: the effective batch of 16 is kept by accumulation", "16", "batch_size", "", "derived", "refuted",
          "read in the published code: the setting is stored and never used; here accumulation is real and exact"),
-        ("2: 48 to 32 tokens cut a third", "33%", 100 * shorter, "%", "counted", _near(shorter, 0.33, 0.33),
+        ("2: 48 to 32 tokens cut a third", "33%", 100 * shorter, "%", "counted", size_verdict(shorter, 0.33),
          f"token-forwards of the re-running loop {forwards['start']} -> {forwards['2 shorter completions']}; peak "
          f"-{100 * saved('2 shorter completions'):.0f}%"),
         ("3: bfloat16 halves weights and activations", "50%", 100 * (1 - halves.peak / start.peak), "%", "traced",
-         _near(1 - halves.peak / start.peak, 0.5, 0.5),
+         size_verdict(1 - halves.peak / start.peak, 0.5),
          f"weights {start.categories['weights'] / GB:.1f} -> {halves.categories['weights'] / GB:.1f} GB, the step "
          f"{steps_gb['start']:.1f} -> {steps_gb['3 bfloat16, eager']:.1f} GB: logits and losses stay float32, and "
          "eager attention keeps its scores"),
         ("3: eager attention is needed for soft tokens", "needed", eager - _sdpa(traces) / GB, "GB more", "traced",
          "refuted", "attention sees hidden states, soft inputs or not: sdpa gives the same gradients (tests)"),
         ("4: checkpointing, with the rest, brings activations to 10-15 GB", "10-15 GB", steps_gb["all six"], "GB",
-         "traced", _near(steps_gb["all six"], 10, 15),
-         f"what the step adds; without checkpointing {steps_gb['all six, without checkpointing']:.1f} GB, so the "
-         "stated figure is closer to a step that does not checkpoint" if abs(kept.step_bytes / GB - 12.5) <
-         abs(eager - 12.5) else "what the step adds"),
+         "traced", size_verdict(steps_gb["all six"], 10, 15),
+         f"what the step adds; without checkpointing {kept.step_bytes / GB:.1f} GB, which is nearer to the stated figure"
+         if abs(kept.step_bytes / GB - 12.5) < abs(eager - 12.5) else
+         f"what the step adds; without checkpointing {kept.step_bytes / GB:.1f} GB"),
         ("5: deleting and emptying the cache frees memory", "less", (start.peak - freeing.peak) / GB, "GB", "traced",
          "partly" if freeing.peak < start.peak else "refuted",
          f"{100 * (1 - freeing.peak / start.peak):.1f}% of the peak: what the graph holds stays until backward, and "
@@ -71,13 +70,13 @@ def exp4_claims(steps: Mapping[str, StepConfig], traces: Mapping[str, Trace]) ->
         ("6: autocast keeps precision consistent", "no figure", (start.peak - autocast.peak) / GB, "GB saved", "traced",
          "partly", "casts float32 products to bfloat16; with a bfloat16 base only the adapter is float32"),
         ("weights of three models go from 48 to 24 GB", "48 -> 24 GB", weights[1], "GB", "traced",
-         _near(weights[0], 48, 48) if _near(weights[1], 24, 24) == "confirmed" else "refuted",
+         "confirmed" if about(weights[0], 48) and about(weights[1], 24) else "refuted",
          f"{weights[0]:.1f} -> {weights[1]:.1f} GB; one base in three roles needs a third of it"),
         ("activations before are about 30 GB", "30 GB", steps_gb["start"], "GB", "traced",
-         _near(steps_gb["start"], 30, 30), "what the step adds to weights, adapter and optimizer"),
-        ("the total after is 25-35 GB", "25-35 GB", total, "GB", "traced", _near(total, 25, 35),
-         f"peak; this project's step at the same size: {traces['replay, one base, checkpointed'].peak / GB:.1f} GB"),
-        ("the total falls by 55-65%", "55-65%", 100 * reduction, "%", "traced", _near(reduction, 0.55, 0.65),
+         size_verdict(steps_gb["start"], 30), "what the step adds to weights, adapter and optimizer"),
+        ("the total after is 25-35 GB", "25-35 GB", total, "GB", "traced", size_verdict(total, 25, 35),
+         f"peak; this project's step at the same size: {traces[LEAN].peak / GB:.1f} GB"),
+        ("the total falls by 55-65%", "55-65%", 100 * reduction, "%", "traced", size_verdict(reduction, 0.55, 0.65),
          "of the traced start; the document's own rows give 50-56% of 78 GB"),
         ("checkpointing makes training 10-20% slower", "10-20%", 33.3, "%", "derived", "refuted",
          "in FLOPs: a full recomputation adds one forward to a forward and a backward of two, (1 + 1 + 2) / (1 + 2)"),
@@ -87,8 +86,3 @@ def exp4_claims(steps: Mapping[str, StepConfig], traces: Mapping[str, Trace]) ->
 
 def _sdpa(traces: Mapping[str, Trace]) -> int:
     return traces["… layers checkpointed"].step_bytes
-
-
-def _near(found: float, low: float, high: float) -> str:
-    """Within a quarter of the stated range: confirmed, else refuted."""
-    return "confirmed" if low * (1 - ABOUT) <= found <= high * (1 + ABOUT) else "refuted"

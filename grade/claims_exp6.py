@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from grade.claims import Claim
+from grade.claims import Claim, about, size_verdict
 from grade.errors import InputError
 from grade.memory import formulas as f
 from grade.memory.shapes import QWEN3_4B
@@ -25,7 +25,6 @@ TABLE_AFTER = (0.032, 0.0, 2.0, 0.032, 5.0)
 # Estimated, not derived: elements that autograd keeps for one token in one layer of Qwen3-4B without checkpointing.
 ACTIVATION_ELEMENTS = 69_632
 
-ABOUT = 0.25  # the document writes "~": a figure within a quarter of the stated range counts as confirmed
 EQUAL = 1e-3  # reward and KL of two engines on the same noise, float32, a few steps: equal to three decimals
 ACCUMULATION_EQUAL = 1e-5  # relative; float32 sums taken in another order
 FULL_MASS = 0.999  # the document's ">99.9%"
@@ -153,19 +152,9 @@ def exp6_claims(measured: Mapping[str, float]) -> list[Claim]:
     return [claim for group in groups for claim in group(c, measured)]
 
 
-def _about(found: float, low: float, high: float | None = None) -> bool:
-    """Whether a figure lies within `ABOUT` of the stated range."""
-    return low * (1 - ABOUT) <= found <= (low if high is None else high) * (1 + ABOUT)
-
-
-def _size(found: float, stated: float) -> str:
-    """A stated size is right or wrong."""
-    return "confirmed" if _about(found, stated) else "refuted"
-
-
 def _saving(found: float, low: float, high: float | None = None) -> str:
     """A stated saving: of the stated size; a saving, but of another size; or none."""
-    if _about(found, low, high):
+    if about(found, low, high):
         return "confirmed"
     return "partly" if found > 1 else "refuted"
 
@@ -180,11 +169,11 @@ def _relaxation(c: Mapping[str, float], m: Mapping[str, float]) -> list[Claim]:
     share = dense * m["memory/policy_completion_tokens"] / m["memory/policy_unrolled_bytes"]
     return [
         _row("soft_tokens [B,T,V] take ~4 GB", "4 GB", c["soft_tokens"] / 1e6, "MB", "derived",
-             _size(c["soft_tokens"], 4e9),
+             size_verdict(c["soft_tokens"], 4e9),
              f"1*64*32000*4 bytes; {c['soft_tokens_real'] / 1e6:.1f} MB at V=151936; "
              f"4 GB would need a batch of {c['batch_for_4_gb']:.0f}"),
         _row("top-k soft tokens take ~32 MB", "32 MB", c["topk_int64"] / 1e6, "MB", "derived",
-             _size(c["topk_int64"], 32e6),
+             size_verdict(c["topk_int64"], 32e6),
              f"64*256*(4+8) bytes, int64 indices included; weights alone {c['topk_weights'] / 1e6:.3f} MB"),
         _row("top-k stores soft tokens 125x smaller", "125x", c["topk_int64_ratio"], "x", "derived",
              _saving(c["topk_int64_ratio"], 125),
@@ -202,7 +191,7 @@ def _relaxation(c: Mapping[str, float], m: Mapping[str, float]) -> list[Claim]:
              f"bytes kept a token: dense {dense:.0f}, scatter then gather (as coded) {scattered:.0f}, "
              f"compact {compact:.0f}; V={vocab:.0f}: gather saves the scattered row for backward"),
         _row("ref_logits [B,T,V] take ~4 GB; dropping them saves ~2x", "4 GB, 2x", c["soft_tokens"] / 1e6, "MB",
-             "derived", _size(c["soft_tokens"], 4e9), "the same 1*64*32000*4 bytes as the soft tokens"),
+             "derived", size_verdict(c["soft_tokens"], 4e9), "the same 1*64*32000*4 bytes as the soft tokens"),
     ]  # fmt: skip
 
 
@@ -216,7 +205,7 @@ def _reward(c: Mapping[str, float], m: Mapping[str, float]) -> list[Claim]:
              f"{c['reward_sparse_flops'] / 1e9:.3f} G"),
         _row("reward matmul goes from ~4 GB to ~32 MB", "4 GB -> 32 MB", gathered / 1e6, "MB", "counted",
              # Both figures, or at least the direction.
-             "confirmed" if _about(dense, 4e9) and _about(gathered, 32e6)
+             "confirmed" if about(dense, 4e9) and about(gathered, 32e6)
              else "partly" if gathered < dense else "refuted",
              f"dense {dense / 1e6:.1f} MB, gathered {gathered / 1e6:.1f} MB, bagged {bag / 1e6:.2f} MB at T=64, "
              f"k=256, H=2560; by arithmetic in the document's setting {c['reward_dense'] / 1e6:.1f} MB -> "
@@ -236,7 +225,7 @@ def _reference(c: Mapping[str, float], m: Mapping[str, float]) -> list[Claim]:
              f"tokens processed {c['token_forwards_uncached']:.0f} -> {c['token_forwards_cached']:.0f}, "
              f"{c['token_forwards_ratio']:.1f}x fewer at P=32, T=64"),
         _row("reference activations go from ~8 GB to ~2 GB", "8 GB -> 2 GB", c["reference_no_grad"] / 1e6, "MB",
-             "derived", _size(c["reference_no_grad"], 2e9),
+             "derived", size_verdict(c["reference_no_grad"], 2e9),
              "without gradient one layer and the logits are alive at a time (Qwen3-4B, 96 tokens, float32 logits, "
              f"layer estimated); counted on this run's model: {peaks}"),
         _row("trade-off 2: KV-cache memory is offset by not storing activations", "offset", cached / uncached, "x",
@@ -254,7 +243,7 @@ def _policy(c: Mapping[str, float], m: Mapping[str, float]) -> list[Claim]:
     kept = f"unrolled {unrolled / 1e6:.1f} MB, checkpointed {checkpointed / 1e6:.1f} MB, replay {replay / 1e6:.1f} MB"
     return [
         _row("policy activations take ~20 GB", "20 GB", c["policy_activations"] / 1e9, "GB", "derived",
-             _size(c["policy_activations"], 20e9),
+             size_verdict(c["policy_activations"], 20e9),
              "Qwen3-4B, bfloat16, uncached and not checkpointed, 4064 tokens; elements a token and layer estimated"),
         _row("checkpointing brings them to ~5 GB, 4x", "4x", unrolled / checkpointed, "x", "counted",
              _saving(unrolled / checkpointed, 4),
@@ -275,7 +264,7 @@ def _totals(c: Mapping[str, float], m: Mapping[str, float]) -> list[Claim]:
     weights = f"three copies of the weights, {c['weights_three_copies'] / 1e9:.1f} GB in bfloat16, are not in the table"
     return [
         _row("optimised total peak ~10-15 GB", "10-15 GB", after, "GB", "derived",
-             "confirmed" if _about(after, 10, 15) else "refuted",
+             "confirmed" if about(after, 10, 15) else "refuted",
              f"sum of the document's own rows; {weights}"),
         _row("total peak falls ~3-4x", "3-4x", c["own_rows_ratio"], "x", "derived", _saving(c["own_rows_ratio"], 3, 4),
              f"its own rows: {before:.0f} GB -> {after:.2f} GB; {weights}"),

@@ -42,7 +42,7 @@ def self_certainty(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tens
     if not 0 < temperature < math.inf:
         raise InputError("temperature", temperature, "a finite number above 0")
 
-    def of_logits(logits: Tensor, needed: bool) -> tuple[Tensor, Tensor | None]:
+    def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         scaled = logits.div_(temperature)
         values = certainty_of_logits(scaled)
         return values, scaled.softmax(-1).sub_(1 / scaled.shape[-1]).div_(temperature) if needed else None

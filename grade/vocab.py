@@ -5,7 +5,7 @@ large vocabulary it is the largest tensor of a step. Here it exists for `CHUNK_R
 for backward is proportional to D or K, never to V. The head is frozen throughout this project, so no weight gradient
 is ever formed.
 
-Left out: log-probabilities of given tokens and entropies (policy-gradient methods and the entropy probe need them).
+Self-certainty, which needs the same, has a module of its own.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def row_values(head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tens
     Args:
         head: The frozen head.
         hidden: Hidden states [N, D].
-        of_logits: Called with logits [n, V], whether a gradient is needed, and rows [n, ...] of each of ``others``;
+        of_logits: Called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``;
             returns values [n] and, if needed, their gradient in the logits [n, V]. It may overwrite the logits.
         others: More inputs with N rows, constants.
 
@@ -177,7 +177,7 @@ def _chunk(head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, res
     """Values [n] and their gradient in the hidden states [n, D]; a function of its own, so that all [n, V] go."""
     logits = [head(hidden)]
     inner = head.slope(logits[0]) if needed else 1.0
-    value, grad = of_logits(logits.pop(), needed, *rest)  # popped: the callee alone holds the logits, and can drop them
+    value, grad = of_logits(logits.pop(), needed, rest)  # popped, no star: the callee alone holds them, and can drop them
     return value, grad.mul_(inner).to(hidden.dtype) @ head.weight if needed else None
 
 
@@ -199,10 +199,10 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
         KL [N] in nats, float32 (float64 for a float64 model).
     """
 
-    def of_logits(logits: Tensor, needed: bool, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         logp = logits.log_softmax(-1)
         del logits
-        ref_logp = head(q).log_softmax(-1)
+        ref_logp = head(others[0]).log_softmax(-1)
         diff = logp - ref_logp
         p = logp.exp_()
         # In place, and in this order: q - p is exact where they are close, p (log p - log q) is small there.
@@ -210,3 +210,55 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
         return kl, p.mul_(diff.sub_(kl.unsqueeze(-1))) if needed else None
 
     return row_values(head, hidden, of_logits, ref_hidden.detach())
+
+
+def token_logps(head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """``log softmax(head(h) / t)`` at one token a row, from hidden states; see `row_values`.
+
+    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``.
+
+    Args:
+        head: The frozen head.
+        hidden: Hidden states [N, D] at the positions that predict the tokens.
+        ids: Token ids [N].
+        temperature: Sampling temperature t of the policy that is scored.
+
+    Returns:
+        Log-probabilities [N] in nats, float32 (float64 for a float64 model).
+    """
+
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        (token,) = others
+        logp = logits.div_(temperature).log_softmax(-1)
+        del logits
+        value = logp.gather(1, token)
+        if not needed:
+            return value.squeeze(1), None
+        grad = logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
+        return value.squeeze(1), grad.div_(temperature)
+
+    return row_values(head, hidden, of_logits, ids.unsqueeze(1))
+
+
+def entropy(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+    """``H = -sum_v p_v log p_v`` of ``p = softmax(head(h) / t)``, row by row, from hidden states; see `row_values`.
+
+    Differentiable in ``hidden``: ``dH/dl_v = -p_v (log p_v + H) / t``.
+
+    Args:
+        head: The frozen head.
+        hidden: Hidden states [N, D].
+        temperature: Sampling temperature t.
+
+    Returns:
+        Entropy [N] in nats, float32 (float64 for a float64 model).
+    """
+
+    def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        logp = logits.div_(temperature).log_softmax(-1)
+        del logits
+        p = logp.exp()
+        value = -(p * logp).sum(-1)
+        return value, p.mul_(logp.add_(value.unsqueeze(-1))).div_(-temperature) if needed else None
+
+    return row_values(head, hidden, of_logits)

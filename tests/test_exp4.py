@@ -25,7 +25,7 @@ def test_the_documents_token_forwards_by_hand():
     # sum_{t<48} (32 + t) = 48 * 32 + 48 * 47 / 2 = 2664, and 1520 for 32 tokens
     assert exp4.token_forwards(steps["start"]) == 4 * 2664
     assert exp4.token_forwards(steps["2 shorter completions"]) == 4 * 1520
-    assert exp4.token_forwards(steps["1 half the batch"]) == 2 * 2 * 2664
+    assert exp4.token_forwards(steps["1 half the batch"]) == 2 * 2664
     assert exp4.token_forwards(steps["4 layers checkpointed"]) == 2 * 4 * 2664
     # replay: P + T - 1 on the cache, P + T - 1 in one pass; checkpointed once more for each of 2 hops and backward
     assert exp4.token_forwards(steps["replay, one base"]) == 2 * (63 + 63)

@@ -15,7 +15,7 @@ from grade.memory.plan import parse_bytes, plan, single_changes
 from grade.memory.report import as_json, as_text
 from grade.memory.saved import saved_bytes
 from grade.memory.shapes import SHAPES, parameter_count
-from grade.memory.step import StepConfig, build_models, make_step
+from grade.memory.step import StepConfig
 from grade.memory.trace import Trace, run_tracked, trace
 
 VOCAB = TINY["vocab_size"]
@@ -85,7 +85,7 @@ def test_the_key_value_cache_is_what_the_formula_says():
 
 def test_saved_bytes_of_the_trace_are_autograds():
     config = StepConfig(model="tiny", **SMALL)
-    real = make_step(config, *build_models(config, model_config("tiny"), "cpu"))
+    real = config.make_step(*config.build(model_config("tiny"), "cpu"))
     tracker = run_tracked(real, round_to=1)
     # The same hooks on the same step without a tracker: storages packed by autograd, those from before left out.
     existing = [t for tensors in real.existing().values() for t in tensors]

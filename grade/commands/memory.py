@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from grade.commands.options import add_config_options
 from grade.config import Config
-from grade.memory.plan import parse_bytes, plan, single_changes
+from grade.memory.plan import parse_bytes, plan, shard, single_changes
 from grade.memory.report import as_json, as_text
 from grade.memory.step import StepConfig
 from grade.memory.trace import trace
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, metavar=_metavar(name, choices), help=field.description)
     parser.add_argument("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most")
     parser.add_argument("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="divide weights, gradients and optimizer (FSDP)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="where the step would run")
     parser.add_argument("--all-layers", action="store_true", help="trace every layer instead of extrapolating")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -41,16 +42,16 @@ def run(args: argparse.Namespace) -> None:
     overhead = parse_bytes(args.overhead, "overhead") if args.overhead else 0
 
     def tracer(step: StepConfig):
-        return trace(step, device=args.device, all_layers=args.all_layers)
+        return shard(trace(step, device=args.device, all_layers=args.all_layers), step, args.gpus)
 
     found = tracer(config)
     fits, changes = [], []
     if budget is not None:
         fits, changes = plan(config, budget, overhead, tracer=tracer), single_changes(config, found, tracer)
     if args.json:
-        print(json.dumps(as_json(config, found, overhead, fits, changes), indent=1))
+        print(json.dumps(as_json(config, found, overhead, fits, changes, args.gpus), indent=1))
     else:
-        print(as_text(config, found, overhead, fits, changes, budget))
+        print(as_text(config, found, overhead, fits, changes, budget, args.gpus))
 
 
 def _metavar(name: str, choices: list[str] | None) -> str:

@@ -18,7 +18,7 @@ import torch
 from grade.errors import InputError
 from grade.memory.models import model_config
 from grade.memory.report import headline
-from grade.memory.step import StepConfig, build_models, make_step
+from grade.memory.step import StepConfig, TracedConfig
 from grade.memory.trace import run_tracked, trace
 
 QWEN = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
@@ -49,8 +49,8 @@ STANDARD: dict[str, list[StepConfig]] = {
 """What ``python -m grade bench memory`` runs."""
 
 
-def measure(config: StepConfig, device: str = "cpu", snapshot: str | Path | None = None) -> dict[str, Any]:
-    """Run a step twice and report the peak of the second (the first makes what is made only once).
+def measure(config: TracedConfig, device: str = "cpu", snapshot: str | Path | None = None) -> dict[str, Any]:
+    """Run a step for real and report its peak: on CUDA that of a second one, as the first makes what is made once.
 
     Args:
         config: The step.
@@ -58,7 +58,7 @@ def measure(config: StepConfig, device: str = "cpu", snapshot: str | Path | None
         snapshot: File for CUDA's allocation history if memory runs out.
 
     Returns:
-        ``measured_peak_bytes``, ``seconds`` of the second step, on CUDA ``reserved_bytes``; if memory ran out,
+        ``measured_peak_bytes``, ``seconds`` of the step, on CUDA ``reserved_bytes``; if memory ran out,
         ``out_of_memory: true`` instead of a peak.
 
     Raises:
@@ -68,17 +68,17 @@ def measure(config: StepConfig, device: str = "cpu", snapshot: str | Path | None
         raise InputError("device", device, "cpu: this machine has no CUDA device")
     if device == "cuda":
         return _measure_cuda(config, snapshot)
-    step = make_step(config, *build_models(config, model_config(config.model), device))
+    step = config.make_step(*config.build(model_config(config.model), device))
     start = time.perf_counter()
     tracker = run_tracked(step)
     return {"measured_peak_bytes": tracker.peak, "seconds": time.perf_counter() - start}
 
 
-def _measure_cuda(config: StepConfig, snapshot: str | Path | None) -> dict[str, Any]:
+def _measure_cuda(config: TracedConfig, snapshot: str | Path | None) -> dict[str, Any]:
     if snapshot is not None:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     try:
-        step = make_step(config, *build_models(config, model_config(config.model), "cuda"))
+        step = config.make_step(*config.build(model_config(config.model), "cuda"))
         step.run()
         torch.cuda.synchronize()
         gc.collect()

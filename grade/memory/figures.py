@@ -47,7 +47,7 @@ def plot_categories(ax: Axes, traces: Mapping[str, Trace], budget: int | None = 
     ax.set_xlabel("bytes at the peak, GiB (traced)")
     ax.set_xlim(0, 1.12 * max(left.max(), (budget or 0) / GIB))
     ax.grid(False, axis="y")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=5)
+    ax.figure.legend(loc="outside lower center", ncols=6)  # of the figure: the axes may be narrow beside long names
     return ax
 
 
@@ -66,11 +66,37 @@ def plot_timeline(ax: Axes, trace: Trace) -> Axes:
     phases = np.array([phase for phase, _ in trace.timeline])
     live = np.array([nbytes for _, nbytes in trace.timeline]) / GIB
     index = np.arange(len(live))
-    begin = int(np.argmax(live >= trace.categories["weights"] / GIB)) if len(live) else 0
     for phase in dict.fromkeys(phases.tolist()):
         own = np.where(phases == phase, live, np.nan)
-        ax.plot(index[begin:], own[begin:], color=colors.get(phase, "black"), label=phase, linewidth=1.2)
+        ax.plot(index, own, color=colors.get(phase, "black"), label=phase, linewidth=1.2)
     ax.set_xlabel("allocations of one optimizer step")
     ax.set_ylabel("live bytes, GiB")
     ax.legend()
+    return ax
+
+
+def plot_layer_groups(ax: Axes, groups: Mapping[str, Mapping[str, float]]) -> Axes:
+    """One stacked bar a model: what one layer keeps for backward, by part.
+
+    Args:
+        ax: Where to draw.
+        groups: For each bar, MB by part; the parts may differ.
+
+    Returns:
+        The axes.
+    """
+    colors = {"attention": "#0072B2", "MLP": "#D55E00", "norms": "#009E73", "adapter inputs": "#CC79A7"}
+    for y, (name, parts) in enumerate(groups.items()):
+        left = 0.0
+        for part, size in parts.items():
+            first = part not in ax.get_legend_handles_labels()[1]
+            ax.barh(y, size, left=left, height=0.6, color=colors.get(part, "#888888"), label=part if first else None)
+            left += size
+        ax.annotate(f"{left:.0f}", (left, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.set_yticks(range(len(groups)), list(groups))
+    ax.invert_yaxis()
+    ax.set_xlabel("MB that one layer keeps for backward")
+    ax.set_xlim(0, 1.1 * max(sum(parts.values()) for parts in groups.values()))
+    ax.grid(False, axis="y")
+    ax.figure.legend(loc="outside lower center", ncols=4)
     return ax

@@ -92,6 +92,82 @@ def weights_bytes(shape: ModelShape, copies: int = 1, itemsize: int = 2) -> int:
     return copies * parameter_count(shape) * itemsize
 
 
+def lora_parameters(shape: ModelShape, r: int = 16) -> int:
+    """Parameters of an adapter of rank ``r`` on q, k, v and o: ``L r ((D + q) + 2 (D + kv) + (q + D))``.
+
+    >>> from grade.memory.shapes import QWEN25_3B
+    >>> lora_parameters(QWEN25_3B)
+    7372800
+    """
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return shape.layers * r * (2 * (shape.hidden + q) + 2 * (shape.hidden + kv))
+
+
+def adamw_bytes(parameters: int, itemsize: int = 4) -> int:
+    """Bytes of AdamW's two moments, in the parameters' own type; step counts not counted.
+
+    >>> adamw_bytes(7_372_800)
+    58982400
+    """
+    return 2 * parameters * itemsize
+
+
+def checkpoint_bytes(shape: ModelShape, batch: int, length: int, itemsize: int = 2) -> int:
+    """Bytes of the layers' inputs, all that checkpointing keeps: ``L B n D itemsize``.
+
+    >>> from grade.memory.shapes import QWEN25_3B
+    >>> checkpoint_bytes(QWEN25_3B, 2, 512)
+    150994944
+    """
+    return shape.layers * rows_bytes(batch, length, shape.hidden, itemsize)
+
+
+def scores_bytes(shape: ModelShape, batch: int, length: int, itemsize: int = 2) -> int:
+    """Bytes of one layer's attention scores ``[B, heads, n, n]``, which fused attention never makes.
+
+    >>> from grade.memory.shapes import QWEN25_3B
+    >>> scores_bytes(QWEN25_3B, 2, 512)
+    16777216
+    """
+    return batch * shape.heads * length * length * itemsize
+
+
+def layer_activation_bytes(shape: ModelShape, batch: int, length: int, r: int = 16, itemsize: int = 2) -> dict:
+    """Bytes that one layer keeps for backward, LoRA of rank ``r`` on q, k, v and o, fused CUDA attention with a mask.
+
+    With ``N = B n`` tokens, ``q = heads * head_dim`` and s = ``itemsize``, in transformers' and PEFT's own code:
+
+    - norms: two float32 copies of the input and a float32 factor a token, ``2 (4 N D + 4 N)``
+    - adapter inputs: each float32 product of the adapter keeps a float32 copy of its own input, and its r outputs,
+      ``4 (3 N D + N q) + 16 N r``
+    - attention: q, the output, and k and v repeated for every query head, ``4 s N q``; the mask, ``s B n^2``, each
+      layer's own; row statistics, ``4 B heads ceil32(n)``; two counters of 512 bytes
+    - MLP: gate, its SiLU, and up, ``3 s N I``
+
+    Args:
+        shape: The model; without query and key norms, which keep more.
+        batch: B.
+        length: n, a multiple of 16 (CUDA pads other masks).
+        r: Rank.
+        itemsize: s, 2 for a half-precision base. In float32 norms and adapter need no copies, which is not covered.
+
+    Returns:
+        Bytes by group.
+
+    >>> from grade.memory.shapes import QWEN25_3B
+    >>> layer_activation_bytes(QWEN25_3B, 2, 512)["MLP"]
+    67633152
+    """
+    tokens, q = batch * length, shape.heads * shape.head_dim
+    return {
+        "norms": 2 * (4 * tokens * shape.hidden + 4 * tokens),
+        "adapter inputs": 4 * (3 * tokens * shape.hidden + tokens * q) + 16 * tokens * r,
+        "attention": 4 * itemsize * tokens * q + itemsize * batch * length**2
+        + 4 * batch * shape.heads * -(-length // 32) * 32 + 2 * 512,
+        "MLP": 3 * itemsize * tokens * shape.intermediate,
+    }  # fmt: skip
+
+
 def _squares_below(n: int) -> int:
     """``0^2 + 1^2 + ... + (n-1)^2``."""
     return (n - 1) * n * (2 * n - 1) // 6

@@ -13,20 +13,18 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from grade.memory.tracker import MemoryTracker, _storage
+from grade.memory.tracker import MemoryTracker, storage_of
 
 Category = Literal[
     "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary"
 ]
-CATEGORIES: tuple[Category, ...] = (
-    "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary",
-)  # fmt: skip
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 """What a byte is for. ``activations``: alive beyond the phase that made them, or packed by autograd; ``logits``: any
 tensor with a vocabulary-sized dimension, whatever it is kept for; ``temporary``: the rest."""
 
@@ -112,7 +110,7 @@ class LiveTracker(MemoryTracker):
     def tag(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
         """Say what tensors are for; storages that are not counted are left out."""
         for tensor in tensors:
-            storage = None if tensor is None else _storage(tensor)
+            storage = None if tensor is None else storage_of(tensor)
             record = None if storage is None else self._open.get(storage._cdata)
             if record is not None and record.tag is None:
                 record.tag = category
@@ -129,7 +127,7 @@ class LiveTracker(MemoryTracker):
             self._modules.pop()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             record = None if storage is None else self._open.get(storage._cdata)
             if record is not None:
                 record.saved = True
@@ -171,7 +169,7 @@ class LiveTracker(MemoryTracker):
             self._op = outer
 
     def _count(self, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None:
             return
         new = storage._cdata not in self._live

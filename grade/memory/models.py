@@ -105,6 +105,31 @@ def shape_config(shape: ModelShape) -> PretrainedConfig:
     return Qwen2Config(**sizes) if shape.qkv_bias else LlamaConfig(head_dim=shape.head_dim, **sizes)
 
 
+def shape_of(name: str) -> ModelShape:
+    """The shape of a model that a closed form of `grade.memory.formulas` can be asked about.
+
+    Args:
+        name: As in `model_config`.
+
+    Returns:
+        Its sizes, read from the configuration (Llama's family).
+
+    Raises:
+        InputError: As `model_config`, or if the configuration lacks a size.
+    """
+    config = model_config(name)
+    try:
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return ModelShape(
+            name, config.num_hidden_layers, config.hidden_size, heads, config.num_key_value_heads, head_dim,
+            config.intermediate_size, config.vocab_size, bool(config.tie_word_embeddings),
+            qkv_bias=config.model_type == "qwen2", qk_norm=config.model_type == "qwen3",
+        )  # fmt: skip
+    except AttributeError as error:
+        raise InputError("model", name, f"a model of Llama's family ({error})") from None
+
+
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """A copy of a configuration with another number of layers."""
     config = copy.deepcopy(config)

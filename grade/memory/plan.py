@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from grade.errors import InputError
-from grade.memory.models import model_config
-from grade.memory.step import StepConfig
+from grade.memory.live import Category
+from grade.memory.models import build_backbone, model_config, with_layers
+from grade.memory.step import StepConfig, TracedConfig
 from grade.memory.trace import Trace, trace
 
 Quantity = Literal["batch_size", "max_new_tokens", "hops"]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_DIVIDED: tuple[Category, ...] = ("weights", "adapter", "gradients", "optimizer")
 LARGEST = 4096
 """Where the search for a batch or a length ends."""
 
@@ -71,9 +73,54 @@ class Fit:
     peak: int
 
 
+def shard(found: Trace, config: TracedConfig, gpus: int) -> Trace:
+    """The same step on one of several data-parallel GPUs that divide what can be divided (ZeRO-3, FSDP full shard).
+
+    Weights, adapter, gradients and optimizer state are divided by ``gpus``. Gathered whole at any time: the embedding
+    table (with an untied head), two layers (the one that runs and the next), and one layer's gradients if all
+    weights are trained. Each GPU runs its own microbatches, so the rest stays as it is. Left out: buffers of the
+    communication library.
+
+    Args:
+        found: The step's trace on one GPU.
+        config: The step.
+        gpus: How many.
+
+    Returns:
+        A trace whose peaks are those of one GPU; largest tensors and timeline are not changed.
+
+    Raises:
+        InputError: If gpus < 1.
+    """
+    if gpus < 1:
+        raise InputError("gpus", gpus, "at least 1")
+    if gpus == 1:
+        return found
+    table, layer = _unit_bytes(config)
+    gathered = table + 2 * layer
+    phases = {}
+    for name, parts in found.phases.items():
+        phases[name] = {c: -(-n // gpus) if c in _DIVIDED else n for c, n in parts.items()}
+        phases[name]["weights"] += gathered
+        phases[name]["gradients"] += layer if config.adapter == "full" and name == "backward" else 0
+    peak_phase = max(phases, key=lambda name: sum(phases[name].values()))
+    parts = phases[peak_phase]
+    return replace(found, peak=sum(parts.values()), categories=parts, phases=phases, peak_phase=peak_phase)
+
+
+def _unit_bytes(config: TracedConfig) -> tuple[int, int]:
+    """Bytes of the tables and of one layer of the base."""
+    model = model_config(config.model)
+    one, two = (
+        sum(p.numel() * p.element_size() for p in build_backbone(with_layers(model, n), config.dtype, "full").parameters())
+        for n in (1, 2)
+    )
+    return one - (two - one), two - one
+
+
 def plan(
-    config: StepConfig, budget: int, overhead: int = 0, quantities: tuple[Quantity, ...] = get_args(Quantity),
-    tracer: Callable[[StepConfig], Trace] = trace,
+    config: TracedConfig, budget: int, overhead: int = 0, quantities: tuple[Quantity, ...] = get_args(Quantity),
+    tracer: Callable[[TracedConfig], Trace] = trace,
 ) -> list[Fit]:  # fmt: skip
     """The largest batch, completion length and hops that fit, each with everything else as configured.
 
@@ -91,7 +138,8 @@ def plan(
         InputError: If the weights alone do not fit.
     """
     room = budget - overhead
-    smallest = tracer(config.model_copy(update={"batch_size": 1, "max_new_tokens": 1, "hops": 0}))
+    quantities = tuple(q for q in quantities if q != "hops" or getattr(config, "engine_name", "") == "replay")
+    smallest = tracer(changed(config, batch_size=1, max_new_tokens=1))
     fixed = smallest.peak - smallest.step_bytes
     if room < fixed:
         raise InputError("fits", f"{budget} bytes", f"at least {fixed + overhead} bytes: weights, adapter, optimizer")
@@ -103,19 +151,22 @@ def plan(
     }
     fits = []
     for quantity in quantities:
-        if quantity == "hops" and config.engine_name != "replay":
-            continue
         low = 0 if quantity == "hops" else 1
         value, peak = _largest(config, quantity, low, limits[quantity], room, tracer)
         fits.append(Fit(quantity, value, peak))
     return fits
 
 
-def _largest(config, quantity: Quantity, low: int, high: int, room: int, tracer) -> tuple[int | None, int]:
+def changed(config: TracedConfig, **values: Any) -> TracedConfig:
+    """A copy with other values, checked like any configuration."""
+    return type(config).parse(config.model_dump() | values)
+
+
+def _largest(config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer) -> tuple[int | None, int]:
     """Largest value in [low, high] whose peak is at most ``room``; peaks grow with the value."""
 
     def peak(value: int) -> int:
-        return tracer(config.model_copy(update={quantity: value})).peak
+        return tracer(changed(config, **{quantity: value})).peak
 
     best = peak(low)
     if best > room:
@@ -149,31 +200,26 @@ def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig
     Returns:
         Changes that save something.
     """
-    options: dict[str, dict] = {
-        "one base in three roles": {"base_copies": 1},
-        "engine replay": {"engine": "replay"},
-        "engine checkpointed": {"engine": "checkpointed"},
-        "gradient checkpointing": {"gradient_checkpointing": True},
-        "bfloat16 base": {"dtype": "bfloat16"},
-        "LoRA instead of all weights": {"adapter": "lora"},
-        "fused attention (sdpa)": {"attention": "sdpa"},
-        "reward on the embedding table": {"reward": "bag"},
-        "a support of 256 tokens": {"gumbel_topk": 256},
-        "half the batch": {"batch_size": max(1, config.batch_size // 2)},
-        "half the completion": {"max_new_tokens": max(1, config.max_new_tokens // 2)},
-    }
+    engine, lean = config.engine_name, dict(gradient_checkpointing=False, explicit_freeing=False)
+    # name: whether it would be a change, and the change
+    options: dict[str, tuple[bool, dict[str, Any]]] = {
+        "one base in three roles": (config.base_copies > 1, dict(base_copies=1)),
+        "engine replay": (engine != "replay", dict(engine="replay", **lean)),
+        "engine checkpointed": (engine == "unrolled", dict(engine="checkpointed", **lean)),
+        "gradient checkpointing": (
+            engine != "checkpointed" and not config.gradient_checkpointing, dict(gradient_checkpointing=True),
+        ),
+        "bfloat16 base": (config.dtype == "float32", dict(dtype="bfloat16")),
+        "LoRA instead of all weights": (config.adapter == "full", dict(adapter="lora")),
+        "fused attention (sdpa)": (config.attention == "eager", dict(attention="sdpa")),
+        "reward on the embedding table": (config.reward == "trunk", dict(reward="bag")),
+        "a support of 256 tokens": (not 0 < config.gumbel_topk <= 256, dict(gumbel_topk=256)),
+        "half the batch": (config.batch_size > 1, dict(batch_size=config.batch_size // 2)),
+        "half the completion": (config.max_new_tokens > 1, dict(max_new_tokens=config.max_new_tokens // 2)),
+    }  # fmt: skip
     changes = []
-    for name, update in options.items():
-        key = next(iter(update))
-        now = config.engine_name if key == "engine" else getattr(config, key)
-        worse = key == "gumbel_topk" and 0 < now <= 256
-        if worse or now == update[key] or (key == "gradient_checkpointing" and config.engine_name == "checkpointed"):
-            continue
-        if key == "engine" and now == "replay":
-            continue
-        if key == "engine":
-            update = update | {"gradient_checkpointing": False, "explicit_freeing": False}
-        peak = tracer(config.model_copy(update=update)).peak
+    for name, (differs, update) in options.items():
+        peak = tracer(changed(config, **update)).peak if differs else base.peak
         if peak < base.peak:
             changes.append(Change(name, peak, base.peak - peak))
     return sorted(changes, key=lambda change: -change.saved)

@@ -46,7 +46,7 @@ def headline(config: StepConfig) -> str:
 
 def as_text(
     config: StepConfig, trace: Trace, overhead: int = 0, fits: Sequence[Fit] = (), changes: Sequence[Change] = (),
-    budget: int | None = None,
+    budget: int | None = None, gpus: int = 1,
 ) -> str:  # fmt: skip
     """The report that ``python -m grade memory`` prints.
 
@@ -57,6 +57,7 @@ def as_text(
         fits: From `grade.memory.plan.plan`.
         changes: From `grade.memory.plan.single_changes`.
         budget: The budget, if there is one.
+        gpus: Among how many the weights are divided.
 
     Returns:
         Lines of text.
@@ -64,6 +65,8 @@ def as_text(
     how = f"{trace.traced_layers} of {trace.layers} layers traced, the rest extrapolated"
     how = "all layers traced" if trace.traced_layers == trace.layers else how
     lines = [headline(config), f"peak {size(trace.peak)}, in phase {trace.peak_phase} ({how}; {trace.seconds:.0f} s)"]
+    if gpus > 1:
+        lines.append(f"one of {gpus} GPUs that divide weights, gradients and optimizer")
     if overhead:
         lines.append(f"with overhead of {size(overhead)}: {size(trace.peak + overhead)}")
     lines += ["", "at the peak"]
@@ -86,13 +89,15 @@ def as_text(
 
 
 def as_json(
-    config: StepConfig, trace: Trace, overhead: int = 0, fits: Sequence[Fit] = (), changes: Sequence[Change] = ()
-) -> dict[str, Any]:
+    config: StepConfig, trace: Trace, overhead: int = 0, fits: Sequence[Fit] = (), changes: Sequence[Change] = (),
+    gpus: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """The same as a dictionary of plain values, all sizes in bytes."""
     return {
         "config": config.model_dump(),
         "peak_bytes": trace.peak,
         "overhead_bytes": overhead,
+        "gpus": gpus,
         "peak_phase": trace.peak_phase,
         "categories": trace.categories,
         "phases": trace.phases,

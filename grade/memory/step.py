@@ -1,20 +1,21 @@
 """One optimizer step to trace or to measure: its settings, and the trainers' own code on a backbone without a task.
 
 Everything that allocates is the library's: `grade.engines`, `grade.rollout`, the reward models, AdamW. Prompts are
-random ids and the reward head is random: memory does not depend on values.
+random ids and the reward head is random: memory does not depend on values. Policy-gradient steps are in
+`grade.memory.policy_step`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from grade.adapter import LoraSettings
@@ -31,30 +32,144 @@ from grade.relaxation import RelaxationConfig, Support
 from grade.reward import HeadSettings, RewardKind, RewardModel
 from grade.rollout import check_length
 
+Microbatch = Callable[[LiveTracker | None], None]
+"""Adds one microbatch's gradient, telling the tracker, if there is one, which phase runs."""
 
-class StepConfig(Config):
-    """What a training step's memory depends on. Names are those of `TrainConfig`."""
+
+@dataclass
+class Step:
+    """An optimizer step that can be run again and again.
+
+    Attributes:
+        backbone: Policy and reference.
+        optimizer: AdamW, its state already there: a run's first step has none, every later one has.
+        microbatch: Run ``microbatches`` times.
+        microbatches: Gradient accumulation steps.
+        others: Further modules that are always there: a reward model.
+        copies: Further copies of the base, which do nothing but take memory.
+    """
+
+    backbone: Backbone
+    optimizer: torch.optim.AdamW
+    microbatch: Microbatch
+    microbatches: int
+    others: list[nn.Module]
+    copies: list[Tensor]
+
+    def run(self, tracker: LiveTracker | None = None) -> None:
+        """Gradients of every microbatch, clipping and the optimizer's step, as `grade.loop` does them.
+
+        Args:
+            tracker: Told which phase runs and what tensors are for.
+        """
+        parameters = self.backbone.trainable_parameters()
+        self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(self.microbatches):
+            self.microbatch(tracker)
+        with phase(tracker, "optimizer"):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            self.optimizer.step()
+        if tracker:
+            tracker.tag((p.grad for p in parameters), "gradients")
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def existing(self) -> dict[Category, list[Tensor]]:
+        """Tensors that are there before a step begins, by category."""
+        parameters = self.backbone.trainable_parameters()
+        lora = parameters if self.backbone.peft is not None else []
+        adapter = {id(p) for p in lora}
+        tensors = [t for m in (self.backbone, *self.others) for t in (*m.parameters(), *m.buffers())]
+        weights = [t for t in tensors if id(t) not in adapter]
+        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return {"weights": [*weights, *self.copies], "adapter": lora, "optimizer": states}
+
+
+class TracedConfig(Config):
+    """What the memory of any training step depends on. Names are those of `TrainConfig`."""
 
     model: str = Field("qwen3-4b", description="shipped shape, Hugging Face id, or folder with config.json")
-    method: MethodName = Field("ste", description="training method")
-    engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
-    batch_size: int = Field(1, ge=1, description="prompts in a microbatch, B")
+    batch_size: int = Field(1, ge=1, description="sequences in a microbatch, B")
     gradient_accumulation_steps: int = Field(1, ge=1, description="microbatches in an optimizer step")
     prompt_tokens: int = Field(32, ge=1, description="prompt length P in tokens")
     max_new_tokens: int = Field(64, ge=1, description="completion length T in tokens")
-    hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
-    support: Support = Field("perturbed_top_k", description="top_k or perturbed_top_k")
-    gumbel_topk: int = Field(256, ge=0, description="size K of a token's support; 0 = the full vocabulary")
-    gradient_checkpointing: bool = Field(False, description="recompute layers in backward (replay, unrolled)")
-    explicit_freeing: bool = Field(False, description="drop each step's dense tensors at once (unrolled)")
+    gradient_checkpointing: bool = Field(False, description="recompute layers in backward")
     autocast: bool = Field(False, description="run under bfloat16 autocast")
-    kl_coef: float = Field(0.1, ge=0, description="weight beta of KL")
-    reward: RewardKind = Field("bag", description="bag: reward on the embedding table; trunk: on the transformer")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="type of the base")
     adapter: Adapter = Field("lora", description="lora, or full: every weight of the layers is trained")
     lora: LoraSettings = Field(LoraSettings(), description="the adapter")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
     base_copies: int = Field(1, ge=1, description="copies of the base (3: policy, reference and reward of their own)")
+
+    def build(self, model: PretrainedConfig, device: str = "meta") -> tuple[Backbone, list[nn.Module]]:
+        """Backbone and further modules of the step, with random weights.
+
+        Args:
+            model: From `grade.memory.models.model_config`.
+            device: Where to put them; meta has no data.
+
+        Returns:
+            Both, frozen but for what is trained.
+
+        Raises:
+            InputError: If the model is not supported or a size does not fit it.
+        """
+        backbone = build_backbone(model, self.dtype, self.adapter, self.lora, self.attention, device)
+        check_length(backbone, self.prompt_tokens + self.max_new_tokens)
+        return backbone, []
+
+    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:
+        """The code that adds one microbatch's gradient."""
+        raise NotImplementedError
+
+    def make_step(self, backbone: Backbone, others: list[nn.Module]) -> Step:
+        """The step on real tensors or on tensors without data.
+
+        Args:
+            backbone: From `build`.
+            others: From `build`.
+
+        Returns:
+            The step, its optimizer state filled.
+        """
+        parameters = backbone.trainable_parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        trained = {id(p) for p in parameters}
+        base = [p for p in backbone.parameters() if self.adapter == "full" or id(p) not in trained]
+        copies = [torch.empty_like(p, requires_grad=False) for _ in range(self.base_copies - 1) for p in base]
+        run = self.microbatch(backbone, others)
+        return Step(backbone, optimizer, run, self.gradient_accumulation_steps, others, copies)
+
+    def prompts(self, backbone: Backbone) -> PromptBatch:
+        """Random prompts, one of them padded as in real batches: transformers drops the mask of a batch without."""
+        shape = (self.batch_size, self.prompt_tokens)
+        ids = torch.randint(backbone.vocab_size, shape, generator=generator_on(backbone), device=backbone.device)
+        mask = torch.ones_like(ids)
+        if self.prompt_tokens > 1:
+            mask[0, 0] = 0
+        return PromptBatch(ids, mask)
+
+    @contextlib.contextmanager
+    def casting(self, backbone: Backbone) -> Iterator[None]:
+        """Autocast, if it is on."""
+        with torch.autocast(backbone.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext():
+            yield
+
+
+class StepConfig(TracedConfig):
+    """A step of `gumbel` or `ste` by any engine."""
+
+    method: MethodName = Field("ste", description="training method")
+    engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
+    hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
+    support: Support = Field("perturbed_top_k", description="top_k or perturbed_top_k")
+    gumbel_topk: int = Field(256, ge=0, description="size K of a token's support; 0 = the full vocabulary")
+    explicit_freeing: bool = Field(False, description="drop each step's dense tensors at once (unrolled)")
+    kl_coef: float = Field(0.1, ge=0, description="weight beta of KL")
+    reward: RewardKind = Field("bag", description="bag: reward on the embedding table; trunk: on the transformer")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,7 +189,7 @@ class StepConfig(Config):
         """The engine with its settings."""
         if self.explicit_freeing:
             return partial(stepwise, options=replace(UNROLLED, drop_lists=True))
-        layers = self.gradient_checkpointing and self.engine_name == "replay"  # for the others see `Step.run`
+        layers = self.gradient_checkpointing and self.engine_name == "replay"  # unrolled: see `microbatch`
         return make_engine(self.engine_name, self.hops, gradient_checkpointing=layers)
 
     def relaxation(self) -> RelaxationConfig:
@@ -84,133 +199,45 @@ class StepConfig(Config):
             max_new_tokens=self.max_new_tokens,
         )  # fmt: skip
 
+    def build(self, model: PretrainedConfig, device: str = "meta") -> tuple[Backbone, list[nn.Module]]:  # noqa: D102
+        backbone, _ = super().build(model, device)
+        self.relaxation().check(backbone.vocab_size)
+        settings = HeadSettings(hidden=64 if self.reward == "trunk" else 0)
+        return backbone, [RewardModel(self.reward, backbone, settings).requires_grad_(False)]
 
-@dataclass
-class Step:
-    """An optimizer step that can be run again and again.
+    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
+        engine, relaxation, scale = self.make_engine(), self.relaxation(), 1 / self.gradient_accumulation_steps
+        objective, prompts = Objective(others[0], self.kl_coef), self.prompts(backbone)
+        layers = self.gradient_checkpointing and self.engine_name == "unrolled"  # replay has a switch of its own
 
-    Attributes:
-        config: Its settings.
-        backbone: Policy and reference.
-        objective: Reward and KL.
-        optimizer: AdamW, its state already there: a run's first step has none, every later one has.
-        prompts: One microbatch, the same each time.
-        copies: Further copies of the base, which do nothing but take memory.
-    """
+        def run(tracker: LiveTracker | None) -> None:
+            with (
+                _observed(backbone, objective, tracker) as watched,
+                self.casting(backbone),
+                backbone.checkpointed_layers(layers),
+            ):
+                engine(backbone, prompts, watched, relaxation, generator_on(backbone), scale)
 
-    config: StepConfig
-    backbone: Backbone
-    objective: Objective
-    optimizer: torch.optim.AdamW
-    prompts: PromptBatch
-    copies: list[Tensor]
-
-    def run(self, tracker: LiveTracker | None = None) -> None:
-        """Rollout, gradients of every microbatch, clipping and the optimizer's step, as `grade.loop` does them.
-
-        Args:
-            tracker: Told which phase runs and what tensors are for.
-        """
-        config, engine, relaxation = self.config, self.config.make_engine(), self.config.relaxation()
-        generator = _generator(self.backbone.device)
-        parameters = self.backbone.trainable_parameters()
-        scale = 1 / config.gradient_accumulation_steps
-        with _observed(self, tracker) as objective:
-            self.optimizer.zero_grad(set_to_none=True)
-            for _ in range(config.gradient_accumulation_steps):
-                with self._options():
-                    engine(self.backbone, self.prompts, objective, relaxation, generator, scale)
-            with tracker.during("optimizer") if tracker else contextlib.nullcontext():
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-                self.optimizer.step()
-        if tracker:
-            tracker.tag((p.grad for p in parameters), "gradients")
-        self.optimizer.zero_grad(set_to_none=True)
-
-    @contextlib.contextmanager
-    def _options(self) -> Iterator[None]:
-        """Autocast, and layer checkpointing for the engine that has no switch of its own."""
-        config, device = self.config, self.backbone.device.type
-        layers = config.gradient_checkpointing and config.engine_name == "unrolled"
-        cast = torch.autocast(device, torch.bfloat16) if config.autocast else contextlib.nullcontext()
-        with cast, self.backbone.checkpointed_layers(layers):
-            yield
-
-    def existing(self) -> dict[Category, list[Tensor]]:
-        """Tensors that are there before a step begins, by category."""
-        parameters = self.backbone.trainable_parameters()
-        trained = {id(p) for p in parameters}
-        frozen = [t for t in (*self.backbone.parameters(), *self.backbone.buffers()) if id(t) not in trained]
-        head = self.objective.reward_model
-        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        lora = self.config.adapter == "lora"
-        weights = [*frozen, *self.copies, *head.parameters(), *head.buffers(), *([] if lora else parameters)]
-        return {"weights": weights, "adapter": parameters if lora else [], "optimizer": states}
+        return run
 
 
-def build_models(config: StepConfig, model: PretrainedConfig, device: str = "meta") -> tuple[Backbone, RewardModel]:
-    """Backbone and reward model of a step, with random weights.
-
-    Args:
-        config: The settings.
-        model: From `grade.memory.models.model_config`.
-        device: Where to put them; meta has no data.
-
-    Returns:
-        Both, frozen but for what is trained.
-
-    Raises:
-        InputError: If the model is not supported or a size does not fit it.
-    """
-    backbone = build_backbone(model, config.dtype, config.adapter, config.lora, config.attention, device)
-    check_length(backbone, config.prompt_tokens + config.max_new_tokens)
-    config.relaxation().check(backbone.vocab_size)
-    reward = RewardModel(config.reward, backbone, HeadSettings(hidden=64 if config.reward == "trunk" else 0))
-    return backbone, reward.requires_grad_(False)
-
-
-def make_step(config: StepConfig, backbone: Backbone, reward: RewardModel) -> Step:
-    """The step of a configuration, on real or fake tensors.
-
-    Args:
-        config: The settings.
-        backbone: Policy and reference.
-        reward: The reward model.
-
-    Returns:
-        The step, its optimizer state filled.
-    """
+def generator_on(backbone: Backbone) -> torch.Generator:
+    """A generator for a backbone's device; meta has none, so any will do there."""
     device = backbone.device
-    parameters = backbone.trainable_parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    shape = (config.batch_size, config.prompt_tokens)
-    ids = torch.randint(backbone.vocab_size, shape, generator=_generator(device), device=device)
-    trained = {id(p) for p in parameters}
-    base = [p for p in backbone.parameters() if id(p) not in trained] if config.adapter == "lora" else parameters
-    copies = [torch.empty_like(p, requires_grad=False) for _ in range(config.base_copies - 1) for p in base]
-    mask = torch.ones_like(ids)
-    if config.prompt_tokens > 1:
-        mask[0, 0] = 0  # padding, as in a batch of real prompts: without any, transformers leaves the mask out
-    prompts = PromptBatch(ids, mask)
-    return Step(config, backbone, Objective(reward, config.kl_coef), optimizer, prompts, copies)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """Meta has no generators; there any will do."""
     return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(0)
 
 
+def phase(tracker: LiveTracker | None, name: str) -> contextlib.AbstractContextManager[None]:
+    """Name a phase, if somebody listens."""
+    return tracker.during(name) if tracker else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def _observed(step: Step, tracker: LiveTracker | None) -> Iterator[Objective]:
-    """The step's objective, with the tracker told of rollout, reference and reward, and of key-value caches."""
-    backbone, objective = step.backbone, step.objective
+def _observed(backbone: Backbone, objective: Objective, tracker: LiveTracker | None) -> Iterator[Objective]:
+    """The objective, with the tracker told of rollout, reference and reward, and of key-value caches."""
 
     def reward(*args):
-        with tracker.during("reward") if tracker else contextlib.nullcontext(), _plain_layers(backbone):
+        with phase(tracker, "reward"), _plain_layers(backbone):
             return objective.reward_model(*args)
 
     watched = Objective(reward, objective.beta, objective.scope)
@@ -219,7 +246,7 @@ def _observed(step: Step, tracker: LiveTracker | None) -> Iterator[Objective]:
         return
     merged, reference, new_cache = backbone.merged, backbone.reference, backbone.new_cache
 
-    def phase(name: str, enter):
+    def named(name: str, enter):
         @contextlib.contextmanager
         def run():
             with tracker.during(name), enter():
@@ -241,7 +268,7 @@ def _observed(step: Step, tracker: LiveTracker | None) -> Iterator[Objective]:
         return made
 
     # Attributes of this one object, which hide the methods of its class until they are deleted.
-    backbone.merged, backbone.reference = phase("rollout", merged), phase("reference", reference)
+    backbone.merged, backbone.reference = named("rollout", merged), named("reference", reference)
     backbone.new_cache = cache
     try:
         yield watched

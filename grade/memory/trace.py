@@ -34,7 +34,7 @@ from grade.errors import InputError
 from grade.memory.kernels import Device, kernels_of
 from grade.memory.live import CATEGORIES, Category, LiveTracker
 from grade.memory.models import NoData, model_config, to_fake, with_layers
-from grade.memory.step import Step, StepConfig, build_models, make_step
+from grade.memory.step import Step, TracedConfig
 
 _FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
@@ -100,7 +100,7 @@ class Trace:
         return self.peak - sum(self.categories[c] for c in FIXED)
 
 
-def trace(config: StepConfig, *, device: Device = "cuda", all_layers: bool = False) -> Trace:
+def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False) -> Trace:
     """Trace one optimizer step.
 
     Args:
@@ -118,9 +118,9 @@ def trace(config: StepConfig, *, device: Device = "cuda", all_layers: bool = Fal
     start, model = time.perf_counter(), model_config(config.model)
     layers, vocab = model.num_hidden_layers, model.vocab_size
     if all_layers or layers <= max(BASE_LAYERS) + 1:
-        tracker = _trace_layers(config, model, device)
+        tracker = trace_layers(config, model, device)
         return _assemble([tracker], [layers], layers, vocab, time.perf_counter() - start)
-    trackers = [_trace_layers(config, with_layers(model, n), device) for n in BASE_LAYERS]
+    trackers = [trace_layers(config, with_layers(model, n), device) for n in BASE_LAYERS]
     return _assemble(trackers, list(BASE_LAYERS), layers, vocab, time.perf_counter() - start)
 
 
@@ -143,14 +143,15 @@ def run_tracked(step: Step, round_to: int = 512) -> LiveTracker:
     return tracker
 
 
-def _trace_layers(config: StepConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
-    backbone, reward = build_models(config, model)
+def trace_layers(config: TracedConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
+    """Trace all layers of ``model``, and return the tracker with every tensor in it; see `trace`."""
+    backbone, others = config.build(model)
     mode = contextlib.nullcontext()
     if config.autocast:  # goes by the type of a device, and meta has none; fake CPU tensors have, at twice the time
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        to_fake(backbone, mode, reward)
+        to_fake(backbone, mode, *others)
     with _untraceable_lines_named(), mode, NoData(), kernels_of(device):
-        return run_tracked(make_step(config, backbone, reward))
+        return run_tracked(config.make_step(backbone, others))
 
 
 @contextlib.contextmanager
@@ -196,7 +197,8 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
                     r.phase)
         for r in made
     ]  # fmt: skip
-    timeline = list(zip(last.phase_of, last.live, strict=True))
+    before = sum(record.op == "existing" for record in last.records)
+    timeline = list(zip(last.phase_of, last.live, strict=True))[before:]
     peak = highest[peak_phase][0]
     return Trace(peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1], seconds)
 

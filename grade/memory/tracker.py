@@ -78,7 +78,7 @@ class MemoryTracker(TorchDispatchMode):
             tensors: Any tensors; views and tied weights that share a storage count once.
         """
         for tensor in tensors:
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             known = None if storage is None else self._live.get(storage._cdata)
             if known is not None and known[1] == _OLDER:
                 del self._live[storage._cdata]
@@ -126,12 +126,12 @@ class MemoryTracker(TorchDispatchMode):
 
     def _ignore(self, tensor: torch.Tensor) -> None:
         """Remember a storage first seen as an input: it is older than the tracker, so its views are not new bytes."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is not None and storage._cdata not in self._live:
             self._live[storage._cdata] = (weakref.ref(storage, self._forget(storage._cdata)), _OLDER)
 
     def _count(self, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None:
             return
         key, size = storage._cdata, math.ceil(storage.nbytes() / self.round_to) * self.round_to
@@ -171,7 +171,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The tensor's storage, or None for tensors without one (sparse layouts)."""
     try:
         return tensor.untyped_storage()

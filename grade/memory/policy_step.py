@@ -1,0 +1,77 @@
+"""A policy-gradient step to trace or to measure: GRPO's scoring passes and update, with Intuitor's reward if asked for.
+
+Completions are there already (a separate engine sampled them); the step scores them without gradient under the policy
+and the reference, then backpropagates a clipped policy-gradient loss. Left out: the sampling engine's own weights and
+caches, and a critic.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from grade.backbone import Backbone
+from grade.memory.live import LiveTracker
+from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
+from grade.prompts import PromptBatch
+from grade.scoring import predicting_hidden, score
+from grade.self_certainty import certainty_of_logits
+
+
+class PolicyStepConfig(TracedConfig):
+    """A GRPO or Intuitor step."""
+
+    logits: Literal["chunked", "completion", "all"] = Field(
+        "chunked", description="chunked: 64 rows at a time; completion: all [B, T, V] at once; all: the prompt's too"
+    )
+    self_certainty: bool = Field(False, description="score self-certainty, Intuitor's reward")
+    reference: bool = Field(True, description="score the reference, for KL")
+    kl_coef: float = Field(0.005, ge=0, description="weight beta of KL (k3 estimator)")
+
+    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
+        prompts, generator, scale = self.prompts(backbone), generator_on(backbone), 1 / self.gradient_accumulation_steps
+        shape = (self.batch_size, self.max_new_tokens)
+        ids = torch.randint(backbone.vocab_size, shape, generator=generator, device=backbone.device)
+        mask, advantages = torch.ones_like(ids), torch.ones(shape[0], 1, device=backbone.device)
+        dense = self.logits != "chunked"
+
+        def logps(certain: bool = False) -> tuple[Tensor, Tensor | None]:
+            if dense:
+                return self._dense(backbone, prompts, ids, certain)
+            found = score(backbone, prompts, ids, mask, ("logps", "self_certainty") if certain else ("logps",))
+            return found.logps, found.self_certainty
+
+        def run(tracker: LiveTracker | None) -> None:
+            with self.casting(backbone):
+                with phase(tracker, "scoring"), torch.no_grad():
+                    old, _ = logps(self.self_certainty)
+                ref = old
+                if self.reference:
+                    with phase(tracker, "reference"), torch.no_grad(), backbone.reference():
+                        ref, _ = logps()
+                with backbone.checkpointed_layers(self.gradient_checkpointing):
+                    new, _ = logps()
+                ratio = (new - old).exp()
+                surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+                k3 = (ref - new).exp() - (ref - new) - 1
+                loss = ((self.kl_coef * k3 - surrogate) * mask).sum() / mask.sum()
+            (loss * scale).backward()
+
+        return run
+
+    def _dense(
+        self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, certain: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The usual way: logits of all positions at once, in float32."""
+        if self.logits == "completion":
+            logits = backbone.head(predicting_hidden(backbone, prompts, ids))  # [B, T, V]
+        else:
+            inputs = torch.cat([prompts.ids, ids], 1)
+            every = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
+            logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # [B, P + T, V]
+            logits = logits[:, prompts.ids.shape[1] - 1 : -1]
+        certainty = certainty_of_logits(logits) if certain else None
+        return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2), certainty

@@ -1,0 +1,84 @@
+"""Scores of completions that exist already: log-probabilities, entropy and self-certainty of every token.
+
+One teacher-forced pass, then row chunks of the head, so no [B, T, V] tensor exists. Used without gradient to score
+(old policy, reference, Intuitor's reward) and with gradient in a policy-gradient update. Aligned: the scores of token t
+are those of the distribution that *predicts* it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grade.backbone import Backbone
+from grade.errors import InputError
+from grade.prompts import PromptBatch
+from grade.self_certainty import self_certainty
+from grade.vocab import entropy, token_logps
+
+Score = Literal["logps", "entropy", "self_certainty"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What was asked for, each [B, T] in nats, 0 where masked; None otherwise.
+
+    Attributes:
+        logps: Log-probability of each token.
+        entropy: Entropy of its distribution.
+        self_certainty: ``KL(U || p)`` of its distribution.
+    """
+
+    logps: Tensor | None = None
+    entropy: Tensor | None = None
+    self_certainty: Tensor | None = None
+
+
+def predicting_hidden(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Tensor:
+    """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T]."""
+    inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
+    mask = torch.cat([prompts.mask, prompts.mask.new_ones(ids.shape[0], ids.shape[1] - 1)], 1)
+    return backbone.hidden(backbone.embed(inputs), mask)[:, prompts.ids.shape[1] - 1 :]
+
+
+def score(
+    backbone: Backbone,
+    prompts: PromptBatch,
+    ids: Tensor,
+    mask: Tensor,
+    what: tuple[Score, ...] = ("logps",),
+    temperature: float = 1.0,
+) -> Scores:
+    """Score completions under the policy as it is now (in `Backbone.reference`: the base).
+
+    Args:
+        backbone: The model.
+        prompts: B prompts.
+        ids: Completions [B, T].
+        mask: [B, T], 1 at a token, end-of-sequence included.
+        what: Which scores; each is a pass over the head.
+        temperature: Sampling temperature t: of ``softmax(logits / t)``.
+
+    Returns:
+        The scores, with gradient where grad mode is on.
+
+    Raises:
+        InputError: If shapes do not fit or the temperature is not positive.
+    """
+    if ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
+        allowed = f"[{len(prompts)}, T] for ids and mask, T at least 1"
+        raise InputError("completions", f"{list(ids.shape)} and {list(mask.shape)}", allowed)
+    if not 0 < temperature < float("inf"):
+        raise InputError("temperature", temperature, "a finite number above 0")
+    hidden = predicting_hidden(backbone, prompts, ids).flatten(0, 1)  # [BT, D]
+    found = {}
+    if "logps" in what:
+        found["logps"] = token_logps(backbone.head, hidden, ids.flatten(), temperature)
+    if "entropy" in what:
+        found["entropy"] = entropy(backbone.head, hidden, temperature)
+    if "self_certainty" in what:
+        found["self_certainty"] = self_certainty(backbone.head, hidden, temperature)
+    return Scores(**{name: values.view(mask.shape) * mask for name, values in found.items()})
