@@ -108,6 +108,46 @@ def write_claims(path: str | Path, claims: Iterable[Claim]) -> None:
         table.to_csv(file, index=False, lineterminator="\n")
 
 
+def read_claims(path: str | Path) -> list[Claim]:
+    """Read a file that `write_claims` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The claims; figures as the text that is in the file.
+
+    Raises:
+        InputError: If it cannot be read, lacks a column, or holds a row that `Claim.check` refuses.
+    """
+    try:
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise InputError("claims", str(path), f"a file of claims ({str(error).splitlines()[0]})") from None
+    if tuple(table.columns) != COLUMNS:
+        raise InputError(f"columns of {path}", ", ".join(table.columns), ", ".join(COLUMNS))
+    claims = [Claim(*row) for row in table.itertuples(index=False)]
+    for claim in claims:
+        claim.check()
+    return claims
+
+
+def verdict_counts(claims: Iterable[Claim]) -> str:
+    """How many claims of each document got which verdict, as a Markdown table.
+
+    Args:
+        claims: Rows.
+
+    Returns:
+        The table, one line a document, ending in a newline.
+    """
+    table = pd.DataFrame([(c.seed, c.verdict) for c in claims], columns=["document", "verdict"])
+    counts = pd.crosstab(table.document, table.verdict).reindex(columns=list(VERDICTS), fill_value=0)
+    lines = ["| document | " + " | ".join(VERDICTS) + " |", "| --- |" + " --- |" * len(VERDICTS)]
+    lines += [f"| {row[0]} | " + " | ".join(map(str, row[1:])) + " |" for row in counts.itertuples()]
+    return "\n".join(lines) + "\n"
+
+
 def to_markdown(claims: Iterable[Claim]) -> str:
     """The claims as a Markdown table, figure and unit in one column.
 

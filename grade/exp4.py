@@ -30,8 +30,8 @@ def configurations(
         lengths: T before and after (48 and 32).
 
     Returns:
-        Configurations by name. Accumulation is left out of change 1 (4 to 8 microbatches): a second microbatch finds the
-        adapter's gradients there, 45 MiB for Qwen3-4B, and needs nothing else more than the first.
+        Configurations by name. Accumulation is left out of change 1 (4 to 8 microbatches): a second microbatch finds
+        the adapter's gradients there, 45 MiB for Qwen3-4B, and needs nothing else more than the first.
     """
     start = START | dict(model=model, prompt_tokens=prompt_tokens, batch_size=batch_sizes[0], max_new_tokens=lengths[0])
     changes: dict[str, dict[str, Any]] = {

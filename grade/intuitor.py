@@ -214,8 +214,8 @@ def peak_sweep(vocab: int, peaks: Sequence[float], chunk: int = 1024, seed: int 
     for value in peaks:
         logits = base.clone()
         logits[vocab // 2] = value
-        published = certainty_of_logits(logits) + math.log(vocab)
-        rows.append(dict(peak=value, published=float(published), document=float(chunked_over_vocabulary(logits, chunk))))
+        published, document = certainty_of_logits(logits) + math.log(vocab), chunked_over_vocabulary(logits, chunk)
+        rows.append(dict(peak=value, published=float(published), document=float(document)))
     return pd.DataFrame(rows)
 
 

@@ -177,7 +177,7 @@ def _chunk(head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, res
     """Values [n] and their gradient in the hidden states [n, D]; a function of its own, so that all [n, V] go."""
     logits = [head(hidden)]
     inner = head.slope(logits[0]) if needed else 1.0
-    value, grad = of_logits(logits.pop(), needed, rest)  # popped, no star: the callee alone holds them, and can drop them
+    value, grad = of_logits(logits.pop(), needed, rest)  # popped: the callee alone holds them, to drop
     return value, grad.mul_(inner).to(hidden.dtype) @ head.weight if needed else None
 
 

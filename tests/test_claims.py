@@ -8,8 +8,19 @@ import math
 
 import pytest
 
-from grade.claims import COLUMNS, HOW, VERDICTS, Claim, claims_table, to_markdown, write_claims
+from grade.claims import (
+    COLUMNS,
+    HOW,
+    VERDICTS,
+    Claim,
+    claims_table,
+    read_claims,
+    to_markdown,
+    verdict_counts,
+    write_claims,
+)
 from grade.claims_exp6 import MEASURED_KEYS, exp6_claims, seed_000_counts
+from grade.cli import main
 from grade.errors import InputError
 
 ROW = Claim("000", "4 GB of a|b", "4 GB", 8.192, "MB", "derived", "refuted", "1*64*32000*4\nbytes")
@@ -244,3 +255,30 @@ def test_verdicts_of_arithmetic(claim, expected):
 )
 def test_verdicts_follow_the_measurements(claim, changes, expected):
     assert verdict(claim, **changes) == expected
+
+
+def test_claims_of_several_documents_are_joined_in_order(tmp_path, capsys):
+    later = dataclasses.replace(ROW, seed="004", claim="b, c", verdict="partly")
+    write_claims(tmp_path / "b.csv", [later])
+    write_claims(tmp_path / "a.csv", [ROW, ROW])
+    files = [str(tmp_path / name) for name in ("b.csv", "a.csv")]
+    assert main(["claims", *files, "--output-dir", str(tmp_path / "out")]) == 0
+    joined = read_claims(tmp_path / "out" / "claims.csv")
+    assert [c.seed for c in joined] == ["000", "000", "004"] and joined[2].claim == "b, c"
+    text = (tmp_path / "out" / "claims.md").read_text()
+    assert verdict_counts(joined) in text and to_markdown(joined) in text
+    # columns: confirmed, refuted, partly, not testable
+    assert verdict_counts(joined).splitlines()[2:] == ["| 000 | 0 | 2 | 0 | 0 |", "| 004 | 0 | 0 | 1 | 0 |"]
+    assert "| 000 | 0 | 2 | 0 | 0 |" in capsys.readouterr().out
+
+
+GUESSED = ",".join(COLUMNS) + "\n000,x,1,2,MB,guessed,partly,n\n"
+
+
+@pytest.mark.parametrize("content", [None, "", "seed,claim\n000,x\n", GUESSED])
+def test_a_file_that_holds_no_claims_is_refused_and_nothing_is_written(tmp_path, content, capsys):
+    if content is not None:
+        (tmp_path / "x.csv").write_text(content)
+    assert main(["claims", str(tmp_path / "x.csv"), "--output-dir", str(tmp_path / "out")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grade import vocab
 from grade.memory.saved import kept_bytes, saved_bytes
-from grade.vocab import Head, kl_divergence, support_logits, weighted_embedding
+from grade.vocab import Head, entropy, kl_divergence, row_values, support_logits, token_logps, weighted_embedding
 
 N, D, V, K = 9, 5, 130, 4  # V is not a multiple of anything convenient
 
@@ -139,3 +139,31 @@ def test_a_frozen_head_gets_no_gradient():
     head, h = make_head(), hidden()
     (kl_divergence(head, h, hidden(seed=3)).sum() + support_logits(head, h, torch.zeros(N, 1).long()).sum()).backward()
     assert head.weight.grad is None and not head.weight.requires_grad
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_and_entropies_against_autograd_on_dense_logits(options, temperature):
+    head, h, ids = make_head(**options), hidden(), torch.arange(N) * 7
+    logp = (head(h) / temperature).log_softmax(-1)
+    wanted = {token_logps: logp.gather(1, ids[:, None]).squeeze(1), entropy: -(logp.exp() * logp).sum(-1)}
+    for function, want in wanted.items():
+        got = function(head, h, ids, temperature) if function is token_logps else function(head, h, temperature)
+        torch.testing.assert_close(got, want)
+        weight = torch.randn_like(want)
+        expected = torch.autograd.grad(want, h, weight, retain_graph=True)[0]
+        torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], expected)
+
+
+def test_a_row_function_alone_holds_the_logits():
+    """Popped and passed on, so that dropping them frees [n, V] at once."""
+    import sys
+
+    counts = []
+
+    def of_logits(logits, needed, others):
+        counts.append(sys.getrefcount(logits))
+        return logits.sum(-1), torch.ones_like(logits) if needed else None
+
+    row_values(make_head(), hidden(), of_logits)
+    assert set(counts) == {2}  # its own name, and getrefcount's argument

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, metavar=_metavar(name, choices), help=field.description)
     parser.add_argument("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most")
     parser.add_argument("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="divide weights, gradients and optimizer (FSDP)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that divide the weights (FSDP)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="where the step would run")
     parser.add_argument("--all-layers", action="store_true", help="trace every layer instead of extrapolating")
     parser.add_argument("--json", action="store_true", help="print JSON")

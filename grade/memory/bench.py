@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 
+from grade.config import Config
 from grade.errors import InputError
 from grade.memory.models import model_config
 from grade.memory.report import headline
@@ -22,31 +24,64 @@ from grade.memory.step import StepConfig, TracedConfig
 from grade.memory.trace import run_tracked, trace
 
 QWEN = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
-SMOL = dict(model="smollm2-135m", batch_size=2, prompt_tokens=6, gumbel_topk=64)
-STANDARD: dict[str, list[StepConfig]] = {
-    "cuda": [
-        StepConfig(**QWEN, batch_size=1, max_new_tokens=64),
-        StepConfig(**QWEN, batch_size=8, max_new_tokens=64),
-        StepConfig(**QWEN, batch_size=8, max_new_tokens=64, gradient_checkpointing=True),
-        StepConfig(**QWEN, batch_size=2, max_new_tokens=32, method="gumbel", reward="trunk"),
-        StepConfig(**QWEN, batch_size=2, max_new_tokens=32, engine="checkpointed"),
-        StepConfig(**QWEN, batch_size=2, max_new_tokens=32, method="ste_legacy", gumbel_topk=0),
-    ],
-    "cpu": [
-        StepConfig(**SMOL, max_new_tokens=6, dtype="float32"),
-        StepConfig(**SMOL, max_new_tokens=6, dtype="float32", gradient_checkpointing=True),
-        StepConfig(**SMOL, max_new_tokens=6, dtype="float32", method="gumbel", reward="trunk"),
-        StepConfig(**SMOL, max_new_tokens=6, dtype="float32", attention="eager"),
-        StepConfig(**SMOL, max_new_tokens=4, dtype="float32", engine="checkpointed"),
-        StepConfig(**SMOL, max_new_tokens=4, dtype="float32", method="ste_legacy"),
-        StepConfig(**SMOL, max_new_tokens=4, dtype="float32", adapter="full", base_copies=2),
-        StepConfig(**SMOL, max_new_tokens=3, dtype="bfloat16"),
-        StepConfig(**SMOL, max_new_tokens=3, dtype="bfloat16", gradient_checkpointing=True),
-        StepConfig(**SMOL, max_new_tokens=2, dtype="bfloat16", engine="checkpointed"),
-        StepConfig(**SMOL, max_new_tokens=2, dtype="bfloat16", method="gumbel_legacy"),
-    ],
-}  # fmt: skip
-"""What ``python -m grade bench memory`` runs."""
+_SMALL = dict(batch_size=2, prompt_tokens=6, gumbel_topk=64)
+
+
+def standard_steps(device: str, model: str = "smollm2-135m") -> list[StepConfig]:
+    """What ``python -m grade bench memory`` runs.
+
+    Args:
+        device: On cuda steps of Qwen3-4B; on cpu every engine, with and without checkpointing, in both types.
+        model: On cpu, the model.
+
+    Returns:
+        The steps.
+    """
+    if device == "cuda":
+        small = QWEN | dict(batch_size=2, max_new_tokens=32)
+        return [
+            StepConfig(**QWEN, batch_size=1, max_new_tokens=64),
+            StepConfig(**QWEN, batch_size=8, max_new_tokens=64),
+            StepConfig(**QWEN, batch_size=8, max_new_tokens=64, gradient_checkpointing=True),
+            StepConfig(**small, method="gumbel", reward="trunk"),
+            StepConfig(**small, engine="checkpointed"),
+            StepConfig(**small, method="ste_legacy", gumbel_topk=0),
+        ]
+    # A 16-bit product is emulated where the processor has no instruction for it, so those completions are shorter.
+    wide, narrow = (dict(model=model, dtype=dtype, **_SMALL) for dtype in ("float32", "bfloat16"))
+    # Long enough for the replayed pass to outweigh the copies that a float32 adapter is folded into for sampling.
+    long = wide | dict(batch_size=4, max_new_tokens=32)
+    return [
+        StepConfig(**long),
+        StepConfig(**long, gradient_checkpointing=True),
+        StepConfig(**long, method="gumbel", reward="trunk"),
+        StepConfig(**long, attention="eager"),
+        StepConfig(**wide, max_new_tokens=4, engine="checkpointed"),
+        StepConfig(**wide, max_new_tokens=4, method="ste_legacy"),
+        StepConfig(**wide, max_new_tokens=4, method="ste_legacy", gradient_checkpointing=True),
+        StepConfig(**wide, max_new_tokens=4, adapter="full", base_copies=2),
+        StepConfig(**narrow, max_new_tokens=3),
+        StepConfig(**narrow, max_new_tokens=3, gradient_checkpointing=True),
+        StepConfig(**narrow, max_new_tokens=2, engine="checkpointed"),
+        StepConfig(**narrow, max_new_tokens=2, method="gumbel_legacy"),
+        StepConfig(**narrow, max_new_tokens=2, method="gumbel_legacy", gradient_checkpointing=True),
+    ]
+
+
+class BenchConfig(Config):
+    """What to measure on a CPU."""
+
+    models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
+    time_traces: bool = Field(True, description="time two traces of Qwen3-4B as well")
+
+
+TRACED = {
+    "replay": StepConfig(**QWEN, batch_size=1, max_new_tokens=64),
+    "unrolled": StepConfig(
+        **QWEN, batch_size=2, max_new_tokens=32, method="gumbel_legacy", gumbel_topk=0, reward="trunk"
+    ),
+}
+"""Steps whose traces are timed."""
 
 
 def measure(config: TracedConfig, device: str = "cpu", snapshot: str | Path | None = None) -> dict[str, Any]:
@@ -117,7 +152,7 @@ def compare(
     """
     rows = []
     for number, config in enumerate(configs):
-        traced = trace(config, device=device, all_layers=device == "cpu")
+        traced = trace(config, device=device)
         row = {"name": headline(config), "config": config.model_dump(), "traced_peak_bytes": traced.peak}
         row |= measure(config, device, None if snapshots is None else Path(snapshots) / f"oom_{number}.pickle")
         if "measured_peak_bytes" in row:
@@ -129,3 +164,20 @@ def compare(
         if device == "cuda":
             torch.cuda.empty_cache()
     return rows
+
+
+def bench_figures(rows: Sequence[Mapping[str, Any]], device: str, time_traces: bool = True) -> dict[str, float]:
+    """Headline figures of a comparison.
+
+    Args:
+        rows: From `compare`.
+        device: Where it was measured.
+        time_traces: Trace two steps of Qwen3-4B for their wall time.
+
+    Returns:
+        ``<device>/max_rel_error`` of traced against measured peaks, ``<device>/steps`` compared, and wall times of two
+        traces of Qwen3-4B, ``trace/seconds_<engine>``.
+    """
+    errors = [abs(row["traced_over_measured"] - 1) for row in rows if "traced_over_measured" in row]
+    figures = {f"{device}/steps": len(errors)} | ({f"{device}/max_rel_error": max(errors)} if errors else {})
+    return figures | {f"trace/seconds_{name}": trace(c).seconds for name, c in TRACED.items() if time_traces}

@@ -86,7 +86,7 @@ def plot_layer_groups(ax: Axes, groups: Mapping[str, Mapping[str, float]]) -> Ax
         The axes.
     """
     colors = {"attention": "#0072B2", "MLP": "#D55E00", "norms": "#009E73", "adapter inputs": "#CC79A7"}
-    for y, (name, parts) in enumerate(groups.items()):
+    for y, parts in enumerate(groups.values()):
         left = 0.0
         for part, size in parts.items():
             first = part not in ax.get_legend_handles_labels()[1]

@@ -40,7 +40,7 @@ def layer_inventory(config: TracedConfig, device: Device = "cuda") -> pd.DataFra
         dict(group=_group(module, op), module=module, op=op, shape=shape, dtype=dtype, count=n, bytes=n * nbytes)
         for (module, op, shape, dtype, nbytes), n in found.items()
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["group", "module", "op", "shape", "dtype", "count", "bytes"])
 
 
 def _group(module: str, op: str) -> str:

@@ -1,8 +1,8 @@
 """The kernels of a device, on tensors without data.
 
-On ``meta``, torch has no attention kernels and takes the unfused formula, which keeps the scores. Here fused attention is
-called as the device would: shapes of outputs and of what is kept for backward are the kernel's own. Left out: CUDA's
-cuDNN attention, which some versions of torch prefer on some GPUs; it keeps the same tensors.
+On ``meta``, torch has no attention kernels and takes the unfused formula, which keeps the scores. Here fused attention
+is called as the device would: shapes of outputs and of what is kept for backward are the kernel's own. Left out: CUDA's
+cuDNN attention, which some versions of torch prefer on some GPUs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from grade import skinny
@@ -59,6 +60,16 @@ def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
+class _SmallBags(TorchDispatchMode):
+    """On a CPU a bag's sum keeps one number a bag, not one for every index, as on CUDA and on meta."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten._embedding_bag and args[0].device.type == "meta":
+            result = (result[0], torch.empty_like(args[2]), *result[2:])
+        return result
+
+
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
     """Within this context a step on tensors without data takes the kernels of ``device``.
@@ -79,5 +90,6 @@ def kernels_of(device: Device) -> Iterator[None]:
         patch.object(skinny, "DEVICES", ("cpu", "meta") if device == "cpu" else ()),
         patch.object(F, "scaled_dot_product_attention", on_meta_too),
         patch.object(masking_utils, "is_tracing", lambda *_: True),
+        _SmallBags() if device == "cpu" else contextlib.nullcontext(),
     ):
         yield

@@ -111,10 +111,8 @@ def shard(found: Trace, config: TracedConfig, gpus: int) -> Trace:
 def _unit_bytes(config: TracedConfig) -> tuple[int, int]:
     """Bytes of the tables and of one layer of the base."""
     model = model_config(config.model)
-    one, two = (
-        sum(p.numel() * p.element_size() for p in build_backbone(with_layers(model, n), config.dtype, "full").parameters())
-        for n in (1, 2)
-    )
+    bases = (build_backbone(with_layers(model, n), config.dtype, "full") for n in (1, 2))
+    one, two = (sum(p.numel() * p.element_size() for p in base.parameters()) for base in bases)
     return one - (two - one), two - one
 
 
@@ -162,7 +160,9 @@ def changed(config: TracedConfig, **values: Any) -> TracedConfig:
     return type(config).parse(config.model_dump() | values)
 
 
-def _largest(config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer) -> tuple[int | None, int]:
+def _largest(
+    config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer: Callable[[TracedConfig], Trace]
+) -> tuple[int | None, int]:
     """Largest value in [low, high] whose peak is at most ``room``; peaks grow with the value."""
 
     def peak(value: int) -> int:

@@ -18,8 +18,10 @@ import contextlib
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import (
@@ -122,6 +124,25 @@ def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = F
         return _assemble([tracker], [layers], layers, vocab, time.perf_counter() - start)
     trackers = [trace_layers(config, with_layers(model, n), device) for n in BASE_LAYERS]
     return _assemble(trackers, list(BASE_LAYERS), layers, vocab, time.perf_counter() - start)
+
+
+def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[str, Trace]:
+    """Trace many steps, on several processor cores if wanted: a trace runs on one.
+
+    Args:
+        configs: Steps by name.
+        processes: How many run at once. Each takes seconds to start, which pays for models of billions of parameters.
+
+    Returns:
+        Traces by name, in the order given.
+
+    Raises:
+        InputError: As `trace`.
+    """
+    if processes == 1:
+        return {name: trace(config) for name, config in configs.items()}
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return dict(zip(configs, pool.map(trace, configs.values()), strict=True))
 
 
 def run_tracked(step: Step, round_to: int = 512) -> LiveTracker:
