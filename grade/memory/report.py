@@ -65,6 +65,7 @@ def as_text(
     how = f"{trace.traced_layers} of {trace.layers} layers traced, the rest extrapolated"
     how = "all layers traced" if trace.traced_layers == trace.layers else how
     lines = [headline(config), f"peak {size(trace.peak)}, in phase {trace.peak_phase} ({how}; {trace.seconds:.0f} s)"]
+    lines.append(f"{trace.flops / 1e12:.4g} TFLOP in products and attention")
     if gpus > 1:
         lines.append(f"one of {gpus} GPUs that divide weights, gradients and optimizer")
     if overhead:
@@ -102,6 +103,7 @@ def as_json(
         "categories": trace.categories,
         "phases": trace.phases,
         "largest": [vars(t) | {"shape": list(t.shape)} for t in trace.largest],
+        "flops": trace.flops,
         "layers": trace.layers,
         "traced_layers": trace.traced_layers,
         "seconds": trace.seconds,

@@ -83,6 +83,7 @@ class Trace:
         timeline: Live bytes after each allocation, and the phase; of the traced layers only.
         layers: Layers of the model.
         traced_layers: Layers that were traced; fewer than ``layers`` if extrapolated.
+        flops: Floating point operations of the step's products and attention.
         seconds: Wall time of the trace.
     """
 
@@ -94,6 +95,7 @@ class Trace:
     timeline: list[tuple[str, int]]
     layers: int
     traced_layers: int
+    flops: int
     seconds: float
 
     @property
@@ -221,7 +223,8 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
     before = sum(record.op == "existing" for record in last.records)
     timeline = list(zip(last.phase_of, last.live, strict=True))[before:]
     peak = highest[peak_phase][0]
-    return Trace(peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1], seconds)
+    flops = at(*(t.flops for t in trackers))
+    return Trace(peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1], flops, seconds)
 
 
 def _composition(tracker: LiveTracker, index: int, vocab: int) -> Counter:
