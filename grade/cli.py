@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a policy with reward gradients through its text",
     "evaluate": "score a trained adapter on held-out prompts",
     "generate": "complete a prompt with a trained adapter",
+    "probe": "predict how the next optimizer step will move the entropy, and check it",
     "memory": "predict the peak memory of a training step, without a GPU",
     "bench": "measure on this machine what is otherwise predicted",
     "claims": "join the verdicts on all documents into one table",

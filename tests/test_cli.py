@@ -66,6 +66,20 @@ def test_train_writes_adapter_history_metrics_and_samples(trained):
         (trained / "samples.json").read_text())] == [True, True]  # fmt: skip
 
 
+def test_probe_writes_a_report_and_refuses_a_state_that_does_not_fit(project, trained, tmp_path, capsys):
+    places = [f"{k}={project / v}" for k, v in (("backbone", "base"), ("reward", "bag"), ("reviews", "reviews"))]
+    small = ["batch_config.B=2", "batch_config.G=3", "generation.max_new_tokens=4"]
+    options = ["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "report.json")]
+    options += [word for value in places + small for word in ("--set", value)]
+    assert main(["probe", *options]) == 0
+    assert "predicted change" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["figures"]["samples"] == 6 and report["config"]["batch_config"]["G"] == 3
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "state.pt")
+    assert main(["probe", *options, "--optimizer-state", str(tmp_path / "state.pt")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained, tmp_path):
     assert train(project, tmp_path / "again", "--method", "ste") == 0
     assert train(project, tmp_path / "other", "--method", "ste", "--set", "seed=1") == 0

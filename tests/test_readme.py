@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from grade.claims import read_claims, verdict_counts
 from grade.results import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -17,6 +18,18 @@ def test_the_table_is_the_two_profiles_metrics():
         for *values, key in rows:
             found = metrics[key]
             assert values[column] == (str(found) if isinstance(found, int) else f"{found:.3g}"), (folder, key)
+
+
+def test_the_memory_table_is_the_default_profiles_metrics():
+    rows = re.findall(r"^\| [^|]+ \| ([-\d.e]+) \| `(\w+/metrics.json)`: `([^`]+)` \|$", README, re.M)
+    assert len(rows) > 10
+    for value, file, key in rows:
+        found = read_metrics(ROOT / "outputs" / file)[key]
+        assert value == (str(found) if isinstance(found, int) else f"{found:.3g}"), key
+
+
+def test_the_verdicts_are_counted_from_the_claims():
+    assert verdict_counts(read_claims(ROOT / "outputs/claims.csv")) in README
 
 
 def test_the_example_runs(capsys):

@@ -92,15 +92,18 @@ def weights_bytes(shape: ModelShape, copies: int = 1, itemsize: int = 2) -> int:
     return copies * parameter_count(shape) * itemsize
 
 
-def lora_parameters(shape: ModelShape, r: int = 16) -> int:
+def lora_parameters(shape: ModelShape, r: int = 16, every: bool = False) -> int:
     """Parameters of an adapter of rank ``r`` on q, k, v and o: ``L r ((D + q) + 2 (D + kv) + (q + D))``.
 
-    >>> from grade.memory.shapes import QWEN25_3B
-    >>> lora_parameters(QWEN25_3B)
-    7372800
+    With ``every`` also on gate, up and down: ``+ 3 L r (D + I)``.
+
+    >>> from grade.memory.shapes import QWEN25_1_5B, QWEN25_3B
+    >>> lora_parameters(QWEN25_3B), lora_parameters(QWEN25_1_5B, 64, every=True)
+    (7372800, 73859072)
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return shape.layers * r * (2 * (shape.hidden + q) + 2 * (shape.hidden + kv))
+    mlp = 3 * (shape.hidden + shape.intermediate) if every else 0
+    return shape.layers * r * (2 * (shape.hidden + q) + 2 * (shape.hidden + kv) + mlp)
 
 
 def adamw_bytes(parameters: int, itemsize: int = 4) -> int:

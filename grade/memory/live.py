@@ -74,6 +74,10 @@ class Site:
 class LiveTracker(MemoryTracker):
     """`MemoryTracker` with records.
 
+    Args:
+        round_to: As in `MemoryTracker`.
+        device: Count tensors of this type of device only; None counts all.
+
     Attributes:
         records: Every storage that was counted, in order of allocation.
         live: Live bytes right after each allocation.
@@ -83,8 +87,9 @@ class LiveTracker(MemoryTracker):
             of [n, k] and [k, m] counts 2 n k m.
     """
 
-    def __init__(self, round_to: int = 512) -> None:
+    def __init__(self, round_to: int = 512, device: str | None = None) -> None:
         super().__init__(round_to)
+        self.device = device
         self.records: list[StorageRecord] = []
         self.live: list[int] = []
         self.phase_of: list[str] = []
@@ -178,7 +183,7 @@ class LiveTracker(MemoryTracker):
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = storage_of(tensor)
-        if storage is None:
+        if storage is None or (self.device is not None and tensor.device.type != self.device):
             return
         new = storage._cdata not in self._live
         super()._count(tensor)

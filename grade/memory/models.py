@@ -40,7 +40,8 @@ class NoData(TorchDispatchMode):
     """Lets code without data-dependent memory run on tensors without data (meta or fake).
 
     A check (``if finite``, ``if any alive``) is answered with yes and a step count with 1, as in a step without error;
-    random numbers need no generator. Whatever else asks for a value fails, because then memory would depend on data.
+    random numbers need no generator; what is copied to the CPU arrives as zeros. Whatever else asks for a value fails,
+    because then memory would depend on data.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
@@ -51,7 +52,11 @@ class NoData(TorchDispatchMode):
                 return 1.0
         if func is torch.ops.aten.exponential_.default:
             return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        leaves = func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
+        if leaves and args[0].device.type == "meta":
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return func(*args, **kwargs)
 
 
 def model_config(name: str) -> PretrainedConfig:

@@ -147,17 +147,18 @@ def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[s
         return dict(zip(configs, pool.map(trace, configs.values()), strict=True))
 
 
-def run_tracked(step: Step, round_to: int = 512) -> LiveTracker:
+def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> LiveTracker:
     """Run a step on whatever tensors it has, fake or real, under a `LiveTracker`.
 
     Args:
         step: The step.
         round_to: As in `MemoryTracker`.
+        device: As in `LiveTracker`.
 
     Returns:
         The tracker, with everything that existed before counted too.
     """
-    tracker = LiveTracker(round_to)
+    tracker = LiveTracker(round_to, device)
     for category, tensors in step.existing().items():
         tracker.track_existing(tensors)
         tracker.tag(tensors, category)
@@ -169,12 +170,13 @@ def run_tracked(step: Step, round_to: int = 512) -> LiveTracker:
 def trace_layers(config: TracedConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
     """Trace all layers of ``model``, and return the tracker with every tensor in it; see `trace`."""
     backbone, others = config.build(model)
-    mode = contextlib.nullcontext()
+    mode, counted = contextlib.nullcontext(), "meta" if device == "cuda" else None  # a GPU does not hold the CPU's
     if config.autocast:  # goes by the type of a device, and meta has none; fake CPU tensors have, at twice the time
+        counted = None
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         to_fake(backbone, mode, *others)
     with _untraceable_lines_named(), mode, NoData(), kernels_of(device):
-        return run_tracked(config.make_step(backbone, others))
+        return run_tracked(config.make_step(backbone, others), device=counted)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,156 @@
+"""Entropy by enumeration: every completion of a tiny vocabulary, and so H, its gradient and its true change, exactly.
+
+The reference that estimators are held against. The number of completions grows as V^T: tens of thousands at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grade.backbone import Backbone
+from grade.entropy.gradients import trained_parameters
+from grade.entropy.samples import Samples
+from grade.errors import InputError
+from grade.prompts import PromptBatch
+from grade.scoring import predicting_hidden
+
+LARGEST = 100_000
+"""Completions that are still enumerated."""
+
+
+def every_completion(vocab: int, length: int, eos: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """All completions of at most ``length`` tokens: those that end in an end-of-sequence token, and those cut off.
+
+    Args:
+        vocab: V.
+        length: T.
+        eos: Ids that end a completion.
+
+    Returns:
+        Ids [N, T] (0 after the end) and mask [N, T]. Probabilities over them sum to one.
+
+    Raises:
+        InputError: If there are too many.
+
+    >>> ids, mask = every_completion(3, 2, (0,))
+    >>> [row[: int(n)].tolist() for row, n in zip(ids, mask.sum(1))]
+    [[0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]]
+    """
+    if vocab**length > LARGEST:
+        raise InputError("completions to enumerate", vocab**length, f"at most {LARGEST}")
+    rows: list[list[int]] = [[]]
+    for _ in range(length):
+        rows = [[*r, v] for r in rows for v in range(vocab) if not (r and r[-1] in eos)] + [
+            r for r in rows if r and r[-1] in eos
+        ]
+    rows.sort()
+    ids = torch.tensor([r + [0] * (length - len(r)) for r in rows])
+    mask = torch.tensor([[1] * len(r) + [0] * (length - len(r)) for r in rows])
+    return ids, mask
+
+
+def completion_logps(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of every completion of every prompt, with gradient, from dense logits.
+
+    Args:
+        backbone: A tiny policy.
+        prompts: B prompts.
+        length: T.
+        temperature: Sampling temperature.
+
+    Returns:
+        S [B, N] in nats.
+    """
+    ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
+    rows = []
+    for n in range(len(prompts)):
+        many = PromptBatch(prompts.ids[[n] * len(ids)], prompts.mask[[n] * len(ids)])
+        logp = (backbone.head(predicting_hidden(backbone, many, ids)) / temperature).log_softmax(-1)  # [N, T, V]
+        rows.append((logp.gather(2, ids.unsqueeze(2)).squeeze(2) * mask).sum(1))
+    return torch.stack(rows)
+
+
+def exact_entropy(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
+    """H in nats per completion, mean over prompts; differentiable in the adapter.
+
+    Args:
+        backbone: A tiny policy.
+        prompts: B prompts.
+        length: T.
+        temperature: Sampling temperature.
+
+    Returns:
+        A scalar.
+    """
+    logps = completion_logps(backbone, prompts, length, temperature)
+    return -(logps.exp() * logps).sum(1).mean()
+
+
+def exact_gradient(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
+    """``grad H`` [P] by enumeration."""
+    parameters = trained_parameters(backbone)
+    grads = torch.autograd.grad(exact_entropy(backbone, prompts, length, temperature), parameters)
+    return torch.cat([g.flatten() for g in grads])
+
+
+def exact_change(
+    backbone: Backbone, prompts: PromptBatch, length: int, vector: Tensor, eta: float, temperature: float = 1.0
+) -> float:
+    """``H(theta + eta v) - H(theta)`` by enumeration; the parameters are as before afterwards.
+
+    Args:
+        backbone: A tiny policy.
+        prompts: B prompts.
+        length: T.
+        vector: v [P].
+        eta: Step size.
+        temperature: Sampling temperature.
+
+    Returns:
+        The true change in nats.
+    """
+    with torch.no_grad():
+        before = exact_entropy(backbone, prompts, length, temperature)
+        with moved(backbone, vector, eta):
+            after = exact_entropy(backbone, prompts, length, temperature)
+    return float(after - before)
+
+
+def all_as_samples(
+    backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0
+) -> tuple[Samples, Tensor]:
+    """Every completion as if it had been drawn, with its probability [B, N]: expectations instead of means."""
+    ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
+    batch = len(prompts)
+    samples = Samples(prompts, ids.expand(batch, -1, -1), mask.expand(batch, -1, -1), temperature)
+    with torch.no_grad():
+        return samples, completion_logps(backbone, prompts, length, temperature).exp()
+
+
+@contextlib.contextmanager
+def moved(backbone: Backbone, vector: Tensor, eta: float) -> Iterator[None]:
+    """Within this context the parameters are ``theta + eta v``; afterwards they are theta again, bit by bit.
+
+    Args:
+        backbone: The policy.
+        vector: v [P], in the order of `trained_parameters`.
+        eta: Step size.
+    """
+    parameters = trained_parameters(backbone)
+    size = sum(p.numel() for p in parameters)
+    if vector.shape != (size,):
+        raise InputError("update vector", list(vector.shape), f"[{size}], one number for each trained parameter")
+    kept = [p.detach().clone() for p in parameters]
+    try:
+        with torch.no_grad():
+            for p, part in zip(parameters, vector.split([p.numel() for p in parameters]), strict=True):
+                p.add_(part.view_as(p).to(p), alpha=eta)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(parameters, kept, strict=True):
+                p.copy_(value)

@@ -1,0 +1,129 @@
+"""Gradients of log-probabilities within the memory of one microbatch, whatever B and G are.
+
+Leave-one-out couples the completions of a prompt: each one's coefficient needs the log-probabilities of all. Chunking
+the forward pass therefore saves nothing while one backward pass waits for every chunk's graph. But the coefficients are
+constants, so they can be had first: pass 1 takes log-probabilities without gradient; pass 2 recomputes a microbatch,
+multiplies by its coefficients, runs backward and frees it. The same gradient, and a peak that depends on the
+microbatch alone. Accumulators are float32 on the CPU, one number for each trained parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from grade.backbone import Backbone
+from grade.entropy.samples import Samples
+from grade.errors import InputError
+from grade.scoring import score
+
+
+def trained_parameters(backbone: Backbone, allow_full: bool = False) -> list[nn.Parameter]:
+    """The parameters that gradients are taken of.
+
+    Args:
+        backbone: The policy.
+        allow_full: Accept trained weights of the base.
+
+    Returns:
+        Its trainable parameters.
+
+    Raises:
+        InputError: If there are none, or (by rule, not by number) one is not an adapter's.
+    """
+    named = [(name, p) for name, p in backbone.model.named_parameters() if p.requires_grad]
+    base = [name for name, _ in named if "lora_" not in name]
+    if not named:
+        raise InputError("trained parameters", "none", "a policy with an adapter")
+    if base and not allow_full:
+        raise InputError("trained parameters", base[0], "an adapter's only; allow_full accepts the base's as well")
+    return [p for _, p in named]
+
+
+@torch.no_grad()
+def sequence_logps(backbone: Backbone, samples: Samples, microbatch: int = 8) -> Tensor:
+    """``S = sum_t log pi(y_t)`` at the samples' temperature, without gradient.
+
+    Args:
+        backbone: The policy as it is now.
+        samples: Completions.
+        microbatch: Completions scored at once.
+
+    Returns:
+        [B, G] in nats, float64 on the CPU.
+    """
+    total = torch.zeros(samples.ids.shape[:2], dtype=torch.float64)
+    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
+        logps = score(backbone, prompts, ids, mask, ("logps",), samples.temperature).logps
+        total.view(-1)[rows] = logps.sum(-1).double().cpu()
+    return total
+
+
+def entropy_coefficients(logps: Tensor) -> Tensor:
+    """Leave-one-out coefficients of ``X_n = sum_g c_ng grad S_ng``, whose expectation is ``-grad H``.
+
+    ``c_ng = (S_ng - mean_{g' != g} S_ng') / G``: the baseline is independent of completion g, so it costs no bias.
+
+    Args:
+        logps: S [B, G].
+
+    Returns:
+        c [B, G].
+
+    Raises:
+        InputError: If G < 2.
+
+    >>> entropy_coefficients(torch.tensor([[1.0, 2.0, 6.0]]))       # (1 - 4) / 3, (2 - 3.5) / 3, (6 - 1.5) / 3
+    tensor([[-1.0000, -0.5000,  1.5000]])
+    """
+    group = logps.shape[1]
+    if group < 2:
+        raise InputError("num_generations", group, "at least 2: leave-one-out needs another completion of the prompt")
+    return (logps - logps.mean(1, keepdim=True)) / (group - 1)
+
+
+def prompt_gradients(
+    backbone: Backbone,
+    samples: Samples,
+    coefficients: Sequence[Tensor],
+    microbatch: int = 2,
+    allow_full: bool = False,
+) -> list[Tensor]:
+    """``sum_g c_ng grad S_ng`` for each prompt n, and each set of coefficients from the same forward passes.
+
+    Args:
+        backbone: The policy; its ``.grad`` fields are not touched.
+        samples: Completions.
+        coefficients: Sets c [B, G].
+        microbatch: Completions whose graph exists at once; a microbatch holds completions of one prompt.
+        allow_full: See `trained_parameters`.
+
+    Returns:
+        For each set, [B, P] in float32 (float64 for a float64 model) on the CPU, P the number of trained parameters.
+
+    Raises:
+        InputError: If a coefficient is not finite or a size does not fit.
+    """
+    if microbatch < 1:
+        raise InputError("microbatch size", microbatch, "at least 1")
+    for c in coefficients:
+        if c.shape != samples.ids.shape[:2]:
+            raise InputError("coefficients", list(c.shape), f"the completions' [B, G], {list(samples.ids.shape[:2])}")
+        if not torch.isfinite(c).all():
+            raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
+    parameters = trained_parameters(backbone, allow_full)
+    size = sum(p.numel() for p in parameters)
+    batch, group, _ = samples.ids.shape
+    sums = [torch.zeros(batch, size, dtype=parameters[0].dtype) for _ in coefficients]
+    for n in range(batch):
+        one = samples.of_prompt(n)
+        for rows, prompts, ids, mask in one.microbatches(microbatch, backbone.device):
+            logps = score(backbone, prompts, ids, mask, ("logps",), samples.temperature).logps.sum(-1)
+            for i, c in enumerate(coefficients):
+                weights = c[n, rows].to(logps)
+                grads = torch.autograd.grad(logps, parameters, weights, retain_graph=i + 1 < len(coefficients))
+                sums[i][n] += torch.cat([g.flatten() for g in grads]).cpu()
+            del logps
+    return sums

@@ -1,0 +1,99 @@
+"""What an optimizer will really do, as a vector, without doing it.
+
+AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with t the coming step and g the (clipped) gradient:
+
+    m = beta1 m' + (1 - beta1) g        v = beta2 v' + (1 - beta2) g^2
+    delta theta = -lr [ (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + wd theta ]
+
+The step is a sum of three parts that share one denominator: of the old momentum m', of the new gradient, and of weight
+decay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from grade.errors import InputError
+
+
+@dataclass(frozen=True)
+class UpdateVector:
+    """``delta theta`` and its parts, each [P].
+
+    Attributes:
+        momentum: What the step would be with a zero gradient, its denominator kept.
+        gradient: The new gradient's part.
+        decay: Weight decay's part.
+        clipped: Factor that clipping multiplied the gradient by, 1 if it did nothing.
+    """
+
+    momentum: Tensor
+    gradient: Tensor
+    decay: Tensor
+    clipped: float
+
+    @property
+    def total(self) -> Tensor:
+        """``delta theta``: learning rate included, so that theta + total is where the optimizer goes."""
+        return self.momentum + self.gradient + self.decay
+
+
+@torch.no_grad()
+def adamw_update(
+    optimizer: torch.optim.AdamW,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor],
+    max_grad_norm: float | None = None,
+    allow_fresh: bool = False,
+) -> UpdateVector:
+    """The step that ``optimizer.step()`` would take, without taking it.
+
+    Args:
+        optimizer: AdamW; nothing in it changes.
+        parameters: Parameters, all of them the optimizer's.
+        gradients: Gradient of the loss for each.
+        max_grad_norm: Clip the norm over all gradients, as `torch.nn.utils.clip_grad_norm_` does.
+        allow_fresh: Accept an optimizer that has not stepped yet, whose moments are 0.
+
+    Returns:
+        The step and its parts, in the parameters' type.
+
+    Raises:
+        InputError: If it is another optimizer, has an option that is not covered, lacks state, or a gradient is not
+            finite.
+    """
+    if type(optimizer) is not torch.optim.AdamW:
+        raise InputError("optimizer", type(optimizer).__name__, "AdamW")
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise InputError(option, True, "false: not covered")
+    if not all(torch.isfinite(g).all() for g in gradients):
+        raise InputError("gradients", "NaN or infinity", "finite gradients")
+    clipped = 1.0
+    if max_grad_norm is not None:
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        clipped = min(1.0, float(max_grad_norm / (norm + 1e-6)))  # torch's own epsilon
+    parts: dict[str, list[Tensor]] = {"momentum": [], "gradient": [], "decay": []}
+    for p, g in zip(parameters, gradients, strict=True):
+        if id(p) not in groups:
+            raise InputError("parameters", f"one of shape {list(p.shape)}", "parameters of the optimizer")
+        group, state = groups[id(p)], optimizer.state.get(p, {})
+        if not state and not allow_fresh:
+            raise InputError("optimizer", "no state", "one that has stepped; allow_fresh takes its moments as 0")
+        (beta1, beta2), lr, t = group["betas"], float(group["lr"]), int(state["step"]) + 1 if state else 1
+        g = g * clipped
+        old = state["exp_avg"] if state else torch.zeros_like(p)
+        second = beta2 * (state["exp_avg_sq"] if state else torch.zeros_like(p)) + (1 - beta2) * g * g
+        denominator = second.sqrt() / math.sqrt(1 - beta2**t) + group["eps"]
+        scale = -lr / (1 - beta1**t) / denominator
+        parts["momentum"].append((scale * beta1 * old).flatten())
+        parts["gradient"].append((scale * (1 - beta1) * g).flatten())
+        parts["decay"].append((-lr * group["weight_decay"] * p).flatten())
+    return UpdateVector(*(torch.cat(parts[name]) for name in ("momentum", "gradient", "decay")), clipped)

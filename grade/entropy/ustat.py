@@ -1,0 +1,135 @@
+"""The cross-prompt U-statistic and its standard errors: pure functions of the prompts' gradients.
+
+For independent prompts with vectors X_n and Y_n [B, P], the mean of ``X_n . Y_m`` over pairs n != m is unbiased for
+``E[X] . E[Y]``, though X_n and Y_n come from the same completions:
+
+    U = B / (B - 1) Xbar . Ybar - 1 / (B (B - 1)) sum_n X_n . Y_n
+
+With ``r_n = (X_n . Ybar_{-n} + Y_n . Xbar_{-n}) / 2`` (so mean(r) = U), Hoeffding's decomposition gives
+``Var(U) = 4 zeta_1 / B + 2 zeta_2 / (B (B - 1))``, with zeta_1 = Var(E[h | one prompt]) of the symmetric kernel
+``h(n, m) = (X_n . Y_m + Y_n . X_m) / 2``.
+
+Left out: the second term, which standard errors here do not estimate; it is of the order 1 / B^2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from grade.errors import InputError
+
+
+@dataclass(frozen=True)
+class UStatistic:
+    """An estimate of ``E[X] . E[Y]``.
+
+    Attributes:
+        value: U.
+        rows: r_n [B], whose mean is U.
+        plug_in: Plug-in standard error, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1.
+        jackknife: Jackknife standard error, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``; None for B = 2.
+        plain: ``Xbar . Ybar``, which is biased by ``Cov / B``: what one gets who forgets the diagonal.
+    """
+
+    value: float
+    rows: Tensor
+    plug_in: float
+    jackknife: float | None
+    plain: float
+
+
+def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
+    """The U-statistic of ``E[X] . E[Y]`` over units (prompts, or independent blocks of them).
+
+    Args:
+        x: X_n [B, P].
+        y: Y_n [B, P].
+
+    Returns:
+        The estimate, computed in float64.
+
+    Raises:
+        InputError: If shapes differ or B < 2.
+
+    >>> x, y = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[1.0], [0.0], [3.0]])
+    >>> u_statistic(x, y).value                    # mean of 1*0, 1*3, 2*1, 2*3, 4*1, 4*0
+    2.5
+    """
+    if x.shape != y.shape or x.ndim != 2:
+        raise InputError("x and y", f"{list(x.shape)} and {list(y.shape)}", "the same shape [B, P]")
+    batch = len(x)
+    if batch < 2:
+        raise InputError("prompts of the U-statistic", batch, "at least 2: it pairs different prompts")
+    x, y = x.double(), y.double()
+    sum_x, sum_y, diagonal = x.sum(0), y.sum(0), (x * y).sum(1)
+    rows = (x @ sum_y + y @ sum_x - 2 * diagonal) / (2 * (batch - 1))
+    value = rows.mean()
+    plug_in = (4 * rows.var() / batch).sqrt()
+    jackknife = None
+    if batch > 2:
+        without = (batch * value - 2 * rows) / (batch - 2)
+        jackknife = float(((batch - 1) / batch * ((without - without.mean()) ** 2).sum()).sqrt())
+    return UStatistic(float(value), rows, float(plug_in), jackknife, float(sum_x @ sum_y / batch**2))
+
+
+def blocks(x: Tensor, size: int) -> Tensor:
+    """Means over consecutive blocks of ``size`` prompts: fewer, larger units for the same estimate of the mean.
+
+    Every block has the same number of prompts, so a U-statistic over blocks estimates the same ``E[X] . E[Y]``.
+
+    Args:
+        x: [B, P], B a multiple of ``size``.
+        size: Prompts of a block.
+
+    Returns:
+        [B / size, P].
+
+    Raises:
+        InputError: If B is not a multiple of ``size``.
+    """
+    if size < 1 or len(x) % size:
+        raise InputError("block size", size, f"a divisor of the {len(x)} prompts")
+    return x.view(len(x) // size, size, -1).mean(1)
+
+
+@dataclass(frozen=True)
+class TwoBatch:
+    """An estimate of ``E[X] . E[Y]`` from independent batches.
+
+    Attributes:
+        value: ``mu_X . mu_Y``.
+        stderr: ``sqrt(V_X + V_Y)``, V_X the variance of the mean of ``X_n . mu_Y``, V_Y that of ``Y_n . mu_X``.
+        stderr_given_y: ``sqrt(V_X)``: of the estimate for this very update, mu_Y taken as given.
+    """
+
+    value: float
+    stderr: float
+    stderr_given_y: float
+
+
+def two_batch(x: Tensor, y: Tensor) -> TwoBatch:
+    """``mu_X . mu_Y`` from an evaluation batch and an independent update batch.
+
+    Args:
+        x: X_n [B_E, P], at least two rows.
+        y: Y_n [B_U, P], at least two rows.
+
+    Returns:
+        The estimate, computed in float64.
+
+    Raises:
+        InputError: If the widths differ or a batch has fewer than two prompts.
+
+    >>> two_batch(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]]))   # 2 * 2; X: var 2, times 4, over 2
+    TwoBatch(value=4.0, stderr=2.0, stderr_given_y=2.0)
+    """
+    if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
+        raise InputError("x and y", f"{list(x.shape)} and {list(y.shape)}", "two matrices of the same width")
+    if min(len(x), len(y)) < 2:
+        raise InputError("prompts of a batch", min(len(x), len(y)), "at least 2, for a standard error")
+    x, y = x.double(), y.double()
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    along_x, along_y = (x @ mean_y).var() / len(x), (y @ mean_x).var() / len(y)
+    return TwoBatch(float(mean_x @ mean_y), float((along_x + along_y).sqrt()), float(along_x.sqrt()))
