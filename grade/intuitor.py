@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grade.backbone import Backbone
 from grade.memory.formulas import adamw_bytes, checkpoint_bytes, rows_bytes, weights_bytes
-from grade.memory.plan import shard
+from grade.memory.plan import plan, shard
 from grade.memory.policy_step import PolicyStepConfig
 from grade.memory.shapes import ModelShape, parameter_count
 from grade.memory.trace import Trace, trace
@@ -90,38 +90,6 @@ def full_update(model: str, prompt: int, new: int, batch_size: int = 1, **option
     fixed = dict(adapter="full", base_copies=2, gradient_checkpointing=True)
     values = dict(model=model, prompt_tokens=prompt, max_new_tokens=new, batch_size=batch_size)
     return PolicyStepConfig(**fixed | values | options)
-
-
-def largest_microbatch(config: PolicyStepConfig, budget: int, gpus: int, most: int) -> tuple[int, int]:
-    """Sequences a microbatch that fit one of several GPUs, found on traces of one and two sequences.
-
-    Every tensor of a step is constant or proportional to the batch, so each phase's peak is linear in it, but for the
-    last chunk of rows; the answer is checked by a trace of its own, and lowered until it fits.
-
-    Args:
-        config: The step; its batch size does not matter.
-        budget: Bytes of one GPU.
-        gpus: GPUs that divide the weights.
-        most: Largest that is asked for.
-
-    Returns:
-        Sequences (0 if not even one fits) and the peak with them (with one, if none fits).
-    """
-
-    def peak(n: int) -> int:
-        one = config.model_copy(update={"batch_size": n})
-        return shard(trace(one), one, gpus).peak
-
-    first = peak(1)
-    if first > budget:
-        return 0, first
-    if most == 1:
-        return 1, first
-    slope = max(peak(2) - first, 1)
-    n = max(1, min(most, 1 + (budget - first) // slope))
-    while n > 1 and (found := peak(n)) > budget:
-        n -= 1
-    return n, found if n > 1 else first
 
 
 @torch.no_grad()
@@ -236,13 +204,19 @@ def settings_fit(model: str, prompt: int, responses: tuple[int, int], gpus: int,
     Returns:
         Columns setting, logits, needed (sequences of a GPU without microbatches), fits (at most ``needed``), peak_gb.
     """
+
+    def share(config: PolicyStepConfig) -> Trace:
+        return shard(trace(config), config, gpus)
+
     rows = []
     for setting, (needed, which) in SETTINGS.items():
         for logits in ("dense", "chunked"):
             kind = "all" if logits == "dense" else logits
             config = full_update(model, prompt, responses[which], logits=kind, self_certainty=True)
-            n, peak = largest_microbatch(config, budget, gpus, needed)
-            rows.append(dict(setting=setting, logits=logits, needed=needed, fits=n, peak_gb=peak / 1e9))
+            (fit,) = plan(config, budget, quantities=("batch_size",), tracer=share, most=needed)
+            rows.append(
+                dict(setting=setting, logits=logits, needed=needed, fits=fit.value or 0, peak_gb=fit.peak / 1e9)
+            )
     return pd.DataFrame(rows)
 
 

@@ -87,13 +87,12 @@ def test_raising_one_logit_moves_the_right_value_and_not_the_documents():
     assert sweep.document.iloc[-1] - sweep.document.iloc[0] == pytest.approx((35 - 8.9) / 149, rel=0.1)
 
 
-def test_the_largest_microbatch_is_the_largest():
-    config = intuitor.full_update("tiny", 32, 64, logits="all")
-    peaks = [intuitor.shard(intuitor.trace(c), c, 2).peak for c in (config.model_copy(update={"batch_size": n})
-                                                                   for n in (1, 2, 3, 4))]  # fmt: skip
-    assert intuitor.largest_microbatch(config, peaks[2] + 5, 2, 8) == (3, peaks[2])
-    assert intuitor.largest_microbatch(config, peaks[0] - 1, 2, 8) == (0, peaks[0])
-    assert intuitor.largest_microbatch(config, 10**12, 2, 4) == (4, peaks[3])
+def test_settings_are_answered_by_the_planner():
+    table = intuitor.settings_fit("tiny", 32, (64, 64), 2, 10**12)
+    assert table.fits.tolist() == table.needed.tolist() == [8, 8, 32, 32]
+    small = intuitor.full_update("tiny", 32, 64, batch_size=2, logits="all", self_certainty=True)
+    budget = intuitor.shard(intuitor.trace(small), small, 2).peak
+    assert intuitor.settings_fit("tiny", 32, (64, 64), 2, budget).fits.iloc[0] == 2
 
 
 CACHING = {

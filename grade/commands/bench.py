@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from grade.commands.options import add_config_options
-from grade.memory.bench import BenchConfig, bench_figures, compare, standard_steps
+from grade.memory.bench import BenchConfig, bench_figures, compare, require_device, standard_steps
 from grade.results import environment, replacing, write_metrics
 
 
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure the standard list of configurations."""
     config, about = BenchConfig.load(args.config, args.set), environment()
+    require_device(args.device)
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
     target = Path(args.output or f"outputs/{name}/memory.json")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -88,6 +88,16 @@ TRACED = {
 """Steps whose traces are timed."""
 
 
+def require_device(device: str) -> None:
+    """Refuse a device that is not there, before anything is traced.
+
+    Raises:
+        InputError: If there is no such device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device", device, "cpu: this machine has no CUDA device")
+
+
 def measure(config: TracedConfig, device: str = "cpu", snapshot: str | Path | None = None) -> dict[str, Any]:
     """Run a step for real and report its peak: on CUDA that of a second one, as the first makes what is made once.
 
@@ -103,8 +113,7 @@ def measure(config: TracedConfig, device: str = "cpu", snapshot: str | Path | No
     Raises:
         InputError: If there is no such device.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", device, "cpu: this machine has no CUDA device")
+    require_device(device)
     if device == "cuda":
         return _measure_cuda(config, snapshot)
     step = config.make_step(*config.build(model_config(config.model), device))

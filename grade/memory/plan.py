@@ -1,4 +1,4 @@
-"""What fits a budget, and which single change saves most: bisection and comparison over traces."""
+"""What fits a budget, and which single change saves most: a search and comparisons over traces."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _unit_bytes(config: TracedConfig) -> tuple[int, int]:
 
 def plan(
     config: TracedConfig, budget: int, overhead: int = 0, quantities: tuple[Quantity, ...] = get_args(Quantity),
-    tracer: Callable[[TracedConfig], Trace] = trace,
+    tracer: Callable[[TracedConfig], Trace] = trace, most: int = LARGEST,
 ) -> list[Fit]:  # fmt: skip
     """The largest batch, completion length and hops that fit, each with everything else as configured.
 
@@ -127,6 +127,7 @@ def plan(
         budget: Bytes.
         overhead: Bytes that the trace leaves out (context, fragmentation), subtracted from the budget.
         quantities: What to vary. Hops cost time, not memory: they fit up to T - 1 or not at all.
+        most: Largest batch that is asked for.
         tracer: How a configuration becomes a trace.
 
     Returns:
@@ -143,7 +144,7 @@ def plan(
         raise InputError("fits", f"{budget} bytes", f"at least {fixed + overhead} bytes: weights, adapter, optimizer")
     context = getattr(model_config(config.model), "max_position_embeddings", None) or LARGEST
     limits = {
-        "batch_size": LARGEST,
+        "batch_size": most,
         "max_new_tokens": min(LARGEST, context - config.prompt_tokens),
         "hops": max(config.max_new_tokens - 1, 0),
     }
@@ -163,30 +164,27 @@ def changed(config: TracedConfig, **values: Any) -> TracedConfig:
 def _largest(
     config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer: Callable[[TracedConfig], Trace]
 ) -> tuple[int | None, int]:
-    """Largest value in [low, high] whose peak is at most ``room``; peaks grow with the value."""
+    """Largest value in [low, high] whose peak is at most ``room``; peaks grow with the value, and nearly on a line.
 
-    def peak(value: int) -> int:
-        return tracer(changed(config, **{quantity: value})).peak
-
-    best = peak(low)
-    if best > room:
-        return None, best
-    good, step = low, max(1, low)
-    while good < high:  # double until it does not fit
-        value = min(good + step, high)
-        new = peak(value)
-        if new > room:
-            high = value - 1
-            break
-        good, best, step = value, new, 2 * step
-    while good < high:
-        value = (good + high + 1) // 2
-        new = peak(value)
-        if new <= room:
-            good, best = value, new
+    So each trial is where the line through two known points meets the budget; every third bisects, in case it bends.
+    """
+    known = {low: tracer(changed(config, **{quantity: low})).peak}
+    if known[low] > room:
+        return None, known[low]
+    good, bad, before, trial = low, high + 1, low, low + 1  # the largest that fits, the smallest that does not
+    while bad - good > 1:
+        known[trial] = tracer(changed(config, **{quantity: trial})).peak
+        if known[trial] <= room:
+            before, good = good, trial
         else:
-            high = value - 1
-    return good, best
+            bad = trial
+        other = bad if bad in known else before
+        slope = (known[other] - known[good]) / (other - good)
+        guess = int(good + (room - known[good]) / slope) if slope > 0 else bad - 1
+        if bad in known and len(known) % 3 == 0:
+            guess = (good + bad) // 2
+        trial = min(max(guess, good + 1), bad - 1)
+    return good, known[good]
 
 
 def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig], Trace] = trace) -> list[Change]:
