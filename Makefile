@@ -34,12 +34,15 @@ full: env ## the published figures: hours on two cores; can be interrupted and r
 h100: env ## Qwen3-4B from the hub, on one GPU of 80 GB
 	$(BIN)/python -m grade.pipeline h100
 
-# The pinned environment is complete, so nothing in a test may reach for the model hub.
+# The pinned environment is complete, so nothing in a test may reach for the model hub. Tests run beside each other, file
+# by file, on one thread each: tensors are small, and two processes that each spin on two threads wait for each other.
 test: export HF_HUB_OFFLINE := 1
+test: export OMP_NUM_THREADS := 1
 test: env ## lint, unit tests, doctests, notebooks, then the smoke pipeline
 	$(BIN)/ruff check .
 	find notebooks -maxdepth 1 -name '*.ipynb' -exec $(BIN)/nbstripout --verify {} +
-	$(BIN)/python -m pytest tests grade --doctest-modules notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=300
+	$(BIN)/python -m pytest tests grade --doctest-modules notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
+		--numprocesses=auto --maxprocesses=4 --dist=loadfile
 	$(MAKE) --no-print-directory smoke
 
 lab: env ## JupyterLab on the notebooks

@@ -79,6 +79,12 @@ def test_closed_forms_against_a_trace():
     assert scores.bytes.item() == -(-exact // 512) * 512
 
 
+def test_dense_logits_are_the_largest_tensors_and_as_large_as_the_formula_says():
+    found = trace(PolicyStepConfig(**CODER, logits="completion", reference=False))
+    logits = [t for t in found.largest if t.category == "logits"]
+    assert logits[0].nbytes == formulas.rows_bytes(2, 32, SHAPE.vocab) == found.largest[0].nbytes
+
+
 def test_a_checkpointed_layer_keeps_its_input_alone():
     config, kept = PolicyStepConfig(**CODER, gradient_checkpointing=True, reference=False), []
     for layers in (2, 3):

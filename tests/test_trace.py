@@ -188,6 +188,10 @@ def test_code_that_reads_values_is_named():
 
     with pytest.raises(InputError, match=r"x\[x > 0\]"), _untraceable_lines_named(), FakeTensorMode():
         Reads()(torch.ones(3))
+    with pytest.raises(InputError, match=r"x\[x > 0\]"), _untraceable_lines_named():
+        Reads()(torch.ones(3, device="meta"))
+    with pytest.raises(ZeroDivisionError), _untraceable_lines_named():  # any other error stays what it is
+        1 / 0  # noqa: B018
 
 
 def test_reports_say_the_same_to_people_and_programs():
