@@ -38,12 +38,13 @@ h100: env ## Qwen3-4B from the hub, on one GPU of 80 GB
 # by file, on one thread each: tensors are small, and two processes that each spin on two threads wait for each other.
 test: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS := 1
-test: env ## lint, unit tests, doctests, notebooks, then the smoke pipeline
+test: env ## lint, unit tests, doctests, notebooks, and the smoke pipeline beside them
 	$(BIN)/ruff check .
 	find notebooks -maxdepth 1 -name '*.ipynb' -exec $(BIN)/nbstripout --verify {} +
+	@mkdir -p .workspaces && $(MAKE) --no-print-directory smoke > .workspaces/smoke.log 2>&1 & smoke=$$!; \
 	$(BIN)/python -m pytest tests grade --doctest-modules notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
-		--numprocesses=auto --maxprocesses=4 --dist=loadfile
-	$(MAKE) --no-print-directory smoke
+		--numprocesses=auto --maxprocesses=4 --dist=loadfile; tests=$$?; \
+	wait $$smoke; smoke=$$?; cat .workspaces/smoke.log; exit $$((tests || smoke))
 
 lab: env ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks

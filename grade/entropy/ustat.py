@@ -53,6 +53,7 @@ def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
     Raises:
         InputError: If shapes differ or B < 2.
 
+    >>> import torch
     >>> x, y = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[1.0], [0.0], [3.0]])
     >>> u_statistic(x, y).value                    # mean of 1*0, 1*3, 2*1, 2*3, 4*1, 4*0
     2.5
@@ -122,6 +123,7 @@ def two_batch(x: Tensor, y: Tensor) -> TwoBatch:
     Raises:
         InputError: If the widths differ or a batch has fewer than two prompts.
 
+    >>> import torch
     >>> two_batch(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]]))   # 2 * 2; X: var 2, times 4, over 2
     TwoBatch(value=4.0, stderr=2.0, stderr_given_y=2.0)
     """
