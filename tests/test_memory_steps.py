@@ -1,5 +1,7 @@
 """Policy-gradient steps, closed forms and shards against traces, real runs and hand arithmetic."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -146,13 +148,20 @@ def test_traces_in_two_processes_are_the_same():
 def test_a_gpu_s_attention_keeps_no_scores(masked, dtype):
     q = torch.empty(2, 4, 40, 16, dtype=dtype, device="meta", requires_grad=True)
     mask = torch.empty(2, 1, 40, 40, dtype=torch.bool, device="meta") if masked else None
-    saved = []
-    with (
-        kernels_of("cuda"),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t),
-    ):
+    sizes = {}
+    for name, kernels in (("fused", kernels_of("cuda")), ("unfused", contextlib.nullcontext())):
+        saved = sizes.setdefault(name, [])
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t
+        )
+        with kernels, hooks:
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        assert out.shape == q.shape
+    scores = 2 * 4 * 40 * 40 * dtype.itemsize
+    # The mask's storage, padded, is [2, 1, 40, 48]: smaller than scores of four heads.
+    assert max(sizes["fused"]) < scores <= max(sizes["unfused"])
+    with kernels_of("cuda"):
         out = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    assert out.shape == q.shape and torch.Size([2, 4, 40, 40]) not in [s for s in saved if not masked]
     out.sum().backward()
     assert q.grad.shape == q.shape
     assert torch.nn.functional.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"

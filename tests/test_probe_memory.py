@@ -63,7 +63,7 @@ def test_narrow_logits_and_missing_masks_are_measured():
     prompts = PromptBatch(make_prompts().ids.clamp_min(3), torch.ones_like(make_prompts().ids))
     ids = torch.randint(3, 23, (3, 4), generator=torch.Generator().manual_seed(0))
     error = narrow_log_probability_error(backbone, prompts, ids)
-    assert 1e-4 < error["token_max"] <= error["sequence_max"] * 4
+    assert 1e-4 < error["token_max"] and 0 < error["sequence_max"] <= 4 * error["token_max"]  # 4 tokens
     assert missing_mask_error(backbone, prompts, ids, padding=0) < 1e-5 < missing_mask_error(backbone, prompts, ids, 3)
 
 
