@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from grade.backbone import Backbone
+from grade.checkpoint import Checkpoint
 from grade.engines import GradientStep, Objective
 from grade.engines.base import sequence_mean
 from grade.errors import InputError
@@ -61,12 +62,14 @@ class RunResult:
         before: Evaluation of the untrained policy.
         after: Evaluation of the trained policy.
         seconds: Training time without evaluations.
+        checkpoints: Adapter and optimizer state by step, the last step's included.
     """
 
     history: list[dict[str, Any]] = field(default_factory=list)
     before: Evaluation | None = None
     after: Evaluation | None = None
     seconds: float = 0.0
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
 
 
 def load_task(config: TrainConfig, device: str | torch.device, adapter: str | None = None) -> Task:
@@ -98,7 +101,7 @@ def load_task(config: TrainConfig, device: str | torch.device, adapter: str | No
 
 
 def train(config: TrainConfig, output_dir: str | Path, log: Callable[[str], None] = print) -> RunResult:
-    """Train one policy and write ``adapter/``, ``history.csv``, ``metrics.json`` and ``samples.json``.
+    """Train one policy and write ``adapter/``, ``checkpoints/``, ``history.csv``, ``metrics.json``, ``samples.json``.
 
     Results appear in ``output_dir`` only when the run is complete.
 
@@ -153,6 +156,8 @@ def run_training(config: TrainConfig, task: Task, accelerator: Accelerator, log:
         warmup.step()
         row["train/seconds"] = time.perf_counter() - start
         result.seconds += row["train/seconds"]
+        if step == config.max_steps or (config.checkpoint_every and step % config.checkpoint_every == 0):
+            result.checkpoints[step] = Checkpoint.of(backbone, optimizer)
         samples = step * config.batch_size * config.gradient_accumulation_steps * accelerator.num_processes
         row = {"step": step, "samples": samples, "seconds": result.seconds, **row}
         if step == config.max_steps:
@@ -251,7 +256,10 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
     staging = output.with_name(output.name + ".partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    task.backbone.save_adapter(staging / "adapter")
+    for step, checkpoint in result.checkpoints.items():
+        last = step == config.max_steps
+        checkpoint.save(task.backbone, staging / ("adapter" if last else f"checkpoints/step-{step}"))
+    (staging / "checkpoints").mkdir(exist_ok=True)
     write_history(staging / "history.csv", result.history)
     write_metrics(staging / "metrics.json", run_metrics(config, result, task.backbone))
     (staging / "samples.json").write_text(json.dumps(_samples(config, result), indent=1) + "\n", encoding="utf-8")

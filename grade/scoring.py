@@ -73,12 +73,23 @@ def score(
         raise InputError("completions", f"{list(ids.shape)} and {list(mask.shape)}", allowed)
     if not 0 < temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number above 0")
-    hidden = predicting_hidden(backbone, prompts, ids).flatten(0, 1)  # [BT, D]
-    found = {}
+    return score_hidden(backbone, predicting_hidden(backbone, prompts, ids), ids, mask, what, temperature)
+
+
+def score_hidden(
+    backbone: Backbone,
+    hidden: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    what: tuple[Score, ...] = ("logps",),
+    temperature: float = 1.0,
+) -> Scores:
+    """Scores of completions whose `predicting_hidden` [B, T, D] is there already; arguments as of `score`."""
+    rows, found = hidden.flatten(0, 1), {}
     if "logps" in what:
-        found["logps"] = token_logps(backbone.head, hidden, ids.flatten(), temperature)
+        found["logps"] = token_logps(backbone.head, rows, ids.flatten(), temperature)
     if "entropy" in what:
-        found["entropy"] = entropy(backbone.head, hidden, temperature)
+        found["entropy"] = entropy(backbone.head, rows, temperature)
     if "self_certainty" in what:
-        found["self_certainty"] = self_certainty(backbone.head, hidden, temperature)
+        found["self_certainty"] = self_certainty(backbone.head, rows, temperature)
     return Scores(**{name: values.view(mask.shape) * mask for name, values in found.items()})

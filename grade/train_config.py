@@ -61,6 +61,7 @@ class TrainConfig(Config):
     final_eval_prompts: int = Field(256, ge=2, description="held-out prompts before and after training")
     kl_eval_prompts: int = Field(64, ge=2, description="of those, prompts on which KL is computed")
     eval_batch_size: int = Field(64, ge=1, description="prompts sampled at once in an evaluation")
+    checkpoint_every: int = Field(0, ge=0, description="keep adapter and optimizer every so many steps; 0 = never")
     samples: int = Field(8, ge=0, description="completions before and after that are kept as text")
     trackers: list[Tracker] = Field([], description="experiment trackers to log to, besides the files")
 

@@ -5,6 +5,7 @@ import json
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from grade.cli import COMMANDS, main
 from grade.results import read_metrics
@@ -46,12 +47,14 @@ def train(project, output, *extra):
 @pytest.fixture(scope="module")
 def trained(project, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "ste"
-    assert train(project, output, "--method", "ste") == 0
+    assert train(project, output, "--method", "ste", "--set", "checkpoint_every=2") == 0
     return output
 
 
 def test_train_writes_adapter_history_metrics_and_samples(trained):
-    assert sorted(p.name for p in trained.iterdir()) == ["adapter", "history.csv", "metrics.json", "samples.json"]
+    assert sorted(p.name for p in trained.iterdir()) == [
+        "adapter", "checkpoints", "history.csv", "metrics.json", "samples.json"]  # fmt: skip
+    assert [p.name for p in (trained / "checkpoints").iterdir()] == ["step-2"]
     history = pd.read_csv(trained / "history.csv")
     assert history.step.tolist() == [0, 1, 2, 3] and history.samples.tolist() == [0, 4, 8, 12]
     names = ["reward", "kl", "loss", "tau", "grad_norm", "residual", "seconds"]
@@ -75,9 +78,30 @@ def test_probe_writes_a_report_and_refuses_a_state_that_does_not_fit(project, tr
     assert "predicted change" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["figures"]["samples"] == 6 and report["config"]["batch_config"]["G"] == 3
-    torch.save({"state": {}, "param_groups": []}, tmp_path / "state.pt")
-    assert main(["probe", *options, "--optimizer-state", str(tmp_path / "state.pt")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert report["figures"]["delta_h1_momentum"] != 0  # optimizer.pt beside the adapter was taken
+    follow = ["--set", f"follow=[{project / 'train.yaml'}]"]
+    assert main(["probe", *options, *follow]) == 0
+    other = json.loads((tmp_path / "report.json").read_text())["figures"]
+    assert other["delta_h1_momentum"] == pytest.approx(report["figures"]["delta_h1_momentum"], rel=0.5)
+    assert other["delta_h1_gradient"] != report["figures"]["delta_h1_gradient"] and "delta_h1_ascent" not in other
+    capsys.readouterr()
+    other_shape = torch.load(trained / "adapter" / "optimizer.pt", weights_only=True)
+    other_shape["state"][0]["exp_avg"] = torch.ones(1)
+    for state in ({"state": {}, "param_groups": []}, other_shape, [1]):
+        torch.save(state, tmp_path / "state.pt")
+        assert main(["probe", *options, "--optimizer-state", str(tmp_path / "state.pt")]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_checkpoint_is_the_run_that_ended_there(project, trained, tmp_path):
+    """Adapter and moments of step 2 of 3 equal those of a run of 2 steps."""
+    assert train(project, tmp_path / "short", "--method", "ste", "--set", "max_steps=2") == 0
+    folders = (trained / "checkpoints" / "step-2", tmp_path / "short" / "adapter")
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+    states = [torch.load(folder / "optimizer.pt", weights_only=True)["state"] for folder in folders]
+    assert all(torch.equal(states[0][i][k], states[1][i][k]) for i in states[0] for k in states[0][i])
+    assert states[0][0]["step"] == 2
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained, tmp_path):

@@ -18,10 +18,11 @@ from grade.entropy.exact import (
     moved,
 )
 from grade.entropy.forward import directional
+from grade.entropy.functional import scores_at
 from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps, trained_parameters
 from grade.entropy.samples import Samples, draw
-from grade.entropy.snis import reweighted_change
-from grade.entropy.update import adamw_update
+from grade.entropy.snis import relative_error, reweighted_change
+from grade.entropy.update import adamw_update, preconditioner
 from grade.entropy.ustat import blocks, two_batch, u_statistic
 from grade.errors import InputError
 from grade.prompts import PromptBatch
@@ -335,3 +336,68 @@ def test_trained_weights_of_the_base_are_refused_by_rule():
     assert len(trained_parameters(backbone, allow_full=True)) > 0
     with pytest.raises(InputError, match="none"):
         trained_parameters(make_backbone(tiny_config(vocab_size=V)).requires_grad_(False))
+
+
+# --- the policy at other parameters ---
+
+
+def test_scores_at_a_vector_are_those_of_a_policy_moved_there():
+    backbone = tiny()
+    samples, v = drawn(backbone), direction(backbone)
+    before = [p.detach().clone() for p in backbone.parameters()]
+    found, here = scores_at(backbone, samples, v, 0.1, microbatch=5), scores_at(backbone, samples)
+    assert all(torch.equal(p, q) for p, q in zip(before, backbone.parameters(), strict=True))
+    torch.testing.assert_close(here.logps, sequence_logps(backbone, samples))
+    with moved(backbone, v, 0.1):
+        wanted = scores_at(backbone, samples)
+    torch.testing.assert_close(found.logps, wanted.logps, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.entropies, wanted.entropies, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(found.logps, here.logps)
+    with pytest.raises(InputError, match="update vector"):
+        scores_at(backbone, samples, v[1:])
+
+
+def test_forward_mode_per_token_is_the_derivative_of_the_quotient():
+    """dH_tok against a central difference of E[sum H] / E[L] by enumeration; 4 standard errors, n = 4 x 4,000."""
+    backbone = tiny()
+    v = direction(backbone)
+    samples = draw(backbone, prompts(4), 4000, T, torch.Generator().manual_seed(0), microbatch=4000)
+    values = directional(backbone, samples, v, 4000).per_token(samples.mask)
+
+    def per_token(eta):
+        with torch.no_grad(), moved(backbone, v, eta):
+            logps = completion_logps(backbone, prompts(4), T)
+        _, mask = every_completion(V, T, (2,))
+        return float(-(logps.exp() * logps).sum() / (logps.exp() * mask.sum(1)).sum())
+
+    exact = (per_token(1e-4) - per_token(-1e-4)) / 2e-4
+    stderr = float(values.std() / values.numel() ** 0.5)
+    assert float(values.mean()) == pytest.approx(exact, abs=4 * stderr)
+    assert stderr < 0.1 * abs(exact)  # else the bound would say nothing
+    without = directional(backbone, samples, v, 4000).per_sequence().mean() / samples.mask.sum(-1).double().mean()
+    assert abs(float(without) - exact) > 8 * stderr  # the denominator moves too
+
+
+def test_relative_error_is_the_ratio_and_its_jackknife():
+    old_logps, new_logps = torch.zeros(4, 1), torch.zeros(4, 1)  # weights 1: the change is a mean of differences
+    old, new = torch.zeros(4, 1), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    predicted = torch.tensor([1.5, 2.0, 3.0, 4.0])
+    value, stderr = relative_error(predicted, old_logps, new_logps, old, new)
+    assert value == pytest.approx(10.5 / 10 - 1)
+    without = [9 / 9, 8.5 / 8, 7.5 / 7, 6.5 / 6]
+    mean = sum(without) / 4
+    assert stderr == pytest.approx(math.sqrt(3 / 4 * sum((w - mean) ** 2 for w in without)))
+    with pytest.raises(InputError, match="prompts"):
+        relative_error(predicted[:2], old_logps[:2], new_logps[:2], old[:2], new[:2])
+
+
+def test_the_preconditioner_is_what_a_gradient_is_multiplied_by():
+    """A step's gradient part for a gradient too small to change the second moment, by hand."""
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    assert preconditioner(optimizer, [parameter]) is None
+    parameter.grad = torch.tensor([3.0, -0.5], dtype=torch.float64)
+    optimizer.step()
+    # After one step v' = 0.001 g^2 and the correction is 0.001: P = 1 / (|g| + eps).
+    expected = 1 / (torch.tensor([3.0, 0.5], dtype=torch.float64) + 1e-8)
+    torch.testing.assert_close(preconditioner(optimizer, [parameter]), expected, rtol=1e-9, atol=0)

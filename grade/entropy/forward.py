@@ -6,7 +6,9 @@ over the vocabulary, sampled only over prefixes), ``H = E sum_t H_t`` and
     dH[v] = E sum_t ( dH_t[v] + (G_t - b_t) d log pi(y_t)[v] ),   G_t = sum_{k > t} H_k
 
 d.[v] is a directional derivative, had as a Jacobian-vector product of one forward pass. The baseline b_t does not
-depend on y_t.
+depend on y_t. Per token, ``H_tok = E sum_t H_t / E L`` with L a completion's length, and by the quotient rule
+
+    dH_tok[v] = ( dH[v] - H_tok dE[L][v] ) / E L,   dE[L][v] = E sum_t (L - t - c_t) d log pi(y_t)[v]
 """
 
 from __future__ import annotations
@@ -15,16 +17,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as fwd
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from grade.backbone import Backbone
-from grade.entropy.gradients import trained_parameters
+from grade.entropy.functional import HiddenStates, split_vector
 from grade.entropy.samples import Samples
 from grade.errors import InputError
-from grade.prompts import PromptBatch
-from grade.scoring import predicting_hidden
 
 ROWS = 64
 """Rows of logits, with their tangents, that exist at once."""
@@ -51,26 +51,30 @@ class Directional:
             baseline: b_t [B, G, T]; default: the leave-one-out mean of G_t over the prompt's other completions, or 0
                 if there is only one.
         """
-        to_go = self.entropies.flip(-1).cumsum(-1).flip(-1) - self.entropies
-        if baseline is None:
-            group = to_go.shape[1]
-            others = (to_go.sum(1, keepdim=True) - to_go) / max(group - 1, 1)
-            baseline = others if group > 1 else torch.zeros_like(to_go)
-        return (self.d_entropies + (to_go - baseline) * self.d_logps).sum(-1)
+        later = _later(self.entropies)
+        baseline = _others(later) if baseline is None else baseline
+        return (self.d_entropies + (later - baseline) * self.d_logps).sum(-1)
+
+    def per_token(self, mask: Tensor) -> Tensor:
+        """Each sample's part [B, G] of ``dH_tok[v]``, which is their mean.
+
+        Args:
+            mask: Of the samples [B, G, T].
+        """
+        mask = mask.double()
+        later, length = _later(mask), mask.sum() / mask[..., 0].numel()
+        d_length = ((later - _others(later)) * self.d_logps).sum(-1)
+        return (self.per_sequence() - self.entropies.sum() / mask.sum() * d_length) / length
 
 
-class _Hidden(nn.Module):
-    """`predicting_hidden` as a module whose parameters can be exchanged."""
+def _later(values: Tensor) -> Tensor:
+    """Sum over the tokens after each [.., T]."""
+    return values.flip(-1).cumsum(-1).flip(-1) - values
 
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__()
-        self.model = backbone.model
-        # Out of sight: a backbone has its decoder under two names, and `functional_call`, which puts every name's
-        # parameter back, would leave the exchanged ones in a module that it sees twice.
-        self.out_of_sight = (backbone,)
 
-    def forward(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
-        return predicting_hidden(self.out_of_sight[0], prompts, ids)
+def _others(values: Tensor) -> Tensor:
+    """Mean over the prompt's other completions, 0 if there is none: a baseline that is independent of the token."""
+    return (values.sum(1, keepdim=True) - values) / max(values.shape[1] - 1, 1)
 
 
 @torch.no_grad()
@@ -89,19 +93,17 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
         The terms.
 
     Raises:
-        InputError: If the vector does not fit.
+        InputError: If the vector does not fit, or the attention has no forward mode.
     """
-    parameters = trained_parameters(backbone)
-    size = sum(p.numel() for p in parameters)
-    if vector.shape != (size,):
-        raise InputError("update vector", list(vector.shape), f"[{size}], one number for each trained parameter")
-    parts = vector.split([p.numel() for p in parameters])
-    tangents = {id(p): part.view_as(p).to(p) for p, part in zip(parameters, parts, strict=True)}
-    module, found = _Hidden(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
-    names = {name: p for name, p in module.named_parameters() if id(p) in tangents}
+    implementation = backbone.model.config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise InputError("attention", implementation, "sdpa or eager: no other has a forward mode")
+    module, found = HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
+    tangents = zip(module.trained().items(), split_vector(backbone, vector), strict=True)
+    pairs = {name: (p.detach(), tangent) for (name, p), tangent in tangents}
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
         with fwd.dual_level(), sdpa_kernel(SDPBackend.MATH):
-            dual = {name: fwd.make_dual(p.detach(), tangents[id(p)]) for name, p in names.items()}
+            dual = {name: fwd.make_dual(*pair) for name, pair in pairs.items()}
             hidden = functional_call(module, dual, (prompts, ids)).flatten(0, 1)
             terms = [_row_terms(backbone, h, i, samples.temperature)
                      for h, i in zip(hidden.split(ROWS), ids.flatten().split(ROWS), strict=True)]  # fmt: skip

@@ -1,9 +1,7 @@
 """The probe: sample, predict how the coming optimizer step will move the entropy, and check it.
 
 `EntropyProbe.run` leaves policy and optimizer as they were, bit by bit: the update is a vector, and the policy after it
-is visited by adding the vector and restoring the parameters.
-
-Left out: resampling where the effective sample size is low (the report says that it is low).
+is visited by exchanged parameters, or by a real step that is undone.
 """
 
 from __future__ import annotations
@@ -11,115 +9,38 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from grade.backbone import Backbone
-from grade.config import Config
 from grade.entropy.exact import moved
-from grade.entropy.forward import directional
-from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps, trained_parameters
+from grade.entropy.forward import Directional, directional
+from grade.entropy.functional import SampleScores, scores_at, split_vector
+from grade.entropy.gradients import entropy_coefficients, prompt_gradients, trained_parameters
+from grade.entropy.report import ProbeReport
 from grade.entropy.samples import Samples, draw
-from grade.entropy.snis import reweighted_change
-from grade.entropy.update import UpdateVector, adamw_update
-from grade.entropy.ustat import two_batch, u_statistic
+from grade.entropy.settings import ProbeConfig
+from grade.entropy.snis import Reweighted, relative_error, reweighted_change
+from grade.entropy.step import Snapshot, stepped
+from grade.entropy.update import UpdateVector, adamw_update, preconditioner
+from grade.entropy.ustat import blocks, two_batch, u_statistic
 from grade.errors import InputError
 from grade.memory.tracker import MemoryTracker
 from grade.prompts import PromptBatch
 
 Reward = Callable[[PromptBatch, Tensor, Tensor], Tensor]
 """Rewards [n] of completions ids [n, T], mask [n, T] to prompts [n, P]."""
-
-
-class BatchConfig(Config):
-    """Samples."""
-
-    B: int = Field(8, ge=2, description="prompts of the evaluation batch, and as many of the update batch")
-    G: int = Field(8, ge=2, description="completions of a prompt")
-
-
-class GenerationConfig(Config):
-    """Sampling."""
-
-    max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probabilities are taken at the same")
-
-
-class MemoryConfig(Config):
-    """Microbatches."""
-
-    teacher_force_microbatch_size: int = Field(2, ge=1, description="completions whose graph exists at once")
-    importance_microbatch_size: int = Field(16, ge=1, description="completions scored at once without gradient")
-    profile_memory: bool = Field(False, description="report the peak of live bytes of each phase")
-
-
-class ImportanceConfig(Config):
-    """Importance sampling."""
-
-    clip: float = Field(0.0, ge=0, description="cut weights above this many times their mean; 0 = never")
-    ess_threshold: float = Field(0.5, ge=0, le=1, description="warn below this share of the samples")
-
-
-class ProbeConfig(Config):
-    """Everything that a probe can be told."""
-
-    batch_config: BatchConfig = Field(BatchConfig(), description="samples")
-    generation: GenerationConfig = Field(GenerationConfig(), description="sampling")
-    memory_config: MemoryConfig = Field(MemoryConfig(), description="microbatches")
-    importance_sampling: ImportanceConfig = Field(ImportanceConfig(), description="importance sampling")
-    max_grad_norm: float = Field(1.0, ge=0, description="the update's gradient is clipped to this norm; 0 = never")
-    seed: int = Field(0, ge=0, description="seed of the samples")
-
-
-@dataclass(frozen=True)
-class ProbeReport:
-    """What a probe found; entropies in nats per completion, standard errors over prompts.
-
-    Attributes:
-        figures: Plain numbers by name.
-        warnings: What makes them less than they seem.
-        modules: Each module's part of the predicted change; they sum to ``delta_h1``.
-        sequences: Each evaluation sample's part [B, G]; their mean is ``delta_h1_forward``.
-    """
-
-    figures: dict[str, float]
-    warnings: list[str]
-    modules: dict[str, float]
-    sequences: Tensor
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for ``report.json``."""
-        return {
-            "figures": self.figures, "warnings": self.warnings, "modules": self.modules,
-            "sequences": self.sequences.tolist(),
-        }  # fmt: skip
-
-    def as_text(self) -> str:
-        """The summary that ``python -m grade probe`` prints."""
-        f = self.figures
-        lines = [
-            f"entropy {f['entropy']:.4g} nats a completion ({f['entropy_per_token']:.4g} a token)",
-            f"predicted change {f['delta_h1']:+.4g} +- {f['delta_h1_stderr']:.2g} (gradients), "
-            f"{f['delta_h1_forward']:+.4g} +- {f['delta_h1_forward_stderr']:.2g} (forward mode)",
-            f"true change      {f['delta_h']:+.4g} +- {f['delta_h_stderr']:.2g} (importance sampling, effective sample "
-            f"size {f['ess']:.0f} of {f['samples']:.0f})",
-            f"of the predicted change: momentum {f['delta_h1_momentum']:+.3g}, gradient {f['delta_h1_gradient']:+.3g}, "
-            f"weight decay {f['delta_h1_decay']:+.3g}",
-        ]
-        largest = sorted(self.modules.items(), key=lambda item: -abs(item[1]))[:5]
-        lines += ["largest parts", *(f"  {value:+.3g}  {name}" for name, value in largest)]
-        return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
+Gradient = Callable[[PromptBatch, torch.Generator], None]
+"""Adds the gradient of a loss on the update's prompts to the parameters' ``.grad``: a training step of this library."""
 
 
 class EntropyProbe:
     """Predicts and verifies the entropy change of an optimizer's coming step.
 
-    The step is AdamW's on the group-relative policy gradient of the update batch, ``A = R - mean_g R``, each completion
-    weighted by ``A / (G T)``: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+    The step is AdamW's on a gradient of the update batch. By default that is the group-relative policy gradient
+    ``A = R - mean_g R``, each completion weighted by ``A / (G T)``: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+    RLOO's weights are ``A / (G - 1)`` (Ahmadian et al. 2024, arXiv:2402.14740). Any other loss is given as a function.
 
     Args:
         policy: With an adapter.
@@ -137,102 +58,160 @@ class EntropyProbe:
         self._peaks: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
-    def run(self, prompts: PromptBatch, reward: Reward) -> ProbeReport:
+    def run(
+        self, prompts: PromptBatch, reward: Reward | None = None, gradient: Gradient | None = None
+    ) -> ProbeReport:
         """Run the probe.
 
         Args:
-            prompts: At least 2 B prompts: the first B are for evaluation, the next B for the update.
-            reward: Scores completions of the update batch.
+            prompts: At least 2 B prompts: the first B are for evaluation, the next B for the update (one batch: B).
+            reward: Scores completions of the update batch, for a policy gradient.
+            gradient: The update's own loss, instead.
 
         Returns:
             The report.
 
         Raises:
-            InputError: If there are too few prompts, or a reward is not finite.
+            InputError: If there are too few prompts, both or neither of reward and gradient, or a reward is not finite.
         """
-        b = self.config.batch_config.B
-        if len(prompts) < 2 * b:
-            raise InputError("prompts", len(prompts), f"at least {2 * b}: B to evaluate on and B to update on")
+        b, one = self.config.batch_config.B, self.config.probe_config.one_batch
+        if len(prompts) < b * (2 - one):
+            allowed = f"at least {b}: B" if one else f"at least {2 * b}: B to evaluate on and B to update on"
+            raise InputError("prompts", len(prompts), allowed)
+        if (reward is None) == (gradient is None):
+            given = "neither" if reward is None else "both"
+            raise InputError("reward and gradient", given, "one of them: what the update follows")
         generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
+        size = self.config.memory_config.importance_microbatch_size
         with self._phase("sampling"):
-            evaluation, update = (self._draw(prompts, rows, generator) for rows in (slice(b), slice(b, 2 * b)))
+            evaluation = self._draw(prompts, slice(b), generator)
         with self._phase("update"):
-            y, vector, rewards = self._update(update, reward)
+            y, gradients, rewards = self._update(prompts, evaluation, reward, gradient, generator)
+            norm = self.config.max_grad_norm or None
+            parameters = trained_parameters(self.policy)
+            vector = adamw_update(self.optimizer, parameters, gradients, norm, self.allow_fresh)
         with self._phase("gradients"):
+            old = scores_at(self.policy, evaluation, microbatch=size)
             micro = self.config.memory_config.teacher_force_microbatch_size
-            old = sequence_logps(self.policy, evaluation, self.config.memory_config.importance_microbatch_size)
-            (x,) = prompt_gradients(self.policy, evaluation, [entropy_coefficients(old)], micro)
-        figures = self._predicted(x, y, vector)
+            (x,) = prompt_gradients(self.policy, evaluation, [entropy_coefficients(old.logps)], micro)
+        figures = self._predicted(x, vector) | ({} if y is None else self._ascent(x, y))
         with self._phase("forward mode"):
-            size = self.config.memory_config.importance_microbatch_size
             terms = directional(self.policy, evaluation, vector.total, size)
-        sequences = terms.per_sequence()
-        units = sequences.mean(1)
-        figures |= {
-            "delta_h1_forward": float(units.mean()),
-            "delta_h1_forward_stderr": float(units.std() / len(units) ** 0.5),
-        }
         with self._phase("importance sampling"):
-            figures |= self._true_change(evaluation, old, terms.entropies, vector.total)
-        figures |= {"reward_mean": float(rewards.mean()), "samples": old.numel(), "prompts": b}
+            figures |= self._forward(terms, evaluation)
+            figures |= self._true_change(evaluation, old, terms, vector.total, gradients)
+            sweep = [self._at_multiple(m, evaluation, old, terms, vector.total)
+                     for m in self.config.probe_config.multiples]  # fmt: skip
+        figures |= {"samples": old.logps.numel(), "prompts": b}
+        figures |= {} if rewards is None else {"reward_mean": float(rewards.mean())}
         figures |= {f"seconds/{name}": value for name, value in self._seconds.items()}
         figures |= {f"peak_bytes/{name}": value for name, value in self._peaks.items()}
-        return ProbeReport(figures, self._warnings(figures, rewards), self._by_module(x, vector.total), sequences)
+        modules = self._by_module(x, vector.total)
+        warnings, notes = self._warnings(figures, rewards), self._notes(figures)
+        return ProbeReport(figures, warnings, modules, terms.per_sequence(), notes, sweep)
 
     def _draw(self, prompts: PromptBatch, rows: slice, generator: torch.Generator) -> Samples:
         c = self.config
         some = PromptBatch(prompts.ids[rows], prompts.mask[rows])
         return draw(self.policy, some, c.batch_config.G, c.generation.max_new_tokens, generator,
-                    c.generation.temperature, c.memory_config.importance_microbatch_size)  # fmt: skip
+                    c.generation.temperature, c.batch_config.rollout_batch_size)  # fmt: skip
 
-    def _update(self, update: Samples, reward: Reward) -> tuple[Tensor, UpdateVector, Tensor]:
-        """Each prompt's ascent gradient Y_n [B, P], the optimizer's step, and rewards [B, G]."""
+    def _update(
+        self, prompts: PromptBatch, evaluation: Samples, reward: Reward | None, gradient: Gradient | None,
+        generator: torch.Generator,
+    ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:  # fmt: skip
+        """Each prompt's ascent gradient Y_n [B, P], the loss's gradient, and rewards [B, G]."""
+        b, one = self.config.batch_config.B, self.config.probe_config.one_batch
+        rows = slice(b) if one else slice(b, 2 * b)
+        parameters = trained_parameters(self.policy)
+        if gradient is not None:
+            snapshot = Snapshot.of(self.policy, self.optimizer)
+            try:
+                for p in parameters:
+                    p.grad = None
+                gradient(PromptBatch(prompts.ids[rows], prompts.mask[rows]).to(self.policy.device), generator)
+                if any(p.grad is None for p in parameters):
+                    raise InputError("gradient", "none for a trained parameter", "a function that runs backward")
+                return None, [p.grad for p in parameters], None
+            finally:
+                snapshot.restore()
+        update = evaluation if one else self._draw(prompts, rows, generator)
         size = self.config.memory_config.importance_microbatch_size
         with torch.no_grad():
             parts = [reward(*rest).cpu().double() for _, *rest in update.microbatches(size, self.policy.device)]
         rewards = torch.cat(parts).view(update.ids.shape[:2])
         if not torch.isfinite(rewards).all():
             raise InputError("reward", "NaN or infinity", "finite rewards")
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / update.ids[0].numel()
+        group, length = update.ids.shape[1:]
+        scale = {"dr_grpo": group * length, "rloo": group - 1}[self.config.probe_config.update]
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / scale
         micro = self.config.memory_config.teacher_force_microbatch_size
         (y,) = prompt_gradients(self.policy, update, [advantages], micro)
-        parameters = trained_parameters(self.policy)
-        mean = (-y.mean(0)).split([p.numel() for p in parameters])  # the loss descends
-        gradients = [part.view_as(p).to(p) for part, p in zip(mean, parameters, strict=True)]
-        norm = self.config.max_grad_norm or None
-        return y, adamw_update(self.optimizer, parameters, gradients, norm, self.allow_fresh), rewards
+        return y, split_vector(self.policy, -y.mean(0)), rewards  # the loss descends
 
-    def _predicted(self, x: Tensor, y: Tensor, vector: UpdateVector) -> dict[str, float]:
-        """``delta H1 = grad H . delta theta = -mean_n X_n . delta theta``; by parts; and plain ascent's, two ways."""
+    def _predicted(self, x: Tensor, vector: UpdateVector) -> dict[str, float]:
+        """``delta H1 = grad H . delta theta = -mean_n X_n . delta theta``, and by parts of the step."""
         along = -(x.double() @ vector.total.double().cpu())
         parts = {n: -float(x.double().mean(0) @ getattr(vector, n).double().cpu())
                  for n in ("momentum", "gradient", "decay")}  # fmt: skip
-        ascent = two_batch(x, y)
-        pairs = u_statistic(x, y) if len(x) == len(y) else None
         return {
             "delta_h1": float(along.mean()),
             "delta_h1_stderr": float(along.std() / len(along) ** 0.5),
             **{f"delta_h1_{name}": value for name, value in parts.items()},
-            "ascent_slope": -ascent.value,
-            "ascent_slope_stderr": ascent.stderr,
-            **(
-                {}
-                if pairs is None
-                else {"ascent_slope_pairs": -pairs.value, "ascent_slope_pairs_stderr": pairs.plug_in}
-            ),
             "clipped": vector.clipped,
             "update_norm": float(vector.total.norm()),
         }
 
-    def _true_change(self, evaluation: Samples, old: Tensor, before: Tensor, step: Tensor) -> dict[str, float]:
-        size, clip = self.config.memory_config.importance_microbatch_size, self.config.importance_sampling.clip or None
-        with moved(self.policy, step, 1.0):
-            new = sequence_logps(self.policy, evaluation, size)
-            after = directional(self.policy, evaluation, torch.zeros_like(step), size).entropies
+    def _ascent(self, x: Tensor, y: Tensor) -> dict[str, float]:
+        """Document 003's number: ``-eta E[X] . P E[Y]``, P the optimizer's preconditioner before the step.
+
+        From independent batches the product of means; from one batch the U-statistic over pairs of prompts.
+        """
+        c = self.config
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        scale = preconditioner(self.optimizer, trained_parameters(self.policy))
+        if scale is None:
+            return {}
+        scaled = y.double() * scale.double().cpu()
+        if not c.probe_config.one_batch:
+            found = two_batch(x, scaled)
+            return {"delta_h1_ascent": -lr * found.value, "delta_h1_ascent_stderr": lr * found.stderr}
+        if c.probe_config.mode == "blocks":
+            x, scaled = (blocks(z, c.probe_config.block_size) for z in (x, scaled))
+        pairs = u_statistic(x, scaled)
+        figures = {"delta_h1_pairs": -lr * pairs.value, "delta_h1_pairs_plain": -lr * pairs.plain}
+        if c.stats_config.compute_plugin_se:
+            figures["delta_h1_pairs_plugin_stderr"] = lr * pairs.plug_in
+        if c.stats_config.compute_jackknife_se and pairs.jackknife is not None:
+            figures["delta_h1_pairs_jackknife_stderr"] = lr * pairs.jackknife
+        return figures
+
+    def _forward(self, terms: Directional, evaluation: Samples) -> dict[str, float]:
+        figures = {}
+        for name, values in (("", terms.per_sequence()), ("_per_token", terms.per_token(evaluation.mask))):
+            units = values.mean(1)
+            figures[f"delta_h1_forward{name}"] = float(units.mean())
+            figures[f"delta_h1_forward{name}_stderr"] = float(units.std() / len(units) ** 0.5)
+        return figures
+
+    def _true_change(
+        self, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor, gradients: list[Tensor]
+    ) -> dict[str, float]:
+        c = self.config
+        size, clip = c.memory_config.importance_microbatch_size, c.importance_sampling.clip or None
+        real = c.importance_sampling.step == "optimizer"
+
+        def after():
+            if real:
+                return stepped(self.policy, self.optimizer, gradients, c.max_grad_norm or None)
+            return contextlib.nullcontext()
+
+        with after():
+            new = scores_at(self.policy, evaluation, None if real else step, microbatch=size)
         lengths = evaluation.mask.sum(-1)
-        found = reweighted_change(old, new, before.sum(-1), after.sum(-1), clip=clip)
-        tokens = reweighted_change(old, new, before.sum(-1), after.sum(-1), lengths, clip)
-        return {
+        found = _reweighted(old, new, None, clip)
+        tokens = _reweighted(old, new, lengths, clip)
+        figures = {
             "entropy": found.before,
             "entropy_after": found.after,
             "delta_h": found.change,
@@ -242,8 +221,58 @@ class EntropyProbe:
             "delta_h_per_token_stderr": tokens.stderr,
             "ess": found.ess,
             "clipped_weights": found.clipped,
+            "resampled": 0.0,
             **({} if found.pareto_k is None else {"pareto_k": found.pareto_k}),
         }
+        figures |= self._relative_error(old, new, terms.per_sequence().mean(1), clip)
+        if self._low(found.ess, old) and c.importance_sampling.resample_on_low_ess:
+            with after() if real else moved(self.policy, step, 1.0):
+                figures |= self._sampled_anew(evaluation, old)
+        return figures
+
+    def _sampled_anew(self, evaluation: Samples, old: SampleScores) -> dict[str, float]:
+        """The change from completions of the policy as it is now, with the noise that drew those before the step."""
+        generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
+        fresh = self._draw(evaluation.prompts, slice(None), generator)
+        new = scores_at(self.policy, fresh, microbatch=self.config.memory_config.importance_microbatch_size)
+        after, before = (s.entropies.sum(-1).mean(1) for s in (new, old))
+        tokens = float(new.entropies.sum() / fresh.mask.sum() - old.entropies.sum() / evaluation.mask.sum())
+        difference = after - before
+        return {
+            "entropy_after": float(after.mean()),
+            "delta_h": float(difference.mean()),
+            "delta_h_stderr": float(difference.std() / len(difference) ** 0.5),
+            "delta_h_per_token": tokens,
+            "resampled": 1.0,
+        }
+
+    def _at_multiple(
+        self, multiple: float, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor
+    ) -> dict[str, float]:
+        """Predicted and true change of a step of this multiple of the learning rate: AdamW's is proportional to it."""
+        size, clip = self.config.memory_config.importance_microbatch_size, self.config.importance_sampling.clip or None
+        new = scores_at(self.policy, evaluation, step, multiple, size)
+        found = _reweighted(old, new, None, clip)
+        units = multiple * terms.per_sequence().mean(1)
+        return {
+            "multiple": multiple,
+            "delta_h1_forward": float(units.mean()),
+            "delta_h1_forward_stderr": float(units.std() / len(units) ** 0.5),
+            "delta_h": found.change,
+            "delta_h_stderr": found.stderr,
+            "ess_share": found.ess / old.logps.numel(),
+            **self._relative_error(old, new, units, clip),
+        }
+
+    def _relative_error(
+        self, old: SampleScores, new: SampleScores, predicted: Tensor, clip: float | None
+    ) -> dict[str, float]:
+        """Of the forward-mode prediction against importance sampling on the same samples; from three prompts on."""
+        if len(predicted) < 3:
+            return {}
+        parts = (old.logps, new.logps, old.entropies.sum(-1), new.entropies.sum(-1))
+        value, stderr = relative_error(predicted, *parts, clip)
+        return {"relative_error": value, "relative_error_stderr": stderr}
 
     def _by_module(self, x: Tensor, step: Tensor) -> dict[str, float]:
         """Parts of ``delta_h1`` by adapted module."""
@@ -255,17 +284,27 @@ class EntropyProbe:
             parts[module] = parts.get(module, 0.0) + float(term.sum())
         return parts
 
-    def _warnings(self, figures: dict[str, float], rewards: Tensor) -> list[str]:
-        found = []
-        share = self.config.importance_sampling.ess_threshold
+    def _low(self, ess: float, old: SampleScores) -> bool:
+        return ess < self.config.importance_sampling.ess_threshold * old.logps.numel()
+
+    def _warnings(self, figures: dict[str, float], rewards: Tensor | None) -> list[str]:
+        found, share = [], self.config.importance_sampling.ess_threshold
         if figures["ess"] < share * figures["samples"]:
+            source = "sampled anew" if figures["resampled"] else "not to be trusted"
             found.append(f"effective sample size {figures['ess']:.0f} is below {share:g} of {figures['samples']:.0f}: "
-                         "the step is too large for these samples")  # fmt: skip
-        if figures.get("pareto_k", 0.0) > 0.7:
+                         f"the step is too large for these samples, and the true change is {source}")  # fmt: skip
+        if figures.get("pareto_k", 0.0) > 0.7 and not figures["resampled"]:
             found.append(f"Pareto k {figures['pareto_k']:.2f} is above 0.7: the true change cannot be trusted")
-        if not (rewards != rewards[:, :1]).any():
+        if rewards is not None and not (rewards != rewards[:, :1]).any():
             found.append("all completions of each prompt have the same reward: the update is momentum and decay alone")
+        if self.config.probe_config.one_batch:
+            found.append("one batch for update and evaluation: only delta_h1_pairs is without the bias of common noise")
         return found
+
+    def _notes(self, figures: dict[str, float]) -> list[str]:
+        if self.policy.model.config._attn_implementation == "sdpa":
+            return ["forward mode ran torch's unfused attention: fused attention has no forward derivative"]
+        return []
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -275,3 +314,7 @@ class EntropyProbe:
         self._seconds[name] = time.perf_counter() - start
         if profile:
             self._peaks[name] = tracker.peak
+
+
+def _reweighted(old: SampleScores, new: SampleScores, lengths: Tensor | None, clip: float | None) -> Reweighted:
+    return reweighted_change(old.logps, new.logps, old.entropies.sum(-1), new.entropies.sum(-1), lengths, clip)

@@ -71,18 +71,8 @@ def reweighted_change(
     parts = [p.double() for p in parts]
     old_logps, new_logps, old, new = parts[:4]
     length = torch.ones_like(old) if lengths is None else parts[4]
-    log_w = new_logps - old_logps
-    w = (log_w - log_w.max()).exp()
-    k = _pareto_k(w.flatten())
-    clipped = 0.0
-    if clip is not None:
-        if not clip > 0:
-            raise InputError("clip", clip, "a factor above 0, or none")
-        limit = clip * w.mean()
-        clipped = float((w > limit).double().mean())
-        w = w.clamp(max=float(limit))
-    n = w.numel()
-    w = w / w.sum() * n  # mean 1
+    k = _pareto_k(_weights(old_logps, new_logps, None)[0].flatten())
+    w, clipped = _weights(old_logps, new_logps, clip)
     before = old.sum() / length.sum()
     after = (w * new).sum() / (w * length).sum()
     influence = w * (new - after * length) / (w * length).mean() - (old - before * length) / length.mean()
@@ -90,6 +80,56 @@ def reweighted_change(
     stderr = units.std() / math.sqrt(len(units))
     ess = float(w.sum() ** 2 / (w**2).sum())
     return Reweighted(float(before), float(after), float(after - before), float(stderr), ess, clipped, k)
+
+
+def relative_error(
+    predicted: Tensor, old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor, clip: float | None = None
+) -> tuple[float, float]:
+    """``mean(predicted) / change - 1``, the change as of `reweighted_change`, and its jackknife error over prompts.
+
+    Prediction and change come from the same samples, so most of their errors is common to both: the ratio is known far
+    better than either.
+
+    Args:
+        predicted: Each prompt's predicted change [B].
+        old_logps: As of `reweighted_change`, and so are the others [B, G].
+        new_logps: See there.
+        old: See there.
+        new: See there.
+        clip: See there.
+
+    Returns:
+        Relative error and standard error.
+
+    Raises:
+        InputError: If there are fewer than three prompts.
+    """
+    batch = len(predicted)
+    if batch < 3:
+        raise InputError("prompts", batch, "at least 3: the jackknife leaves one out")
+    every = torch.arange(batch)
+
+    def ratio(rows: Tensor) -> float:
+        w, _ = _weights(old_logps[rows].double(), new_logps[rows].double(), clip)
+        change = (w * new[rows].double()).mean() - old[rows].double().mean()
+        return float(predicted[rows].double().mean() / change)
+
+    without = torch.tensor([ratio(every[every != n]) for n in range(batch)], dtype=torch.float64)
+    stderr = ((batch - 1) / batch * (without - without.mean()).square().sum()).sqrt()
+    return ratio(every) - 1, float(stderr)
+
+
+def _weights(old_logps: Tensor, new_logps: Tensor, clip: float | None) -> tuple[Tensor, float]:
+    """Weights of mean 1, and the fraction of them that was cut."""
+    log_w = new_logps - old_logps
+    w, clipped = (log_w - log_w.max()).exp(), 0.0
+    if clip is not None:
+        if not clip > 0:
+            raise InputError("clip", clip, "a factor above 0, or none")
+        limit = clip * w.mean()
+        clipped = float((w > limit).double().mean())
+        w = w.clamp(max=float(limit))
+    return w / w.mean(), clipped
 
 
 def _pareto_k(w: Tensor) -> float | None:

@@ -97,3 +97,28 @@ def adamw_update(
         parts["gradient"].append((scale * (1 - beta1) * g).flatten())
         parts["decay"].append((-lr * group["weight_decay"] * p).flatten())
     return UpdateVector(*(torch.cat(parts[name]) for name in ("momentum", "gradient", "decay")), clipped)
+
+
+@torch.no_grad()
+def preconditioner(optimizer: torch.optim.AdamW, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """What AdamW multiplies a gradient by, from its state before the coming step.
+
+    ``P = 1 / (sqrt(v' / (1 - beta2^t')) + eps)``, t' the steps taken. It does not depend on the coming gradient, so it
+    leaves products of independent gradients unbiased.
+
+    Args:
+        optimizer: AdamW.
+        parameters: Parameters, all of them the optimizer's.
+
+    Returns:
+        P [P], or None before the first step.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    parts = []
+    for p in parameters:
+        group, state = groups[id(p)], optimizer.state.get(p, {})
+        if not state:
+            return None
+        second = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["step"]))
+        parts.append((1 / (second.sqrt() + group["eps"])).flatten())
+    return torch.cat(parts)

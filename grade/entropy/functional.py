@@ -1,0 +1,107 @@
+"""A policy's scores at other parameters, without touching the policy: `torch.func.functional_call`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from grade.backbone import Backbone
+from grade.entropy.gradients import trained_parameters
+from grade.entropy.samples import Samples
+from grade.errors import InputError
+from grade.prompts import PromptBatch
+from grade.scoring import predicting_hidden, score_hidden
+
+
+class HiddenStates(nn.Module):
+    """`predicting_hidden` as a module whose parameters can be exchanged.
+
+    Args:
+        backbone: The policy.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.model = backbone.model
+        # Out of sight: a backbone has its decoder under two names, and `functional_call`, which puts every name's
+        # parameter back, would leave the exchanged ones in a module that it sees twice.
+        self.out_of_sight = (backbone,)
+
+    def forward(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
+        """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T]."""
+        return predicting_hidden(self.out_of_sight[0], prompts, ids)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by the names that `functional_call` takes, in the order of `trained_parameters`."""
+        wanted = {id(p) for p in trained_parameters(self.out_of_sight[0])}
+        return {name: p for name, p in self.named_parameters() if id(p) in wanted}
+
+
+def split_vector(backbone: Backbone, vector: Tensor) -> list[Tensor]:
+    """A vector over all trained parameters, cut and shaped like each of them.
+
+    Args:
+        backbone: The policy.
+        vector: v [P], in the order of `trained_parameters`.
+
+    Returns:
+        One tensor for each parameter, in its type and on its device.
+
+    Raises:
+        InputError: If the vector does not fit.
+    """
+    parameters = trained_parameters(backbone)
+    size = sum(p.numel() for p in parameters)
+    if vector.shape != (size,):
+        raise InputError("update vector", list(vector.shape), f"[{size}], one number for each trained parameter")
+    parts = vector.split([p.numel() for p in parameters])
+    return [part.view_as(p).to(p) for p, part in zip(parameters, parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class SampleScores:
+    """Scores of samples under one set of parameters, float64 on the CPU.
+
+    Attributes:
+        logps: ``S = sum_t log pi(y_t)`` in nats [B, G].
+        entropies: Entropy of each token's distribution in nats [B, G, T], 0 where masked.
+    """
+
+    logps: Tensor
+    entropies: Tensor
+
+
+@torch.no_grad()
+def scores_at(
+    backbone: Backbone, samples: Samples, vector: Tensor | None = None, eta: float = 1.0, microbatch: int = 8
+) -> SampleScores:
+    """Log-probabilities and entropies at ``theta + eta v``.
+
+    Args:
+        backbone: The policy; nothing in it changes.
+        samples: Completions.
+        vector: v [P]; None: at theta.
+        eta: Step size.
+        microbatch: Completions at once.
+
+    Returns:
+        The scores.
+
+    Raises:
+        InputError: If the vector does not fit.
+    """
+    module, exchanged = HiddenStates(backbone), {}
+    if vector is not None:
+        parts = zip(module.trained().items(), split_vector(backbone, vector), strict=True)
+        exchanged = {name: p + eta * part for (name, p), part in parts}
+    logps = torch.zeros(samples.ids.shape[:2], dtype=torch.float64)
+    entropies = torch.zeros(samples.ids.shape, dtype=torch.float64)
+    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
+        hidden = functional_call(module, exchanged, (prompts, ids))
+        found = score_hidden(backbone, hidden, ids, mask, ("logps", "entropy"), samples.temperature)
+        logps.view(-1)[rows] = found.logps.sum(-1).double().cpu()
+        entropies.view(-1, ids.shape[1])[rows] = found.entropy.double().cpu()
+    return SampleScores(logps, entropies)
