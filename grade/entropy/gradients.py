@@ -118,7 +118,7 @@ def prompt_gradients(
     batch, group, _ = samples.ids.shape
     sums = [torch.zeros(batch, size, dtype=parameters[0].dtype) for _ in coefficients]
     for n in range(batch):
-        one = samples.of_prompt(n)
+        one = samples.of_prompts(slice(n, n + 1))
         for rows, prompts, ids, mask in one.microbatches(microbatch, backbone.device):
             logps = score(backbone, prompts, ids, mask, ("logps",), samples.temperature).logps.sum(-1)
             for i, c in enumerate(coefficients):

@@ -58,9 +58,7 @@ class EntropyProbe:
         self._peaks: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
-    def run(
-        self, prompts: PromptBatch, reward: Reward | None = None, gradient: Gradient | None = None
-    ) -> ProbeReport:
+    def run(self, prompts: PromptBatch, reward: Reward | None = None, gradient: Gradient | None = None) -> ProbeReport:
         """Run the probe.
 
         Args:
@@ -107,8 +105,8 @@ class EntropyProbe:
         figures |= {f"seconds/{name}": value for name, value in self._seconds.items()}
         figures |= {f"peak_bytes/{name}": value for name, value in self._peaks.items()}
         modules = self._by_module(x, vector.total)
-        warnings, notes = self._warnings(figures, rewards), self._notes(figures)
-        return ProbeReport(figures, warnings, modules, terms.per_sequence(), notes, sweep)
+        warnings, sequences = self._warnings(figures, rewards), terms.per_sequence()
+        return ProbeReport(figures, warnings, modules, sequences, self._notes(), sweep, evaluation, vector.total)
 
     def _draw(self, prompts: PromptBatch, rows: slice, generator: torch.Generator) -> Samples:
         c = self.config
@@ -301,7 +299,7 @@ class EntropyProbe:
             found.append("one batch for update and evaluation: only delta_h1_pairs is without the bias of common noise")
         return found
 
-    def _notes(self, figures: dict[str, float]) -> list[str]:
+    def _notes(self) -> list[str]:
         if self.policy.model.config._attn_implementation == "sdpa":
             return ["forward mode ran torch's unfused attention: fused attention has no forward derivative"]
         return []

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from grade.entropy.samples import Samples
+
 
 @dataclass(frozen=True)
 class ProbeReport:
@@ -20,14 +22,18 @@ class ProbeReport:
         modules: Each module's part of the predicted change; they sum to ``delta_h1``.
         sequences: Each evaluation sample's part [B, G]; their mean is ``delta_h1_forward``.
         sweep: One row for each step size: its multiple of the learning rate, predicted and true change.
+        samples: The evaluation batch.
+        step: The update vector ``delta theta`` [P].
     """
 
     figures: dict[str, float]
     warnings: list[str]
     modules: dict[str, float]
     sequences: Tensor
-    notes: list[str] = field(default_factory=list)
-    sweep: list[dict[str, float]] = field(default_factory=list)
+    notes: list[str]
+    sweep: list[dict[str, float]]
+    samples: Samples = field(repr=False)
+    step: Tensor = field(repr=False)
 
     def layers(self) -> dict[int, float]:
         """Each layer's part of the predicted change, by the layer's index; -1: modules outside the layers."""

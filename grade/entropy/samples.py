@@ -44,11 +44,10 @@ class Samples:
         if not 0 < self.temperature < float("inf"):
             raise InputError("temperature", self.temperature, "a finite number above 0")
 
-    def of_prompt(self, n: int) -> Samples:
-        """The samples of prompt n alone."""
-        rows = slice(n, n + 1)
-        prompt = PromptBatch(self.prompts.ids[rows], self.prompts.mask[rows])
-        return Samples(prompt, self.ids[rows], self.mask[rows], self.temperature)
+    def of_prompts(self, rows: slice) -> Samples:
+        """The samples of some prompts."""
+        prompts = PromptBatch(self.prompts.ids[rows], self.prompts.mask[rows])
+        return Samples(prompts, self.ids[rows], self.mask[rows], self.temperature)
 
     def microbatches(
         self, size: int, device: torch.device | str
