@@ -8,7 +8,7 @@ from grade.backbone import Backbone
 from grade.engines import Objective
 from grade.entropy.probe import Gradient
 from grade.errors import InputError
-from grade.methods import METHODS, make_engine
+from grade.methods import RELAXED, make_engine
 from grade.prompts import PromptBatch
 from grade.relaxation import tau_at
 from grade.reward import RewardModel
@@ -30,10 +30,9 @@ def reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainCo
     Raises:
         InputError: If the run's method is a policy gradient.
     """
-    method = METHODS[config.method]
-    if not method.engine:
+    if not config.relaxed:
         raise InputError("method", config.method, "one that relaxes tokens; a policy gradient is probe_config.update")
-    engine = make_engine(method.engine, config.hops, config.hop_tolerance, config.gradient_checkpointing)
+    engine = make_engine(RELAXED[config.method].engine, config.hops, config.hop_tolerance, config.gradient_checkpointing)
     relaxation = config.relaxation(tau_at(step, config.tau_start, config.tau_end, config.tau_anneal_steps))
     objective = Objective(reward_model, config.kl_coef, config.reward_scope)
 
