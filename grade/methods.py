@@ -9,7 +9,7 @@ from typing import Literal
 from grade.engines import Engine, checkpointed, replay, unrolled
 from grade.relaxation import Estimator
 
-MethodName = Literal["gumbel", "ste", "gumbel_legacy", "ste_legacy"]
+MethodName = Literal["gumbel", "ste", "gumbel_rao", "reinmax", "gumbel_legacy", "ste_legacy"]
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 
 
@@ -29,6 +29,8 @@ class Method:
 METHODS: dict[str, Method] = {
     "gumbel": Method("gumbel", "replay"),
     "ste": Method("ste", "replay"),
+    "gumbel_rao": Method("gumbel_rao", "replay"),
+    "reinmax": Method("reinmax", "replay"),
     "gumbel_legacy": Method("gumbel", "unrolled"),
     "ste_legacy": Method("ste", "unrolled"),
 }

@@ -19,7 +19,7 @@ Tracker = Literal["tensorboard", "wandb", "dvclive"]
 class TrainConfig(Config):
     """One training run. Names follow the source documents where they have one."""
 
-    method: MethodName = Field("ste", description="gumbel, ste: the replay engine; *_legacy: the original's")
+    method: MethodName = Field("ste", description="*_legacy: the original's engine; the others: replay")
     seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
 
     backbone: str = Field("models/backbone", description="folder or Hugging Face id of the base model")
@@ -39,6 +39,7 @@ class TrainConfig(Config):
     min_new_tokens: int = Field(8, ge=0, description="end-of-sequence is not sampled before this many tokens")
     gumbel_topk: int = Field(64, ge=0, description="size K of a token's support; 0 = the full vocabulary")
     support: Support = Field("perturbed_top_k", description="top_k, or perturbed_top_k: exact samples for any K")
+    rao_draws: int = Field(8, ge=1, description="gumbel_rao: draws M of the noise given the token")
     tau_start: float = Field(2.0, gt=0, description="Gumbel temperature at the first step")
     tau_end: float = Field(2.0, gt=0, description="Gumbel temperature after annealing")
     tau_anneal_steps: int = Field(0, ge=0, description="steps of the linear ramp from tau_start to tau_end")
@@ -79,5 +80,5 @@ class TrainConfig(Config):
         """The relaxation at a Gumbel temperature."""
         return RelaxationConfig(
             estimator=METHODS[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
-            max_new_tokens=self.max_new_tokens, min_new_tokens=self.min_new_tokens,
+            rao_draws=self.rao_draws, max_new_tokens=self.max_new_tokens, min_new_tokens=self.min_new_tokens,
         )  # fmt: skip
