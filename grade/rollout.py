@@ -149,22 +149,42 @@ def condition(
     """
     check_completions(backbone, prompts, ids, mask, config.min_new_tokens)
     check_length(backbone, prompts.ids.shape[1] + ids.shape[1])
-    ids, (batch, length) = ids * mask, ids.shape
+    ids = ids * mask
     inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
-    inputs_mask = torch.cat([prompts.mask, prompts.mask.new_ones(batch, length - 1)], 1)
-    hidden = backbone.hidden(backbone.embed(inputs), inputs_mask)[:, prompts.ids.shape[1] - 1 :].flatten(0, 1)
-    steps = torch.arange(length, device=ids.device).repeat(batch).unsqueeze(1)
+    inputs_mask = torch.cat([prompts.mask, prompts.mask.new_ones(len(ids), ids.shape[1] - 1)], 1)
+    hidden = backbone.hidden(backbone.embed(inputs), inputs_mask)[:, prompts.ids.shape[1] - 1 :]
+    support, noise = noise_given(backbone, hidden, ids, mask, config, generator)
+    return Rollout(prompts, ids, mask.long(), support, noise, backbone.embed(ids))
+
+
+@torch.no_grad()
+def noise_given(
+    backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, config: RelaxationConfig, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Supports and noise of whole completions given their tokens; see `grade.relaxation.draw_given`.
+
+    Args:
+        backbone: The policy.
+        hidden: Hidden states [B, T, D] at the positions that predict the tokens.
+        ids: Completions [B, T].
+        mask: [B, T].
+        config: Estimator, support, draws.
+        generator: Source of the noise.
+
+    Returns:
+        Token ids and noise, each [B, T, K] or [B, T, M, K]. Row chunks of the head: no [B, T, V] tensor exists.
+    """
+    rows, flat = hidden.flatten(0, 1), ids.flatten()
+    # Where masked, the token may be one that is forbidden there; nothing that counts sees what is drawn.
+    steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)
     supports, noises = [], []
-    for rows in torch.arange(len(hidden), device=ids.device).split(CHUNK_ROWS):
-        logits = backbone.head(hidden[rows])
-        # Where masked, the token may be one that is forbidden there; nothing that counts sees what is drawn.
-        early = torch.where(mask.flatten()[rows].bool().unsqueeze(1), steps[rows], length)
-        logits = forbid_eos(logits, None, early, config, backbone.eos_token_ids)
-        support, noise = draw_given(logits, ids.flatten()[rows], config, generator)
+    for chunk in torch.arange(len(rows), device=ids.device).split(CHUNK_ROWS):
+        logits = backbone.head(rows[chunk])
+        logits = forbid_eos(logits, None, steps.flatten()[chunk].unsqueeze(1), config, backbone.eos_token_ids)
+        support, noise = draw_given(logits, flat[chunk], config, generator)
         supports.append(support)
         noises.append(noise)
-    support, noise = (torch.cat(parts).unflatten(0, (batch, length)) for parts in (supports, noises))
-    return Rollout(prompts, ids, mask.long(), support, noise, backbone.embed(ids))
+    return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in (supports, noises))
 
 
 def check_completions(

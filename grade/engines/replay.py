@@ -20,6 +20,7 @@ T, where re-running the prefix at each step takes sum_t (P + t). Kept for backwa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -30,8 +31,8 @@ from grade.engines.base import GradientStep, Objective, check_finite, sequence_m
 from grade.errors import InputError
 from grade.prompts import PromptBatch
 from grade.relaxation import RelaxationConfig, reinmax, relax
-from grade.rollout import Rollout, condition, forbid_eos, sample
-from grade.vocab import kl_divergence, support_logits, weighted_embedding
+from grade.rollout import Rollout, condition, forbid_eos, noise_given, sample
+from grade.vocab import kl_divergence, support_logits, token_logps, weighted_embedding
 
 Pullback = Callable[[Tensor], Tensor]
 
@@ -130,6 +131,25 @@ class ReplayGraph:
         with torch.no_grad(), self.backbone.reference():
             ref_hidden = self.backbone.hidden(inputs.detach(), mask)[:, self.first :]  # [B, T, D]
         return _kl_and_gradient(self.backbone, self.h, ref_hidden, self.rollout.completion_mask, beta)
+
+    def given(self, relaxation: RelaxationConfig, generator: torch.Generator) -> Rollout:
+        """This rollout's hard tokens with supports and noise of another straight-through estimator."""
+        ids, mask = self.rollout.completion_ids, self.rollout.completion_mask
+        support, noise = noise_given(self.backbone, self.h.detach(), ids, mask, relaxation, generator)
+        return replace(self.rollout, support=support, noise=noise)
+
+    def policy(self, coefficients: Tensor) -> Tensor:
+        """``v = d(sum_b c_b log pi(completion b)) / dh`` [B, T, D] for hard completions: a policy gradient's.
+
+        The same graph then gives the relaxed gradient and, for one more product, the policy gradient.
+
+        Args:
+            coefficients: c [B], such as advantages / B.
+        """
+        ids, mask, leaf = self.rollout.completion_ids, self.rollout.completion_mask, self.h.detach().requires_grad_()
+        with torch.enable_grad():
+            logps = token_logps(self.backbone.head, leaf.flatten(0, 1), ids.flatten()).view(mask.shape) * mask
+            return torch.autograd.grad(logps.sum(1) @ coefficients.to(logps), leaf)[0]
 
     def pullback(self, rollout: Rollout, relaxation: RelaxationConfig) -> Pullback:
         """``a -> D^T a``: from adjoints of relaxed embeddings [B, T, D] to adjoints of hidden states [B, T, D].
