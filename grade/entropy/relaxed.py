@@ -31,8 +31,10 @@ def reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainCo
         InputError: If the run's method is a policy gradient.
     """
     if not config.relaxed:
-        raise InputError("method", config.method, "one that relaxes tokens; a policy gradient is probe_config.update")
-    engine = make_engine(RELAXED[config.method].engine, config.hops, config.hop_tolerance, config.gradient_checkpointing)
+        raise InputError("method", config.method, "one that relaxes tokens; probe_config.update is a policy gradient")
+    engine = make_engine(
+        RELAXED[config.method].engine, config.hops, config.hop_tolerance, config.gradient_checkpointing
+    )
     relaxation = config.relaxation(tau_at(step, config.tau_start, config.tau_end, config.tau_anneal_steps))
     objective = Objective(reward_model, config.kl_coef, config.reward_scope)
 
