@@ -34,7 +34,7 @@ class Claim:
         stated: The figure it gives, as it writes it.
         found: The figure found here; text where the finding is not a number.
         unit: Unit of ``found``; empty for text.
-        how: ``traced`` (the real step on fake tensors), ``measured`` (run here), ``counted`` (live bytes of real
+        how: ``traced`` (the real step without data), ``measured`` (run here), ``counted`` (live bytes of real
             tensors), ``derived`` (arithmetic, or read in the published code; the note says which).
         verdict: ``confirmed``, ``refuted``, ``partly`` or ``not testable``.
         note: What explains the verdict, with the figures that go with it.

@@ -90,8 +90,8 @@ def plot_sweep(ax: Axes, table: pd.DataFrame) -> Axes:
     return ax
 
 
-def plot_relative_error(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Predicted over true change, minus one, against learning rate, with two standard errors.
+def plot_linearity(ax: Axes, table: pd.DataFrame) -> Axes:
+    """Linear over true change on the same samples, minus one, against learning rate, with two standard errors.
 
     Args:
         ax: Where to draw.
@@ -101,14 +101,14 @@ def plot_relative_error(ax: Axes, table: pd.DataFrame) -> Axes:
         The axes.
     """
     for i, (step, rows) in enumerate(table.groupby("step")):
-        ax.errorbar(rows.learning_rate * (1 + 0.06 * i), rows.relative_error, yerr=2 * rows.relative_error_stderr,
+        ax.errorbar(rows.learning_rate * (1 + 0.06 * i), rows.linearity_error, yerr=2 * rows.linearity_error_stderr,
                     fmt="o-", color=_STEP_COLORS[i % len(_STEP_COLORS)], capsize=3, linewidth=1,
                     label=f"step {step}")  # fmt: skip
     ax.axhline(0, color="#888888", linewidth=1, linestyle="--")
     ax.set_xscale("log")
     ax.set_yscale("symlog", linthresh=0.1)
     ax.set_xlabel("learning rate")
-    ax.set_ylabel("predicted / true - 1")
+    ax.set_ylabel("linear / true - 1, same samples")
     ax.legend()
     return ax
 

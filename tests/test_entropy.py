@@ -21,7 +21,7 @@ from grade.entropy.forward import directional
 from grade.entropy.functional import scores_at
 from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps, trained_parameters
 from grade.entropy.samples import Samples, draw
-from grade.entropy.snis import relative_error, reweighted_change
+from grade.entropy.snis import linearity_error, reweighted_change
 from grade.entropy.update import adamw_update, preconditioner
 from grade.entropy.ustat import blocks, two_batch, u_statistic
 from grade.errors import InputError
@@ -378,17 +378,30 @@ def test_forward_mode_per_token_is_the_derivative_of_the_quotient():
     assert abs(float(without) - exact) > 8 * stderr  # the denominator moves too
 
 
-def test_relative_error_is_the_ratio_and_its_jackknife():
-    old_logps, new_logps = torch.zeros(4, 1), torch.zeros(4, 1)  # weights 1: the change is a mean of differences
-    old, new = torch.zeros(4, 1), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    predicted = torch.tensor([1.5, 2.0, 3.0, 4.0])
-    value, stderr = relative_error(predicted, old_logps, new_logps, old, new)
+def test_linearity_error_is_a_ratio_and_its_jackknife():
+    zero = torch.zeros(4, 1)  # weights 1: the change is a mean of differences, here 10 / 4
+    old, new = torch.ones(4, 1), 1 + torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    d_values = torch.tensor([[1.5], [2.0], [3.0], [4.0]])
+    value, stderr = linearity_error(zero, d_values, zero, zero, old, new)
     assert value == pytest.approx(10.5 / 10 - 1)
     without = [9 / 9, 8.5 / 8, 7.5 / 7, 6.5 / 6]
     mean = sum(without) / 4
     assert stderr == pytest.approx(math.sqrt(3 / 4 * sum((w - mean) ** 2 for w in without)))
     with pytest.raises(InputError, match="prompts"):
-        relative_error(predicted[:2], old_logps[:2], new_logps[:2], old[:2], new[:2])
+        linearity_error(*(z[:2] for z in (zero, d_values, zero, zero, old, new)))
+
+
+def test_linearity_error_vanishes_with_the_step_on_any_samples():
+    """Few samples, so the change itself is mostly noise; the error is of first order in the step all the same."""
+    backbone = tiny()
+    samples, v = drawn(backbone, batch=4, group=3), direction(backbone)
+    old, terms = scores_at(backbone, samples), directional(backbone, samples, v)
+    errors = []
+    for eta in (1e-3, 1e-4):
+        new = scores_at(backbone, samples, v, eta)
+        parts = (eta * terms.d_logps.sum(-1), eta * terms.d_entropies.sum(-1), old.logps, new.logps)
+        errors.append(linearity_error(*parts, old.entropies.sum(-1), new.entropies.sum(-1))[0])
+    assert abs(errors[0]) < 0.1 and errors[1] == pytest.approx(errors[0] / 10, rel=0.1)
 
 
 def test_the_preconditioner_is_what_a_gradient_is_multiplied_by():

@@ -21,7 +21,7 @@ from grade.entropy.gradients import entropy_coefficients, prompt_gradients, trai
 from grade.entropy.report import ProbeReport
 from grade.entropy.samples import Samples, draw
 from grade.entropy.settings import ProbeConfig
-from grade.entropy.snis import Reweighted, relative_error, reweighted_change
+from grade.entropy.snis import Reweighted, linearity_error, reweighted_change
 from grade.entropy.step import Snapshot, stepped
 from grade.entropy.update import UpdateVector, adamw_update, preconditioner
 from grade.entropy.ustat import blocks, two_batch, u_statistic
@@ -99,7 +99,7 @@ class EntropyProbe:
             figures |= self._forward(terms, evaluation)
             figures |= self._true_change(evaluation, old, terms, vector.total, gradients)
             sweep = [self._at_multiple(m, evaluation, old, terms, vector.total)
-                     for m in self.config.probe_config.multiples]  # fmt: skip
+                     for m in sorted(self.config.probe_config.multiples)]  # fmt: skip
         figures |= {"samples": old.logps.numel(), "prompts": b}
         figures |= {} if rewards is None else {"reward_mean": float(rewards.mean())}
         figures |= {f"seconds/{name}": value for name, value in self._seconds.items()}
@@ -222,7 +222,7 @@ class EntropyProbe:
             "resampled": 0.0,
             **({} if found.pareto_k is None else {"pareto_k": found.pareto_k}),
         }
-        figures |= self._relative_error(old, new, terms.per_sequence().mean(1), clip)
+        figures |= self._linearity(old, new, terms)
         if self._low(found.ess, old) and c.importance_sampling.resample_on_low_ess:
             with after() if real else moved(self.policy, step, 1.0):
                 figures |= self._sampled_anew(evaluation, old)
@@ -259,18 +259,20 @@ class EntropyProbe:
             "delta_h": found.change,
             "delta_h_stderr": found.stderr,
             "ess_share": found.ess / old.logps.numel(),
-            **self._relative_error(old, new, units, clip),
+            **self._linearity(old, new, terms, multiple),
         }
 
-    def _relative_error(
-        self, old: SampleScores, new: SampleScores, predicted: Tensor, clip: float | None
+    def _linearity(
+        self, old: SampleScores, new: SampleScores, terms: Directional, multiple: float = 1.0
     ) -> dict[str, float]:
-        """Of the forward-mode prediction against importance sampling on the same samples; from three prompts on."""
-        if len(predicted) < 3:
+        """How far the step is from the limit of small ones; from three prompts on."""
+        if len(old.logps) < 3:
             return {}
-        parts = (old.logps, new.logps, old.entropies.sum(-1), new.entropies.sum(-1))
-        value, stderr = relative_error(predicted, *parts, clip)
-        return {"relative_error": value, "relative_error_stderr": stderr}
+        parts = (terms.d_logps.sum(-1), terms.d_entropies.sum(-1))
+        scores = (old.logps, new.logps, old.entropies.sum(-1), new.entropies.sum(-1))
+        clip = self.config.importance_sampling.clip or None
+        value, stderr = linearity_error(*(multiple * p for p in parts), *scores, clip)
+        return {"linearity_error": value, "linearity_error_stderr": stderr}
 
     def _by_module(self, x: Tensor, step: Tensor) -> dict[str, float]:
         """Parts of ``delta_h1`` by adapted module."""

@@ -82,16 +82,19 @@ def reweighted_change(
     return Reweighted(float(before), float(after), float(after - before), float(stderr), ess, clipped, k)
 
 
-def relative_error(
-    predicted: Tensor, old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor, clip: float | None = None
-) -> tuple[float, float]:
-    """``mean(predicted) / change - 1``, the change as of `reweighted_change`, and its jackknife error over prompts.
+def linearity_error(
+    d_logps: Tensor, d_values: Tensor, old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor,
+    clip: float | None = None,
+) -> tuple[float, float]:  # fmt: skip
+    """``linear / change - 1``: how far a step is from the limit of small ones, on the samples that there are.
 
-    Prediction and change come from the same samples, so most of their errors is common to both: the ratio is known far
-    better than either.
+    ``change`` is that of `reweighted_change`, per sequence, and ``linear`` its own derivative along the step,
+    ``mean(dh) + mean((h - hbar) dS)``. Both have the same noise, so the ratio is known far better than either, and
+    tends to 1 as the step goes to 0 whatever the samples are.
 
     Args:
-        predicted: Each prompt's predicted change [B].
+        d_logps: dS along the step [B, G].
+        d_values: dh along the step [B, G].
         old_logps: As of `reweighted_change`, and so are the others [B, G].
         new_logps: See there.
         old: See there.
@@ -99,21 +102,23 @@ def relative_error(
         clip: See there.
 
     Returns:
-        Relative error and standard error.
+        The error and its jackknife standard error over prompts.
 
     Raises:
         InputError: If there are fewer than three prompts.
     """
-    batch = len(predicted)
+    batch = len(old)
     if batch < 3:
         raise InputError("prompts", batch, "at least 3: the jackknife leaves one out")
-    every = torch.arange(batch)
+    parts = [p.double() for p in (d_logps, d_values, old_logps, new_logps, old, new)]
 
     def ratio(rows: Tensor) -> float:
-        w, _ = _weights(old_logps[rows].double(), new_logps[rows].double(), clip)
-        change = (w * new[rows].double()).mean() - old[rows].double().mean()
-        return float(predicted[rows].double().mean() / change)
+        d_s, d_h, s_old, s_new, h_old, h_new = (p[rows] for p in parts)
+        w, _ = _weights(s_old, s_new, clip)
+        linear = d_h.mean() + ((h_old - h_old.mean()) * d_s).mean()
+        return float(linear / ((w * h_new).mean() - h_old.mean()))
 
+    every = torch.arange(batch)
     without = torch.tensor([ratio(every[every != n]) for n in range(batch)], dtype=torch.float64)
     stderr = ((batch - 1) / batch * (without - without.mean()).square().sum()).sqrt()
     return ratio(every) - 1, float(stderr)
