@@ -17,7 +17,7 @@ from grade.memory.formulas import adamw_bytes, checkpoint_bytes, rows_bytes, wei
 from grade.memory.plan import plan, shard
 from grade.memory.policy_step import PolicyStepConfig
 from grade.memory.shapes import ModelShape, parameter_count
-from grade.memory.trace import Trace, trace
+from grade.memory.trace import Trace, trace, trace_all
 from grade.prompts import PromptBatch
 from grade.rollout import generate
 from grade.scoring import predicting_hidden
@@ -56,7 +56,7 @@ def memory_table(shape: ModelShape, batch: int, length: int) -> pd.DataFrame:
 
 
 def length_table(
-    model: str, lengths: Sequence[int], gpus: int = 8, dtype: str = "bfloat16"
+    model: str, lengths: Sequence[int], gpus: int = 8, dtype: str = "bfloat16", processes: int = 1
 ) -> tuple[pd.DataFrame, dict[tuple[int, str], Trace]]:
     """PPO's update, and Intuitor's with dense and with chunked logits, one sequence a microbatch, on one of the GPUs.
 
@@ -65,6 +65,7 @@ def length_table(
         lengths: Tokens of a sequence; a third is the prompt.
         gpus: GPUs that divide weights, gradients and optimizer.
         dtype: Type of weights, gradients and moments.
+        processes: Traces that run at once.
 
     Returns:
         One row a length and step with ``peak_gb``, and the traces by length and step.
@@ -75,13 +76,14 @@ def length_table(
         "PPO, logits in chunks": dict(logits="chunked"),
         "Intuitor, logits in chunks": dict(logits="chunked", self_certainty=True),
     }
-    rows, traces = [], {}
-    for length in lengths:
-        for name, options in steps.items():
-            config = full_update(model, length // 3, length - length // 3, dtype=dtype, **options)
-            found = shard(trace(config), config, gpus)
-            traces[length, name] = found
-            rows.append(dict(tokens=length, step=name, peak_gb=found.peak / 1e9, peak_phase=found.peak_phase))
+    configs = {
+        (length, name): full_update(model, length // 3, length - length // 3, dtype=dtype, **options)
+        for length in lengths
+        for name, options in steps.items()
+    }
+    traces = {key: shard(found, configs[key], gpus) for key, found in trace_all(configs, processes).items()}
+    rows = [dict(tokens=length, step=name, peak_gb=found.peak / 1e9, peak_phase=found.peak_phase)
+            for (length, name), found in traces.items()]  # fmt: skip
     return pd.DataFrame(rows), traces
 
 
