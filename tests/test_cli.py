@@ -164,7 +164,7 @@ BAD = {
     "warm-up": (["--set", "warmup_steps=3"], "warmup_steps: got 3; allowed: less than max_steps = 3"),
     "legacy": (["--method", "ste_legacy", "--set", "gradient_checkpointing=true"], "gradient_checkpointing: got True"),
     "an unknown method": (["--method", "rloop"], r"method: got 'rloop'; allowed: .*did you mean 'rloo'\?"),
-    "hops elsewhere": (["--method", "rloo", "--set", "gumbel_topk=64", "--set", "hops=2"], "hops: got 2; .* for rloo"),
+    "hops elsewhere": (["--method", "rloo", "--set", "gumbel_topk=64", "--set", "hops=2"], "hops: got 2; .*with rloo"),
     "a group of one": (["--method", "all", "--set", "num_generations=1"], "num_generations: got 1; .* 2 for rloo"),
     "a missing reward": (["--set", "reward=nowhere"], "nowhere"),
     "a missing base": (["--set", "backbone=nowhere"], "backbone: got 'nowhere'"),
