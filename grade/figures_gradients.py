@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
 from grade.plotting import METHOD_COLORS
 
 _COLORS = {name: METHOD_COLORS[name] for name in ("ste", "gumbel")} | {"gumbel_rao": "#009E73", "reinmax": "#CC79A7"}
 _POLICY = "#444444"
+_LINES = ("-", "-.", (0, (3, 1, 1, 1, 1, 1)), (0, (5, 1)), (0, (1, 1)), (0, (7, 3)))
 
 
 def estimator_color(name: str) -> str:
@@ -47,27 +49,31 @@ def plot_bias_variance(ax: Axes, table: pd.DataFrame, batch: int = 1) -> Axes:
     return ax
 
 
-def plot_cosines(ax: Axes, curves: pd.DataFrame) -> Axes:
-    """Expected cosine with the true gradient against the number of samples, with 95 % bands.
+def plot_cosines(ax: Axes, curves: pd.DataFrame, banded: Sequence[str] = ()) -> Axes:
+    """Expected cosine with the true gradient against the number of samples.
 
     Args:
         ax: Where to draw.
         curves: From `grade.gradient_study.cosine_curves`.
+        banded: Estimators that get a 95 % band.
 
     Returns:
         The axes.
     """
+    seen: dict[str, int] = {}
     for name, rows in curves.groupby("estimator", sort=False):
         color = estimator_color(str(name))
-        ax.plot(rows.n, rows.cosine, color=color, linestyle="--" if color == _POLICY else "-", label=name)
-        if rows.low.notna().all():
+        seen[color] = seen.get(color, -1) + 1  # settings of one estimator: same colour, other line
+        style = "--" if color == _POLICY else _LINES[seen[color] % len(_LINES)]
+        ax.plot(rows.n, rows.cosine, color=color, linestyle=style, label=name)
+        if name in banded and rows.low.notna().all():
             low, high = rows.low.astype(float).clip(-1, 1), rows.high.astype(float).clip(-1, 1)
             ax.fill_between(rows.n, low, high, color=color, alpha=0.15, linewidth=0)
     ax.set_xscale("log")
     ax.set_ylim(min(0.0, float(curves.cosine.min())), 1)
     ax.set_xlabel("samples (completions)")
     ax.set_ylabel("expected cosine with the true gradient")
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     return ax
 
 
@@ -104,7 +110,7 @@ def plot_hybrid(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
     ax.minorticks_off()
     ax.set_xlabel("batch (completions)")
     ax.set_ylabel("cosine of the blend / the better part's")
-    ax.legend(title="reward")
+    ax.legend(title="reward", loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 
@@ -121,11 +127,14 @@ def plot_spread(ax: Axes, table: pd.DataFrame) -> Axes:
     for reward, marker in zip(table.reward.unique(), "osv^DPX<h", strict=False):
         rows = table[(table.reward == reward) & np.isfinite(table.relative)]
         for row in rows.itertuples():
+            short = row.estimator.split("_tau")[0]
             ax.plot(row.tensor_spread, row.relative, marker, color=estimator_color(row.estimator))
-            ax.annotate(f"{row.estimator} ({reward})", (row.tensor_spread, row.relative), xytext=(5, 3),
+            ax.annotate(f"{short}, {reward}", (row.tensor_spread, row.relative), xytext=(5, 3),
                         textcoords="offset points", fontsize=7)  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("the paper's \"variance\": spread over parameter tensors")
     ax.set_ylabel("variance / |mean gradient|² of a batch")
     return ax
