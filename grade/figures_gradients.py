@@ -70,7 +70,10 @@ def plot_cosines(ax: Axes, curves: pd.DataFrame, banded: Sequence[str] = ()) -> 
             low, high = rows.low.astype(float).clip(-1, 1), rows.high.astype(float).clip(-1, 1)
             ax.fill_between(rows.n, low, high, color=color, alpha=0.15, linewidth=0)
     ax.set_xscale("log")
-    ax.set_ylim(min(0.0, float(curves.cosine.min())), 1)
+    shown = curves.cosine[np.isfinite(curves.cosine.astype(float))]
+    ax.set_ylim(max(-1.0, min(0.0, float(shown.min()))) if len(shown) else 0.0, 1)
+    if not len(shown):
+        ax.text(0.5, 0.5, "too few batches:\nthe true gradient is lost in the noise", ha="center", transform=ax.transAxes)
     ax.set_xlabel("samples (completions)")
     ax.set_ylabel("expected cosine with the true gradient")
     ax.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)

@@ -123,12 +123,14 @@ def test_figures_draw_what_they_are_given(rows):
     assert len(plot_bias_variance(axes[0], table[table.reward == "bag"]).get_yticklabels()) == 2
     curves = study.cosine_curves(rows, "bag", ["rloo", STE.name], [1, 10, 100])
     assert len(plot_cosines(axes[1], curves, ["rloo"]).lines) == 2
+    lost = curves.assign(cosine=np.nan)
+    assert "lost in the noise" in plot_cosines(plt.figure().gca(), lost).texts[0].get_text()
     assert len(mark_crossover(axes[1], 30.0).lines) == 3 and len(mark_crossover(axes[1], math.inf).lines) == 3
     blend = study.hybrid_table(rows, {"bag": STE.name}, [8, 64])
     assert [t.get_text() for t in plot_hybrid(axes[2], blend, ["bag"]).get_xticklabels()] == ["8", "64"]
     spread = study.spread_table(rows)
     assert len(plot_spread(axes[3], spread).texts) == int(np.isfinite(spread.relative).sum())
-    plt.close(fig)
+    plt.close("all")
     assert estimator_color("gumbel_tau1_hops0") != estimator_color("gumbel_rao_m8_tau1_hops0")
 
 
