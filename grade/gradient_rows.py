@@ -115,12 +115,14 @@ class Rows:
         seconds: For each, mean seconds that a row would take alone: rollout, pass, reward and its own products.
         norms: For each, norms of the gradients of the parameter tensors [R, tensors].
         size: Completions in a row.
+        group: Of which G share a prompt.
     """
 
     gradients: dict[tuple[str, str], Tensor]
     seconds: dict[tuple[str, str], float]
     norms: dict[tuple[str, str], Tensor]
     size: int
+    group: int
 
 
 def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = None) -> Tensor:
@@ -182,6 +184,7 @@ def gradient_rows(setting: Setting, rows: int, seed: int = 0) -> Rows:
         {key: sum(value) / rows for key, value in seconds.items()},
         {key: torch.stack(value) for key, value in norms.items()},
         setting.size,
+        setting.group,
     )
 
 
