@@ -1,0 +1,234 @@
+"""A peer on the same task: TRL's GRPOTrainer, with this project's model, prompts, reward, evaluation and sizes.
+
+Its code path is its own (tokenising, generating with transformers, loss, optimizer loop); what it is told is `settings`,
+every value in one place. TRL is an optional extra: ``pip install 'grade[peers]'``. Each contestant runs in a fresh
+process of one thread, so that seconds and peak memory are its own; evaluations do not count.
+
+Two things cannot be made equal. TRL estimates KL from the sampled token (k3) where ours is exact; and its loss is a mean
+over tokens where ours is a sum, so its beta is ours divided by T (AdamW does not see the common factor).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pandas as pd
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+
+from grade.backbone import load_pretrained
+from grade.compare import Run, Shared, run_config, train_once
+from grade.compare_stats import CURVES, first_crossing
+from grade.errors import InputError
+from grade.evaluate import evaluate, score
+from grade.loop import Task
+from grade.memory.process import peak_memory
+from grade.prompts import PromptBatch, encode_prompts
+from grade.train_config import TrainConfig
+
+PEER = "trl_grpo"
+
+
+def have_peer() -> bool:
+    """Whether TRL is installed."""
+    return all(importlib.util.find_spec(name) for name in ("trl", "datasets"))
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """Every setting that TRL's GRPOConfig is given, for a run of our `grpo`.
+
+    Args:
+        config: The run that it is compared with.
+
+    Returns:
+        Keyword arguments; all others keep TRL's defaults.
+    """
+    return {
+        "learning_rate": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "lr_scheduler_type": "constant",
+        "max_steps": config.max_steps,
+        "per_device_train_batch_size": config.batch_size,  # completions, as ours
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "num_generations": config.group,
+        "num_iterations": config.passes,
+        "max_completion_length": config.max_new_tokens,
+        "generation_kwargs": {"min_new_tokens": config.min_new_tokens},
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": config.kl_coef / config.max_new_tokens,
+        "epsilon": config.clip_epsilon,
+        "scale_rewards": "group" if config.normalize_std else "none",
+        "loss_type": "grpo",
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "bf16": False,
+        "use_cpu": True,
+        "seed": config.seed,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
+    """Train TRL's GRPOTrainer as `grade.compare.train_once` trains ours.
+
+    Args:
+        shared: Model, reward, judge, prompts, sizes.
+        run: A run of ``grpo``.
+
+    Returns:
+        Rows of `CURVES`, the untrained policy first.
+
+    Raises:
+        InputError: If TRL is not installed.
+    """
+    if not have_peer():
+        raise InputError("peer", PEER, "installed packages trl and datasets: pip install 'grade[peers]'")
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    config, task = run_config(run, shared.values), shared.task(run.seed)
+    # A copy of the base: two adapters on one base would wrap each other's layers.
+    model, tokenizer = load_pretrained(shared.backbone_dir, task.backbone.dtype)
+    tokenizer.padding_side = "left"
+    lora = LoraConfig(r=config.lora.r, lora_alpha=config.lora.alpha, lora_dropout=0.0,
+                      target_modules=config.lora.target_modules, task_type="CAUSAL_LM")  # fmt: skip
+
+    @torch.no_grad()
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        batch = encode_prompts(task.backbone.tokenizer, prompts, config.max_prompt_tokens)
+        ids, mask = _padded(completion_ids, config.max_new_tokens)
+        return score(task.reward_model, task.backbone, batch, ids, mask, config.reward_scope).tolist()
+
+    rows, clock = [], {"seconds": 0.0, "start": 0.0}
+
+    class Evaluator(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            clock["start"] = time.perf_counter()
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            clock["seconds"] += time.perf_counter() - clock["start"]
+            if state.global_step % max(1, config.eval_every) == 0 or state.global_step == config.max_steps:
+                set_peft_model_state_dict(task.backbone.peft, get_peft_model_state_dict(model))
+                rows.append(_row(config, run, task, state.global_step, clock["seconds"]))
+
+    texts = [_cut(task, text, config.max_prompt_tokens) for text in task.train_prompts]
+    rows.append(_row(config, run, task, 0, 0.0))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=model, reward_funcs=reward, args=GRPOConfig(output_dir=folder, **settings(config)),
+            train_dataset=Dataset.from_dict({"prompt": texts}), processing_class=tokenizer, peft_config=lora,
+            callbacks=[Evaluator()],
+        )  # fmt: skip
+        trainer.train()
+    return rows
+
+
+def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -> dict[str, Any]:
+    n = config.final_eval_prompts if step in (0, config.max_steps) else config.eval_prompts
+    found = evaluate(
+        task.backbone, task.validation_prompts[:n], task.reward_model, task.judge,
+        max_new_tokens=config.max_new_tokens, max_prompt_tokens=config.max_prompt_tokens,
+        min_new_tokens=config.min_new_tokens, scope=config.reward_scope, batch_size=config.eval_batch_size,
+        kl_prompts=config.kl_eval_prompts,
+    )  # fmt: skip
+    m = config.eval_prompts  # one n for the whole curve, as in `grade.loop`
+    values = (PEER, run.beta, run.seed, step, step * config.batch_size * config.gradient_accumulation_steps, seconds,
+              found.reward[:m].mean(), found.gold[:m].mean(), found.kl.mean() * config.max_new_tokens)  # fmt: skip
+    return dict(zip(CURVES, values, strict=True))
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
+    return ids, mask
+
+
+def _cut(task: Task, text: str, max_prompt_tokens: int) -> str:
+    batch: PromptBatch = encode_prompts(task.backbone.tokenizer, [text], max_prompt_tokens)
+    return task.backbone.tokenizer.decode(batch.ids[0][batch.mask[0].bool()].tolist(), skip_special_tokens=True)
+
+
+def contest(shared: Shared, runs: Sequence[Run], peer_run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Our runs and the peer's, one after the other, each in a fresh process of one thread.
+
+    Args:
+        shared: What all have in common.
+        runs: Ours.
+        peer_run: The run of ``grpo`` that the peer repeats.
+
+    Returns:
+        `CURVES` of all, and a table ``method``, ``seconds_per_sample`` (the median step would hide a slow first one: it
+        is the mean), ``peak_bytes`` of the process and ``start_bytes``, its memory before training.
+    """
+    curves, costs = [], []
+    for run, peer in [*((run, False) for run in runs), (peer_run, True)]:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context) as pool:
+            rows, start, peak = pool.submit(_alone, shared, run, peer).result()
+        curves += rows
+        last = rows[-1]
+        costs.append((last["method"], last["seconds"] / last["samples"], peak, start))
+    return pd.DataFrame(curves), pd.DataFrame(costs, columns=["method", "seconds_per_sample", "peak_bytes", "start_bytes"])
+
+
+def _alone(shared: Shared, run: Run, peer: bool) -> tuple[list[dict[str, Any]], int, int]:
+    torch.set_num_threads(1)
+    if peer:
+        import trl.trainer.grpo_trainer  # noqa: F401  its imports are not training
+    shared.task(run.seed)
+    start = peak_memory(torch.device("cpu"))
+    rows = train_peer(shared, run) if peer else train_once(shared, run)[0]
+    return rows, start, peak_memory(torch.device("cpu"))
+
+
+def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, best: str, share: float = 0.9) -> dict[str, float]:
+    """Metrics ``peer/...``: ours against the peer.
+
+    The reward to reach lies ``share`` of the way from the untrained policy's to the lower of the two ends, so that both
+    reach it.
+
+    Args:
+        curves: Of `contest`.
+        costs: Of `contest`.
+        best: Our method whose time is compared.
+        share: Where the goal lies.
+
+    Returns:
+        ``seconds_per_sample/<method>``, ``peak_mib/<method>``, ``grpo_over_trl_seconds_per_sample``, and, if both gain,
+        ``goal_reward``, ``seconds_to_goal/<method>``, ``best_over_trl_seconds``.
+    """
+    figures: dict[str, Any] = {}
+    for cost in costs.itertuples():
+        figures[f"peer/seconds_per_sample/{cost.method}"] = cost.seconds_per_sample
+        figures[f"peer/peak_mib/{cost.method}"] = cost.peak_bytes / 2**20
+        figures[f"peer/start_mib/{cost.method}"] = cost.start_bytes / 2**20
+    each = costs.set_index("method")["seconds_per_sample"]
+    if "grpo" in each:
+        figures["peer/grpo_over_trl_seconds_per_sample"] = each["grpo"] / each[PEER]
+    runs = {method: run.sort_values("step") for method, run in curves.groupby("method")}
+    ends = [runs[name]["reward"].iloc[-1] for name in (best, PEER)]
+    base = runs[PEER]["reward"].iloc[0]
+    if min(ends) > base:
+        goal = base + share * (min(ends) - base)
+        figures["peer/goal_reward"] = goal
+        for name in (best, PEER):
+            run = runs[name]
+            figures[f"peer/seconds_to_goal/{name}"] = first_crossing(run["reward"], run["seconds"], goal)
+        figures["peer/best_method"] = best
+        figures["peer/best_over_trl_seconds"] = (
+            figures[f"peer/seconds_to_goal/{best}"] / figures[f"peer/seconds_to_goal/{PEER}"]
+        )
+    return figures
