@@ -10,6 +10,7 @@ the advice to write ``1.0e-5``, and both read the same.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -58,14 +59,29 @@ class Config(pydantic.BaseModel):
         Raises:
             InputError: For a missing or unreadable file, a malformed override or a wrong field.
         """
-        paths, overrides = list(paths), list(overrides)
-        values: dict[str, Any] = {}
-        for path in paths:
-            _merge(values, read_yaml(path))
-        for override in overrides:
-            _merge(values, _parse_override(override))
-        source = " + ".join(Path(p).name for p in paths)
-        return cls.parse(values, source)
+        paths = list(paths)
+        return cls.parse(read_values(paths, overrides), " + ".join(Path(p).name for p in paths))
+
+
+def read_values(paths: Iterable[str | Path] = (), overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """What `Config.load` reads, not yet checked.
+
+    Args:
+        paths: YAML files, later over earlier.
+        overrides: Strings ``key=value``.
+
+    Returns:
+        Field names and values.
+
+    Raises:
+        InputError: For a missing or unreadable file or a malformed override.
+    """
+    values: dict[str, Any] = {}
+    for path in paths:
+        _merge(values, read_yaml(path))
+    for override in overrides:
+        _merge(values, _parse_override(override))
+    return values
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -136,6 +152,10 @@ def _as_input_error(cls: type[Config], error: pydantic.ValidationError, source: 
         allowed = "a value; this key is required"
     elif first["type"] in ("float_type", "int_type") and isinstance(first["input"], str):
         allowed = "a number (YAML reads 1e-5 as text: write 1.0e-5)"
+    elif first["type"] == "literal_error":
+        allowed = first["ctx"]["expected"]
+        close = difflib.get_close_matches(str(first["input"]), re.findall(r"'([^']*)'", allowed), n=1)
+        allowed += f" (did you mean {close[0]!r}?)" if close else ""
     else:
         allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     value = "nothing" if first["type"] == "missing" else first["input"]

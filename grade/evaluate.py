@@ -21,7 +21,7 @@ from grade.engines.base import RewardScope, sequence_mean
 from grade.prompts import PromptBatch, encode_prompts
 from grade.results import Estimate
 from grade.rollout import generate
-from grade.vocab import kl_divergence
+from grade.scoring import predicting_hidden, token_kl
 
 if TYPE_CHECKING:
     from grade.gold import GoldJudge
@@ -132,14 +132,10 @@ def score(
 @torch.no_grad()
 def sequence_kl(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
     """Exact full-vocabulary KL(policy || reference) in nats at each position [B, T], 0 where masked."""
-    full = torch.cat([prompts.ids, ids], 1)[:, :-1]
-    full_mask = torch.cat([prompts.mask, torch.ones_like(ids)], 1)[:, :-1]
-    embeds, first = backbone.embed(full), prompts.ids.shape[1] - 1
-    hidden = backbone.hidden(embeds, full_mask)[:, first:]
+    hidden = predicting_hidden(backbone, prompts, ids)
     with backbone.reference():
-        ref_hidden = backbone.hidden(embeds, full_mask)[:, first:]
-    kl = kl_divergence(backbone.head, hidden.flatten(0, 1), ref_hidden.flatten(0, 1))
-    return kl.view(ids.shape) * mask
+        ref_hidden = predicting_hidden(backbone, prompts, ids)
+    return token_kl(backbone, hidden, ref_hidden, mask)
 
 
 def decode(tokenizer, ids: Tensor, mask: Tensor) -> str:

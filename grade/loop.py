@@ -1,9 +1,10 @@
 """The training loop: prompts in, adapter and results out.
 
-One optimizer step is `gradient_accumulation_steps` microbatches of `batch_size` prompts on each process; every
+One optimizer step is `gradient_accumulation_steps` microbatches of `batch_size` completions on each process; every
 microbatch adds ``1/N`` of its gradient, so N of them give the gradient of one big batch (their losses are means over
-sequences, see `grade.engines.base`). A microbatch's noise is seeded by its place in the step, not by the process that
-runs it: with Accelerate, two processes give the gradients of one process with both batches.
+sequences, see `grade.engines.base`). With several passes or minibatches (ppo, grpo) a step samples once and updates
+several times. A microbatch's noise is seeded by its place in the step, not by the process that runs it: with
+Accelerate, two processes give the gradients of one process with both batches.
 
 Accelerate provides devices, processes and trackers. Only the adapter's gradients are averaged over processes; the base
 is replicated. Left out: sharding the base, resuming a run.
@@ -16,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,14 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from grade.backbone import Backbone
-from grade.engines import GradientStep, Objective
+from grade.engines import Objective
 from grade.engines.base import sequence_mean
 from grade.errors import InputError
 from grade.evaluate import Evaluation, evaluate
 from grade.gold import GoldJudge
 from grade.memory.process import peak_memory
-from grade.methods import METHODS, make_engine
+from grade.methods import RELAXED, make_engine
+from grade.policy_gradient import PolicyGradient, StepContext
 from grade.prompts import PromptBatch, encode_prompts, prompt_text
 from grade.relaxation import tau_at
 from grade.results import Estimate, environment, write_history, write_metrics
@@ -86,7 +89,8 @@ def load_task(config: TrainConfig, device: str | torch.device, adapter: str | No
     backbone = Backbone.load(
         config.backbone, config.dtype, None if adapter else config.lora, adapter, device, config.attention, config.seed
     )
-    config.relaxation(config.tau_start).check(backbone.vocab_size)
+    if config.relaxed:
+        config.relaxation(config.tau_start).check(backbone.vocab_size)
     check_length(backbone, config.max_prompt_tokens + config.max_new_tokens)
     reward_model = load_reward(config.reward, backbone).to(device)
     judge = GoldJudge.load(config.gold) if config.gold else None
@@ -140,8 +144,11 @@ def run_training(config: TrainConfig, task: Task, accelerator: Accelerator, log:
         History and evaluations.
     """
     backbone, result = task.backbone, RunResult()
-    parameters = backbone.trainable_parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    learner = None if config.relaxed else PolicyGradient(config, backbone)
+    groups: list[dict[str, Any]] = [{"params": backbone.trainable_parameters()}]
+    if learner and learner.parameters():
+        groups.append({"params": learner.parameters(), "lr": config.value_learning_rate})
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, weight_decay=config.weight_decay)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / (config.warmup_steps + 1)))
     prompts = _prompt_stream(config, task, accelerator)
     result.before = _evaluate(config, task, config.final_eval_prompts)
@@ -149,11 +156,11 @@ def run_training(config: TrainConfig, task: Task, accelerator: Accelerator, log:
     log(_line(config, result.history[-1]))
     for step in range(1, config.max_steps + 1):
         start = time.perf_counter()
-        row = _optimizer_step(config, task, accelerator, optimizer, prompts, step)
+        row = _optimizer_step(config, task, accelerator, optimizer, prompts, step, learner)
         warmup.step()
         row["train/seconds"] = time.perf_counter() - start
         result.seconds += row["train/seconds"]
-        samples = step * config.batch_size * config.gradient_accumulation_steps * accelerator.num_processes
+        samples = step * config.batch_completions * config.gradient_accumulation_steps * accelerator.num_processes
         row = {"step": step, "samples": samples, "seconds": result.seconds, **row}
         if step == config.max_steps:
             result.after = _evaluate(config, task, config.final_eval_prompts)
@@ -167,39 +174,66 @@ def run_training(config: TrainConfig, task: Task, accelerator: Accelerator, log:
     return result
 
 
-def _optimizer_step(config, task, accelerator, optimizer, prompts: Iterator[PromptBatch], step: int) -> dict[str, Any]:
-    """Accumulate, average over processes, clip, step; the row of figures."""
-    method = METHODS[config.method]
-    engine = make_engine(method.engine, config.hops, config.hop_tolerance, config.gradient_checkpointing)
-    tau = tau_at(step - 1, config.tau_start, config.tau_end, config.tau_anneal_steps)
+def _optimizer_step(
+    config: TrainConfig, task: Task, accelerator: Accelerator, optimizer: torch.optim.Optimizer,
+    prompts: Iterator[PromptBatch], step: int, learner: PolicyGradient | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Sample, accumulate and update; the row of figures."""
     objective = Objective(task.reward_model, config.kl_coef, config.reward_scope)
-    parameters = task.backbone.trainable_parameters()
-    optimizer.zero_grad(set_to_none=True)
     local, total = config.gradient_accumulation_steps, config.gradient_accumulation_steps * accelerator.num_processes
-    parts: list[GradientStep] = []
-    for i in range(local):
-        place = accelerator.process_index * local + i
-        seed = np.random.SeedSequence([config.seed, step, place]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator(task.backbone.device).manual_seed(int(seed >> 1))
-        parts.append(engine(task.backbone, next(prompts), objective, config.relaxation(tau), generator, 1 / total))
-    if accelerator.num_processes > 1:
-        for p in parameters:
-            p.grad = accelerator.reduce(p.grad, reduction="sum")
-    norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-    if not torch.isfinite(norm):
-        raise InputError("gradient norm", float(norm), f"a finite number; step {step} was not taken")
-    optimizer.step()
+    norms: list[float] = []
+    optimizer.zero_grad(set_to_none=True)
+
+    def microbatches() -> Iterator[tuple[PromptBatch, torch.Generator]]:
+        for i in range(local):
+            place = accelerator.process_index * local + i
+            seed = np.random.SeedSequence([config.seed, step, place]).generate_state(1, np.uint64)[0]
+            yield next(prompts), torch.Generator(task.backbone.device).manual_seed(int(seed >> 1))
+
+    def apply() -> None:
+        norms.append(_apply(accelerator, optimizer, config.max_grad_norm, step))
+
+    tau, extra = None, {}
+    if config.relaxed:
+        engine_name = RELAXED[config.method].engine
+        engine = make_engine(engine_name, config.hops, config.hop_tolerance, config.gradient_checkpointing)
+        tau = tau_at(step - 1, config.tau_start, config.tau_end, config.tau_anneal_steps)
+        relaxation = config.relaxation(tau)
+        parts = [engine(task.backbone, p, objective, relaxation, g, 1 / total) for p, g in microbatches()]
+        apply()
+    else:
+        learner = learner or PolicyGradient(config, task.backbone)
+        parts = learner.step(microbatches(), objective, StepContext(total, apply, partial(_sum, accelerator)))
+        extra = {f"train/{name}": _mean(accelerator, values) for name, values in learner.figures.items()}
     residuals = [float(p.residual) for p in parts if p.residual is not None]
     return {
         "train/reward": _mean(accelerator, [p.reward.mean() for p in parts]),
         "train/kl": _mean(accelerator, [sequence_mean(p.kl, p.completion_mask).mean() for p in parts]),
         "train/loss": _mean(accelerator, [p.loss for p in parts]),
         "train/tau": tau,
-        "train/grad_norm": float(norm),
+        "train/grad_norm": float(np.mean(norms)),
         "train/residual": float(np.mean(residuals)) if residuals else None,
         "train/length": _mean(accelerator, [p.completion_mask.sum(-1).double().mean() for p in parts]),
         "train/learning_rate": optimizer.param_groups[0]["lr"],
+        **extra,
     }
+
+
+def _apply(accelerator: Accelerator, optimizer: torch.optim.Optimizer, max_grad_norm: float, step: int) -> float:
+    """Sum over processes, clip each group of parameters, step; the policy's norm."""
+    norms = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = _sum(accelerator, p.grad)
+        norms.append(torch.nn.utils.clip_grad_norm_(group["params"], max_grad_norm))
+        if not torch.isfinite(norms[-1]):
+            raise InputError("gradient norm", float(norms[-1]), f"a finite number; step {step} was not taken")
+    optimizer.step()
+    return float(norms[0])
+
+
+def _sum(accelerator: Accelerator, value: torch.Tensor) -> torch.Tensor:
+    return accelerator.reduce(value, reduction="sum") if accelerator.num_processes > 1 else value
 
 
 def _mean(accelerator: Accelerator, values: list[torch.Tensor]) -> float:
@@ -213,11 +247,11 @@ def _prompt_stream(config: TrainConfig, task: Task, accelerator: Accelerator) ->
     local, total = config.gradient_accumulation_steps, config.gradient_accumulation_steps * accelerator.num_processes
     order: list[int] = []
     while True:
-        while len(order) < total * config.batch_size:
+        while len(order) < total * config.batch_prompts:
             order += rng.permutation(len(task.train_prompts)).tolist()
-        step, order = order[: total * config.batch_size], order[total * config.batch_size :]
+        step, order = order[: total * config.batch_prompts], order[total * config.batch_prompts :]
         for place in range(accelerator.process_index * local, (accelerator.process_index + 1) * local):
-            rows = step[place * config.batch_size : (place + 1) * config.batch_size]
+            rows = step[place * config.batch_prompts : (place + 1) * config.batch_prompts]
             texts = [task.train_prompts[row] for row in rows]
             yield encode_prompts(task.backbone.tokenizer, texts, config.max_prompt_tokens).to(task.backbone.device)
 

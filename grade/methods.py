@@ -1,21 +1,26 @@
-"""Methods by name: each is a choice of estimator and engine."""
+"""Methods by name: a relaxed one is a choice of estimator and engine, a policy gradient one of baseline.
+
+`OPTIONS` says which settings of a run belong to some methods only; `grade.train_config` refuses them elsewhere.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from grade.engines import Engine, checkpointed, replay, unrolled
 from grade.relaxation import Estimator
 
-MethodName = Literal["gumbel", "ste", "gumbel_legacy", "ste_legacy"]
+RelaxedName = Literal["gumbel", "ste", "gumbel_legacy", "ste_legacy"]
+PolicyGradientName = Literal["reinforce", "rloo", "remax", "grpo", "ppo"]
+MethodName = Literal[RelaxedName, PolicyGradientName]
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A training method.
+    """A training method that differentiates the reward through relaxed tokens.
 
     Attributes:
         estimator: How tokens are relaxed.
@@ -26,12 +31,28 @@ class Method:
     engine: EngineName
 
 
-METHODS: dict[str, Method] = {
+RELAXED: dict[str, Method] = {
     "gumbel": Method("gumbel", "replay"),
     "ste": Method("ste", "replay"),
     "gumbel_legacy": Method("gumbel", "unrolled"),
     "ste_legacy": Method("ste", "unrolled"),
 }
+POLICY_GRADIENTS: tuple[str, ...] = get_args(PolicyGradientName)
+METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS)
+GROUPED = ("rloo", "grpo")
+"""Methods whose baseline is made of the prompt's other completions."""
+
+_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (tuple(RELAXED), ("hops", "hop_tolerance", "gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps")),
+    (("gumbel", "ste", *POLICY_GRADIENTS), ("gradient_checkpointing",)),
+    (POLICY_GRADIENTS, ("num_generations", "kl_estimator")),
+    (("reinforce",), ("baseline_momentum",)),
+    (("grpo", "ppo"), ("clip_epsilon", "epochs", "minibatches")),
+    (("grpo",), ("normalize_std", "self_certainty_reward")),
+    (("ppo",), ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages")),
+]
+OPTIONS: dict[str, tuple[str, ...]] = {option: methods for methods, options in _SETTINGS for option in options}
+"""Settings that only some methods have, and those methods; any other setting is every method's."""
 
 
 def make_engine(

@@ -16,8 +16,9 @@ from torch import Tensor
 from grade.backbone import Backbone
 from grade.errors import InputError
 from grade.prompts import PromptBatch
+from grade.rollout import is_eos
 from grade.self_certainty import self_certainty
-from grade.vocab import entropy, token_logps
+from grade.vocab import entropy, kl_divergence, token_logps
 
 Score = Literal["logps", "entropy", "self_certainty"]
 
@@ -51,6 +52,7 @@ def score(
     mask: Tensor,
     what: tuple[Score, ...] = ("logps",),
     temperature: float = 1.0,
+    min_new_tokens: int = 0,
 ) -> Scores:
     """Score completions under the policy as it is now (in `Backbone.reference`: the base).
 
@@ -61,24 +63,60 @@ def score(
         mask: [B, T], 1 at a token, end-of-sequence included.
         what: Which scores; each is a pass over the head.
         temperature: Sampling temperature t: of ``softmax(logits / t)``.
+        min_new_tokens: As in sampling: before this many tokens, log-probabilities are those of the distribution
+            without end-of-sequence. Entropy and self-certainty are of the whole distribution in any case.
 
     Returns:
         The scores, with gradient where grad mode is on.
 
     Raises:
-        InputError: If shapes do not fit or the temperature is not positive.
+        InputError: If shapes do not fit, the temperature is not positive, or a completion ends too early.
     """
     if ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
         allowed = f"[{len(prompts)}, T] for ids and mask, T at least 1"
         raise InputError("completions", f"{list(ids.shape)} and {list(mask.shape)}", allowed)
     if not 0 < temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number above 0")
-    hidden = predicting_hidden(backbone, prompts, ids).flatten(0, 1)  # [BT, D]
-    found = {}
+    hidden = predicting_hidden(backbone, prompts, ids)
+    return score_hidden(backbone, hidden, ids, mask, what, temperature, min_new_tokens)
+
+
+def score_hidden(
+    backbone: Backbone,
+    hidden: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    what: tuple[Score, ...],
+    temperature: float = 1.0,
+    min_new_tokens: int = 0,
+) -> Scores:
+    """`score` from hidden states [B, T, D] that exist already, of `predicting_hidden`."""
+    hidden, eos, found = hidden.flatten(0, 1), backbone.eos_token_ids, {}
     if "logps" in what:
-        found["logps"] = token_logps(backbone.head, hidden, ids.flatten(), temperature)
+        early = None
+        if min_new_tokens > 0 and eos:
+            early = (torch.arange(ids.shape[1], device=ids.device) < min_new_tokens).expand(ids.shape)
+            if (is_eos(ids, eos) & early & mask.bool()).any():
+                raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
+            early = early.flatten()
+        found["logps"] = token_logps(backbone.head, hidden, ids.flatten(), temperature, eos, early)
     if "entropy" in what:
         found["entropy"] = entropy(backbone.head, hidden, temperature)
     if "self_certainty" in what:
         found["self_certainty"] = self_certainty(backbone.head, hidden, temperature)
     return Scores(**{name: values.view(mask.shape) * mask for name, values in found.items()})
+
+
+def token_kl(backbone: Backbone, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:
+    """Exact full-vocabulary KL(policy || reference) at each token [B, T] in nats, 0 where masked.
+
+    Args:
+        backbone: Gives the head.
+        hidden: Policy hidden states [B, T, D] of `predicting_hidden`, with gradient where wanted.
+        ref_hidden: Those of the reference, constants.
+        mask: [B, T].
+
+    Returns:
+        [B, T].
+    """
+    return kl_divergence(backbone.head, hidden.flatten(0, 1), ref_hidden.flatten(0, 1)).view(mask.shape) * mask

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,7 +11,7 @@ from grade.adapter import LoraSettings
 from grade.config import Config
 from grade.engines.base import RewardScope
 from grade.errors import InputError
-from grade.methods import METHODS, MethodName
+from grade.methods import GROUPED, OPTIONS, RELAXED, MethodName
 from grade.relaxation import RelaxationConfig, Support
 
 Tracker = Literal["tensorboard", "wandb", "dvclive"]
@@ -19,7 +20,11 @@ Tracker = Literal["tensorboard", "wandb", "dvclive"]
 class TrainConfig(Config):
     """One training run. Names follow the source documents where they have one."""
 
-    method: MethodName = Field("ste", description="gumbel, ste: the replay engine; *_legacy: the original's")
+    method: MethodName = Field(
+        "ste",
+        description="gumbel, ste: the replay engine; *_legacy: the original's; reinforce, rloo, remax, grpo, ppo: "
+        "policy gradients. A setting of some methods only is refused with the others",
+    )
     seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
 
     backbone: str = Field("models/backbone", description="folder or Hugging Face id of the base model")
@@ -46,14 +51,46 @@ class TrainConfig(Config):
     kl_coef: float = Field(0.25, ge=0, description="weight beta of KL, in reward per nat and token")
     hops: int = Field(1, ge=0, description="feedback hops of the replay engine; max_new_tokens - 1 is exact")
     hop_tolerance: float = Field(0.0, ge=0, description="stop hopping at this relative residual; 0 = take all hops")
-    gradient_checkpointing: bool = Field(False, description="recompute layers in backward (replay engine)")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute layers in backward (replay engine, policy gradients)"
+    )
+
+    num_generations: int | None = Field(
+        None, ge=1, description="policy gradients: completions of each prompt, G; null: 4 with a group baseline "
+        "(rloo, grpo), else 1"
+    )
+    kl_estimator: Literal["exact", "k3"] = Field(
+        "exact", description="policy gradients: KL over the full vocabulary, or estimated from the sampled token"
+    )
+    baseline_momentum: float = Field(0.9, ge=0, lt=1, description="reinforce: momentum of the baseline over steps")
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="grpo, ppo: clip range of the probability ratio")
+    epochs: int | None = Field(
+        None, ge=1, description="grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (where "
+        "nothing clips)"
+    )
+    minibatches: int = Field(
+        1, ge=1, description="grpo, ppo: updates in a pass; each takes an equal share of every microbatch"
+    )
+    normalize_std: bool = Field(
+        False, description="grpo: divide advantages by the group's standard deviation, as published; biased"
+    )
+    self_certainty_reward: bool = Field(
+        False, description="grpo: the completion's self-certainty is the reward (Intuitor)"
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="ppo: discount; 1 is the objective of the other methods")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="ppo: lambda of generalised advantage estimation")
+    value_learning_rate: float = Field(1e-3, gt=0, description="ppo: AdamW learning rate of the value head")
+    value_clip: float = Field(0.2, gt=0, description="ppo: clip range of the value, in units of reward")
+    whiten_advantages: bool = Field(True, description="ppo: whiten the advantages of a step")
 
     learning_rate: float = Field(2e-3, gt=0, description="AdamW learning rate")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(0, ge=0, description="linear warm-up of the learning rate")
     max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
     max_steps: int = Field(20, ge=1, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, description="prompts in a microbatch, B")
+    batch_size: int = Field(
+        8, ge=1, description="completions in a microbatch, B, of B / num_generations prompts (relaxed methods: of B)"
+    )
     gradient_accumulation_steps: int = Field(1, ge=1, description="microbatches in an optimizer step")
 
     eval_every: int = Field(5, ge=0, description="evaluate every so many steps; 0 = only before and after")
@@ -71,13 +108,50 @@ class TrainConfig(Config):
             raise InputError("min_new_tokens", self.min_new_tokens, allowed)
         if self.max_steps <= self.warmup_steps:
             raise InputError("warmup_steps", self.warmup_steps, f"less than max_steps = {self.max_steps}")
-        if METHODS[self.method].engine != "replay" and self.gradient_checkpointing:
-            raise InputError("gradient_checkpointing", True, f"false for {self.method}: only the replay engine has it")
+        for option, methods in OPTIONS.items():
+            value = getattr(self, option)
+            if self.method not in methods and value != type(self).model_fields[option].default:
+                raise InputError(option, value, f"nothing for {self.method}: it belongs to {', '.join(methods)}")
+        if self.method in GROUPED and self.group == 1:
+            raise InputError("num_generations", 1, f"at least 2 for {self.method}: a group is its baseline")
+        for name, value in (("num_generations", self.group), ("minibatches", self.minibatches)):
+            if self.batch_size % value:
+                raise InputError(name, value, f"a divisor of batch_size = {self.batch_size}")
         return self
+
+    @staticmethod
+    def values_for(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that a method knows, ``method`` included, so that one file can serve several methods."""
+        return {k: v for k, v in values.items() if method in OPTIONS.get(k, (method,))} | {"method": method}
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether the method differentiates through relaxed tokens; otherwise it is a policy gradient."""
+        return self.method in RELAXED
+
+    @property
+    def group(self) -> int:
+        """G, completions of each prompt in a microbatch."""
+        return self.num_generations or (4 if self.method in GROUPED else 1)
+
+    @property
+    def passes(self) -> int:
+        """Passes of the update over a step's completions."""
+        return self.epochs or (4 if self.method == "ppo" else 1)
+
+    @property
+    def batch_prompts(self) -> int:
+        """Prompts in a microbatch."""
+        return self.batch_size // self.group
+
+    @property
+    def batch_completions(self) -> int:
+        """Completions generated and scored for a microbatch; remax's greedy ones are among them."""
+        return self.batch_size + (self.batch_prompts if self.method == "remax" else 0)
 
     def relaxation(self, tau: float) -> RelaxationConfig:
         """The relaxation at a Gumbel temperature."""
         return RelaxationConfig(
-            estimator=METHODS[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
+            estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
             max_new_tokens=self.max_new_tokens, min_new_tokens=self.min_new_tokens,
         )  # fmt: skip

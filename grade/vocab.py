@@ -212,24 +212,33 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
     return row_values(head, hidden, of_logits, ref_hidden.detach())
 
 
-def token_logps(head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+def token_logps(
+    head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.0, forbidden: tuple[int, ...] = (),
+    where: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``log softmax(head(h) / t)`` at one token a row, from hidden states; see `row_values`.
 
-    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``.
+    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``, 0 at a forbidden v.
 
     Args:
         head: The frozen head.
         hidden: Hidden states [N, D] at the positions that predict the tokens.
         ids: Token ids [N].
         temperature: Sampling temperature t of the policy that is scored.
+        forbidden: Token ids that could not be sampled: their logits are -inf.
+        where: Rows in which they could not [N]; None: in none.
 
     Returns:
         Log-probabilities [N] in nats, float32 (float64 for a float64 model).
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        (token,) = others
-        logp = logits.div_(temperature).log_softmax(-1)
+        token, *rows = others
+        logits.div_(temperature)
+        if rows:
+            columns = torch.tensor(forbidden, device=logits.device)
+            logits[:, columns] = logits[:, columns].masked_fill(rows[0].unsqueeze(1), float("-inf"))
+        logp = logits.log_softmax(-1)
         del logits
         value = logp.gather(1, token)
         if not needed:
@@ -237,7 +246,7 @@ def token_logps(head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.
         grad = logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
         return value.squeeze(1), grad.div_(temperature)
 
-    return row_values(head, hidden, of_logits, ids.unsqueeze(1))
+    return row_values(head, hidden, of_logits, ids.unsqueeze(1), *([] if where is None or not forbidden else [where]))
 
 
 def entropy(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:

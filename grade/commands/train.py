@@ -10,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from grade.commands.options import add_config_options
+from grade.config import read_values
 from grade.loop import train
 from grade.methods import METHODS
 from grade.train_config import TrainConfig
@@ -17,16 +18,20 @@ from grade.train_config import TrainConfig
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--method", choices=[*METHODS, "all"], help="over the config's; all: each, in its own folder")
+    parser.add_argument("--method", metavar="METHOD",
+                        help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder")  # fmt: skip
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="adapter, history.csv, metrics.json, ...")
     add_config_options(parser, TrainConfig)
 
 
 def run(args: argparse.Namespace) -> None:
     """Train, one method or all of them."""
-    methods = list(METHODS) if args.method == "all" else [args.method]
     # Every config is checked before the first run starts.
-    configs = [TrainConfig.load(args.config, args.set + ([f"method={m}"] if m else [])) for m in methods]
+    if args.method == "all":
+        values = read_values(args.config, args.set)
+        configs = [TrainConfig.parse(TrainConfig.values_for(method, values)) for method in METHODS]
+    else:
+        configs = [TrainConfig.load(args.config, args.set + ([f"method={args.method}"] if args.method else []))]
     for config in configs:
         output = Path(args.output_dir) / config.method if args.method == "all" else Path(args.output_dir)
         with _progress(config) as log:

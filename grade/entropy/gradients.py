@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from grade.backbone import Backbone
 from grade.entropy.samples import Samples
 from grade.errors import InputError
+from grade.losses import rloo
 from grade.scoring import score
 
 
@@ -78,10 +79,7 @@ def entropy_coefficients(logps: Tensor) -> Tensor:
     >>> entropy_coefficients(torch.tensor([[1.0, 2.0, 6.0]]))       # (1 - 4) / 3, (2 - 3.5) / 3, (6 - 1.5) / 3
     tensor([[-1.0000, -0.5000,  1.5000]])
     """
-    group = logps.shape[1]
-    if group < 2:
-        raise InputError("num_generations", group, "at least 2: leave-one-out needs another completion of the prompt")
-    return (logps - logps.mean(1, keepdim=True)) / (group - 1)
+    return rloo(logps) / logps.shape[1]
 
 
 def prompt_gradients(

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from grade.backbone import Backbone
+from grade.losses import clipped_surrogate, kl_estimate
 from grade.memory.live import LiveTracker
 from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
 from grade.prompts import PromptBatch
@@ -54,9 +55,8 @@ class PolicyStepConfig(TracedConfig):
                         ref, _ = logps()
                 with backbone.checkpointed_layers(self.gradient_checkpointing):
                     new, _ = logps()
-                ratio = (new - old).exp()
-                surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-                k3 = (ref - new).exp() - (ref - new) - 1
+                surrogate = clipped_surrogate(new, old, advantages, 0.2)
+                k3 = kl_estimate(new, ref, "k3")
                 loss = ((self.kl_coef * k3 - surrogate) * mask).sum() / mask.sum()
             (loss * scale).backward()
 

@@ -26,7 +26,7 @@ from grade.engines.stepwise import UNROLLED, stepwise
 from grade.errors import InputError
 from grade.memory.live import Category, LiveTracker
 from grade.memory.models import Adapter, build_backbone
-from grade.methods import METHODS, EngineName, MethodName, make_engine
+from grade.methods import RELAXED, EngineName, RelaxedName, make_engine
 from grade.prompts import PromptBatch
 from grade.relaxation import RelaxationConfig, Support
 from grade.reward import HeadSettings, RewardKind, RewardModel
@@ -162,7 +162,7 @@ class TracedConfig(Config):
 class StepConfig(TracedConfig):
     """A step of `gumbel` or `ste` by any engine."""
 
-    method: MethodName = Field("ste", description="training method")
+    method: RelaxedName = Field("ste", description="training method")
     engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
     hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
     support: Support = Field("perturbed_top_k", description="top_k or perturbed_top_k")
@@ -183,7 +183,7 @@ class StepConfig(TracedConfig):
     @property
     def engine_name(self) -> EngineName:
         """The engine that runs."""
-        return METHODS[self.method].engine if self.engine == "auto" else self.engine
+        return RELAXED[self.method].engine if self.engine == "auto" else self.engine
 
     def make_engine(self) -> Engine:
         """The engine with its settings."""
@@ -195,7 +195,7 @@ class StepConfig(TracedConfig):
     def relaxation(self) -> RelaxationConfig:
         """The relaxation."""
         return RelaxationConfig(
-            estimator=METHODS[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=1.0,
+            estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=1.0,
             max_new_tokens=self.max_new_tokens,
         )  # fmt: skip
 
