@@ -209,7 +209,7 @@ def paired_figures(values: Mapping[str, Mapping[int, float]], against: str, name
 def estimate_figures(key: str, values: Iterable[float] | None, estimate: Estimate | None = None) -> dict[str, float]:
     """``key``, ``key_stderr`` and ``key_n`` of a mean; only ``key_n`` = 0 without values."""
     if estimate is None:
-    XX
+        values = [] if values is None else list(values)
         if not values:
             return {f"{key}_n": 0}
         estimate = Estimate.of(values)

@@ -2,7 +2,8 @@
 
 Byte-level BPE and a Llama of about a million parameters. It writes review-like text, locally grammatical and with words
 of sentiment: enough for a policy, a reward and a reference, not for good text. Trained for a fixed number of steps, so
-that the result does not depend on the machine's speed.
+that the result does not depend on the machine's speed. The layers' matrices are trained by `Muon`, embedding and norms by
+AdamW: at equal steps a lower loss and an embedding table that knows more about words than with AdamW alone.
 
 Left out: whatever takes longer than a few minutes on a CPU; contexts longer than a prompt with its completion.
 """
@@ -13,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +49,8 @@ class PretrainConfig(Config):
     context: int = Field(64, ge=4, description="tokens of a training window")
     batch_size: int = Field(16, ge=1, description="windows a step")
     steps: int = Field(1000, ge=2, description="optimizer steps")
-    learning_rate: float = Field(5e-3, gt=0, description="peak learning rate of AdamW")
+    muon_lr: float = Field(0.01, gt=0, description="peak learning rate of the layers' matrices (Muon)")
+    adamw_lr: float = Field(5e-3, gt=0, description="peak learning rate of embedding and norms (AdamW)")
     warmup_steps: int = Field(50, ge=0, description="linear warm-up; then linear decay to 0 over the second half")
     eval_windows: int = Field(512, ge=2, description="windows of the test split that are scored")
     seed: int = Field(0, ge=0, description="seed of weights and order of the windows")
@@ -98,6 +100,60 @@ def pretrain(
     Backbone(model, tokenizer)  # refuses what cannot be supported, before anything is written
     _save(model, tokenizer, Path(output_dir))
     return metrics
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, then the nearest matrix with orthonormal rows or columns (Jordan et al. 2024), in float32.
+
+    torch's own works in bfloat16, which is ten times slower than the rest of a step on CPUs without such instructions.
+    Matrices of one shape are orthogonalised together. Left out: weight decay.
+
+    Args:
+        params: Matrices.
+        lr: Learning rate; an update has root mean square ``0.2 lr`` whatever the shape (Liu et al. 2025).
+        momentum: Of Nesterov's kind.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            shapes: dict[tuple[int, ...], list[Tensor]] = {}
+            for p in group["params"]:
+                shapes.setdefault(tuple(p.shape), []).append(p)
+            for shape, same in shapes.items():
+                updates = []
+                for p in same:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(p.grad.lerp(average, group["momentum"]))
+                scale = 0.2 * group["lr"] * max(shape) ** 0.5
+                for p, update in zip(same, orthogonalised(torch.stack(updates)), strict=True):
+                    p.sub_(update, alpha=scale)
+
+
+def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """``U V'`` of each matrix ``U S V'``, roughly: singular values end between 0.7 and 1.2.
+
+    Newton-Schulz iteration with a quintic polynomial whose slope at 0 is large (Jordan et al. 2024).
+
+    Args:
+        matrices: [N, rows, columns].
+        iterations: Of the polynomial.
+
+    Returns:
+        Same shape.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.mT if tall else x
 
 
 def new_model(config: PretrainConfig, vocab_size: int) -> LlamaForCausalLM:
@@ -166,8 +222,13 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
         InputError: If the loss is not finite.
     """
     generator = torch.Generator().manual_seed(config.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: schedule(s, config))
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        Muon(matrices, lr=config.muon_lr),
+        torch.optim.AdamW(others, lr=config.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: schedule(s, config)) for o in optimizers]
     order = torch.zeros(0, dtype=torch.long)
     losses = []
     model.train()
@@ -176,14 +237,14 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
             order = torch.cat([order, torch.randperm(len(windows), generator=generator)])
         batch, order = windows[order[: config.batch_size]], order[config.batch_size :]
         loss = window_nats(model, batch).mean()
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warmup.step()
+        for part in (*optimizers, *schedules):
+            part.step()
         losses.append(float(loss.detach()))
         if not np.isfinite(losses[-1]):
-            raise InputError("loss", losses[-1], f"a finite number; step {step + 1} broke: lower the learning rate")
+            raise InputError("loss", losses[-1], f"a finite number; step {step + 1} broke: lower the learning rates")
         if (step + 1) % max(1, config.steps // 10) == 0:
             log(f"step {step + 1:>5}/{config.steps}  {np.mean(losses[-config.steps // 10 :]):.3f} nats a token")
     model.eval()
