@@ -72,8 +72,8 @@ def test_the_papers_advantage_ran_over_the_batch_axis_and_is_another_number():
     """Two completions of 6 tokens, rewards 1 and 0 at the end, V = 0.5, gamma 0.99, lambda 0.95.
 
     Over time, the first one's advantages are all positive. Over the batch, as the published code loops, its tokens
-    bootstrap from the *other completion*: 0.99 * 0.5 - 0.5 - 0.99 * 0.95 * 0.5 = -0.47525 at every token, plus the reward
-    at the last: earlier tokens are punished for a completion that succeeded.
+    bootstrap from the *other completion*: 0.99 * 0.5 - 0.5 - 0.99 * 0.95 * 0.5 = -0.47525 at every token, plus the
+    reward at the last: earlier tokens are punished for a completion that succeeded.
     """
     rewards = torch.zeros(2, 6, dtype=torch.float64)
     rewards[0, -1] = 1
