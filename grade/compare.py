@@ -48,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rloo": {"num_generations": 4},
     "grpo": {"num_generations": 4, "normalize_std": True},
 }
-"""What a method has beside the shared values: tau and hops as in Experiment 6's runs, groups of 4, grpo as published."""
+"""What a method has beside the shared values: tau and hops of Experiment 6's runs, groups of 4, grpo as published."""
 
 SEARCH_PROMPTS = 512
 """Training prompts that no run trains on; the learning rates are chosen on them."""
@@ -183,7 +183,8 @@ def untrained(shared: Shared) -> dict[str, float]:
     found = evaluate(
         task.backbone, task.validation_prompts[: config.final_eval_prompts], task.reward_model, task.judge,
         max_new_tokens=config.max_new_tokens, max_prompt_tokens=config.max_prompt_tokens,
-        min_new_tokens=config.min_new_tokens, scope=config.reward_scope, batch_size=config.eval_batch_size, kl_prompts=0,
+        min_new_tokens=config.min_new_tokens, scope=config.reward_scope, batch_size=config.eval_batch_size,
+        kl_prompts=0,
     )  # fmt: skip
     texts = task.validation_prompts[: config.kl_eval_prompts]
     lengths = (config.max_new_tokens, config.max_prompt_tokens, config.min_new_tokens)

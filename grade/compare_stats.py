@@ -122,7 +122,7 @@ def chosen_on_other_seeds(values: pd.DataFrame) -> dict[int, float]:
     if table.shape[1] == 1:
         return table.iloc[:, 0].to_dict()
     if table.shape[1] > 1 and len(table) < 2:
-        raise InputError("seeds", table.index.tolist(), "at least two, so that beta is not chosen on what it is judged by")
+        raise InputError("seeds", table.index.tolist(), "at least two: beta is chosen on the other seeds")
     return {seed: float(table.loc[seed, table.drop(seed).mean().idxmax()]) for seed in table.index if table.shape[1]}
 
 
@@ -227,7 +227,8 @@ def overoptimisation(curves: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for method, runs in curves.dropna(subset=["gold"]).groupby("method", sort=False):
-        slopes = [float(np.polyfit(one["reward"], one["gold"], 1)[0]) for _, one in runs.groupby("seed") if len(one) > 1]
+        seeds = [one for _, one in runs.groupby("seed") if len(one) > 1]
+        slopes = [float(np.polyfit(one["reward"], one["gold"], 1)[0]) for one in seeds]
         if slopes:
             rows.append((method, *Estimate.of(slopes)))
     return pd.DataFrame(rows, columns=["method", "slope", "stderr", "n"])

@@ -17,7 +17,12 @@ from grade.loop import Task
 from grade.losses import gae
 
 # Table 1 of the paper: mean and standard deviation over the test samples, and how many there were (read in its code).
-TEST_MEANS = {"gumbel": (0.5898, 0.3928), "ste": (0.7627, 0.3438), "ppo": (0.5104, 0.3127), "reinforce": (0.6173, 0.3779)}
+TEST_MEANS = {
+    "gumbel": (0.5898, 0.3928),
+    "ste": (0.7627, 0.3438),
+    "ppo": (0.5104, 0.3127),
+    "reinforce": (0.6173, 0.3779),
+}
 TEST_N = 500
 FIRST_VALIDATION = (0.578, 0.610, 0.573, 0.520)  # after one update each: the nearest to an untrained policy it has
 STEPS, BATCH, STATED_BATCH = 250, 2, 16
@@ -124,7 +129,7 @@ def scope_difference(task: Task, n: int, **lengths: int) -> float:
 
 
 def z_of_difference(a: str, b: str) -> float:
-    """z of two test means of the paper, from its standard deviations and the n that its code used.
+    """The z of two test means of the paper, from its standard deviations and the n that its code used.
 
     >>> round(z_of_difference("ste", "reinforce"), 1), round(z_of_difference("reinforce", "gumbel"), 1)
     (6.4, 1.1)

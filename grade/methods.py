@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from grade.engines import Engine, checkpointed, replay, unrolled
 from grade.relaxation import Estimator
 
-RelaxedName = Literal["gumbel", "ste", "gumbel_legacy", "ste_legacy"]
+RelaxedName = Literal["gumbel", "ste", "gumbel_rao", "reinmax", "gumbel_legacy", "ste_legacy"]
 PolicyGradientName = Literal["reinforce", "rloo", "remax", "grpo", "ppo"]
 MethodName = Literal[RelaxedName, PolicyGradientName]
 EngineName = Literal["replay", "checkpointed", "unrolled"]
@@ -34,6 +34,8 @@ class Method:
 RELAXED: dict[str, Method] = {
     "gumbel": Method("gumbel", "replay"),
     "ste": Method("ste", "replay"),
+    "gumbel_rao": Method("gumbel_rao", "replay"),
+    "reinmax": Method("reinmax", "replay"),
     "gumbel_legacy": Method("gumbel", "unrolled"),
     "ste_legacy": Method("ste", "unrolled"),
 }
@@ -44,7 +46,8 @@ GROUPED = ("rloo", "grpo")
 
 _SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (tuple(RELAXED), ("hops", "hop_tolerance", "gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps")),
-    (("gumbel", "ste", *POLICY_GRADIENTS), ("gradient_checkpointing",)),
+    (("gumbel", "ste", "gumbel_rao", "reinmax", *POLICY_GRADIENTS), ("gradient_checkpointing",)),
+    (("gumbel_rao",), ("rao_draws",)),
     (POLICY_GRADIENTS, ("num_generations", "kl_estimator")),
     (("reinforce",), ("baseline_momentum",)),
     (("grpo", "ppo"), ("clip_epsilon", "epochs", "minibatches")),

@@ -1,11 +1,12 @@
 """A peer on the same task: TRL's GRPOTrainer, with this project's model, prompts, reward, evaluation and sizes.
 
-Its code path is its own (tokenising, generating with transformers, loss, optimizer loop); what it is told is `settings`,
-every value in one place. TRL is an optional extra: ``pip install 'grade[peers]'``. Each contestant runs in a fresh
+Its code path is its own (tokenising, generating with transformers, loss, optimizer loop); what it is told is
+`settings`, every value in one place. TRL is an optional extra: ``pip install 'grade[peers]'``. Each contestant runs in a fresh
 process of one thread, so that seconds and peak memory are its own; evaluations do not count.
 
-Two things cannot be made equal. TRL estimates KL from the sampled token (k3) where ours is exact; and its loss is a mean
-over tokens where ours is a sum, so its beta is ours divided by T (AdamW does not see the common factor).
+Two things cannot be made equal. TRL estimates KL from the sampled token (k3) where ours is exact, and its advantages are
+of the reward alone where ours are of the penalised return. Its loss is a mean over tokens where ours is a sum, so its
+beta is ours divided by T (AdamW does not see the common factor).
 """
 
 from __future__ import annotations
@@ -181,7 +182,8 @@ def contest(shared: Shared, runs: Sequence[Run], peer_run: Run) -> tuple[pd.Data
         curves += rows
         last = rows[-1]
         costs.append((last["method"], last["seconds"] / last["samples"], peak, start))
-    return pd.DataFrame(curves), pd.DataFrame(costs, columns=["method", "seconds_per_sample", "peak_bytes", "start_bytes"])
+    columns = ["method", "seconds_per_sample", "peak_bytes", "start_bytes"]
+    return pd.DataFrame(curves), pd.DataFrame(costs, columns=columns)
 
 
 def _alone(shared: Shared, run: Run, peer: bool) -> tuple[list[dict[str, Any]], int, int]:

@@ -22,8 +22,8 @@ class TrainConfig(Config):
 
     method: MethodName = Field(
         "ste",
-        description="gumbel, ste: the replay engine; *_legacy: the original's; reinforce, rloo, remax, grpo, ppo: "
-        "policy gradients. A setting of some methods only is refused with the others",
+        description="gumbel, ste, gumbel_rao, reinmax: the replay engine; *_legacy: the original's; reinforce, rloo, "
+        "remax, grpo, ppo: policy gradients. A setting of some methods only is refused with the others",
     )
     seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
 
@@ -44,6 +44,7 @@ class TrainConfig(Config):
     min_new_tokens: int = Field(8, ge=0, description="end-of-sequence is not sampled before this many tokens")
     gumbel_topk: int = Field(64, ge=0, description="size K of a token's support; 0 = the full vocabulary")
     support: Support = Field("perturbed_top_k", description="top_k, or perturbed_top_k: exact samples for any K")
+    rao_draws: int = Field(8, ge=1, description="gumbel_rao: draws M of the noise given the token")
     tau_start: float = Field(2.0, gt=0, description="Gumbel temperature at the first step")
     tau_end: float = Field(2.0, gt=0, description="Gumbel temperature after annealing")
     tau_anneal_steps: int = Field(0, ge=0, description="steps of the linear ramp from tau_start to tau_end")
@@ -153,5 +154,5 @@ class TrainConfig(Config):
         """The relaxation at a Gumbel temperature."""
         return RelaxationConfig(
             estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
-            max_new_tokens=self.max_new_tokens, min_new_tokens=self.min_new_tokens,
+            rao_draws=self.rao_draws, max_new_tokens=self.max_new_tokens, min_new_tokens=self.min_new_tokens,
         )  # fmt: skip

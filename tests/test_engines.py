@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import EOS, ToyReward, make_backbone, make_prompts, tiny_gpt2
+from conftest import EOS, ToyReward, make_backbone, make_prompts, tiny_config, tiny_gpt2
 
 from grade.engines import Objective, StepwiseOptions, checkpointed, replay, unrolled
 from grade.engines.stepwise import stepwise
 from grade.errors import InputError
 from grade.relaxation import RelaxationConfig
-from grade.rollout import sample
+from grade.rollout import condition, generate, sample
 
 T = 6
 
@@ -217,6 +217,145 @@ def test_a_reward_that_is_not_finite_updates_nothing(backbone, prompts, engine):
     with pytest.raises(InputError, match="reward: got .*nan.*; allowed: finite"):
         engine(backbone, prompts, Objective(Broken(16)), config(), torch.Generator().manual_seed(0))
     assert all(p.grad is None for p in backbone.trainable_parameters())
+
+
+STRAIGHT_THROUGH = ["ste", "gumbel_rao", "reinmax"]
+
+
+def unrolled_gradient(backbone, rollout, objective, cfg):
+    """Token by token from a rollout's supports and noise, the graph kept: no adjoint, no hops, dense tensors."""
+    embeds = backbone.embed(rollout.prompts.ids)
+    mask, table, out, kls = rollout.prompts.mask, backbone.embedding_weight, [], []
+    prefix = embeds
+    for t in range(rollout.completion_ids.shape[1]):
+        h = backbone.hidden(prefix, mask)[:, -1]
+        with torch.no_grad(), backbone.reference():
+            ref = backbone.hidden(prefix.detach(), mask)[:, -1]
+        logp, ref_logp = backbone.head(h).log_softmax(-1), backbone.head(ref).log_softmax(-1)
+        kls.append((logp.exp() * (logp - ref_logp)).sum(-1))
+        hard = torch.nn.functional.one_hot(rollout.completion_ids[:, t], table.shape[0]).to(table.dtype)
+        support, noise = rollout.support[:, t], rollout.noise[:, t]
+        if support.ndim == 2:
+            support, noise = support.unsqueeze(1), noise.unsqueeze(1)
+        logits = backbone.head(h).unsqueeze(1).expand(-1, support.shape[1], -1).gather(2, support)
+        if cfg.estimator == "reinmax":
+            p, soft = logits.softmax(-1), (logits / cfg.tau).softmax(-1)
+            q = (hard.unsqueeze(1).gather(2, support) + soft) / 2
+            soft = 2 * ((q / p).log().detach() + logits).softmax(-1) - p / 2  # the paper's algorithm 2
+        else:
+            soft = ((logits + noise) / cfg.tau).softmax(-1)
+        y = sum(torch.zeros_like(hard).scatter(1, support[:, m], soft[:, m]) for m in range(support.shape[1]))
+        y = y / support.shape[1]
+        y = hard + y - y.detach()
+        valid = rollout.completion_mask[:, t].view(-1, 1)
+        e = torch.where(valid.bool(), y, hard) @ table
+        out.append(e)
+        prefix = torch.cat([prefix, e.unsqueeze(1)], 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    done = rollout.completion_mask
+    reward = objective.reward(embeds, rollout.prompts, torch.stack(out, 1), done)
+    kl = (torch.stack(kls, 1) * done).sum(1) / done.sum(1)
+    grads = torch.autograd.grad(-reward.mean() + objective.beta * kl.mean(), backbone.trainable_parameters())
+    return torch.cat([g.flatten() for g in grads])
+
+
+@pytest.mark.parametrize("estimator", STRAIGHT_THROUGH)
+@pytest.mark.parametrize(("support", "topk"), [("top_k", 7), ("perturbed_top_k", 7), ("perturbed_top_k", 0)])
+def test_straight_through_replays_equal_a_naive_unrolled_graph(backbone, prompts, reward, estimator, support, topk):
+    cfg = config(estimator=estimator, support=support, gumbel_topk=topk, rao_draws=3)
+    objective = Objective(reward, beta=0.3)
+    rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(4))
+    assert (rollout.completion_mask == 0).any()
+    want = unrolled_gradient(backbone, rollout, objective, cfg)
+    errors = [relative_error(gradient(replay, backbone, prompts, objective, cfg, rollout=rollout, hops=n)[1], want)
+              for n in (0, 1, 2, T)]  # fmt: skip
+    assert errors[-1] <= 1e-6 and errors[0] > 1e-3  # rounding leaves ~1e-13; the feedback matters
+
+
+def test_draws_whose_ids_add_up_to_the_vocabulary_are_not_taken_for_it(reward):
+    """M K = V: a support of V ids is the whole vocabulary in order to `support_logits`, several supports are not."""
+    backbone, prompts = make_backbone(tiny_config(vocab_size=24)), make_prompts()
+    cfg, objective = config(estimator="gumbel_rao", gumbel_topk=6, rao_draws=4), Objective(reward, beta=0.3)
+    rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(4))
+    want = unrolled_gradient(backbone, rollout, objective, cfg)
+    got = gradient(replay, backbone, prompts, objective, cfg, rollout=rollout, hops=T)[1]
+    assert relative_error(got, want) <= 1e-6
+
+
+@pytest.mark.parametrize("support", ["top_k", "perturbed_top_k"])
+@pytest.mark.parametrize("estimator", STRAIGHT_THROUGH)
+def test_conditioned_completions_have_the_law_of_sampled_ones(backbone, estimator, support):
+    """An ordinary sampler's text, conditioned on, against the engine's own: supports and noise, n = 3000."""
+    n = 3000
+    one = make_prompts(1)
+    prompts = replace(one, ids=one.ids.repeat(n, 1), mask=one.mask.repeat(n, 1))
+    cfg = config(estimator=estimator, support=support, rao_draws=2, max_new_tokens=3)
+    own = sample(backbone, prompts, cfg, torch.Generator().manual_seed(0))
+    if support == "top_k":  # the engine's samples are of the truncated policy, ordinary ones are not
+        text = sample(backbone, prompts, cfg, torch.Generator().manual_seed(1))
+        text = text.completion_ids, text.completion_mask
+    else:
+        text = generate(backbone, prompts, 3, torch.Generator().manual_seed(1), stop_early=False)
+    foreign = condition(backbone, prompts, *text, cfg, torch.Generator().manual_seed(2))
+    assert torch.equal(foreign.completion_ids, text[0] * text[1])
+
+    def statistics(rollout):
+        ids, noise = rollout.support.view(n, 3, -1, 7), rollout.noise.view(n, 3, -1, 7).double()
+        held = torch.zeros(n, 3, ids.shape[2], 23).scatter(3, ids, 1.0)
+        top = torch.where(ids == rollout.completion_ids.view(n, 3, 1, 1), noise, 0).sum(3, keepdim=True)
+        values = torch.cat([held.double(), top, top**2, noise.sum(3, keepdim=True)], 3)
+        return (values * rollout.completion_mask.view(n, 3, 1, 1)).flatten(1)
+
+    (a, b), zero = (statistics(r) for r in (own, foreign)), 1e-12
+    stderr = ((a.var(0) + b.var(0)) / n).sqrt()
+    assert ((a.mean(0) - b.mean(0)).abs() <= 4.5 * stderr + zero).all()  # up to 156 comparisons: 4.5
+
+
+def test_text_from_elsewhere_gives_the_gradient_of_the_engines_own_rollout(backbone, prompts, reward):
+    """ReinMax uses no noise, so the same text is the same gradient; `gumbel_rao` nears its mean as M grows."""
+    objective = Objective(reward, beta=0.3)
+    cfg = config(estimator="reinmax")
+    rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(4))
+    want = gradient(replay, backbone, prompts, objective, cfg, rollout=rollout)[1]
+    text = rollout.completion_ids, rollout.completion_mask
+    torch.testing.assert_close(gradient(replay, backbone, prompts, objective, cfg, completions=text)[1], want)
+
+    def spread(draws):
+        cfg = config(estimator="gumbel_rao", rao_draws=draws)
+        run = partial(gradient, replay, backbone, prompts, objective, cfg, completions=text, hops=0)
+        (_, one), (_, two) = (run(seed=seed) for seed in (1, 2))
+        return relative_error(one, two)
+
+    assert spread(256) < spread(1) / 4  # about 16 times less
+
+
+def test_completions_that_do_not_fit_are_refused(backbone, prompts, reward):
+    objective, ids = Objective(reward), torch.full((3, 4), 5)
+    ones = torch.ones_like(ids)
+
+    def run(ids, mask, **changes):
+        generator = torch.Generator().manual_seed(0)
+        replay(backbone, prompts, objective, config(**changes), generator, completions=(ids, mask))
+
+    hole, ended = ones.clone(), ids.clone()
+    hole[1, 2], ended[2, 1] = 0, EOS[0]
+    for bad, message in (
+        (lambda: run(ids + 18, ones), r"completion tokens: got \[23\]; allowed: ids of the policy's own .* 0 to 22"),
+        (lambda: run(ids, hole), "completion mask, row 1: got .*; allowed: ones, at least one, and then zeros"),
+        (lambda: run(ids, torch.zeros_like(ids)), "completion mask, row 0"),
+        (lambda: run(ids[:2], ones[:2]), r"completions: got .*; allowed: \[3, T\]"),
+        (lambda: run(ended, ones), "completions: got 'a token after an end-of-sequence'"),
+        (lambda: run(ids, ones, estimator="gumbel"), "estimator: got 'gumbel'; allowed: ste"),
+        (lambda: run(ended[:, :2], ones[:, :2], min_new_tokens=2), "completions: .* none before min_new_tokens = 2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            bad()
+    assert all(p.grad is None for p in backbone.trainable_parameters())
+
+
+def test_only_the_replay_engine_has_the_new_estimators(backbone, prompts, reward):
+    with pytest.raises(InputError, match="estimator: got 'reinmax'; allowed: gumbel or ste"):
+        unrolled(backbone, prompts, Objective(reward), config(estimator="reinmax"), torch.Generator())
 
 
 def test_negative_hops_are_refused(backbone, prompts, reward):

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grade.backbone import Backbone
 from grade.engines.base import GradientStep, Objective, check_finite, sequence_mean
+from grade.errors import InputError
 from grade.prompts import PromptBatch
 from grade.relaxation import RelaxationConfig, draw_support, relax
 from grade.rollout import check_length, forbid_eos, is_eos
@@ -83,8 +84,11 @@ def stepwise(
         The step's reward, KL and loss.
 
     Raises:
-        InputError: If the sequence is longer than the context, or a reward or the loss is not finite.
+        InputError: If the sequence is longer than the context, a reward or the loss is not finite, or the estimator is
+            one that only `replay` has.
     """
+    if relaxation.estimator not in ("gumbel", "ste"):
+        raise InputError("estimator", relaxation.estimator, "gumbel or ste; the others need the replay engine")
     check_length(backbone, prompts.ids.shape[1] + relaxation.max_new_tokens)
     loop = _Loop(backbone, prompts, relaxation, generator, options)
     for step in range(relaxation.max_new_tokens):
