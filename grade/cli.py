@@ -27,6 +27,7 @@ COMMANDS = {
     "pretrain": "train the tiny language model on the reviews",
     "gold": "fit the gold judge, which training never sees",
     "reward": "train a reward model on the frozen base",
+    "peers": "train the same task with TRL, and compare time and memory",
     "notebook": "execute a notebook with parameters",
 }
 

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from grade.engines import Objective, replay
 from grade.evaluate import evaluate
+from grade.gradients import tensor_spread
 from grade.loop import Task
 from grade.losses import gae
+from grade.measure import Setting
+from grade.policy_gradient import PolicyGradient
+from grade.prompts import encode_prompts
+from grade.train_config import TrainConfig
 
 # Table 1 of the paper: mean and standard deviation over the test samples, and how many there were (read in its code).
 TEST_MEANS = {
@@ -84,18 +92,6 @@ def whitened(rewards: Sequence[float]) -> list[float]:
     return [(r - mean) / std for r in rewards]
 
 
-def norm_spread(gradients: Sequence[Tensor]) -> float:
-    """The paper's "gradient variance": standard deviation, over parameter tensors, of the norms of *one* gradient.
-
-    Args:
-        gradients: One gradient, a tensor for each parameter.
-
-    Returns:
-        A figure that scales with the gradient and says nothing about its noise: doubling the loss doubles it.
-    """
-    return float(torch.stack([g.norm() for g in gradients]).std(correction=0))
-
-
 def relative_variance(gradients: Tensor) -> float:
     """Trace of the covariance over the squared norm of the mean, of repeated gradients at fixed weights and prompts.
 
@@ -108,6 +104,43 @@ def relative_variance(gradients: Tensor) -> float:
     trace = gradients.var(0, correction=1).sum()
     signal = gradients.mean(0).square().sum() - trace / len(gradients)
     return float(trace / signal.clamp_min(torch.finfo(gradients.dtype).tiny))
+
+
+def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions: int) -> tuple[Tensor, float]:
+    """Gradients of one batch of prompts at fixed weights, with fresh noise each time.
+
+    Args:
+        task: Policy, reward, prompts; the policy is not moved.
+        config: Method and lengths; ``reinforce`` gets the mean return of one draw as its baseline.
+        batch: B prompts.
+        repetitions: M.
+
+    Returns:
+        Gradients [M, N], and the paper's "variance" of the first one.
+    """
+    backbone, parameters = task.backbone, task.backbone.trainable_parameters()
+    objective = Objective(task.reward_model, config.kl_coef, config.reward_scope)
+    prompts = encode_prompts(backbone.tokenizer, task.train_prompts[:batch], config.max_prompt_tokens)
+    prompts = prompts.to(backbone.device)
+    learner = None if config.relaxed else PolicyGradient(config, backbone)
+    rows, spread = [], 0.0  # the first draw only makes the baseline
+    for i in range(repetitions + 1):
+        generator = torch.Generator(backbone.device).manual_seed(i)
+        backbone.zero_grad(set_to_none=True)
+        if learner is None:
+            replay(backbone, prompts, objective, config.relaxation(config.tau_start), generator, hops=config.hops)
+        else:
+            found = learner.accumulate(learner.sample(prompts, generator), objective)
+            if i == 0:
+                learner.means.append(-float(found.loss))
+        if i == 1:
+            # LoRA's A gets no gradient while B is 0: only tensors that have one count.
+            norms = torch.stack([p.grad.norm() for p in parameters])
+            spread = tensor_spread(norms[norms > 0].unsqueeze(0))
+        if i > 0:
+            rows.append(torch.cat([p.grad.flatten() for p in parameters]))
+    backbone.zero_grad(set_to_none=True)
+    return torch.stack(rows), float(spread)
 
 
 def scope_difference(task: Task, n: int, **lengths: int) -> float:
@@ -126,6 +159,29 @@ def scope_difference(task: Task, n: int, **lengths: int) -> float:
         for scope in ("prompt_and_completion", "completion")
     )
     return float((both.reward - alone.reward).mean())
+
+
+def loss_plus_reward(setting: Setting, beta: float) -> float:
+    """Loss plus reward of one step of `ste`: 0 if KL is not in the loss, whatever the policy.
+
+    Args:
+        setting: Policy, prompts, reward; the policy is moved away from the reference for this step only.
+        beta: Weight of KL.
+
+    Returns:
+        ``beta`` times the mean KL.
+    """
+    parameters = setting.backbone.trainable_parameters()
+    start = [p.detach().clone() for p in parameters]
+    generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed)
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device))
+    step, _ = replace(setting, objective=replace(setting.objective, beta=beta)).run(partial(replay, hops=0))
+    with torch.no_grad():
+        for p, value in zip(parameters, start, strict=True):
+            p.copy_(value)
+    return float(step.loss + step.reward.mean())
 
 
 def z_of_difference(a: str, b: str) -> float:

@@ -1,11 +1,11 @@
 """A peer on the same task: TRL's GRPOTrainer, with this project's model, prompts, reward, evaluation and sizes.
 
 Its code path is its own (tokenising, generating with transformers, loss, optimizer loop); what it is told is
-`settings`, every value in one place. TRL is an optional extra: ``pip install 'grade[peers]'``. Each contestant runs in a fresh
-process of one thread, so that seconds and peak memory are its own; evaluations do not count.
+`settings`, every value in one place. TRL is an optional extra: ``pip install 'grade[peers]'``. Each contestant runs in
+a fresh process of one thread, so that seconds and peak memory are its own; evaluations do not count.
 
-Two things cannot be made equal. TRL estimates KL from the sampled token (k3) where ours is exact, and its advantages are
-of the reward alone where ours are of the penalised return. Its loss is a mean over tokens where ours is a sum, so its
+What cannot be made equal: TRL estimates KL from the sampled token (k3) where ours is exact, and its advantages are of
+the reward alone where ours are of the penalised return. Its loss is a mean over tokens where ours is a sum, so its
 beta is ours divided by T (AdamW does not see the common factor).
 """
 
@@ -17,23 +17,55 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from pydantic import Field, model_validator
 
 from grade.backbone import load_pretrained
 from grade.compare import Run, Shared, run_config, train_once
 from grade.compare_stats import CURVES, first_crossing
+from grade.config import Config
 from grade.errors import InputError
 from grade.evaluate import evaluate, score
 from grade.loop import Task
 from grade.memory.process import peak_memory
+from grade.methods import MethodName
 from grade.prompts import PromptBatch, encode_prompts
 from grade.train_config import TrainConfig
 
 PEER = "trl_grpo"
+MISSING = "the packages trl and datasets, installed: pip install 'grade[peers]'"
+
+
+class PeersConfig(Config):
+    """The contest: folders, the run, and who takes part."""
+
+    backbone: str = Field("models/tiny", description="folder of the base model")
+    reward: str = Field("models/tiny_reward/bag", description="folder of the reward model")
+    gold: str = Field("models/gold/judge.npz", description="the gold judge; empty for none")
+    reviews: str = Field("data/reviews", description="folder of the review splits")
+    methods: list[MethodName] = Field(["grpo", "ste"], min_length=1, description="ours; the first is the peer's match")
+    learning_rates: list[float] = Field([2e-3, 2e-3], min_length=1, description="of each; the peer has the first")
+    kl_coef: float = Field(0.1, ge=0, description="weight beta of KL, in reward per nat and token")
+    seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
+    max_prompt_tokens: int = Field(12, ge=1, description="P")
+    max_new_tokens: int = Field(24, ge=1, description="T; completions have this length")
+    gumbel_topk: int = Field(64, ge=0, description="size K of a relaxed token's support")
+    batch_size: int = Field(32, ge=4, description="completions a step")
+    max_steps: int = Field(40, ge=2, description="optimizer steps")
+    eval_every: int = Field(5, ge=1, description="evaluate every so many steps")
+    eval_prompts: int = Field(256, ge=2, description="held-out prompts of an evaluation")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.methods[0] != "grpo":
+            raise InputError("methods", self.methods, "grpo first: the peer's is that method")
+        if len(self.methods) != len(self.learning_rates):
+            raise InputError("learning_rates", self.learning_rates, f"one for each of {len(self.methods)} methods")
+        return self
 
 
 def have_peer() -> bool:
@@ -94,8 +126,9 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
         InputError: If TRL is not installed.
     """
     if not have_peer():
-        raise InputError("peer", PEER, "installed packages trl and datasets: pip install 'grade[peers]'")
+        raise InputError("peer", PEER, MISSING)
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -124,12 +157,15 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
                 set_peft_model_state_dict(task.backbone.peft, get_peft_model_state_dict(model))
                 rows.append(_row(config, run, task, state.global_step, clock["seconds"]))
 
+    # Named, because hashing the table's content fails with some versions of pyarrow.
     texts = [_cut(task, text, config.max_prompt_tokens) for text in task.train_prompts]
+    prompts = InMemoryTable.from_pydict({"prompt": texts})
+    dataset = Dataset(prompts, fingerprint="prompts")
     rows.append(_row(config, run, task, 0, 0.0))
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=model, reward_funcs=reward, args=GRPOConfig(output_dir=folder, **settings(config)),
-            train_dataset=Dataset.from_dict({"prompt": texts}), processing_class=tokenizer, peft_config=lora,
+            train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
             callbacks=[Evaluator()],
         )  # fmt: skip
         trainer.train()
@@ -160,6 +196,38 @@ def _padded(rows: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, t
 def _cut(task: Task, text: str, max_prompt_tokens: int) -> str:
     batch: PromptBatch = encode_prompts(task.backbone.tokenizer, [text], max_prompt_tokens)
     return task.backbone.tokenizer.decode(batch.ids[0][batch.mask[0].bool()].tolist(), skip_special_tokens=True)
+
+
+def run_peers(config: PeersConfig) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Run the contest.
+
+    Args:
+        config: Folders, the run, and who takes part.
+
+    Returns:
+        `CURVES` of all, and the metrics ``peer/...``; ``peer/settings/...`` lists what TRL was told.
+
+    Raises:
+        InputError: If TRL is not installed, or something does not fit; nothing is run then.
+    """
+    if not have_peer():
+        raise InputError("peer", PEER, MISSING)
+    names = ("max_prompt_tokens", "max_new_tokens", "gumbel_topk", "batch_size", "max_steps", "eval_every",
+             "eval_prompts")  # fmt: skip
+    values = {name: getattr(config, name) for name in names}
+    values |= {"min_new_tokens": config.max_new_tokens, "final_eval_prompts": config.eval_prompts,
+               "kl_eval_prompts": config.eval_prompts}  # fmt: skip
+    shared = Shared(config.backbone, config.reward, config.gold, config.reviews, values)
+    pairs = zip(config.methods, config.learning_rates, strict=True)
+    runs = [Run(method, config.kl_coef, config.seed, rate) for method, rate in pairs]
+    told = settings(run_config(runs[0], values))
+    for run in runs:
+        run_config(run, values)
+    curves, costs = contest(shared, runs, runs[0])
+    ends = curves[curves["method"] != PEER].groupby("method")["reward"].last()
+    figures = peer_figures(curves, costs, str(ends.idxmax()))
+    told = {f"peer/settings/{k}": v if isinstance(v, int | float) else str(v) for k, v in told.items()}
+    return curves, figures | told
 
 
 def contest(shared: Shared, runs: Sequence[Run], peer_run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:

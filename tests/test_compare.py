@@ -23,9 +23,8 @@ TOY = Shared("", "", "", "", SMALL)
 
 def curve(method, beta, seed, kls, rewards, golds=None):
     golds = golds or [math.nan] * len(kls)
-    return [
-        (method, beta, seed, i, 8 * i, 0.5 * i, r, g, k) for i, (k, r, g) in enumerate(zip(kls, rewards, golds, strict=True))
-    ]
+    rows = enumerate(zip(kls, rewards, golds, strict=True))
+    return [(method, beta, seed, i, 8 * i, 0.5 * i, r, g, k) for i, (k, r, g) in rows]
 
 
 def curves(*runs):
