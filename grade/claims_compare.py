@@ -1,8 +1,8 @@
 """Verdicts on the GRADE paper (arXiv 2601.11574): its headline table point by point, and its defects.
 
 Its models and prompts are not ours, so figures are not compared, only what it concludes from them: who is better than
-whom at equal samples, and at equal KL, which it does not report. A difference counts from two standard errors over
-seeds. Its code was read, not run, where a note says so.
+whom at equal samples, and at equal KL, which it does not report. A difference of methods counts if a paired t-test over
+seeds gives p < 0.05, a gain from three standard errors over seeds. Its code was read, not run, where a note says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from grade.claims import Claim
 from grade.errors import InputError
 from grade.relaxation import tau_at
 
-SURE = 2.0  # standard errors
+SURE = 0.05  # p of a difference
 
 NEEDED = ("defects/kl_aligned_max", "defects/kl_late", "defects/scope_difference", "defects/spread_ste",
           "defects/spread_reinforce", "defects/relative_variance_ste", "defects/relative_variance_reinforce",
@@ -65,11 +65,11 @@ def _comparison(m: Mapping[str, float], a: str, b: str, name: str, words: str) -
     if key not in m:
         note = "not both methods were run, or not both reached this KL with every seed"
         return Claim("paper", words, stated, "no figure", "", "measured", "not testable", note)
-    found, stderr = sign * m[key], m.get(f"{key}_stderr", 0.0)
-    verdict = "confirmed" if found > SURE * stderr else "refuted" if found < -SURE * stderr else "partly"
-    note = f"± {stderr:.2g} over n={m[f'{key}_n']} seeds, paired"
+    found, stderr, p = sign * m[key], m.get(f"{key}_stderr", 0.0), m.get(f"{key}_p", 1.0)
+    verdict = "partly" if p >= SURE else "confirmed" if found > 0 else "refuted"
+    note = f"± {stderr:.2g} over n={m[f'{key}_n']} seeds, paired, p = {p:.2g}"
     if verdict == "partly":
-        note += "; no difference that two standard errors would show"
+        note += ": no difference that these seeds show"
     return Claim("paper", words, stated, found, "reward, difference of means", "measured", verdict, note)
 
 

@@ -99,11 +99,17 @@ def relative_variance(gradients: Tensor) -> float:
         gradients: [M, N], M repetitions.
 
     Returns:
-        Noise over signal, the same whatever the scale; the squared mean is corrected for its own noise.
+        Noise over signal, the same whatever the scale. The squared mean is corrected for its own noise, and is taken as
+        no smaller than that noise: the figure is at most M, which then says that M repetitions show no signal.
+
+    >>> relative_variance(torch.tensor([[1.0], [3.0]]))  # trace 2, squared mean 4 - 2 / 2
+    0.6666666865348816
+    >>> relative_variance(torch.tensor([[1.0], [-1.0]]))
+    2.0
     """
     trace = gradients.var(0, correction=1).sum()
-    signal = gradients.mean(0).square().sum() - trace / len(gradients)
-    return float(trace / signal.clamp_min(torch.finfo(gradients.dtype).tiny))
+    blur = trace / len(gradients)
+    return float(trace / torch.maximum(gradients.mean(0).square().sum() - blur, blur))
 
 
 def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions: int) -> tuple[Tensor, float]:
