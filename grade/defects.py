@@ -49,7 +49,7 @@ def gae_over_batch(rewards: Tensor, values: Tensor, gamma: float = 0.99, gae_lam
         Advantages [B, T]; row b bootstraps from row b + 1, another completion.
 
     >>> gae_over_batch(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.full((2, 2), 0.5))
-    tensor([[-0.4752,  0.5247],
+    tensor([[-0.4753,  0.5247],
             [-0.5000, -0.5000]])
     """
     advantages, following = torch.zeros_like(rewards), torch.zeros_like(rewards[0])

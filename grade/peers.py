@@ -296,7 +296,7 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, best: str, share: fl
         figures["peer/goal_reward"] = goal
         for name in (best, PEER):
             run = runs[name]
-            figures[f"peer/seconds_to_goal/{name}"] = first_crossing(run["reward"], run["seconds"], goal)
+            figures[f"peer/seconds_to_goal/{name}"] = first_crossing(run["reward"].tolist(), run["seconds"].tolist(), goal)
         figures["peer/best_method"] = best
         figures["peer/best_over_trl_seconds"] = (
             figures[f"peer/seconds_to_goal/{best}"] / figures[f"peer/seconds_to_goal/{PEER}"]

@@ -13,7 +13,8 @@ from grade.toy import toy_reviews, toy_task
 
 MEASURED = dict.fromkeys(NEEDED, 1.0) | {
     "defects/kl_aligned_max": 1e-7, "defects/kl_late": 3.0, "defects/loss_plus_reward": 0.0,
-    "gain/ste": 0.2, "gain/ste_stderr": 0.01, "gain/ste_n": 5, "gain/ppo": 0.02, "gain/ppo_stderr": 0.01, "gain/ppo_n": 5,
+    "gain/ste": 0.2, "gain/ste_stderr": 0.01, "gain/ste_n": 5,
+    "gain/ppo": 0.02, "gain/ppo_stderr": 0.01, "gain/ppo_n": 5,
 }  # fmt: skip
 
 

@@ -11,8 +11,17 @@ from grade.cli import main
 from grade.errors import InputError
 from grade.prepare import train_tokenizer
 from grade.results import read_metrics
-from grade.tiny_lm import Muon, PretrainConfig, heldout_loss, new_model, orthogonalised, pretrain, ratio_estimate
-from grade.tiny_lm import text_windows, window_nats
+from grade.tiny_lm import (
+    Muon,
+    PretrainConfig,
+    heldout_loss,
+    new_model,
+    orthogonalised,
+    pretrain,
+    ratio_estimate,
+    text_windows,
+    window_nats,
+)
 from grade.toy import toy_reviews
 
 TINY = dict(vocab_size=300, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=32, context=8,
@@ -100,7 +109,8 @@ def test_the_command_learns_writes_a_loadable_folder_and_repeats_itself(reviews,
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"), [({"heads": 3}, "heads"), ({"context": 32}, "context"), ({"warmup_steps": 30}, "warmup_steps")]
+    ("changes", "field"),
+    [({"heads": 3}, "heads"), ({"context": 32}, "context"), ({"warmup_steps": 30}, "warmup_steps")],
 )
 def test_impossible_shapes_are_refused_before_anything_is_written(reviews, tmp_path, changes, field):
     with pytest.raises(InputError, match=field):
