@@ -263,7 +263,7 @@ def search(
     Args:
         shared: What all runs have in common; evaluated on held-out training prompts.
         methods: Methods.
-        learning_rates: The grid; with a single one nothing is run.
+        learning_rates: The grid; with a single one nothing is run, nor without methods.
         beta: Weight of KL of the search.
         seed: A seed that the comparison does not use.
         processes: As in `run_all`.
@@ -272,7 +272,7 @@ def search(
     Returns:
         Method to learning rate, and the table of what was tried: `objective` is reward minus beta times KL a token.
     """
-    if len(learning_rates) == 1:
+    if len(learning_rates) == 1 or not methods:
         return dict.fromkeys(methods, learning_rates[0]), pd.DataFrame()
     runs = [Run(method, beta, seed, rate) for method in methods for rate in learning_rates]
     _, finals = run_all(replace(shared, on_search_prompts=True), runs, processes, log)

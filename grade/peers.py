@@ -295,8 +295,8 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, best: str, share: fl
         goal = base + share * (min(ends) - base)
         figures["peer/goal_reward"] = goal
         for name in (best, PEER):
-            run = runs[name]
-            figures[f"peer/seconds_to_goal/{name}"] = first_crossing(run["reward"].tolist(), run["seconds"].tolist(), goal)
+            rewards, seconds = runs[name]["reward"].tolist(), runs[name]["seconds"].tolist()
+            figures[f"peer/seconds_to_goal/{name}"] = first_crossing(rewards, seconds, goal)
         figures["peer/best_method"] = best
         figures["peer/best_over_trl_seconds"] = (
             figures[f"peer/seconds_to_goal/{best}"] / figures[f"peer/seconds_to_goal/{PEER}"]
