@@ -20,15 +20,16 @@ def test_the_peer_is_told_what_our_run_is_told():
     assert (told["learning_rate"], told["seed"], told["scale_rewards"]) == (2e-3, 3, "group")
 
 
-def test_times_to_a_goal_that_both_reach():
+def test_times_to_a_goal_that_all_reach():
     rows = [("ste", 0, 0.0, 0.5), ("ste", 1, 2.0, 0.9), (peers.PEER, 0, 0.0, 0.5), (peers.PEER, 1, 10.0, 0.7)]
     table = pd.DataFrame([(m, 0.1, 0, s, 8 * s, t, r, r, 0.0) for m, s, t, r in rows], columns=list(CURVES))
     costs = pd.DataFrame([("grpo", 0.2, 2**20, 0), (peers.PEER, 0.4, 2**21, 0)],
                          columns=["method", "seconds_per_sample", "peak_bytes", "start_bytes"])  # fmt: skip
-    found = peers.peer_figures(table, costs, "ste")
-    # Goal 0.5 + 0.9 * 0.2 = 0.68: ours after 2 * 0.18 / 0.4 = 0.9 s, the peer's after 10 * 0.9 = 9 s.
-    assert found["peer/goal_reward"] == pytest.approx(0.68)
-    assert found["peer/best_over_trl_seconds"] == pytest.approx(0.1)
+    found = peers.peer_figures(table, costs)
+    # Goal 0.5 + 0.5 * 0.2 = 0.6: ours after 2 * 0.1 / 0.4 = 0.5 s, the peer's after 10 * 0.1 / 0.2 = 5 s.
+    assert found["peer/goal_reward"] == pytest.approx(0.6)
+    assert found["peer/best_over_trl_seconds"] == pytest.approx(0.1) and found["peer/best_method"] == "ste"
+    assert found["peer/end_reward/ste"] == 0.9
     assert found["peer/grpo_over_trl_seconds_per_sample"] == 0.5
     assert found[f"peer/peak_mib/{peers.PEER}"] == 2
 
