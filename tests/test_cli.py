@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from grade.cli import COMMANDS, main
+from grade.methods import METHODS
 from grade.results import read_metrics
 from grade.toy import toy_reviews, toy_task
 
@@ -93,7 +94,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained,
 def test_all_trains_every_method_and_optimised_equals_legacy(project, tmp_path):
     """On the same noise with all hops, a whole run is the same: reward and KL of every step."""
     assert train(project, tmp_path, "--method", "all", "--set", "hops=5", "--set", "eval_every=0") == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["gumbel", "gumbel_legacy", "ste", "ste_legacy"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(METHODS)
     for method in ("ste", "gumbel"):
         ours, legacy = (pd.read_csv(tmp_path / m / "history.csv") for m in (method, f"{method}_legacy"))
         for column in ("train/reward", "train/kl"):
@@ -134,6 +135,7 @@ BAD = {
     "context": (["--set", "max_prompt_tokens=300"], r"max_prompt_tokens \+ max_new_tokens: got 306.* at most 256"),
     "combination": (["--set", "min_new_tokens=9"], "min_new_tokens: got 9; allowed: at most max_new_tokens = 6"),
     "warm-up": (["--set", "warmup_steps=3"], "warmup_steps: got 3; allowed: less than max_steps = 3"),
+    "no draws": (["--set", "rao_draws=0"], "rao_draws: got 0; allowed: greater than or equal to 1"),
     "legacy": (["--method", "ste_legacy", "--set", "gradient_checkpointing=true"], "gradient_checkpointing: got True"),
     "a missing reward": (["--set", "reward=nowhere"], "nowhere"),
     "a missing base": (["--set", "backbone=nowhere"], "backbone: got 'nowhere'"),
