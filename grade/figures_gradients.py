@@ -73,9 +73,7 @@ def plot_cosines(ax: Axes, curves: pd.DataFrame, banded: Sequence[str] = ()) -> 
     shown = curves.cosine[np.isfinite(curves.cosine.astype(float))]
     ax.set_ylim(max(-1.0, min(0.0, float(shown.min()))) if len(shown) else 0.0, 1)
     if not len(shown):
-        ax.text(
-            0.5, 0.5, "too few batches:\nthe true gradient is lost in the noise", ha="center", transform=ax.transAxes
-        )
+        ax.text(0.5, 0.5, "too few batches: truth\nlost in the noise", ha="center", transform=ax.transAxes)
     ax.set_xlabel("samples (completions)")
     ax.set_ylabel("expected cosine with the true gradient")
     ax.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)

@@ -18,7 +18,7 @@ from torch import nn
 from grade.adapter import LoraSettings
 from grade.backbone import Backbone
 from grade.errors import InputError
-from grade.gradient_rows import Rows, Setting, Variant
+from grade.gradient_rows import Rows, Setting, Variant, sketch
 from grade.gradients import (
     Interval,
     Moments,
@@ -27,9 +27,8 @@ from grade.gradients import (
     interval,
     moments,
     pair_moments,
-    sketch,
     tensor_spread,
-    worth,
+    worth_interval,
 )
 from grade.prompts import encode_prompts, prompt_text
 from grade.reviews import load_reviews
@@ -114,7 +113,7 @@ def summary(rows: Rows) -> pd.DataFrame:
     found, table = all_moments(rows), []
     for (reward, name), m in found.items():
         base = found[reward, UNBIASED]
-        value, cross = interval(worth(m, base), geometric=True), interval(crossover(m, base), geometric=True)
+        value, cross = worth_interval(m, base), interval(crossover(m, base), geometric=True)
         seconds = rows.seconds[reward, name] / rows.size
         rate = value.value * rows.seconds[reward, UNBIASED] / rows.seconds[reward, name]
         table.append(dict(

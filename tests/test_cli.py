@@ -162,6 +162,7 @@ BAD = {
     "context": (["--set", "max_prompt_tokens=300"], r"max_prompt_tokens \+ max_new_tokens: got 306.* at most 256"),
     "combination": (["--set", "min_new_tokens=9"], "min_new_tokens: got 9; allowed: at most max_new_tokens = 6"),
     "warm-up": (["--set", "warmup_steps=3"], "warmup_steps: got 3; allowed: less than max_steps = 3"),
+    "no draws": (["--set", "rao_draws=0"], "rao_draws: got 0; allowed: greater than or equal to 1"),
     "legacy": (["--method", "ste_legacy", "--set", "gradient_checkpointing=true"], "gradient_checkpointing: got True"),
     "an unknown method": (["--method", "rloop"], r"method: got 'rloop'; allowed: .*did you mean 'rloo'\?"),
     "hops elsewhere": (["--method", "rloo", "--set", "gumbel_topk=64", "--set", "hops=2"], "hops: got 2; .*with rloo"),
