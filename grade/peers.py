@@ -266,8 +266,8 @@ def _alone(shared: Shared, run: Run, peer: bool) -> tuple[list[dict[str, Any]], 
 def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) -> dict[str, float]:
     """Metrics ``peer/...``: ours against the peer.
 
-    The reward to reach lies ``share`` of the way from the untrained policy's to the lowest end of all, so that all reach
-    it. Near the ends a policy exploits the reward at a KL of tens of nats, where time says little.
+    The reward to reach lies ``share`` of the way from the untrained policy's to the lowest end of all, so that all
+    reach it. Near the ends a policy exploits the reward at a KL of tens of nats, where time says little.
 
     Args:
         curves: Of `contest`.
