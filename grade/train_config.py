@@ -112,7 +112,7 @@ class TrainConfig(Config):
         for option, methods in OPTIONS.items():
             value = getattr(self, option)
             if self.method not in methods and value != type(self).model_fields[option].default:
-                raise InputError(option, value, f"nothing for {self.method}: it belongs to {', '.join(methods)}")
+                raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
         if self.method in GROUPED and self.group == 1:
             raise InputError("num_generations", 1, f"at least 2 for {self.method}: a group is its baseline")
         for name, value in (("num_generations", self.group), ("minibatches", self.minibatches)):

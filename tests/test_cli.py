@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from grade.cli import COMMANDS, main
+from grade.methods import METHODS, POLICY_GRADIENTS
 from grade.results import read_metrics
 from grade.toy import toy_reviews, toy_task
 
@@ -93,7 +94,10 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained,
 def test_all_trains_every_method_and_optimised_equals_legacy(project, tmp_path):
     """On the same noise with all hops, a whole run is the same: reward and KL of every step."""
     assert train(project, tmp_path, "--method", "all", "--set", "hops=5", "--set", "eval_every=0") == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["gumbel", "gumbel_legacy", "ste", "ste_legacy"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(METHODS)
+    for method in POLICY_GRADIENTS:  # a setting of others, such as hops, does not stop them
+        history = pd.read_csv(tmp_path / method / "history.csv")
+        assert len(history) == 4 and history["val/reward_mean"].iloc[-1] > 0
     for method in ("ste", "gumbel"):
         ours, legacy = (pd.read_csv(tmp_path / m / "history.csv") for m in (method, f"{method}_legacy"))
         for column in ("train/reward", "train/kl"):
@@ -135,6 +139,9 @@ BAD = {
     "combination": (["--set", "min_new_tokens=9"], "min_new_tokens: got 9; allowed: at most max_new_tokens = 6"),
     "warm-up": (["--set", "warmup_steps=3"], "warmup_steps: got 3; allowed: less than max_steps = 3"),
     "legacy": (["--method", "ste_legacy", "--set", "gradient_checkpointing=true"], "gradient_checkpointing: got True"),
+    "an unknown method": (["--method", "rloop"], r"method: got 'rloop'; allowed: .*did you mean 'rloo'\?"),
+    "hops elsewhere": (["--method", "rloo", "--set", "gumbel_topk=64", "--set", "hops=2"], "hops: got 2; .*with rloo"),
+    "a group of one": (["--method", "all", "--set", "num_generations=1"], "num_generations: got 1; .* 2 for rloo"),
     "a missing reward": (["--set", "reward=nowhere"], "nowhere"),
     "a missing base": (["--set", "backbone=nowhere"], "backbone: got 'nowhere'"),
     "missing reviews": (["--set", "reviews=nowhere"], "nowhere"),

@@ -10,7 +10,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from grade.loop import run_training
+from grade.loop import _prompt_stream, run_training
+from grade.methods import POLICY_GRADIENTS
 from grade.toy import toy_task
 from grade.train_config import TrainConfig
 
@@ -56,6 +57,40 @@ def test_warm_up_and_tau_schedule_reach_the_history():
     assert [row["train/tau"] for row in result.history[1:]] == [2.0, 1.5, 1.0, 1.0]
     rates = [row["train/learning_rate"] for row in result.history[1:]]
     assert rates == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2])
+
+
+GROUPS = {"reinforce": 1, "rloo": 4, "remax": 1, "grpo": 4, "ppo": 1}
+
+
+@pytest.mark.parametrize("method", POLICY_GRADIENTS)
+def test_policy_gradients_move_the_adapter_alone_and_count_every_completion(method):
+    options = {"minibatches": 2} if method in ("grpo", "ppo") else {}
+    task, before, result = run(method=method, gumbel_topk=64, **options)
+    for name, p in task.backbone.model.named_parameters():
+        assert torch.equal(p, before[name]) == ("lora_" not in name), name
+    greedy = 4 if method == "remax" else 0
+    assert [row["samples"] for row in result.history] == [0, 4 + greedy, 8 + 2 * greedy]
+    first = result.history[1]
+    assert abs(first["train/kl"]) <= 1e-6 and first["train/tau"] is None
+    assert first["train/loss"] == pytest.approx(-first["train/reward"], abs=1e-6)
+    assert ("train/value_loss" in first) == (method == "ppo")
+    config = TrainConfig(method=method, batch_size=4)
+    assert len(next(_prompt_stream(config, task, Accelerator(cpu=True)))) == 4 // GROUPS[method]
+
+
+def test_the_value_head_is_a_group_of_its_own(monkeypatch):
+    made, adamw = [], torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **options: made.append(adamw(*args, **options)) or made[-1])
+    run(method="ppo", gumbel_topk=64, max_steps=1, value_learning_rate=0.05)
+    policy, value = made[-1].param_groups
+    assert (policy["lr"], value["lr"], len(value["params"])) == (1e-2, 0.05, 2)
+
+
+def test_a_policy_gradient_raises_reward_when_it_is_all_that_counts():
+    options = dict(max_steps=20, kl_coef=0.0, final_eval_prompts=128, batch_size=32, gumbel_topk=64)
+    _, _, result = run(method="rloo", **options)
+    gain = result.after.reward - result.before.reward
+    assert gain.mean() > 5 * gain.std(ddof=1) / np.sqrt(len(gain))
 
 
 SCRIPT = """

@@ -243,6 +243,26 @@ def test_microbatches_add_up_to_one_big_batch(case):
     assert means == pytest.approx(mean)
 
 
+@pytest.mark.parametrize("method", ["reinforce", "ppo"])
+def test_processes_add_up_to_one_big_batch(method):
+    """Each process knows only its half and what `total` sums: the whitening's moments, the mean return."""
+    backbone = policy(vocab=7)
+    own = learner(backbone, method, batch_size=4, max_new_tokens=5, **({"epochs": 1} if method == "ppo" else {}))
+    every, sums = sampled(backbone, own), []
+
+    def run(part, total=lambda x: x, microbatches=1):
+        backbone.zero_grad(set_to_none=True)
+        own.means = []
+        own.learn([part], objective(), StepContext(microbatches, lambda: None, total))
+        return gradient(backbone)
+
+    want = run(every, lambda x: sums.append(x.clone()) or x)
+    mean = own.means
+    halves = [run(every.rows(rows), lambda x: sums[0], 2) for rows in (slice(0, 2), slice(2, 4))]
+    torch.testing.assert_close(halves[0] + halves[1], want)
+    assert own.means == mean and len(sums) == 1
+
+
 def test_one_pass_and_scoring_first_give_one_gradient():
     """grpo's clipped ratio against log-probabilities scored before, rloo's score function: equal without moves."""
     backbone = policy()
@@ -265,7 +285,7 @@ def test_minibatches_share_out_the_whole_gradient():
         backbone.zero_grad(set_to_none=True)
         seen.append([])
         own.learn([batch], objective(), StepContext(1, lambda: seen[-1].append(gradient(backbone))))
-    assert len(seen[1]) == 2
+    assert len(seen[1]) == 2 and (seen[1][0] - seen[1][1]).norm() > 0.1 * seen[0][0].norm()
     torch.testing.assert_close(sum(seen[1]) / 2, seen[0][0])
 
 
@@ -395,12 +415,12 @@ BAD = {
     "a group of one": (dict(method="rloo", num_generations=1), "num_generations: got 1; allowed: at least 2 for rloo"),
     "grpo's too": (dict(method="grpo", num_generations=1), "num_generations: got 1; allowed: at least 2 for grpo"),
     "minibatches": (dict(method="ppo", minibatches=3), "minibatches: got 3; allowed: a divisor of batch_size = 8"),
-    "a value head without PPO": (dict(method="rloo", value_learning_rate=0.1), "value_learning_rate.*belongs to ppo"),
-    "lambda without PPO": (dict(method="grpo", gae_lambda=0.5), "gae_lambda: got 0.5; .* grpo: it belongs to ppo"),
-    "epochs without a ratio": (dict(method="rloo", epochs=2), "epochs: got 2; .* it belongs to grpo, ppo"),
-    "groups of relaxed tokens": (dict(method="ste", num_generations=2), "num_generations: got 2; .*nothing for ste"),
-    "hops": (dict(method="rloo", hops=2), "hops: got 2; allowed: nothing for rloo: it belongs to gumbel, ste"),
-    "tau": (dict(method="ppo", tau_start=1.0), "tau_start: got 1.0; allowed: nothing for ppo"),
+    "a value head without PPO": (dict(method="rloo", value_learning_rate=0.1), "got 0.1; allowed: only with ppo"),
+    "lambda without PPO": (dict(method="grpo", gae_lambda=0.5), "gae_lambda: got 0.5; allowed: only with ppo"),
+    "epochs without a ratio": (dict(method="rloo", epochs=2), "epochs: got 2; allowed: only with grpo, ppo"),
+    "groups of relaxed tokens": (dict(method="ste", num_generations=2), "num_generations: got 2; .* not with ste"),
+    "hops": (dict(method="rloo", hops=2), "hops: got 2; allowed: only with gumbel, ste, .* not with rloo"),
+    "tau": (dict(method="ppo", tau_start=1.0), "tau_start: got 1.0; .* not with ppo"),
     "an unknown method": (dict(method="rlo"), r"method: got 'rlo'; allowed: .*did you mean 'rloo'\?"),
     "lambda above one": (dict(method="ppo", gae_lambda=1.5), "gae_lambda: got 1.5; allowed: less than or equal to 1"),
 }
