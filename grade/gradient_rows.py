@@ -115,12 +115,14 @@ class Rows:
         seconds: For each, mean seconds that a row would take alone: rollout, pass, reward and its own products.
         norms: For each, norms of the gradients of the parameter tensors [R, tensors].
         size: Completions in a row.
+        group: Of which G share a prompt.
     """
 
     gradients: dict[tuple[str, str], Tensor]
     seconds: dict[tuple[str, str], float]
     norms: dict[tuple[str, str], Tensor]
     size: int
+    group: int
 
 
 def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = None) -> Tensor:
@@ -182,7 +184,34 @@ def gradient_rows(setting: Setting, rows: int, seed: int = 0) -> Rows:
         {key: sum(value) / rows for key, value in seconds.items()},
         {key: torch.stack(value) for key, value in norms.items()},
         setting.size,
+        setting.group,
     )
+
+
+def sketch(size: int, dim: int, seed: int = 0) -> Callable[[Tensor], Tensor]:
+    """A fixed random projection that keeps inner products in expectation (count sketch, Charikar et al. 2002).
+
+    Each number goes to one of ``dim`` sums with a random sign. Products of projected vectors have relative errors of
+    about ``1 / sqrt(dim)`` of the product of their norms.
+
+    Args:
+        size: P.
+        dim: Numbers that are kept; the identity where P is not larger.
+        seed: Of the projection.
+
+    Returns:
+        From [P] to [min(P, dim)].
+    """
+    if size <= dim:
+        return lambda gradient: gradient
+    generator = torch.Generator().manual_seed(seed)
+    bucket = torch.randint(dim, (size,), generator=generator)
+    sign = torch.randint(2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
+
+    def project(gradient: Tensor) -> Tensor:
+        return torch.zeros(dim, dtype=gradient.dtype).index_add_(0, bucket, gradient * sign)
+
+    return project
 
 
 def _row(setting: Setting, generator: torch.Generator):

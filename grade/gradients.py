@@ -21,7 +21,6 @@ Left out: how gradients are made (`grade.tiny_gradients`, `grade.gradient_study`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -180,6 +179,22 @@ def worth(moments: Moments, unbiased: Moments, n: float = 1) -> np.ndarray:
         return np.where(left > 0, unbiased.noise * along / (left * moments.ref2), np.inf)
 
 
+def worth_interval(moments: Moments, unbiased: Moments, n: float = 1) -> Interval:
+    """`worth` with an interval that exists for gradients without a direction too.
+
+    On the logarithm where the cosine is more than three standard errors above 0; else on the signed square root, which
+    is proportional to ``<m, mu>`` and so nearly normal about 0; worth below 0 is 0.
+    """
+    left = n * (moments.norm2 * moments.ref2 - moments.inner**2) + moments.noise * moments.ref2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        root = interval(moments.inner * np.sqrt(unbiased.noise / (left * moments.ref2)))
+    values = worth(moments, unbiased, n)
+    if root.stderr is None or root.value > 3 * root.stderr:
+        return interval(values, geometric=True)
+    low, high = (max(end, 0.0) ** 2 for end in (root.low, root.high))
+    return Interval(float(values[0]), low, high, root.stderr, root.rows)
+
+
 def crossover(moments: Moments, unbiased: Moments) -> np.ndarray:
     """Batch size at which an unbiased estimator's cosine overtakes: where `worth` is 1.
 
@@ -320,7 +335,8 @@ def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, fold
         held = (np.arange(rows) % folds == fold).astype(float)
         test = _pair_moments(grams, sets * held, size)
         w = _pair_moments(grams, sets * (1 - held), size)
-        w = w.weights(n) / np.sqrt(np.einsum("si,sij,sj->s", w.weights(n), w.second(n), w.weights(n)))[:, None]
+        with np.errstate(invalid="ignore"):
+            w = w.weights(n) / np.sqrt(np.einsum("si,sij,sj->s", w.weights(n), w.second(n), w.weights(n)))[:, None]
         along = along + (test.signal[:, :2] * w).sum(1)
         square = square + np.einsum("si,sij,sj->s", w, test.second(n), w)
     whole = _pair_moments(grams, sets, size)
@@ -328,32 +344,6 @@ def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, fold
     with np.errstate(invalid="ignore"):
         blend = along / folds / np.sqrt(square / folds)
     return interval(blend / parts[:, parts[0].argmax()], geometric=True)
-
-
-def sketch(size: int, dim: int, seed: int = 0) -> Callable[[Tensor], Tensor]:
-    """A fixed random projection that keeps inner products in expectation (count sketch, Charikar et al. 2002).
-
-    Each number goes to one of ``dim`` sums with a random sign. Products of projected vectors have relative errors of
-    about ``1 / sqrt(dim)`` of the product of their norms.
-
-    Args:
-        size: P.
-        dim: Numbers that are kept; the identity where P is not larger.
-        seed: Of the projection.
-
-    Returns:
-        From [P] to [min(P, dim)].
-    """
-    if size <= dim:
-        return lambda gradient: gradient
-    generator = torch.Generator().manual_seed(seed)
-    bucket = torch.randint(dim, (size,), generator=generator)
-    sign = torch.randint(2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
-
-    def project(gradient: Tensor) -> Tensor:
-        return torch.zeros(dim, dtype=gradient.dtype).index_add_(0, bucket, gradient * sign)
-
-    return project
 
 
 def check_rows(rows: Tensor, least: int = 3) -> None:

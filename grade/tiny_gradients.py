@@ -6,6 +6,8 @@ embedding table) and ``trunk`` (through the frozen layers). So bias is known, no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ def tiny_rewards(policy: Backbone, seed: int = 0) -> dict[str, RewardModel]:
     return found
 
 
-def variants(full: int, taus: tuple[float, ...], topk: int, draws: tuple[int, ...]) -> list[Variant]:
+def variants(full: int, taus: Sequence[float], topk: int, draws: Sequence[int]) -> list[Variant]:
     """What is compared: every estimator over hops at tau 1; over tau, K and M at ``full`` hops.
 
     Args:
@@ -92,7 +94,8 @@ def _kl(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> 
 def quality_table(rows: Rows, exact: dict[str, Tensor]) -> pd.DataFrame:
     """Quality of each estimator, of one sample, relative to the exact gradient.
 
-    `grpo` is held against ``1 - 1/G`` of the gradient by the caller (see `grade.gradient_rows.advantages`).
+    `grpo` is held against ``1 - 1/G`` of the gradient, its expectation (see `grade.gradient_rows.advantages`); for KL,
+    where only a part of the gradient shrinks, it is left out.
 
     Args:
         rows: From `gradient_rows`.
@@ -105,7 +108,10 @@ def quality_table(rows: Rows, exact: dict[str, Tensor]) -> pd.DataFrame:
     """
     table = []
     for (reward, estimator), gradients in rows.gradients.items():
-        m = moments(gradients, exact[reward], rows.size)
+        if (reward, estimator) == (KL, "grpo"):
+            continue
+        truth = exact[reward] * (1 - 1 / rows.group if estimator == "grpo" else 1)
+        m = moments(gradients, truth, rows.size)
         bias2, along = interval(m.bias2 / m.ref2), interval(m.inner / m.ref2 - 1)
         table.append(dict(
             reward=reward, estimator=estimator, bias2=bias2.value, bias2_stderr=bias2.stderr, along=along.value,
@@ -113,6 +119,12 @@ def quality_table(rows: Rows, exact: dict[str, Tensor]) -> pd.DataFrame:
             cosine=m.cosine()[0], cosine_mean=m.cosine(float("inf"))[0], n=len(gradients) * rows.size,
         ))  # fmt: skip
     return pd.DataFrame(table)
+
+
+def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:
+    """Largest bias of these estimators in standard errors, along the truth or squared, over rewards."""
+    rows = table[table.estimator.isin(estimators)]
+    return float(max((rows.along / rows.along_stderr).abs().max(), (rows.bias2 / rows.bias2_stderr).abs().max()))
 
 
 def mse_ratio(rows: Rows, exact: Tensor, reward: str, better: str, worse: str) -> Interval:

@@ -8,6 +8,7 @@ import torch
 
 from grade import gradients as quality
 from grade.errors import InputError
+from grade.gradient_rows import sketch
 
 P = 200
 MU = torch.zeros(P, dtype=torch.float64)
@@ -89,10 +90,23 @@ def test_intervals_of_worth_hold_the_truth_as_often_as_they_say():
     hits = 0
     for seed in range(300):
         pg, relaxed = draw(24, size=50, seed=seed)
-        found = quality.worth(quality.moments(relaxed, pg, 50), quality.moments(pg, pg, 50))
-        found = quality.interval(found, geometric=True)
+        found = quality.worth_interval(quality.moments(relaxed, pg, 50), quality.moments(pg, pg, 50))
         hits += found.low <= 18 / 3.84 <= found.high
     assert 0.90 <= hits / 300 <= 0.99
+
+
+def test_intervals_of_worth_hold_nothing_as_well():
+    """A relaxed gradient at right angles to the truth is worth 0: the interval reaches it, and not far beyond."""
+    hits, highs = 0, []
+    for seed in range(300):
+        pg, relaxed = draw(24, size=50, seed=seed)
+        generator = torch.Generator().manual_seed(10_000 + seed)
+        relaxed = relaxed - BIASED + torch.randn(24, P, generator=generator, dtype=torch.float64) / 7
+        relaxed[:, 5] += 2.0
+        found = quality.worth_interval(quality.moments(relaxed, pg, 50), quality.moments(pg, pg, 50))
+        hits += found.low == 0
+        highs.append(found.high)
+    assert 0.94 <= hits / 300 <= 1 and max(highs) < 1  # one-sided 97.5 %
 
 
 def test_an_interval_of_a_ratio_that_is_not_positive_does_not_exist():
@@ -145,12 +159,21 @@ def test_gain_of_the_blend_is_the_true_one(n):
     assert truth > 1 and found.value == pytest.approx(truth, rel=0.03)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_gain_is_not_flattered_by_the_noise_in_its_weights(size):
+    """12 small rows, 80 experiments; weights from the rows they are judged on would find 1.18 (2) and 1.12 (4)."""
+    w, second = optimal(64)
+    truth = math.sqrt(w @ [4, 3]) / max(4 / math.sqrt(second[0, 0]), 3 / math.sqrt(second[1, 1]))  # 1.056
+    found = [quality.hybrid_gain(*draw(12, size, seed), 64, size).value for seed in range(80)]
+    assert np.nanmean(found) < truth + 0.04
+
+
 def test_a_sketch_keeps_inner_products_in_expectation():
     x, y = torch.randn(2, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    values = np.array([float((lambda s: s(x) @ s(y))(quality.sketch(500, 64, seed))) for seed in range(500)])
+    values = np.array([float((lambda s: s(x) @ s(y))(sketch(500, 64, seed))) for seed in range(500)])
     assert abs(values.mean() - float(x @ y)) < 4 * values.std() / math.sqrt(500)
     assert values.std() == pytest.approx(float(x.norm() * y.norm()) / 8, rel=0.2)  # 1 / sqrt(64)
-    assert quality.sketch(500, 500)(x) is x
+    assert sketch(500, 500)(x) is x
 
 
 def test_the_papers_gradient_variance_is_not_zero_without_noise():
