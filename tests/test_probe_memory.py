@@ -37,9 +37,10 @@ def test_three_ways_give_one_gradient():
 
 
 def test_only_streaming_makes_the_peak_independent_of_the_number_of_completions():
-    small, large = (step_bytes(n, n, "streamed") for n in (2, 8))
+    small, large = (step_bytes(n, n, "streamed") for n in (2, 4))
     assert large <= 1.05 * small
-    assert step_bytes(8, 8, "chunked") > 0.98 * step_bytes(8, 8, "whole") > 8 * large
+    # 16 completions' graphs at once against one's; what does not grow with them is a few in a hundred of the whole.
+    assert step_bytes(4, 4, "chunked") > 0.98 * step_bytes(4, 4, "whole") > 4 * large
 
 
 def test_the_traced_peak_is_the_real_one():

@@ -32,10 +32,11 @@ def test_the_verdicts_are_counted_from_the_claims():
     assert verdict_counts(read_claims(ROOT / "outputs/claims.csv")) in README
 
 
-def test_the_example_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    exec(compile(example, "README.md", "exec"), {})
-    assert "tensor" in capsys.readouterr().out
+def test_the_examples_run(capsys):
+    for example in re.findall(r"```python\n(.*?)```", README, re.S):
+        exec(compile(example, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "tensor" in out and "predicted change" in out
 
 
 def test_files_and_links_that_it_names_exist():
