@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from grade import losses
 from grade.backbone import Backbone
 from grade.engines.base import Objective, RewardScope, sequence_mean
 from grade.engines.replay import ReplayGraph
-from grade.errors import InputError
 from grade.evaluate import sequence_kl
 from grade.prompts import PromptBatch
 from grade.relaxation import Estimator, RelaxationConfig
@@ -130,7 +130,7 @@ def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = No
 
     `reinforce`: the reward itself; `rloo`: minus the mean of the prompt's other completions; `remax`: minus the reward
     of the greedy completion; `grpo`: minus the mean of all of the prompt's, itself included (no whitening), which makes
-    the expected gradient ``1 - 1/G`` of the truth.
+    the expected gradient ``1 - 1/G`` of the truth (`grade.losses.grpo`, which trains, takes that back).
 
     Args:
         rewards: [B, G].
@@ -147,15 +147,11 @@ def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = No
     >>> advantages(r, "rloo").tolist(), advantages(r, "grpo").tolist()
     ([[-3.0, -1.5, 4.5]], [[-2.0, -1.0, 3.0]])
     """
-    group = rewards.shape[1]
     if kind == "reinforce":
         return rewards
     if kind == "remax":
-        return rewards - greedy.unsqueeze(1)
-    if group < 2:
-        raise InputError("num_generations", group, f"at least 2: {kind}'s baseline is a group's")
-    centred = rewards - rewards.mean(1, keepdim=True)
-    return centred * group / (group - 1) if kind == "rloo" else centred
+        return losses.remax(rewards, greedy)
+    return losses.rloo(rewards) * (1 if kind == "rloo" else 1 - 1 / rewards.shape[1])
 
 
 def gradient_rows(setting: Setting, rows: int, seed: int = 0) -> Rows:

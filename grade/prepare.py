@@ -66,11 +66,22 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
     else:
         model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
     Backbone(model, tokenizer)  # refuses what cannot be supported, before anything is written
+    save_model(model.to(DTYPES[config.dtype]), tokenizer, output_dir)
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, output_dir: str | Path) -> None:
+    """Write a model's folder, whole or not at all.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        output_dir: Target folder; replaced.
+    """
     target = Path(output_dir)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
-        model.to(DTYPES[config.dtype]).save_pretrained(staging)
+        model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(staging, target)

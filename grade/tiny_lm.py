@@ -10,9 +10,6 @@ Left out: whatever takes longer than a few minutes on a CPU; contexts longer tha
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from grade.backbone import Backbone
 from grade.config import Config
 from grade.errors import InputError
-from grade.prepare import train_tokenizer
+from grade.prepare import save_model, train_tokenizer
 from grade.results import Estimate
 from grade.reviews import load_reviews
 
@@ -98,7 +95,7 @@ def pretrain(
         "seconds": seconds,
     }
     Backbone(model, tokenizer)  # refuses what cannot be supported, before anything is written
-    _save(model, tokenizer, Path(output_dir))
+    save_model(model, tokenizer, output_dir)
     return metrics
 
 
@@ -307,16 +304,3 @@ def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray) -> tuple[floa
     ratio = numerator.sum() / denominator.sum()
     rest = numerator - ratio * denominator
     return float(ratio), float(rest.std(ddof=1) / np.sqrt(len(rest)) / denominator.mean())
-
-
-def _save(model: PreTrainedModel, tokenizer: Any, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(staging, target)
-        target.chmod(0o755)  # mkdtemp makes private folders
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
