@@ -45,15 +45,17 @@ def plot_importance(ax: Axes, table: pd.DataFrame) -> Axes:
     Returns:
         The axes.
     """
-    scale = table.exact.abs()
-    ax.errorbar(table.ess, table["mean"] / table.exact, yerr=2 * table.bias_stderr / scale, fmt="o", color="#0072B2",
-                capsize=3)  # fmt: skip
-    for row in table.itertuples():
+    for way, color, label in (("whole", "#0072B2", "completions"), ("prefix", "#D55E00", "prefixes")):
+        rows = table[table.way == way]
+        ax.errorbar(rows.ess, rows["mean"] / rows.exact, yerr=2 * rows.bias_stderr / rows.exact.abs(), fmt="o",
+                    color=color, capsize=3, label=f"weights of {label}")  # fmt: skip
+    for row in table[table.way == "whole"].itertuples():
         ax.annotate(f"step {row.eta:g}", (row.ess, row.mean / row.exact), xytext=(5, 5), textcoords="offset points",
                     fontsize=9)  # fmt: skip
     ax.axhline(1, color="#888888", linewidth=1, linestyle="--")
     ax.set_xlabel("effective share of the samples")
     ax.set_ylabel("estimate / true change")
+    ax.legend()
     return ax
 
 

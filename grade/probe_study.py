@@ -22,7 +22,7 @@ from grade.entropy.relaxed import reward_gradient
 from grade.entropy.report import ProbeReport
 from grade.entropy.samples import Samples
 from grade.entropy.settings import ProbeConfig
-from grade.entropy.snis import reweighted_change
+from grade.entropy.snis import prefix_change
 from grade.errors import InputError
 from grade.evaluate import score
 from grade.prompts import PromptBatch, encode_prompts, prompt_text
@@ -195,7 +195,8 @@ def precision_table(
         old = scores_at(policy, samples)
         for multiple in multiples:
             new = scores_at(policy, samples, step, multiple)
-            found = reweighted_change(old.logps, new.logps, old.entropies.sum(-1), new.entropies.sum(-1))
+            units = prefix_change(old.logps, new.logps, old.entropies, new.entropies).mean(1)
             rows.append({"dtype": name, "multiple": multiple, "predicted": multiple * predicted,
-                         "delta_h": found.change, "delta_h_stderr": found.stderr})  # fmt: skip
+                         "delta_h": float(units.mean()),
+                         "delta_h_stderr": float(units.std() / len(units) ** 0.5)})  # fmt: skip
     return pd.DataFrame(rows)

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from grade.adapter import LoraSettings
 from grade.backbone import Backbone
-from grade.entropy.exact import all_as_samples, exact_change, exact_gradient, moved
+from grade.entropy.exact import all_as_samples, exact_change, exact_gradient
 from grade.entropy.forward import directional
+from grade.entropy.functional import scores_at
 from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps, trained_parameters
 from grade.entropy.samples import Samples, draw
-from grade.entropy.snis import reweighted_change
+from grade.entropy.snis import prefix_change, reweighted_change
 from grade.entropy.ustat import two_batch, u_statistic
 from grade.prompts import PromptBatch
 
@@ -164,28 +165,26 @@ def importance_table(
     """Importance sampling against the true change: bias, its standard error, and the estimated standard error.
 
     Returns:
-        One row a step size: exact, mean, bias_stderr (over repetitions), sd (of an estimate), stderr (its estimate's
-        mean), ess.
+        One row a step size and way, ``whole`` (`reweighted_change`) or ``prefix`` (`prefix_change`) weights: exact,
+        mean, bias_stderr (over repetitions), sd (of an estimate), stderr (its estimate's mean), ess.
     """
     rows = []
     for eta in etas:
-        found = []
+        found: dict[str, list[tuple[float, float]]] = {"whole": [], "prefix": []}
+        ess = []
         for seed in range(repetitions):
             samples = draw(policy, prompts, group, length, torch.Generator().manual_seed(seed), microbatch=4096)
-            old, before = _scored(policy, samples, vector)
-            with moved(policy, vector, eta):
-                new, after = _scored(policy, samples, vector)
-            found.append(reweighted_change(old, new, before, after))
-        change = np.array([f.change for f in found])
-        rows.append(dict(
-            eta=eta, exact=exact_change(policy, prompts, length, vector, eta), mean=change.mean(),
-            bias_stderr=change.std(ddof=1) / math.sqrt(repetitions), sd=change.std(ddof=1),
-            stderr=np.mean([f.stderr for f in found]), ess=np.mean([f.ess for f in found]) / (len(prompts) * group),
-        ))  # fmt: skip
+            old, new = scores_at(policy, samples, None, 0.0, 4096), scores_at(policy, samples, vector, eta, 4096)
+            whole = reweighted_change(*(x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies)))
+            found["whole"].append((whole.change, whole.stderr))
+            ess.append(whole.ess / (len(prompts) * group))
+            units = prefix_change(old.logps, new.logps, old.entropies, new.entropies).mean(1)
+            found["prefix"].append((float(units.mean()), float(units.std()) / math.sqrt(len(units))))
+        exact = exact_change(policy, prompts, length, vector, eta)
+        for way, values in found.items():
+            change, stderr = np.array(values).T
+            rows.append(dict(
+                way=way, eta=eta, exact=exact, mean=change.mean(), sd=change.std(ddof=1),
+                bias_stderr=change.std(ddof=1) / math.sqrt(repetitions), stderr=stderr.mean(), ess=np.mean(ess),
+            ))  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def _scored(policy: Backbone, samples: Samples, vector: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and Rao-Blackwellised entropies [B, G]."""
-    entropies = directional(policy, samples, torch.zeros_like(vector), microbatch=4096).entropies
-    return sequence_logps(policy, samples, 4096), entropies.sum(-1)

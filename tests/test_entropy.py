@@ -21,7 +21,7 @@ from grade.entropy.forward import directional
 from grade.entropy.functional import scores_at
 from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps, trained_parameters
 from grade.entropy.samples import Samples, draw
-from grade.entropy.snis import linearity_error, reweighted_change
+from grade.entropy.snis import linearity_error, prefix_change, reweighted_change
 from grade.entropy.update import adamw_update, preconditioner
 from grade.entropy.ustat import blocks, two_batch, u_statistic
 from grade.errors import InputError
@@ -326,6 +326,10 @@ def test_what_cannot_be_estimated_is_refused():
         drawn(backbone, temperature=0.0)
     with pytest.raises(InputError, match="finite"):
         reweighted_change(*[torch.full((2, 2), math.nan)] * 4)
+    with pytest.raises(InputError, match="finite"):
+        prefix_change(*[torch.full((2, 2, 2), math.nan)] * 4)
+    with pytest.raises(InputError, match="equal shapes"):
+        prefix_change(*[torch.ones(2, 2)] * 4)
 
 
 def test_trained_weights_of_the_base_are_refused_by_rule():
@@ -347,7 +351,7 @@ def test_scores_at_a_vector_are_those_of_a_policy_moved_there():
     before = [p.detach().clone() for p in backbone.parameters()]
     found, here = scores_at(backbone, samples, v, 0.1, microbatch=5), scores_at(backbone, samples)
     assert all(torch.equal(p, q) for p, q in zip(before, backbone.parameters(), strict=True))
-    torch.testing.assert_close(here.logps, sequence_logps(backbone, samples))
+    torch.testing.assert_close(here.logps.sum(-1), sequence_logps(backbone, samples))
     with moved(backbone, v, 0.1):
         wanted = scores_at(backbone, samples)
     torch.testing.assert_close(found.logps, wanted.logps, rtol=1e-12, atol=1e-12)
@@ -378,17 +382,36 @@ def test_forward_mode_per_token_is_the_derivative_of_the_quotient():
     assert abs(float(without) - exact) > 8 * stderr  # the denominator moves too
 
 
+def test_weights_of_prefixes_are_unbiased_with_their_control_variate():
+    """The expectation over every pair of completions is the true change, of a large step too."""
+    backbone, v, eta = tiny(), direction(tiny()), 0.1
+    samples, probabilities = all_as_samples(backbone, prompts(1), T)
+    old, new = scores_at(backbone, samples), scores_at(backbone, samples, v, eta)
+    pairs = torch.cartesian_prod(*[torch.arange(samples.ids.shape[1])] * 2)
+    parts = prefix_change(*(x[0, pairs] for x in (old.logps, new.logps, old.entropies, new.entropies)))
+    expected = float((probabilities[0, pairs].prod(1) * parts.mean(1)).sum())
+    truth = exact_change(backbone, prompts(1), T, v, eta)
+    assert abs(truth) > 0.01 and expected == pytest.approx(truth, rel=1e-9)
+
+
+def test_weights_of_prefixes_by_hand():
+    """Two completions of two tokens; the first's first token became twice as probable, the second's half."""
+    two = torch.tensor([[[2.0, 0.0], [0.5, 0.0]]]).log().nan_to_num(neginf=0.0)
+    before, after = torch.ones(1, 2, 2), torch.tensor([[[1.0, 3.0], [1.0, 2.0]]])
+    found = prefix_change(torch.zeros(1, 2, 2), two, before, after)
+    # second token: (w - 1)(h' - others) + h' - h, w = 2 and 0.5
+    assert found.tolist() == [[pytest.approx((2 - 1) * (3 - 2) + 2), pytest.approx((0.5 - 1) * (2 - 3) + 1)]]
+
+
 def test_linearity_error_is_a_ratio_and_its_jackknife():
-    zero = torch.zeros(4, 1)  # weights 1: the change is a mean of differences, here 10 / 4
-    old, new = torch.ones(4, 1), 1 + torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    d_values = torch.tensor([[1.5], [2.0], [3.0], [4.0]])
-    value, stderr = linearity_error(zero, d_values, zero, zero, old, new)
+    change, linear = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.5], [2.0], [3.0], [4.0]])
+    value, stderr = linearity_error(linear, change)
     assert value == pytest.approx(10.5 / 10 - 1)
     without = [9 / 9, 8.5 / 8, 7.5 / 7, 6.5 / 6]
     mean = sum(without) / 4
     assert stderr == pytest.approx(math.sqrt(3 / 4 * sum((w - mean) ** 2 for w in without)))
     with pytest.raises(InputError, match="prompts"):
-        linearity_error(*(z[:2] for z in (zero, d_values, zero, zero, old, new)))
+        linearity_error(linear[:2], change[:2])
 
 
 def test_linearity_error_vanishes_with_the_step_on_any_samples():
@@ -399,8 +422,8 @@ def test_linearity_error_vanishes_with_the_step_on_any_samples():
     errors = []
     for eta in (1e-3, 1e-4):
         new = scores_at(backbone, samples, v, eta)
-        parts = (eta * terms.d_logps.sum(-1), eta * terms.d_entropies.sum(-1), old.logps, new.logps)
-        errors.append(linearity_error(*parts, old.entropies.sum(-1), new.entropies.sum(-1))[0])
+        change = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
+        errors.append(linearity_error(eta * terms.per_sequence(), change)[0])
     assert abs(errors[0]) < 0.1 and errors[1] == pytest.approx(errors[0] / 10, rel=0.1)
 
 

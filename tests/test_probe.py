@@ -165,7 +165,7 @@ def test_a_sweep_is_the_probe_at_other_learning_rates():
         probe = a_probe()
         probe.optimizer.param_groups[0]["lr"] *= row["multiple"]
         other = probe.run(prompts(), reward).figures
-        for name in ("delta_h1_forward", "delta_h", "delta_h_stderr", "linearity_error"):
+        for name in ("delta_h1_forward", "delta_h", "delta_h_stderr", "delta_h_prefix", "linearity_error"):
             # The last is a small difference of ratios: rounding of float32 norms shows.
             assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-3 * (name == "linearity_error")), name
         assert row["ess_share"] == pytest.approx(other["ess"] / other["samples"], rel=1e-6)

@@ -66,7 +66,7 @@ class SampleScores:
     """Scores of samples under one set of parameters, float64 on the CPU.
 
     Attributes:
-        logps: ``S = sum_t log pi(y_t)`` in nats [B, G].
+        logps: ``log pi(y_t)`` in nats [B, G, T], 0 where masked.
         entropies: Entropy of each token's distribution in nats [B, G, T], 0 where masked.
     """
 
@@ -97,11 +97,10 @@ def scores_at(
     if vector is not None:
         parts = zip(module.trained().items(), split_vector(backbone, vector), strict=True)
         exchanged = {name: p + eta * part for (name, p), part in parts}
-    logps = torch.zeros(samples.ids.shape[:2], dtype=torch.float64)
-    entropies = torch.zeros(samples.ids.shape, dtype=torch.float64)
+    logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
         hidden = functional_call(module, exchanged, (prompts, ids))
         found = score_hidden(backbone, hidden, ids, mask, ("logps", "entropy"), samples.temperature)
-        logps.view(-1)[rows] = found.logps.sum(-1).double().cpu()
+        logps.view(-1, ids.shape[1])[rows] = found.logps.double().cpu()
         entropies.view(-1, ids.shape[1])[rows] = found.entropy.double().cpu()
     return SampleScores(logps, entropies)

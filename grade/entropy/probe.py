@@ -21,7 +21,7 @@ from grade.entropy.gradients import entropy_coefficients, prompt_gradients, trai
 from grade.entropy.report import ProbeReport
 from grade.entropy.samples import Samples, draw
 from grade.entropy.settings import ProbeConfig
-from grade.entropy.snis import Reweighted, linearity_error, reweighted_change
+from grade.entropy.snis import Reweighted, linearity_error, prefix_change, reweighted_change
 from grade.entropy.step import Snapshot, stepped
 from grade.entropy.update import UpdateVector, adamw_update, preconditioner
 from grade.entropy.ustat import blocks, two_batch, u_statistic
@@ -91,7 +91,7 @@ class EntropyProbe:
         with self._phase("gradients"):
             old = scores_at(self.policy, evaluation, microbatch=size)
             micro = self.config.memory_config.teacher_force_microbatch_size
-            (x,) = prompt_gradients(self.policy, evaluation, [entropy_coefficients(old.logps)], micro)
+            (x,) = prompt_gradients(self.policy, evaluation, [entropy_coefficients(old.logps.sum(-1))], micro)
         figures = self._predicted(x, vector) | ({} if y is None else self._ascent(x, y))
         with self._phase("forward mode"):
             terms = directional(self.policy, evaluation, vector.total, size)
@@ -100,7 +100,7 @@ class EntropyProbe:
             figures |= self._true_change(evaluation, old, terms, vector.total, gradients)
             sweep = [self._at_multiple(m, evaluation, old, terms, vector.total)
                      for m in sorted(self.config.probe_config.multiples)]  # fmt: skip
-        figures |= {"samples": old.logps.numel(), "prompts": b}
+        figures |= {"samples": old.logps[..., 0].numel(), "prompts": b}
         figures |= {} if rewards is None else {"reward_mean": float(rewards.mean())}
         figures |= {f"seconds/{name}": value for name, value in self._seconds.items()}
         figures |= {f"peak_bytes/{name}": value for name, value in self._peaks.items()}
@@ -222,7 +222,7 @@ class EntropyProbe:
             "resampled": 0.0,
             **({} if found.pareto_k is None else {"pareto_k": found.pareto_k}),
         }
-        figures |= self._linearity(old, new, terms)
+        figures |= self._by_prefix(old, new, terms)
         if self._low(found.ess, old) and c.importance_sampling.resample_on_low_ess:
             with after() if real else moved(self.policy, step, 1.0):
                 figures |= self._sampled_anew(evaluation, old)
@@ -258,21 +258,22 @@ class EntropyProbe:
             "delta_h1_forward_stderr": float(units.std() / len(units) ** 0.5),
             "delta_h": found.change,
             "delta_h_stderr": found.stderr,
-            "ess_share": found.ess / old.logps.numel(),
-            **self._linearity(old, new, terms, multiple),
+            "ess_share": found.ess / old.logps[..., 0].numel(),
+            **self._by_prefix(old, new, terms, multiple),
         }
 
-    def _linearity(
+    def _by_prefix(
         self, old: SampleScores, new: SampleScores, terms: Directional, multiple: float = 1.0
     ) -> dict[str, float]:
-        """How far the step is from the limit of small ones; from three prompts on."""
-        if len(old.logps) < 3:
-            return {}
-        parts = (terms.d_logps.sum(-1), terms.d_entropies.sum(-1))
-        scores = (old.logps, new.logps, old.entropies.sum(-1), new.entropies.sum(-1))
-        clip = self.config.importance_sampling.clip or None
-        value, stderr = linearity_error(*(multiple * p for p in parts), *scores, clip)
-        return {"linearity_error": value, "linearity_error_stderr": stderr}
+        """The change with weights of prefixes, and from three prompts on how far the step is from small ones."""
+        change = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
+        units = change.mean(1)
+        figures = {"delta_h_prefix": float(units.mean())}
+        figures["delta_h_prefix_stderr"] = float(units.std() / len(units) ** 0.5)
+        if len(units) >= 3:
+            value, stderr = linearity_error(multiple * terms.per_sequence(), change)
+            figures |= {"linearity_error": value, "linearity_error_stderr": stderr}
+        return figures
 
     def _by_module(self, x: Tensor, step: Tensor) -> dict[str, float]:
         """Parts of ``delta_h1`` by adapted module."""
@@ -285,7 +286,7 @@ class EntropyProbe:
         return parts
 
     def _low(self, ess: float, old: SampleScores) -> bool:
-        return ess < self.config.importance_sampling.ess_threshold * old.logps.numel()
+        return ess < self.config.importance_sampling.ess_threshold * old.logps[..., 0].numel()
 
     def _warnings(self, figures: dict[str, float], rewards: Tensor | None) -> list[str]:
         found, share = [], self.config.importance_sampling.ess_threshold
@@ -317,4 +318,5 @@ class EntropyProbe:
 
 
 def _reweighted(old: SampleScores, new: SampleScores, lengths: Tensor | None, clip: float | None) -> Reweighted:
-    return reweighted_change(old.logps, new.logps, old.entropies.sum(-1), new.entropies.sum(-1), lengths, clip)
+    sums = (x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies))
+    return reweighted_change(*sums, lengths, clip)

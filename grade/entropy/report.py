@@ -60,15 +60,17 @@ class ProbeReport:
             f"{f['delta_h1_forward']:+.4g} +- {f['delta_h1_forward_stderr']:.2g} (forward mode)",
             f"true change      {f['delta_h']:+.4g} +- {f['delta_h_stderr']:.2g} "
             + ("(sampled anew; " if f["resampled"] else "(importance sampling; ")
-            + f"effective sample size {f['ess']:.0f} of {f['samples']:.0f})",
+            + f"effective sample size {f['ess']:.0f} of {f['samples']:.0f}), {f['delta_h_prefix']:+.4g} +- "
+            f"{f['delta_h_prefix_stderr']:.2g} (weights of prefixes)",
             f"of the predicted change: momentum {f['delta_h1_momentum']:+.3g}, gradient {f['delta_h1_gradient']:+.3g}, "
             f"weight decay {f['delta_h1_decay']:+.3g}",
         ]
         if self.sweep:
-            lines += ["step (x learning rate)   predicted        true             effective share"]
+            lines += [f"{'step (x learning rate)':<25}{'predicted':<13}{'true':<22}{'by prefixes':<22}effective share"]
             lines += [
                 f"{row['multiple']:<22g}   {row['delta_h1_forward']:+.3e}   {row['delta_h']:+.3e} +- "
-                f"{row['delta_h_stderr']:.0e}   {row['ess_share']:.2f}"
+                f"{row['delta_h_stderr']:.0e}   {row['delta_h_prefix']:+.3e} +- {row['delta_h_prefix_stderr']:.0e}   "
+                f"{row['ess_share']:.2f}"
                 for row in self.sweep
             ]
         largest = sorted(self.modules.items(), key=lambda item: -abs(item[1]))[:5]

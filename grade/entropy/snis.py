@@ -5,6 +5,9 @@ With ``w_i = exp(S_new - S_old)``, normalised to sum to one in log space, and an
     H_new = sum_i w_i h_i      ESS = (sum w)^2 / sum w^2
 
 per sequence; per token, ``sum w h / sum w L``. Standard errors come from influence functions over independent units.
+
+Token by token it can be had without bias and without normalising, because a token's entropy depends only on what
+precedes it: `prefix_change`.
 """
 
 from __future__ import annotations
@@ -82,24 +85,48 @@ def reweighted_change(
     return Reweighted(float(before), float(after), float(after - before), float(stderr), ess, clipped, k)
 
 
-def linearity_error(
-    d_logps: Tensor, d_values: Tensor, old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor,
-    clip: float | None = None,
-) -> tuple[float, float]:  # fmt: skip
-    """``linear / change - 1``: how far a step is from the limit of small ones, on the samples that there are.
+def prefix_change(old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Each sample's part of the change of entropy per sequence, which is their mean, with weights of prefixes.
 
-    ``change`` is that of `reweighted_change`, per sequence, and ``linear`` its own derivative along the step,
-    ``mean(dh) + mean((h - hbar) dS)``. Both have the same noise, so the ratio is known far better than either, and
-    tends to 1 as the step goes to 0 whatever the samples are.
+        H_new - H_old = E sum_t ( (w_{<t} - 1) (h'_t - b_t) + h'_t - h_t ),   w_{<t} = prod_{s < t} pi_new / pi_old
+
+    with h and h' a token's entropy before and after (per-decision importance sampling: Precup et al. 2000). The control
+    variate ``b_t`` is the mean of h'_t over the prompt's other completions. Its derivative at a step of 0 is, sample by
+    sample, `grade.entropy.forward.Directional.per_sequence`: prediction and truth share their noise.
 
     Args:
-        d_logps: dS along the step [B, G].
-        d_values: dh along the step [B, G].
-        old_logps: As of `reweighted_change`, and so are the others [B, G].
-        new_logps: See there.
-        old: See there.
-        new: See there.
-        clip: See there.
+        old_logps: Log-probability of each token under the policy that drew it [B, G, T], 0 where masked.
+        new_logps: Under the policy after the step [B, G, T].
+        old: Entropy of each token's distribution before [B, G, T], 0 where masked.
+        new: After [B, G, T].
+
+    Returns:
+        [B, G].
+
+    Raises:
+        InputError: If shapes differ or a value is not finite.
+    """
+    parts = [old_logps, new_logps, old, new]
+    if len({p.shape for p in parts}) > 1 or old.ndim != 3:
+        raise InputError("samples", [list(p.shape) for p in parts], "equal shapes [B, G, T]")
+    if not all(torch.isfinite(p).all() for p in parts):
+        raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
+    old_logps, new_logps, old, new = (p.double() for p in parts)
+    log_w = new_logps - old_logps
+    before = log_w.cumsum(-1) - log_w  # of the prefix: without the token itself
+    others = (new.sum(1, keepdim=True) - new) / max(new.shape[1] - 1, 1)
+    return (torch.expm1(before) * (new - others) + new - old).sum(-1)
+
+
+def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
+    """``mean(linear) / mean(change) - 1``: how far a step is from the limit of small ones, on the given samples.
+
+    Both have the same noise (see `prefix_change`), so the ratio is known far better than either, and tends to 1 as the
+    step goes to 0 whatever the samples are.
+
+    Args:
+        linear: Each sample's part of the predicted change [B, G].
+        change: Each sample's part of the change [B, G].
 
     Returns:
         The error and its jackknife standard error over prompts.
@@ -107,21 +134,13 @@ def linearity_error(
     Raises:
         InputError: If there are fewer than three prompts.
     """
-    batch = len(old)
+    batch = len(change)
     if batch < 3:
         raise InputError("prompts", batch, "at least 3: the jackknife leaves one out")
-    parts = [p.double() for p in (d_logps, d_values, old_logps, new_logps, old, new)]
-
-    def ratio(rows: Tensor) -> float:
-        d_s, d_h, s_old, s_new, h_old, h_new = (p[rows] for p in parts)
-        w, _ = _weights(s_old, s_new, clip)
-        linear = d_h.mean() + ((h_old - h_old.mean()) * d_s).mean()
-        return float(linear / ((w * h_new).mean() - h_old.mean()))
-
-    every = torch.arange(batch)
-    without = torch.tensor([ratio(every[every != n]) for n in range(batch)], dtype=torch.float64)
+    a, b = linear.double().mean(1), change.double().mean(1)
+    without = (a.sum() - a) / (b.sum() - b)
     stderr = ((batch - 1) / batch * (without - without.mean()).square().sum()).sqrt()
-    return ratio(every) - 1, float(stderr)
+    return float(a.sum() / b.sum()) - 1, float(stderr)
 
 
 def _weights(old_logps: Tensor, new_logps: Tensor, clip: float | None) -> tuple[Tensor, float]:
