@@ -395,12 +395,12 @@ def test_weights_of_prefixes_are_unbiased_with_their_control_variate():
 
 
 def test_weights_of_prefixes_by_hand():
-    """Two completions of two tokens; the first's first token became twice as probable, the second's half."""
-    two = torch.tensor([[[2.0, 0.0], [0.5, 0.0]]]).log().nan_to_num(neginf=0.0)
-    before, after = torch.ones(1, 2, 2), torch.tensor([[[1.0, 3.0], [1.0, 2.0]]])
-    found = prefix_change(torch.zeros(1, 2, 2), two, before, after)
-    # second token: (w - 1)(h' - others) + h' - h, w = 2 and 0.5
-    assert found.tolist() == [[pytest.approx((2 - 1) * (3 - 2) + 2), pytest.approx((0.5 - 1) * (2 - 3) + 1)]]
+    """Two completions of two tokens: w = 2 and 0.5 before the second token; its own weight must not count."""
+    ratios = torch.tensor([[[2.0, 5.0], [0.5, 7.0]]])
+    before, after = torch.ones(1, 2, 2), torch.tensor([[[1.5, 3.0], [1.0, 2.0]]])
+    found = prefix_change(torch.zeros(1, 2, 2), ratios.log(), before, after)
+    # first token: h' - h; second: (w - 1)(h' - others) + h' - h
+    assert found.tolist() == [[pytest.approx(0.5 + (2 - 1) * (3 - 2) + 2), pytest.approx((0.5 - 1) * (2 - 3) + 1)]]
 
 
 def test_linearity_error_is_a_ratio_and_its_jackknife():
