@@ -32,7 +32,8 @@ def test_the_verdicts_are_counted_from_the_claims():
     assert verdict_counts(read_claims(ROOT / "outputs/claims.csv")) in README
 
 
-def test_the_examples_run(capsys):
+def test_the_examples_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for example in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(compile(example, "README.md", "exec"), {})
     out = capsys.readouterr().out
