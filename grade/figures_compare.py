@@ -44,6 +44,7 @@ def plot_frontier(ax: Axes, curves: pd.DataFrame, untrained: float) -> Axes:
     ax.axhline(untrained, color="#777777", linestyle=":", linewidth=1)
     ax.set(xlabel="KL to the reference (nats a completion)", ylabel="held-out reward")
     ax.set_xscale("symlog", linthresh=1)
+    ax.set_xlim(left=0)
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return ax
 

@@ -85,12 +85,12 @@ def mark_crossover(ax: Axes, batch: float, color: str = "#888888") -> Axes:
     low, high = ax.get_xlim()
     if np.isfinite(batch) and low < batch < high:
         ax.axvline(batch, color=color, linewidth=1, linestyle=":")
-        ax.annotate(f"{batch:.3g}", (batch, 0.02), color=color, fontsize=9)
+        ax.annotate(f"{batch:,.0f}", (batch, 0.02), color=color, fontsize=9)
     return ax
 
 
 def plot_hybrid(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
-    """Expected cosine of the blend over that of the better of its parts, with 95 % intervals.
+    """Expected cosine of the blend over that of the better of its parts, with 95 % intervals; cut above twice.
 
     Args:
         ax: Where to draw.
@@ -113,6 +113,7 @@ def plot_hybrid(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
     ax.minorticks_off()
     ax.set_xlabel("batch (completions)")
     ax.set_ylabel("cosine of the blend / the better part's")
+    ax.set_ylim(0, min(2.0, ax.get_ylim()[1]))  # an interval that says nothing would squeeze those that do
     ax.legend(title="reward", loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
