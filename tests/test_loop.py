@@ -1,10 +1,14 @@
 """Training moves what it should, and where the batch is computed does not matter."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
-from accelerate.state import AcceleratorState
 
 from grade.loop import _optimizer_step, _prompt_stream, run_training
 from grade.methods import POLICY_GRADIENTS
@@ -89,11 +93,9 @@ def test_a_policy_gradient_raises_reward_when_it_is_all_that_counts():
     assert gain.mean() > 5 * gain.std(ddof=1) / np.sqrt(len(gain))
 
 
-def save_gradient_of_one_step(changes, path):
-    """In a process of its own: the parent's Accelerator and threads are not the child's."""
-    torch.set_num_threads(1)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    config, accelerator, task = TrainConfig(**SMALL, **changes), Accelerator(cpu=True), toy_task()
+def save_gradient_of_one_step(path, accumulation):
+    config = TrainConfig(**SMALL, gradient_accumulation_steps=accumulation)
+    accelerator, task = Accelerator(cpu=True), toy_task()
     parameters = task.backbone.trainable_parameters()
     optimizer = torch.optim.SGD(parameters, lr=0.0)
     row = _optimizer_step(config, task, accelerator, optimizer, _prompt_stream(config, task, accelerator), 1)
@@ -102,18 +104,21 @@ def save_gradient_of_one_step(changes, path):
         torch.save({"processes": accelerator.num_processes, "gradient": grads, "reward": row["train/reward"]}, path)
 
 
-def gradient(tmp_path, processes, accumulation):
-    path = tmp_path / f"{processes}.pt"
-    options = {"gradient_accumulation_steps": accumulation}
-    debug_launcher(save_gradient_of_one_step, (options, path), num_processes=processes)  # forks: nothing to import
-    found = torch.load(path)
-    assert found["processes"] == processes
-    return found["gradient"], found["reward"]
+def launch(folder):
+    """One process with two batches, then two with one each. They are forked: torch is imported once for all."""
+    for processes in (1, 2):
+        debug_launcher(save_gradient_of_one_step, (f"{folder}/{processes}.pt", 3 - processes), processes)
 
 
 def test_two_processes_give_the_gradient_of_one_with_both_batches(tmp_path):
-    one, one_reward = gradient(tmp_path, 1, 2)
-    two, two_reward = gradient(tmp_path, 2, 1)
+    # Launched from a fresh process, which has no threads that a fork would lose.
+    command = [sys.executable, "-c", "import sys, test_loop; test_loop.launch(sys.argv[1])", str(tmp_path)]
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
+    assert (one["processes"], two["processes"]) == (1, 2)
     # float32; a microbatch's noise is seeded by its place in the step, so only the order of the sum differs.
-    assert (two - one).norm() <= 1e-6 * one.norm()
-    assert two_reward == pytest.approx(one_reward, abs=1e-6)
+    assert (two["gradient"] - one["gradient"]).norm() <= 1e-6 * one["gradient"].norm()
+    assert two["reward"] == pytest.approx(one["reward"], abs=1e-6)
