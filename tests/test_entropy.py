@@ -298,7 +298,8 @@ def test_it_finds_the_true_change_and_knows_its_error():
         samples = drawn(backbone, batch=1, group=200, seed=seed)
         old, before = sequence_logps(backbone, samples, 200), directional(backbone, samples, v, 200).entropies.sum(-1)
         with moved(backbone, v, eta):
-            new, after = sequence_logps(backbone, samples, 200), directional(backbone, samples, v, 200).entropies.sum(-1)
+            new = sequence_logps(backbone, samples, 200)
+            after = directional(backbone, samples, v, 200).entropies.sum(-1)
         found = reweighted_change(old, new, before, after)
         changes.append(found.change)
         errors.append(found.stderr)
