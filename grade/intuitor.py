@@ -207,8 +207,13 @@ def settings_fit(model: str, prompt: int, responses: tuple[int, int], gpus: int,
         Columns setting, logits, needed (sequences of a GPU without microbatches), fits (at most ``needed``), peak_gb.
     """
 
+    known: dict[str, Trace] = {}  # both settings ask for the same small batches
+
     def share(config: PolicyStepConfig) -> Trace:
-        return shard(trace(config), config, gpus)
+        key = config.model_dump_json()
+        if key not in known:
+            known[key] = shard(trace(config), config, gpus)
+        return known[key]
 
     rows = []
     for setting, (needed, which) in SETTINGS.items():
