@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grade.backbone import Backbone
 from grade.memory.formulas import adamw_bytes, checkpoint_bytes, rows_bytes, weights_bytes
-from grade.memory.plan import plan, shard
+from grade.memory.plan import plan, remembering, shard
 from grade.memory.policy_step import PolicyStepConfig
 from grade.memory.shapes import ModelShape, parameter_count
 from grade.memory.trace import Trace, trace, trace_all
@@ -207,6 +207,7 @@ def settings_fit(model: str, prompt: int, responses: tuple[int, int], gpus: int,
         Columns setting, logits, needed (sequences of a GPU without microbatches), fits (at most ``needed``), peak_gb.
     """
 
+    @remembering
     def share(config: PolicyStepConfig) -> Trace:
         return shard(trace(config), config, gpus)
 

@@ -43,7 +43,7 @@ def prompts(batch=2):
 
 
 def drawn(backbone, batch=3, group=4, seed=0, temperature=1.0):
-    return draw(backbone, prompts(batch), group, T, torch.Generator().manual_seed(seed), temperature)
+    return draw(backbone, prompts(batch), group, T, torch.Generator().manual_seed(seed), temperature, microbatch=4000)
 
 
 def direction(backbone, seed=0):
@@ -137,7 +137,7 @@ def test_samples_have_the_probabilities_that_they_are_scored_with():
     z = (counts / 4000 - p) / (p * (1 - p) / 4000).sqrt()
     assert z.abs().max() < 4.5  # 85 cells
     torch.testing.assert_close(
-        sequence_logps(backbone, samples)[0].exp(),
+        sequence_logps(backbone, samples, 4000)[0].exp(),
         p[[key[tuple(r)] for r in (samples.ids[0] * samples.mask[0] - (1 - samples.mask[0])).tolist()]],
     )
 
@@ -194,8 +194,8 @@ def test_the_leave_one_out_baseline_costs_no_bias_and_estimates_agree_with_the_t
     forward, reverse = [], []
     for seed in range(60):
         samples = drawn(backbone, batch=2, group=16, seed=seed)
-        forward.append(float(directional(backbone, samples, v).per_sequence().mean()))
-        (x,) = prompt_gradients(backbone, samples, [entropy_coefficients(sequence_logps(backbone, samples))], 16)
+        forward.append(float(directional(backbone, samples, v, 32).per_sequence().mean()))
+        (x,) = prompt_gradients(backbone, samples, [entropy_coefficients(sequence_logps(backbone, samples, 32))], 16)
         reverse.append(-float(x.mean(0) @ v))
     for values in (torch.tensor(forward), torch.tensor(reverse)):
         assert abs(float(values.mean()) - truth) < 3 * float(values.std()) / math.sqrt(60)
@@ -296,9 +296,10 @@ def test_it_finds_the_true_change_and_knows_its_error():
     changes, errors = [], []
     for seed in range(40):
         samples = drawn(backbone, batch=1, group=200, seed=seed)
-        old, before = sequence_logps(backbone, samples), directional(backbone, samples, v).entropies.sum(-1)
+        old, before = sequence_logps(backbone, samples, 200), directional(backbone, samples, v, 200).entropies.sum(-1)
         with moved(backbone, v, eta):
-            new, after = sequence_logps(backbone, samples), directional(backbone, samples, v).entropies.sum(-1)
+            new = sequence_logps(backbone, samples, 200)
+            after = directional(backbone, samples, v, 200).entropies.sum(-1)
         found = reweighted_change(old, new, before, after)
         changes.append(found.change)
         errors.append(found.stderr)

@@ -1,6 +1,6 @@
 """Training moves what it should, and where the batch is computed does not matter."""
 
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, debug_launcher
 
-from grade.loop import _prompt_stream, run_training
+from grade.loop import _optimizer_step, _prompt_stream, run_training
 from grade.methods import POLICY_GRADIENTS
 from grade.toy import toy_task
 from grade.train_config import TrainConfig
@@ -93,41 +93,32 @@ def test_a_policy_gradient_raises_reward_when_it_is_all_that_counts():
     assert gain.mean() > 5 * gain.std(ddof=1) / np.sqrt(len(gain))
 
 
-SCRIPT = """
-import json, sys, torch
-from accelerate import Accelerator
-from grade.loop import _optimizer_step, _prompt_stream
-from grade.toy import toy_task
-from grade.train_config import TrainConfig
-config = TrainConfig(**json.loads(sys.argv[1]))
-accelerator, task = Accelerator(cpu=True), toy_task()
-parameters = task.backbone.trainable_parameters()
-optimizer = torch.optim.SGD(parameters, lr=0.0)
-row = _optimizer_step(config, task, accelerator, optimizer, _prompt_stream(config, task, accelerator), 1)
-if accelerator.is_main_process:
-    torch.save([p.grad for p in parameters], sys.argv[2])
-    print(json.dumps(row))
-"""
+def save_gradient_of_one_step(path, accumulation):
+    config = TrainConfig(**SMALL, gradient_accumulation_steps=accumulation)
+    accelerator, task = Accelerator(cpu=True), toy_task()
+    parameters = task.backbone.trainable_parameters()
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    row = _optimizer_step(config, task, accelerator, optimizer, _prompt_stream(config, task, accelerator), 1)
+    if accelerator.is_main_process:
+        grads = torch.cat([p.grad.flatten() for p in parameters])
+        torch.save({"processes": accelerator.num_processes, "gradient": grads, "reward": row["train/reward"]}, path)
 
 
-def gradients(tmp_path, processes, accumulation):
-    config = {**SMALL, "gradient_accumulation_steps": accumulation}
-    (tmp_path / "step.py").write_text(SCRIPT)
-    out = tmp_path / f"{processes}.pt"
-    command = [sys.executable, str(tmp_path / "step.py"), json.dumps(config), str(out)]
-    if processes > 1:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *launch, *command[1:]]
-    environment = {**__import__("os").environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    row = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
-    return torch.cat([g.flatten() for g in torch.load(out)]), row
+def launch(folder):
+    """One process with two batches, then two with one each. They are forked: torch is imported once for all."""
+    for processes in (1, 2):
+        debug_launcher(save_gradient_of_one_step, (f"{folder}/{processes}.pt", 3 - processes), processes)
 
 
 def test_two_processes_give_the_gradient_of_one_with_both_batches(tmp_path):
-    one, one_row = gradients(tmp_path, 1, 2)
-    two, two_row = gradients(tmp_path, 2, 1)
+    # Launched from a fresh process, which has no threads that a fork would lose.
+    command = [sys.executable, "-c", "import sys, test_loop; test_loop.launch(sys.argv[1])", str(tmp_path)]
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
+    assert (one["processes"], two["processes"]) == (1, 2)
     # float32; a microbatch's noise is seeded by its place in the step, so only the order of the sum differs.
-    assert (two - one).norm() <= 1e-6 * one.norm()
-    assert two_row["train/reward"] == pytest.approx(one_row["train/reward"], abs=1e-6)
+    assert (two["gradient"] - one["gradient"]).norm() <= 1e-6 * one["gradient"].norm()
+    assert two["reward"] == pytest.approx(one["reward"], abs=1e-6)

@@ -56,7 +56,8 @@ def test_bad_input_is_one_line_that_names_the_field(options, message, capsys):
 
 def test_bench_writes_every_step_and_the_headline_figures(tmp_path, monkeypatch, capsys):
     short = StepConfig(model="tiny", prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
-    monkeypatch.setattr("grade.commands.bench.standard_steps", lambda device, model: [short])
+    other = StepConfig(model="tiny", engine="checkpointed")
+    monkeypatch.setattr("grade.commands.bench.standard_steps", lambda device, model: [other, short])
     target, metrics = tmp_path / "new" / "memory.json", tmp_path / "metrics.json"
     options = [
         "--output",
@@ -67,13 +68,17 @@ def test_bench_writes_every_step_and_the_headline_figures(tmp_path, monkeypatch,
         "models=[tiny]",
         "--set",
         "time_traces=false",
+        "--set",
+        "steps=[1]",
     ]
     assert main(["bench", "memory", *options]) == 0
     data = json.loads(target.read_text())
-    assert data["environment"]["torch"] and len(data["steps"]) == 1
+    assert data["environment"]["torch"] and [row["config"]["engine"] for row in data["steps"]] == ["auto"]
     figures = read_metrics(metrics)
     assert figures["cpu/steps"] == 1 and figures["cpu/max_rel_error"] < 0.01
     assert str(target) in capsys.readouterr().out
+    assert main(["bench", "memory", *options, "--set", "steps=[2]"]) == 2
+    assert "steps: got 2; allowed: 0 to 1" in capsys.readouterr().err
 
 
 def test_without_a_gpu_cuda_is_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch):

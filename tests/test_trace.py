@@ -11,7 +11,7 @@ from grade.memory.bench import measure
 from grade.memory.formulas import kv_cache_bytes_per_token
 from grade.memory.live import CATEGORIES, LiveTracker
 from grade.memory.models import TINY, build_backbone, model_config, shape_config, with_layers
-from grade.memory.plan import parse_bytes, plan, single_changes
+from grade.memory.plan import parse_bytes, plan, remembering, single_changes
 from grade.memory.report import as_json, as_text
 from grade.memory.saved import saved_bytes
 from grade.memory.shapes import SHAPES, parameter_count
@@ -206,3 +206,14 @@ def test_fewer_layers_keep_the_rest_of_a_configuration():
     config = shape_config(SHAPES["Qwen3-4B"])
     short = with_layers(config, 2)
     assert (short.num_hidden_layers, len(short.layer_types), config.num_hidden_layers) == (2, 2, 36)
+
+
+def test_a_remembering_tracer_traces_a_step_once():
+    asked = []
+    tracer = remembering(lambda step: asked.append(step) or fixed_tracer(step))
+    config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 3})
+    fits = plan(config, 1234, tracer=tracer)
+    assert fits == plan(config, 1234, tracer=fixed_tracer)
+    plan(config, 1234, tracer=tracer)
+    steps = [step.model_dump_json() for step in asked]
+    assert len(steps) == len(set(steps)) > 5

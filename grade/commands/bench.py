@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from grade.commands.options import add_config_options
-from grade.memory.bench import BenchConfig, bench_figures, compare, require_device, standard_steps
+from grade.memory.bench import BenchConfig, bench_figures, chosen, compare, require_device, standard_steps
 from grade.results import environment, replacing, write_metrics
 
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     target = Path(args.output or f"outputs/{name}/memory.json")
     target.parent.mkdir(parents=True, exist_ok=True)
     models = config.models if args.device == "cpu" else [""]
-    steps = [step for model in models for step in standard_steps(args.device, model)]
+    steps = [step for model in models for step in chosen(standard_steps(args.device, model), config.steps)]
     rows = compare(steps, args.device, snapshots=target.parent)
     with replacing(target) as file:
         file.write(json.dumps({"environment": about, "steps": rows}, indent=1) + "\n")

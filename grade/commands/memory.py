@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 from grade.commands.options import add_config_options
 from grade.config import Config
-from grade.memory.plan import parse_bytes, plan, shard, single_changes
+from grade.memory.plan import parse_bytes, plan, remembering, shard, single_changes
 from grade.memory.report import as_json, as_text
 from grade.memory.step import StepConfig
 from grade.memory.trace import trace
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     budget = parse_bytes(args.fits) if args.fits else None
     overhead = parse_bytes(args.overhead, "overhead") if args.overhead else 0
 
+    @remembering
     def tracer(step: StepConfig):
         return shard(trace(step, device=args.device, all_layers=args.all_layers), step, args.gpus)
 

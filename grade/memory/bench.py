@@ -72,10 +72,23 @@ def standard_steps(device: str, model: str = "tiny") -> list[StepConfig]:
     ]
 
 
+def chosen(steps: Sequence[StepConfig], numbers: Sequence[int]) -> list[StepConfig]:
+    """The steps with these numbers, from 0; all if there are none.
+
+    Raises:
+        InputError: For a number without a step.
+    """
+    for number in numbers:
+        if not 0 <= number < len(steps):
+            raise InputError("steps", number, f"0 to {len(steps) - 1}")
+    return [steps[number] for number in numbers] or list(steps)
+
+
 class BenchConfig(Config):
     """What to measure on a CPU."""
 
     models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
+    steps: list[int] = Field([], description="numbers of the standard steps that are measured, from 0; empty: all")
     time_traces: bool = Field(True, description="time two traces of Qwen3-4B as well")
 
 

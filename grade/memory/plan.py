@@ -116,6 +116,19 @@ def _unit_bytes(config: TracedConfig) -> tuple[int, int]:
     return one - (two - one), two - one
 
 
+def remembering(tracer: Callable[[TracedConfig], Trace]) -> Callable[[TracedConfig], Trace]:
+    """A tracer that traces no step twice: a plan and single changes have some in common."""
+    known: dict[str, Trace] = {}
+
+    def found(config: TracedConfig) -> Trace:
+        key = f"{type(config).__name__} {config.model_dump_json()}"
+        if key not in known:
+            known[key] = tracer(config)
+        return known[key]
+
+    return found
+
+
 def plan(
     config: TracedConfig, budget: int, overhead: int = 0, quantities: tuple[Quantity, ...] = get_args(Quantity),
     tracer: Callable[[TracedConfig], Trace] = trace, most: int = LARGEST,

@@ -69,7 +69,11 @@ def kept_bytes(fn: Callable[[], Result], round_to: int = 1) -> tuple[Result, int
     >>> kept                                                # 512 + 128 as above, and the loss: 4
     644
     """
-    with MemoryTracker(round_to) as tracker:
-        result = fn()
-    gc.collect()
+    gc.freeze()  # what is older does not count: a search through all of torch's objects would take most of the time
+    try:
+        with MemoryTracker(round_to) as tracker:
+            result = fn()
+        gc.collect()
+    finally:
+        gc.unfreeze()
     return result, tracker.current

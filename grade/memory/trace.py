@@ -133,7 +133,8 @@ def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[s
 
     Args:
         configs: Steps by name.
-        processes: How many run at once. Each takes seconds to start, which pays for models of billions of parameters.
+        processes: How many run at once. The first call takes seconds to start, which pays for models of billions of
+            parameters.
 
     Returns:
         Traces by name, in the order given.
@@ -143,7 +144,9 @@ def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[s
     """
     if processes == 1:
         return {name: trace(config) for name, config in configs.items()}
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, however many processes and calls there are
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
         return dict(zip(configs, pool.map(trace, configs.values()), strict=True))
 
 
