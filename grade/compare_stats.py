@@ -5,13 +5,14 @@ prompts and noise of every method alike, so methods are compared pair by pair ov
 noise are the same for all runs: standard errors over seeds say how a method varies when it is trained again, not how
 the figures would change on other prompts.
 
-**Reward at equal KL.** Along each run reward is interpolated where KL first reaches the given value. Which weight of KL
-a method is shown with is chosen for each seed on the *other* seeds, so that the choice does not flatter it.
+**Reward at equal KL.** A policy that follows one evaluated policy with probability p and another with 1 - p has the
+mean of their rewards and, as KL is convex, at most the mean of their KLs. So the upper concave hull of the evaluated
+(KL, reward), over all weights of KL and steps, is a frontier that can be had. Which two policies are mixed is chosen
+for each seed on the *other* seeds, so that the choice does not flatter a method.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -84,66 +85,84 @@ def first_crossing(x: Sequence[float], y: Sequence[float], level: float) -> floa
     return None
 
 
-def along_runs(curves: pd.DataFrame, x: str, y: str, level: float) -> pd.DataFrame:
-    """`first_crossing` of every run.
+def upper_hull(kl: Sequence[float], reward: Sequence[float]) -> list[int]:
+    """Vertices of the upper concave hull of points, from the lowest KL to the highest reward.
 
     Args:
-        curves: Columns ``method``, ``beta``, ``seed``, ``step``, and ``x`` and ``y``.
-        x: Column that has to reach ``level``.
-        y: Column that is interpolated.
-        level: The level.
+        kl: KL of each policy [n].
+        reward: Reward of each [n].
 
     Returns:
-        Columns ``method``, ``beta``, ``seed``, ``value`` (NaN where it is not reached).
+        Indices, KL increasing; rewards increase along them, by less and less.
+
+    >>> upper_hull([0, 1, 2, 4, 3], [0.5, 0.6, 0.8, 0.9, 0.7])
+    [0, 2, 3]
     """
-    rows = []
-    for (method, beta, seed), run in curves.groupby(["method", "beta", "seed"], sort=False):
-        run = run.sort_values("step")
-        value = first_crossing(run[x].tolist(), run[y].tolist(), level)
-        rows.append((method, beta, seed, math.nan if value is None else value))
-    return pd.DataFrame(rows, columns=["method", "beta", "seed", "value"])
+    hull: list[int] = []
+    for i in sorted(range(len(kl)), key=lambda i: (kl[i], -reward[i])):
+        if hull and reward[i] <= reward[hull[-1]]:
+            continue
+        while len(hull) > 1 and _above(kl, reward, hull[-2], hull[-1], i):
+            hull.pop()
+        hull.append(i)
+    return hull
 
 
-def chosen_on_other_seeds(values: pd.DataFrame) -> dict[int, float]:
-    """A method's value for each seed, at the beta that is best on average over the other seeds.
-
-    Only betas whose value exists for every seed take part.
-
-    Args:
-        values: One method's rows of `along_runs`.
-
-    Returns:
-        Seed to value; empty if no beta has a value for every seed.
-
-    Raises:
-        InputError: If there is only one seed, and there is something to choose.
-    """
-    table = values.pivot(index="seed", columns="beta", values="value").dropna(axis=1)
-    if table.shape[1] == 1:
-        return table.iloc[:, 0].to_dict()
-    if table.shape[1] > 1 and len(table) < 2:
-        raise InputError("seeds", table.index.tolist(), "at least two: beta is chosen on the other seeds")
-    return {seed: float(table.loc[seed, table.drop(seed).mean().idxmax()]) for seed in table.index if table.shape[1]}
+def _above(kl: Sequence[float], reward: Sequence[float], a: int, b: int, c: int) -> bool:
+    """Whether the line from a to c passes above b or through it."""
+    return (reward[c] - reward[a]) * (kl[b] - kl[a]) >= (reward[b] - reward[a]) * (kl[c] - kl[a])
 
 
 def reward_at_kl(curves: pd.DataFrame, level: float) -> dict[str, dict[int, float]]:
-    """Held-out reward where KL reaches a level, method by method and seed by seed; see the module's head.
+    """The most held-out reward that is had with a KL of at most ``level``, method by method; see the module's head.
+
+    For each seed the hull of the other seeds' means says which two policies are mixed (by beta and step); the
+    probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
 
     Args:
-        curves: `CURVES`.
-        level: KL in nats a completion.
+        curves: `CURVES`, with the untrained policy at step 0.
+        level: KL in nats a completion, above 0.
 
     Returns:
-        Method to seed to reward; methods that do not get there for every seed at any beta have no seed.
+        Method to seed to reward.
+
+    Raises:
+        InputError: If a method has a single seed, or the level is not positive.
     """
-    found = along_runs(curves, "kl", "reward", level)
-    return {method: chosen_on_other_seeds(rows) for method, rows in found.groupby("method", sort=False)}
+    if not level > 0:
+        raise InputError("level", level, "a KL above 0")
+    found: dict[str, dict[int, float]] = {}
+    for method, rows in curves.groupby("method", sort=False):
+        tables = [rows.pivot(index=["beta", "step"], columns="seed", values=name).dropna() for name in ("kl", "reward")]
+        if tables[0].shape[1] < 2:
+            raise InputError(
+                "seeds", tables[0].columns.tolist(), "at least two: policies are chosen on the other seeds"
+            )
+        found[method] = {}
+        for seed in tables[0].columns:
+            kl, reward = (table.drop(columns=seed).mean(axis=1).tolist() for table in tables)
+            hull = upper_hull(kl, reward)
+            reached = [i for i in hull if kl[i] >= level]
+            pair = hull[-1:] if not reached else hull[max(hull.index(reached[0]) - 1, 0) : hull.index(reached[0]) + 1]
+            points = [(tables[0][seed].iloc[i], tables[1][seed].iloc[i]) for i in pair]
+            start = (tables[0][seed].iloc[0], tables[1][seed].iloc[0])
+            found[method][int(seed)] = _mixed([start, *points], level)
+    return found
+
+
+def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
+    """Reward at the level along the points' line; that of the last point that stays below it if none exceeds it."""
+    for (k, r), (next_k, next_r) in zip(points, points[1:], strict=False):
+        if next_k > level:
+            return float(r + (level - k) / (next_k - k) * (next_r - r))
+    return float(points[-1][1])
 
 
 def frontier_figures(curves: pd.DataFrame, levels: Sequence[float], prefix: str = "") -> dict[str, float]:
-    """Metrics ``frontier/<method>/kl<level>`` with ``_stderr`` and ``_n``; ``_n`` is 0 where it was not reached.
+    """Metrics ``frontier/<method>/kl<level>`` with ``_stderr`` and ``_n``: `reward_at_kl` over seeds.
 
-    ``frontier/<method>/kl_reached`` is the largest KL of any run, averaged over seeds.
+    ``frontier/<method>/kl_reached`` is the largest KL of any run, averaged over seeds: beyond it a method's frontier is
+    flat.
     """
     figures: dict[str, float] = {}
     for level in levels:

@@ -1,10 +1,13 @@
 """Statistics of the comparison against hand arithmetic; its runs on the toy task."""
 
+import itertools
 import math
 
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grade import compare
 from grade import compare_stats as stats
@@ -34,41 +37,53 @@ def curves(*runs):
 # --- reward at equal KL ---
 
 
-def test_reward_at_kl_is_linear_between_evaluations():
+def test_reward_at_kl_is_that_of_a_mixture_of_two_policies():
     table = curves(
         curve("ste", 0.1, 0, [0, 4, 8], [0.5, 0.7, 0.8]),
         curve("ste", 0.1, 1, [0, 1, 3], [0.5, 0.6, 0.8]),
     )
-    # seed 0: 0.5 + 2/4 * 0.2 = 0.6; seed 1: 0.6 + (2 - 1)/2 * 0.2 = 0.7
-    assert stats.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.6, 1: 0.7})
-    figures = stats.frontier_figures(table, [2.0, 5.0])
-    assert figures["frontier/ste/kl2"] == pytest.approx(0.65)
-    assert figures["frontier/ste/kl2_stderr"] == pytest.approx(0.05)  # sd 0.1/sqrt(2), over sqrt(2)
+    # Seed 0, chosen on seed 1: its hull is the start and its end, so here the start and (8, 0.8): 0.5 + 2/8 * 0.3.
+    # Seed 1, chosen on seed 0: the start and its middle, here (1, 0.6), which is below the level by itself.
+    assert stats.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.575, 1: 0.6})
+    figures = stats.frontier_figures(table, [2.0, 20.0])
+    assert figures["frontier/ste/kl2"] == pytest.approx(0.5875)
+    assert figures["frontier/ste/kl2_stderr"] == pytest.approx(0.0125)  # sd 0.025/sqrt(2), over sqrt(2)
     assert figures["frontier/ste/kl2_n"] == 2
-    # Seed 1 never gets to 5, so the method has no value there, rather than seed 0's alone.
-    assert figures["frontier/ste/kl5_n"] == 0 and "frontier/ste/kl5" not in figures
+    assert figures["frontier/ste/kl20"] == pytest.approx(0.8)  # beyond all runs it is flat
     assert figures["frontier/ste/kl_reached"] == 5.5  # (8 + 3) / 2
 
 
-def test_beta_is_chosen_on_the_other_seeds():
-    values = pd.DataFrame(
-        [("ste", 0.1, 0, 0.9), ("ste", 0.1, 1, 0.1), ("ste", 0.1, 2, 0.1),
-         ("ste", 0.2, 0, 0.2), ("ste", 0.2, 1, 0.3), ("ste", 0.2, 2, 0.3)],
-        columns=["method", "beta", "seed", "value"],
+def test_a_path_that_overshoots_does_not_hide_a_better_policy_with_less_kl():
+    """KL grows early and comes back, or another beta stays low: interpolating along one path would see 0.55 at 2."""
+    path, low = ([0, 8, 2], [0.5, 0.7, 0.75]), ([0, 1, 2], [0.5, 0.6, 0.7])
+    table = curves(*(curve("ste", beta, seed, *c) for seed in (0, 1) for beta, c in ((0.1, path), (0.2, low))))
+    assert stats.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.75, 1: 0.75})
+    assert stats.reward_at_kl(table, 1.0)["ste"] == pytest.approx({0: 0.625, 1: 0.625})  # half of the way to 0.75
+
+
+def test_policies_are_chosen_on_the_other_seeds():
+    lucky = curves(
+        curve("ste", 0.1, 0, [0, 2], [0.5, 0.9]), curve("ste", 0.1, 1, [0, 2], [0.5, 0.5]),
+        curve("ste", 0.2, 0, [0, 2], [0.5, 0.6]), curve("ste", 0.2, 1, [0, 2], [0.5, 0.7]),
     )  # fmt: skip
-    # Seed 0: the others prefer 0.2 (0.3 > 0.1), so its lucky 0.9 does not count. Seeds 1, 2: 0.1 by (0.9 + 0.1) / 2.
-    assert stats.chosen_on_other_seeds(values) == {0: 0.2, 1: 0.1, 2: 0.1}
-
-
-def test_a_beta_that_does_not_get_there_with_every_seed_is_no_choice():
-    values = pd.DataFrame(
-        [("ste", 0.1, 0, 0.9), ("ste", 0.1, 1, math.nan), ("ste", 0.2, 0, 0.2), ("ste", 0.2, 1, 0.3)],
-        columns=["method", "beta", "seed", "value"],
-    )
-    assert stats.chosen_on_other_seeds(values) == {0: 0.2, 1: 0.3}
-    assert stats.chosen_on_other_seeds(values.assign(value=math.nan)) == {}
+    # Seed 0's 0.9 is luck: seed 1 prefers 0.2. Seed 1 has what seed 0 prefers.
+    assert stats.reward_at_kl(lucky, 2.0)["ste"] == pytest.approx({0: 0.6, 1: 0.5})
     with pytest.raises(InputError, match="at least two"):
-        stats.chosen_on_other_seeds(values[values["seed"] == 0])
+        stats.reward_at_kl(lucky[lucky.seed == 0], 2.0)
+    with pytest.raises(InputError, match="above 0"):
+        stats.reward_at_kl(lucky, 0.0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
+def test_the_hull_is_above_every_point_and_every_mixture(points):
+    kl, reward = zip(*points, strict=True)
+    hull = stats.upper_hull(kl, reward)
+    x, y = [kl[i] for i in hull], [reward[i] for i in hull]
+    assert x == sorted(set(x)) and y == sorted(set(y)) and max(y) == max(reward) and x[0] == min(kl)
+    for a, b in itertools.product(range(len(kl)), repeat=2):
+        middle = (kl[a] + kl[b]) / 2, (reward[a] + reward[b]) / 2
+        assert np.interp(middle[0], x, y) >= middle[1] - 1e-9
 
 
 # --- tests over seeds, ends of runs ---
