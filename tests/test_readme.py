@@ -28,6 +28,18 @@ def test_the_memory_table_is_the_default_profiles_metrics():
         assert value == (str(found) if isinstance(found, int) else f"{found:.3g}"), key
 
 
+def test_the_comparison_is_that_of_profile_full():
+    """Columns by their place: gain, gold judge's gain, reward at KL 2, 5 and 10, each with its standard error."""
+    metrics = read_metrics(ROOT / "outputs/full/compare/metrics.json")
+    rows = re.findall(r"^\| `(\w+)` \| (.+ ± .+) \|$", README, re.M)
+    assert len(rows) == len([key for key in metrics if re.fullmatch(r"final/\w+/samples", key)])
+    for method, cells in rows:
+        names = ("gain/{}", "gold_gain/{}", "frontier/{}/kl2", "frontier/{}/kl5", "frontier/{}/kl10")
+        for cell, key in zip(cells.split(" | "), (name.format(method) for name in names), strict=True):
+            value = metrics.get(key)
+            assert cell == ("not reached" if value is None else f"{value:.3f} ± {metrics[f'{key}_stderr']:.3f}"), key
+
+
 def test_the_verdicts_are_counted_from_the_claims():
     assert verdict_counts(read_claims(ROOT / "outputs/claims.csv")) in README
 
