@@ -36,16 +36,19 @@ def read_completions(
         Prompts, and ids and mask of the completions [B, T], padded on the right.
 
     Raises:
-        InputError: If the file is missing or holds no line, a line is no such object, or a completion is empty or has
-            a token that the policy's tokenizer does not know.
+        InputError: If the file is missing, not UTF-8 or without a line, a line is no such object, or a completion is
+            empty or has a token that the policy's tokenizer does not know.
     """
     source = Path(path)
     if not source.is_file():
         raise InputError("completions", str(path), "a file with one JSON object a line")
-    lines = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError("completions", str(path), f"text in UTF-8 ({error.reason})") from None
+    rows = [_row(line, f"{source.name}, line {n}", policy) for n, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
         raise InputError("completions", str(path), "a file with at least one line")
-    rows = [_row(line, f"{source.name}, line {n}", policy) for n, line in enumerate(lines, 1)]
     prompts = encode_prompts(policy.tokenizer, [prompt for prompt, _ in rows], max_prompt_tokens)
     tokens = [ids[:max_new_tokens] for _, ids in rows]
     ids = torch.zeros(len(rows), max(map(len, tokens)), dtype=torch.int64)

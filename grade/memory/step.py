@@ -8,6 +8,7 @@ random ids and the reward head is random: memory does not depend on values. Poli
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,9 +118,9 @@ class TracedConfig(Config):
         check_length(backbone, self.prompt_tokens + self.max_new_tokens)
         return backbone, []
 
+    @abstractmethod
     def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:
         """The code that adds one microbatch's gradient."""
-        raise NotImplementedError
 
     def make_step(self, backbone: Backbone, others: list[nn.Module]) -> Step:
         """The step on real tensors or on tensors without data.
