@@ -6,6 +6,9 @@ BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 # For what the recipes start in turn: pipeline stages call `python`, dvc is found by name.
 export PATH := $(BIN):$(PATH)
+# Dozens of processes import torch, transformers and peft: 9 s each with bytecode, 23 s where a shell asks for none to be
+# written and every process compiles the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help env repro test smoke full h100 lab clean
