@@ -1,4 +1,4 @@
-"""Every method on the tiny language model, over weights of KL and seeds: `grade.loop.run_training`, many times.
+"""Every method on one language model, over weights of KL and seeds: `grade.loop.run_training`, many times.
 
 All runs share base, reward, judge, prompts and evaluation. A seed decides the adapter, the order of the prompts and the
 noise. Every method gets the same number of completions a step (remax's greedy ones count, so it has half as many
@@ -9,7 +9,7 @@ in `SETTINGS`.
 Completions have a fixed length T (``min_new_tokens = max_new_tokens``), so that KL a completion is T times KL a token
 and no method gains by stopping early.
 
-Left out: SmolLM2, whose runs are stages of the pipeline; statistics (`grade.compare_stats`).
+Left out: statistics (`grade.compare_stats`).
 """
 
 from __future__ import annotations

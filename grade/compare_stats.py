@@ -142,8 +142,8 @@ def reward_at_kl(curves: pd.DataFrame, level: float) -> dict[str, dict[int, floa
         for seed in tables[0].columns:
             kl, reward = (table.drop(columns=seed).mean(axis=1).tolist() for table in tables)
             hull = upper_hull(kl, reward)
-            reached = [i for i in hull if kl[i] >= level]
-            pair = hull[-1:] if not reached else hull[max(hull.index(reached[0]) - 1, 0) : hull.index(reached[0]) + 1]
+            last = next((place for place, i in enumerate(hull) if kl[i] >= level), len(hull))
+            pair = hull[max(last - 1, 0) : last + 1]  # the two around the level, or the last alone if none reaches it
             points = [(tables[0][seed].iloc[i], tables[1][seed].iloc[i]) for i in pair]
             start = (tables[0][seed].iloc[0], tables[1][seed].iloc[0])
             found[method][int(seed)] = _mixed([start, *points], level)

@@ -152,6 +152,8 @@ def test_a_profile_has_every_file_that_the_pipeline_reads(profile):
     assert suite["outputs"] == ("outputs" if profile == "cpu" else f"outputs/{profile}")
     assert outs()  # every ${...} in dvc.yaml has a value
     for stage in STAGES.values():
+        if "${larger}" in stage.get("matrix", {}).values() and not suite["larger"]:
+            continue
         for key in (key for entry in stage.get("params", []) for key in entry):
             for run_name in suite["runs"] if "${item.run}" in key else [""]:
                 path = key.replace("${profile}", profile).replace("${item.run}", run_name)
