@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from grade.adapter import LoraSettings
 from grade.backbone import DTYPES, Backbone
 from grade.errors import InputError
+from grade.memory.recall import call_on_meta
 from grade.memory.shapes import SHAPES, ModelShape
 
 Adapter = Literal["lora", "full"]
@@ -42,6 +43,8 @@ class NoData(TorchDispatchMode):
     A check (``if finite``, ``if any alive``) is answered with yes and a step count with 1, as in a step without error;
     random numbers need no generator; what is copied to the CPU arrives as zeros. Whatever else asks for a value fails,
     because then memory would depend on data.
+
+    What an operator makes of ``meta`` tensors is remembered (`grade.memory.recall`).
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
@@ -56,7 +59,7 @@ class NoData(TorchDispatchMode):
         leaves = func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
         if leaves and args[0].device.type == "meta":
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        return func(*args, **kwargs)
+        return call_on_meta(func, args, kwargs)
 
 
 def model_config(name: str) -> PretrainedConfig:

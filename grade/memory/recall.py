@@ -1,0 +1,133 @@
+"""Operators on ``meta`` tensors, remembered: what comes out depends on shapes, strides and types alone.
+
+torch's meta kernels of elementwise operators are written in Python and take some 0.2 ms, and a traced step calls the
+same few hundred ten thousands of times: every layer and every token anew. From the second time on only the outputs are
+made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+_MOST = 200_000
+"""Calls that are remembered at most, some 100 MB; a trace of Qwen3-4B has about 5,000."""
+
+_fresh: dict[OpOverload, bool] = {}
+_made: dict[tuple, Any] = {}
+_NEVER = object()  # stands for an output that has to be computed each time
+
+
+class _New(NamedTuple):
+    """A new tensor on ``meta``."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)``, from memory if all tensors are on ``meta`` and the outputs are new ones.
+
+    Args:
+        func: The operator.
+        args: Its arguments: tensors, numbers, types, and lists of them.
+        kwargs: Its named arguments.
+
+    Returns:
+        What the operator returns. Views, outputs that share a storage with an argument or with each other, and outputs
+        elsewhere than on ``meta`` are computed each time.
+    """
+    fresh = _fresh.get(func)
+    if fresh is None:
+        schema = func._schema
+        fresh = _fresh[func] = not any(value.alias_info for value in (*schema.arguments, *schema.returns))
+    parts: list[Any] = [func]
+    if not fresh or not _describe(args, parts) or (kwargs and not _describe_named(kwargs, parts)):
+        return func(*args, **kwargs)
+    parts.append(torch.get_default_dtype())  # of an integer tensor times a float
+    key = tuple(parts)
+    try:
+        made = _made.get(key)
+    except TypeError:  # an argument that is not hashable: a generator
+        return func(*args, **kwargs)
+    if made is None:
+        result = func(*args, **kwargs)
+        if len(_made) >= _MOST:
+            _made.clear()
+        _made[key] = _recipe(result, args)
+        return result
+    if made is _NEVER:
+        return func(*args, **kwargs)
+    return _make(made)
+
+
+def _describe(values: Any, parts: list[Any]) -> bool:
+    """Append to ``parts`` all that the outputs can depend on; False if there is a tensor with data."""
+    for value in values:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            if not value.is_meta or kind not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+                return False
+            parts += (value.shape, value.stride(), value.dtype)
+        elif kind is list or kind is tuple:
+            parts.append(len(value))
+            if not _describe(value, parts):
+                return False
+        else:
+            parts += (kind, value)  # 1, 1.0 and True are equal, but not alike
+    return True
+
+
+def _describe_named(kwargs: dict[str, Any], parts: list[Any]) -> bool:
+    parts += kwargs
+    return _describe(kwargs.values(), parts)
+
+
+def _recipe(result: Any, args: tuple) -> Any:
+    """What `_make` makes the same outputs from, or `_NEVER`."""
+    several = isinstance(result, tuple | list)
+    values = result if several else (result,)
+    parts = [_recipe_of_one(value) for value in values]
+    if any(part is _NEVER for part in parts) or _share_storage(values, args):
+        return _NEVER
+    return (type(result), parts) if several else parts[0]
+
+
+def _recipe_of_one(value: Any) -> Any:
+    if value is None or isinstance(value, int):
+        return value
+    if type(value) is not Tensor or not value.is_meta or value.layout != torch.strided:
+        return _NEVER
+    made = _New(value.shape, value.stride(), value.dtype)
+    exact = _make(made).untyped_storage().nbytes() == value.untyped_storage().nbytes()
+    return made if exact and value.storage_offset() == 0 else _NEVER
+
+
+def _share_storage(result: Any, args: tuple) -> bool:
+    """``aten._unsafe_view`` and a few others return a view without saying so."""
+    outputs = [value.untyped_storage()._cdata for value in result if isinstance(value, Tensor)]
+    inputs = {value.untyped_storage()._cdata for value in _tensors(args)}
+    return len(set(outputs)) < len(outputs) or not inputs.isdisjoint(outputs)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _make(made: Any) -> Any:
+    if type(made) is _New:
+        return torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    if type(made) is tuple:
+        kind, parts = made
+        return kind(_make(part) for part in parts)
+    return made
