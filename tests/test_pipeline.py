@@ -233,7 +233,8 @@ def project(tmp_path):
 
 
 def stage_lines(capfd):
-    return [line for line in capfd.readouterr().out.splitlines() if line.startswith("[") and "took" not in line]
+    lines = capfd.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith("[") and "took" not in line]
 
 
 def test_the_default_profile_runs_in_place_and_then_has_nothing_to_do(project, capfd):
@@ -276,6 +277,80 @@ def test_a_part_of_the_pipeline_does_not_replace_results(project):
     (project / "outputs" / "full" / "committed").touch()
     assert run(project, "full", ["first"]) == 0
     assert [path.name for path in (project / "outputs" / "full").iterdir()] == ["committed"]
+
+
+MEETING = """\
+import pathlib, sys, time
+mine, other = sys.argv[1:]
+pathlib.Path(mine).write_text(mine)
+end = time.monotonic() + 60
+while not pathlib.Path(other).exists():
+    assert time.monotonic() < end, "alone"
+    time.sleep(0.05)
+"""
+MEETING_YAML = """\
+vars:
+  - params/cpu/suite.yaml
+stages:
+  one:
+    desc: wait for the other
+    cmd: python meet.py one two
+    deps: [meet.py]
+    outs: [one]
+  two:
+    desc: wait for the other
+    cmd: python meet.py two one
+    deps: [meet.py]
+    outs: [two]
+  last:
+    cmd: echo the end
+    deps: [one, two]
+  alone:
+    desc: needs nobody
+    cmd: echo alone > three
+    outs: [three]
+"""
+
+
+@pytest.fixture
+def meeting(project):
+    """Two stages of which neither ends before the other has begun, one that needs both, and one that needs none."""
+    (project / "meet.py").write_text(MEETING)
+    (project / "dvc.yaml").write_text(MEETING_YAML)
+    return project
+
+
+def test_stages_that_do_not_need_each_other_run_side_by_side(meeting, capfd):
+    assert run(meeting, jobs=2) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "last | the end" in lines and not any("Updating lock" in line for line in lines)
+    order = [line.split()[1].rstrip(":") for line in lines if line.startswith("[") and "left" in line]
+    assert set(order[:2]) == {"one", "two"} and set(order[2:]) == {"last", "alone"}  # what others wait for comes first
+    assert run(meeting, jobs=2) == 0
+
+
+def test_nothing_new_starts_after_a_failure_but_what_runs_goes_on(meeting, capfd):
+    (meeting / "dvc.yaml").write_text((meeting / "dvc.yaml").read_text().replace("meet.py two one", "meet.py two four"))
+    text = MEETING.replace("60", "1")  # the second gives up after the first has ended
+    (meeting / "meet.py").write_text(text)
+    assert run(meeting, jobs=2) != 0
+    out = capfd.readouterr().out
+    assert "one took" in out and "two stopped after" in out and "] last:" not in out
+    assert (meeting / "one").exists() and "one:" in (meeting / "dvc.lock").read_text()
+
+
+def test_named_stages_run_with_what_they_need(meeting, capfd):
+    assert run(meeting, dvc_arguments=["alone"], jobs=2) == 0
+    assert [line.split()[1] for line in stage_lines(capfd)] == ["alone:"]
+    assert run(meeting, dvc_arguments=["last", "--dry"], jobs=2) == 0
+    assert not (meeting / "one").exists()
+    assert {line.split()[1] for line in stage_lines(capfd)} == {"one:", "two:", "last:"}
+    assert run(meeting, dvc_arguments=["alone", "--force"], jobs=2) == 0
+    assert "alone: needs nobody; 0 left" in capfd.readouterr().out
+    with pytest.raises(InputError, match="stage: got 'lost'; allowed: one of one, two, last, alone"):
+        run(meeting, dvc_arguments=["lost"])
+    with pytest.raises(InputError, match="jobs: got 0; allowed: at least 1"):
+        run(meeting, jobs=0)
 
 
 def test_a_workspace_follows_the_project_but_keeps_what_it_made(project):
