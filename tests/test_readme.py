@@ -40,6 +40,20 @@ def test_the_comparison_is_that_of_profile_full():
             assert cell == ("not reached" if value is None else f"{value:.3f} ± {metrics[f'{key}_stderr']:.3f}"), key
 
 
+def test_the_worth_of_a_sample_is_that_of_profile_full():
+    """Columns by their place: worth, the blend at 8, 64 and 512 samples, each with its interval."""
+    metrics = read_metrics(ROOT / "outputs/full/estimators/metrics.json")
+    rows = re.findall(r"^\| `(bag|trunk)`, (untrained|trained) \| (.+) \|$", README, re.M)
+    assert len(rows) == 4
+    for reward, policy, cells in rows:
+        keys = [f"worth/{reward}", *(f"hybrid/{reward}/{size}" for size in (8, 64, 512))]
+        for cell, key in zip(cells.split(" | "), keys, strict=True):
+            value, low, high = (
+                metrics[f"{'after/' if policy == 'trained' else ''}{key}{end}"] for end in ("", "_low", "_high")
+            )
+            assert cell == f"{value:.3g} [{low:.3g}, {high:.3g}]", key
+
+
 def test_the_verdicts_are_counted_from_the_claims():
     assert verdict_counts(read_claims(ROOT / "outputs/claims.csv")) in README
 
