@@ -26,6 +26,7 @@ from grade.entropy.snis import prefix_change
 from grade.errors import InputError
 from grade.evaluate import score
 from grade.prompts import PromptBatch, encode_prompts, prompt_text
+from grade.results import Estimate
 from grade.reviews import load_reviews
 from grade.reward import load_reward
 from grade.toy import toy_task
@@ -195,8 +196,7 @@ def precision_table(
         old = scores_at(policy, samples)
         for multiple in multiples:
             new = scores_at(policy, samples, step, multiple)
-            units = prefix_change(old.logps, new.logps, old.entropies, new.entropies).mean(1)
+            change = Estimate.of(prefix_change(old.logps, new.logps, old.entropies, new.entropies).mean(1))
             rows.append({"dtype": name, "multiple": multiple, "predicted": multiple * predicted,
-                         "delta_h": float(units.mean()),
-                         "delta_h_stderr": float(units.std() / len(units) ** 0.5)})  # fmt: skip
+                         "delta_h": change.mean, "delta_h_stderr": change.stderr})  # fmt: skip
     return pd.DataFrame(rows)

@@ -26,6 +26,7 @@ from grade.entropy.samples import Samples, draw
 from grade.entropy.snis import prefix_change, reweighted_change
 from grade.entropy.ustat import two_batch, u_statistic
 from grade.prompts import PromptBatch
+from grade.results import Estimate
 
 
 def tiny_policy(vocab: int = 5, width: int = 16, layers: int = 2, seed: int = 0) -> Backbone:
@@ -178,8 +179,8 @@ def importance_table(
             whole = reweighted_change(*(x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies)))
             found["whole"].append((whole.change, whole.stderr))
             ess.append(whole.ess / (len(prompts) * group))
-            units = prefix_change(old.logps, new.logps, old.entropies, new.entropies).mean(1)
-            found["prefix"].append((float(units.mean()), float(units.std()) / math.sqrt(len(units))))
+            moved = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
+            found["prefix"].append(Estimate.of(moved.mean(1))[:2])
         exact = exact_change(policy, prompts, length, vector, eta)
         for way, values in found.items():
             change, stderr = np.array(values).T

@@ -28,6 +28,7 @@ from grade.entropy.ustat import blocks, two_batch, u_statistic
 from grade.errors import InputError
 from grade.memory.tracker import MemoryTracker
 from grade.prompts import PromptBatch
+from grade.results import Estimate
 
 Reward = Callable[[PromptBatch, Tensor, Tensor], Tensor]
 """Rewards [n] of completions ids [n, T], mask [n, T] to prompts [n, P]."""
@@ -153,8 +154,7 @@ class EntropyProbe:
         parts = {n: -float(x.double().mean(0) @ getattr(vector, n).double().cpu())
                  for n in ("momentum", "gradient", "decay")}  # fmt: skip
         return {
-            "delta_h1": float(along.mean()),
-            "delta_h1_stderr": float(along.std() / len(along) ** 0.5),
+            **_mean("delta_h1", along),
             **{f"delta_h1_{name}": value for name, value in parts.items()},
             "clipped": vector.clipped,
             "update_norm": float(vector.total.norm()),
@@ -187,9 +187,7 @@ class EntropyProbe:
     def _forward(self, terms: Directional, evaluation: Samples) -> dict[str, float]:
         figures = {}
         for name, values in (("", terms.per_sequence()), ("_per_token", terms.per_token(evaluation.mask))):
-            units = values.mean(1)
-            figures[f"delta_h1_forward{name}"] = float(units.mean())
-            figures[f"delta_h1_forward{name}_stderr"] = float(units.std() / len(units) ** 0.5)
+            figures |= _mean(f"delta_h1_forward{name}", values.mean(1))
         return figures
 
     def _true_change(
@@ -235,11 +233,9 @@ class EntropyProbe:
         new = scores_at(self.policy, fresh, microbatch=self.config.memory_config.importance_microbatch_size)
         after, before = (s.entropies.sum(-1).mean(1) for s in (new, old))
         tokens = float(new.entropies.sum() / fresh.mask.sum() - old.entropies.sum() / evaluation.mask.sum())
-        difference = after - before
         return {
             "entropy_after": float(after.mean()),
-            "delta_h": float(difference.mean()),
-            "delta_h_stderr": float(difference.std() / len(difference) ** 0.5),
+            **_mean("delta_h", after - before),
             "delta_h_per_token": tokens,
             "resampled": 1.0,
         }
@@ -251,11 +247,9 @@ class EntropyProbe:
         size, clip = self.config.memory_config.importance_microbatch_size, self.config.importance_sampling.clip or None
         new = scores_at(self.policy, evaluation, step, multiple, size)
         found = _reweighted(old, new, None, clip)
-        units = multiple * terms.per_sequence().mean(1)
         return {
             "multiple": multiple,
-            "delta_h1_forward": float(units.mean()),
-            "delta_h1_forward_stderr": float(units.std() / len(units) ** 0.5),
+            **_mean("delta_h1_forward", multiple * terms.per_sequence().mean(1)),
             "delta_h": found.change,
             "delta_h_stderr": found.stderr,
             "ess_share": found.ess / old.logps[..., 0].numel(),
@@ -267,10 +261,8 @@ class EntropyProbe:
     ) -> dict[str, float]:
         """The change with weights of prefixes, and from three prompts on how far the step is from small ones."""
         change = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
-        units = change.mean(1)
-        figures = {"delta_h_prefix": float(units.mean())}
-        figures["delta_h_prefix_stderr"] = float(units.std() / len(units) ** 0.5)
-        if len(units) >= 3:
+        figures = _mean("delta_h_prefix", change.mean(1))
+        if len(change) >= 3:
             value, stderr = linearity_error(multiple * terms.per_sequence(), change)
             figures |= {"linearity_error": value, "linearity_error_stderr": stderr}
         return figures
@@ -315,6 +307,12 @@ class EntropyProbe:
         self._seconds[name] = time.perf_counter() - start
         if profile:
             self._peaks[name] = tracker.peak
+
+
+def _mean(name: str, prompts: Tensor) -> dict[str, float]:
+    """``name`` and ``name_stderr``: mean and standard error over prompts [B]."""
+    found = Estimate.of(prompts)
+    return {name: found.mean, f"{name}_stderr": found.stderr}
 
 
 def _reweighted(old: SampleScores, new: SampleScores, lengths: Tensor | None, clip: float | None) -> Reweighted:
