@@ -28,16 +28,20 @@ def test_the_memory_table_is_the_default_profiles_metrics():
         assert value == (str(found) if isinstance(found, int) else f"{found:.3g}"), key
 
 
-def test_the_comparison_is_that_of_profile_full():
+def test_the_comparisons_are_those_of_profile_full():
     """Columns by their place: gain, gold judge's gain, reward at KL 2, 5 and 10, each with its standard error."""
-    metrics = read_metrics(ROOT / "outputs/full/compare/metrics.json")
-    rows = re.findall(r"^\| `(\w+)` \| (.+ ± .+) \|$", README, re.M)
-    assert len(rows) == len([key for key in metrics if re.fullmatch(r"final/\w+/samples", key)])
-    for method, cells in rows:
-        names = ("gain/{}", "gold_gain/{}", "frontier/{}/kl2", "frontier/{}/kl5", "frontier/{}/kl10")
-        for cell, key in zip(cells.split(" | "), (name.format(method) for name in names), strict=True):
-            value = metrics.get(key)
-            assert cell == ("not reached" if value is None else f"{value:.3f} ± {metrics[f'{key}_stderr']:.3f}"), key
+    rows = iter(re.findall(r"^\| `(\w+)` \| (.+ ± .+) \|$", README, re.M))
+    for folder in ("compare", "compare_larger"):  # the tiny language model, then SmolLM2
+        metrics = read_metrics(ROOT / "outputs/full" / folder / "metrics.json")
+        methods = re.findall(r"^final/(\w+)/samples$", "\n".join(metrics), re.M)
+        table = dict(next(rows) for _ in methods)
+        assert set(table) == set(methods)
+        for method, cells in table.items():
+            names = ("gain/{}", "gold_gain/{}", "frontier/{}/kl2", "frontier/{}/kl5", "frontier/{}/kl10")
+            for cell, key in zip(cells.split(" | "), (name.format(method) for name in names), strict=True):
+                value, stderr = metrics.get(key), metrics.get(f"{key}_stderr")
+                assert cell == ("not reached" if value is None else f"{value:.3f} ± {stderr:.3f}"), key
+    assert not list(rows)
 
 
 def test_the_worth_of_a_sample_is_that_of_profile_full():
