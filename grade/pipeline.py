@@ -39,7 +39,7 @@ _EVENTS = (
     (re.compile(r"Stage '.+' is cached - skipping run, checking out outputs$"), "from the cache"),
 )
 _ADVICE = re.compile(
-    r"Updating lock file|Use `dvc push`|To track the changes|\tgit add |To enable auto staging|Data and pip"
+    r"Updating lock file|Use `dvc push`|To track the changes|\tgit add |To enable auto staging|\tdvc config "
 )
 
 

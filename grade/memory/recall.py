@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 _MOST = 200_000
-"""Calls that are remembered at most, some 100 MB; a trace of Qwen3-4B has about 5,000."""
+"""Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
 
 _fresh: dict[OpOverload, bool] = {}
 _made: dict[tuple, Any] = {}
