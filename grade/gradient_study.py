@@ -43,6 +43,30 @@ SKETCH = 2**15
 """Numbers that are kept of a gradient."""
 
 
+def adapters(policies: Sequence[str], adapter_dir: str) -> dict[str, str]:
+    """The adapter folder of each policy that is studied.
+
+    Args:
+        policies: Of "before" and "after" training.
+        adapter_dir: A trained adapter.
+
+    Returns:
+        Its folder by policy; empty for the untrained one.
+
+    Raises:
+        InputError: If there is none or another one, or none was trained.
+
+    >>> adapters(["before", "after"], "runs/ste/adapter")
+    {'before': '', 'after': 'runs/ste/adapter'}
+    """
+    found = {"before": "", "after": adapter_dir}
+    if not policies or not set(policies) <= set(found):
+        raise InputError("policies", list(policies), "a list of before, after")
+    if "after" in policies and not adapter_dir:
+        raise InputError("adapter_dir", adapter_dir, "the folder of a trained adapter, for the policy after training")
+    return {name: found[name] for name in policies}
+
+
 def load_setting(
     backbone_dir: str, adapter_dir: str, reviews_dir: str, reward_dirs: dict[str, str], depths: Sequence[int],
     variants: Sequence[Variant], prompts: int, prompt_tokens: int, group: int, length: int,

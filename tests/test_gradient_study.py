@@ -36,6 +36,16 @@ def rows(setting):
     return gradient_rows(setting, 12)
 
 
+def test_policies_are_those_before_and_after_training():
+    assert study.adapters(["after"], "runs/a") == {"after": "runs/a"}
+    for policies in ([], ["befor"], ["before", "then"]):
+        with pytest.raises(InputError, match=r"^policies: .*before, after"):
+            study.adapters(policies, "runs/a")
+    # Without a folder, a fresh adapter would pass for a trained one.
+    with pytest.raises(InputError, match="^adapter_dir"):
+        study.adapters(["before", "after"], "")
+
+
 def test_rows_are_of_every_reward_and_reproducible(setting, rows):
     assert set(rows.gradients) == {(r, e) for r in ("bag", "trunk", "trunk1") for e in ("rloo", STE.name)}
     assert rows.size == 8 and rows.group == 4 and min(rows.seconds.values()) > 0
