@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from grade.memory.tracker import tensors_in
+
 _MOST = 200_000
 """Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
 
@@ -110,18 +112,8 @@ def _recipe_of_one(value: Any) -> Any:
 def _share_storage(result: Any, args: tuple) -> bool:
     """``aten._unsafe_view`` and a few others return a view without saying so."""
     outputs = [value.untyped_storage()._cdata for value in result if isinstance(value, Tensor)]
-    inputs = {value.untyped_storage()._cdata for value in _tensors(args)}
+    inputs = {value.untyped_storage()._cdata for value in tensors_in(args)}
     return len(set(outputs)) < len(outputs) or not inputs.isdisjoint(outputs)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
 
 
 def _make(made: Any) -> Any:

@@ -114,13 +114,13 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         note_input = self._count if func in _INTRODUCES_ITS_INPUT else self._ignore
-        for tensor in _tensors(args):
+        for tensor in tensors_in(args):
             note_input(tensor)
         if kwargs:
-            for tensor in _tensors(kwargs.values()):
+            for tensor in tensors_in(kwargs.values()):
                 note_input(tensor)
         result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
+        for tensor in tensors_in((result,)):
             self._count(tensor)
         return result
 
@@ -162,13 +162,13 @@ class MemoryTracker(TorchDispatchMode):
             self._phase.peak = max(self._phase.peak, self.current)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors among an operator's values. They nest in lists only; a general tree walk would double the cost."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
