@@ -89,6 +89,45 @@ def mark_crossover(ax: Axes, batch: float, color: str = "#888888") -> Axes:
     return ax
 
 
+def plot_worth(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
+    """Policy-gradient samples that one sample of each relaxed estimator is worth, with 95 % intervals.
+
+    The axis is logarithmic down to 0.1 and linear to 0 below, since a gradient may be worth nothing.
+
+    Args:
+        ax: Where to draw.
+        table: From `grade.gradient_study.summary`; policy gradients are left out.
+        rewards: Which, in this order.
+
+    Returns:
+        The axes.
+    """
+    names = [name for name in table.estimator.unique() if estimator_color(name) != _POLICY]
+    seen: dict[str, int] = {}
+    for i, name in enumerate(names):
+        rows = table[table.estimator == name].set_index("reward").loc[list(rewards)]
+        color = estimator_color(name)
+        seen[color] = seen.get(color, -1) + 1  # settings of one estimator: same colour, other marker
+        x = np.arange(len(rewards)) + 0.8 * ((i + 0.5) / len(names) - 0.5)  # side by side
+        worth = rows.worth.astype(float)
+        ends = [
+            (worth - rows.worth_low.astype(float)).clip(lower=0),
+            (rows.worth_high.astype(float) - worth).clip(lower=0),
+        ]
+        ax.errorbar(
+            x, worth, yerr=ends, fmt="osv^DPX"[seen[color] % 7], color=color, elinewidth=1, capsize=2, label=name
+        )
+    ax.axhline(1, color="#888888", linewidth=1, linestyle="--")
+    ax.set_yscale("symlog", linthresh=0.1, linscale=0.5)
+    ax.set_yticks(ticks := [0, 0.1, 1, 10, 100], [f"{tick:g}" for tick in ticks])
+    ax.set_ylim(0, 300)
+    ax.set_xticks(range(len(rewards)), rewards)
+    ax.set_xlabel("reward")
+    ax.set_ylabel("worth of a sample, in rloo samples")
+    ax.legend(fontsize=7.5, loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
 def plot_hybrid(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
     """Expected cosine of the blend over that of the better of its parts, with 95 % intervals; cut above twice.
 

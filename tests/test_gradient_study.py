@@ -4,6 +4,7 @@ import math
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
@@ -17,6 +18,7 @@ from grade.figures_gradients import (
     plot_cosines,
     plot_hybrid,
     plot_spread,
+    plot_worth,
 )
 from grade.gradient_rows import Variant, gradient_rows
 from grade.shallow_reward import ShallowReward, first_layers
@@ -142,6 +144,22 @@ def test_figures_draw_what_they_are_given(rows):
     assert len(plot_spread(axes[3], spread).texts) == int(np.isfinite(spread.relative).sum())
     plt.close("all")
     assert estimator_color("gumbel_tau1_hops0") != estimator_color("gumbel_rao_m8_tau1_hops0")
+
+
+def test_the_figure_of_worth_shows_each_relaxed_estimator_at_its_reward():
+    table = pd.DataFrame([
+        ("bag", "rloo", 1.0, 1.0, 1.0), ("trunk", "rloo", 1.0, 1.0, 1.0),
+        ("bag", "ste_tau1_hops0", 30.0, 10.0, 90.0), ("trunk", "ste_tau1_hops0", 0.0, 0.0, 0.5),
+        ("bag", "gumbel_tau1_hops0", 20.0, None, None), ("trunk", "gumbel_tau1_hops0", 0.5, 0.2, 1.5),
+    ], columns=["reward", "estimator", "worth", "worth_low", "worth_high"])  # fmt: skip
+    _, ax = plt.subplots()
+    containers = plot_worth(ax, table, ["trunk", "bag"]).containers
+    assert [c.get_label() for c in containers] == ["ste_tau1_hops0", "gumbel_tau1_hops0"]
+    points, _, (bars,) = containers[0].lines
+    assert points.get_ydata().tolist() == [0.0, 30.0] and points.get_xdata().round().tolist() == [0, 1]
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[0.0, 0.5], [10.0, 90.0]]
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["trunk", "bag"]
+    plt.close("all")
 
 
 def test_too_few_reviews_are_named():
