@@ -92,7 +92,7 @@ def mark_crossover(ax: Axes, batch: float, color: str = "#888888") -> Axes:
 def plot_worth(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
     """Policy-gradient samples that one sample of each relaxed estimator is worth, with 95 % intervals.
 
-    The axis is logarithmic down to 0.1 and linear to 0 below, since a gradient may be worth nothing.
+    The axis is logarithmic down to 0.1 and linear to 0 below, since a gradient may be worth nothing; it ends at 300.
 
     Args:
         ax: Where to draw.
@@ -122,6 +122,7 @@ def plot_worth(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
     ax.set_yticks(ticks := [0, 0.1, 1, 10, 100], [f"{tick:g}" for tick in ticks])
     ax.set_ylim(0, 300)
     ax.set_xticks(range(len(rewards)), rewards)
+    ax.set_xlim(-0.5, len(rewards) - 0.5)
     ax.set_xlabel("reward")
     ax.set_ylabel("worth of a sample, in rloo samples")
     ax.legend(fontsize=7.5, loc="center left", bbox_to_anchor=(1, 0.5))
