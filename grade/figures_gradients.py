@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
 from grade.plotting import METHOD_COLORS
@@ -103,6 +105,7 @@ def plot_worth(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
         The axes.
     """
     names = [name for name in table.estimator.unique() if estimator_color(name) != _POLICY]
+    names.sort(key=lambda name: (list(_COLORS.values()).index(estimator_color(name)), name))
     seen: dict[str, int] = {}
     for i, name in enumerate(names):
         rows = table[table.estimator == name].set_index("reward").loc[list(rewards)]
@@ -161,6 +164,8 @@ def plot_hybrid(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
 def plot_spread(ax: Axes, table: pd.DataFrame) -> Axes:
     """The paper's "gradient variance" against the variance relative to the squared gradient, both on log axes.
 
+    One point a reward and estimator; settings of one estimator look alike.
+
     Args:
         ax: Where to draw.
         table: From `grade.gradient_study.spread_table`.
@@ -168,13 +173,15 @@ def plot_spread(ax: Axes, table: pd.DataFrame) -> Axes:
     Returns:
         The axes.
     """
-    for reward, marker in zip(table.reward.unique(), "osv^DPX<h", strict=False):
-        rows = table[(table.reward == reward) & np.isfinite(table.relative)]
-        for row in rows.itertuples():
-            short = row.estimator.split("_tau")[0]
-            ax.plot(row.tensor_spread, row.relative, marker, color=estimator_color(row.estimator))
-            ax.annotate(f"{short}, {reward}", (row.tensor_spread, row.relative), xytext=(5, 3),
-                        textcoords="offset points", fontsize=7)  # fmt: skip
+    shown = table[np.isfinite(table.relative)]
+    markers = dict(zip(shown.reward.unique(), itertools.cycle("osv^DPX<h"), strict=False))
+    for row in shown.itertuples():
+        ax.plot(row.tensor_spread, row.relative, markers[row.reward], color=estimator_color(row.estimator))
+    kinds = dict.fromkeys(name.split("_tau")[0] for name in shown.estimator)
+    handles = [Line2D([], [], linestyle="none", marker="o", color=estimator_color(kind), label=kind) for kind in kinds]
+    handles += [Line2D([], [], linestyle="none", marker=marker, color="#bbbbbb", label=f"reward {reward}")
+                for reward, marker in markers.items()]  # fmt: skip
+    ax.legend(handles=handles, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     ax.set_xscale("log")
     ax.set_yscale("log")
     for axis in (ax.xaxis, ax.yaxis):

@@ -141,7 +141,11 @@ def test_figures_draw_what_they_are_given(rows):
     blend = study.hybrid_table(rows, {"bag": STE.name}, [8, 64])
     assert [t.get_text() for t in plot_hybrid(axes[2], blend, ["bag"]).get_xticklabels()] == ["8", "64"]
     spread = study.spread_table(rows)
-    assert len(plot_spread(axes[3], spread).texts) == int(np.isfinite(spread.relative).sum())
+    shown = spread[np.isfinite(spread.relative)]
+    points = [line.get_xydata()[0].tolist() for line in plot_spread(axes[3], spread).lines]
+    assert points == shown[["tensor_spread", "relative"]].to_numpy().tolist()
+    labels = {text.get_text() for text in axes[3].get_legend().get_texts()}
+    assert labels == {"ste", "rloo", "reward bag", "reward trunk", "reward trunk1"}
     plt.close("all")
     assert estimator_color("gumbel_tau1_hops0") != estimator_color("gumbel_rao_m8_tau1_hops0")
 
