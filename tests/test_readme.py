@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pandas as pd
+
 from grade.claims import read_claims, verdict_counts
 from grade.results import read_metrics
 
@@ -56,6 +58,23 @@ def test_the_worth_of_a_sample_is_that_of_profile_full():
                 metrics[f"{'after/' if policy == 'trained' else ''}{key}{end}"] for end in ("", "_low", "_high")
             )
             assert cell == f"{value:.3g} [{low:.3g}, {high:.3g}]", key
+
+
+def test_worth_by_depth_is_that_of_profile_full():
+    estimators = [f"{name}_k64_hops0" for name in ("ste_tau2", "gumbel_rao_m8_tau1", "gumbel_tau1")]
+    tables = {
+        policy: pd.read_csv(ROOT / f"outputs/full/estimators_grid/{policy}/worth.csv").set_index(
+            ["reward", "estimator"]
+        )
+        for policy in ("before", "after")
+    }
+    rows = re.findall(r"^\| `(\w+)`, (?:embeddings|1 layer|\d+ layers|all 30) \| (.+) \|$", README, re.M)
+    assert [reward for reward, _ in rows] == ["bag", "trunk1", "trunk4", "trunk12", "trunk"]
+    for reward, cells in rows:
+        columns = [(policy, estimator) for estimator in estimators for policy in ("before", "after")]
+        for cell, (policy, estimator) in zip(cells.split(" | "), columns, strict=True):
+            row = tables[policy].loc[(reward, estimator)]
+            assert cell == f"{row.worth:.3g} [{row.worth_low:.3g}, {row.worth_high:.3g}]", (reward, policy, estimator)
 
 
 def test_the_verdicts_are_counted_from_the_claims():
