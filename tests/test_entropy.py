@@ -296,11 +296,8 @@ def test_it_finds_the_true_change_and_knows_its_error():
     changes, errors = [], []
     for seed in range(40):
         samples = drawn(backbone, batch=1, group=200, seed=seed)
-        old, before = sequence_logps(backbone, samples, 200), directional(backbone, samples, v, 200).entropies.sum(-1)
-        with moved(backbone, v, eta):
-            new = sequence_logps(backbone, samples, 200)
-            after = directional(backbone, samples, v, 200).entropies.sum(-1)
-        found = reweighted_change(old, new, before, after)
+        old, new = scores_at(backbone, samples), scores_at(backbone, samples, v, eta)
+        found = reweighted_change(*(x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies)))
         changes.append(found.change)
         errors.append(found.stderr)
         assert found.ess < 200 and found.pareto_k is not None
@@ -367,7 +364,8 @@ def test_forward_mode_per_token_is_the_derivative_of_the_quotient():
     backbone = tiny()
     v = direction(backbone)
     samples = draw(backbone, prompts(4), 4000, T, torch.Generator().manual_seed(0), microbatch=4000)
-    values = directional(backbone, samples, v, 4000).per_token(samples.mask)
+    found = directional(backbone, samples, v, 4000)
+    values = found.per_token(samples.mask)
 
     def per_token(eta):
         with torch.no_grad(), moved(backbone, v, eta):
@@ -379,7 +377,7 @@ def test_forward_mode_per_token_is_the_derivative_of_the_quotient():
     stderr = float(values.std() / values.numel() ** 0.5)
     assert float(values.mean()) == pytest.approx(exact, abs=4 * stderr)
     assert stderr < 0.1 * abs(exact)  # else the bound would say nothing
-    without = directional(backbone, samples, v, 4000).per_sequence().mean() / samples.mask.sum(-1).double().mean()
+    without = found.per_sequence().mean() / samples.mask.sum(-1).double().mean()
     assert abs(float(without) - exact) > 8 * stderr  # the denominator moves too
 
 
