@@ -188,7 +188,7 @@ def trace_layers(config: TracedConfig, model: PretrainedConfig, device: Device) 
 def _untraceable_lines_named() -> Iterator[None]:
     try:
         yield
-    except (*_FAKE_ERRORS, NotImplementedError, RuntimeError) as error:
+    except (*_FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         if not isinstance(error, _FAKE_ERRORS) and "meta" not in str(error).lower():
             raise
         own = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts]
