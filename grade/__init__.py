@@ -7,21 +7,21 @@ per prompt. The public names below are imported when first used, so that ``impor
 from importlib import import_module
 
 _PUBLIC = {
-    "Backbone": "grade.backbone",
-    "LoraSettings": "grade.adapter",
+    "Backbone": "grade.models.backbone",
+    "LoraSettings": "grade.models.adapter",
     "InputError": "grade.errors",
-    "Objective": "grade.engines",
-    "checkpointed": "grade.engines",
-    "replay": "grade.engines",
-    "unrolled": "grade.engines",
-    "GoldJudge": "grade.gold",
+    "Objective": "grade.gradients.objective",
+    "checkpointed": "grade.gradients.unrolled",
+    "replay": "grade.gradients.replay",
+    "unrolled": "grade.gradients.unrolled",
+    "GoldJudge": "grade.rewards.gold",
     "MemoryTracker": "grade.memory.tracker",
-    "encode_prompts": "grade.prompts",
-    "RelaxationConfig": "grade.relaxation",
-    "load_reward": "grade.reward",
-    "generate": "grade.rollout",
-    "sample": "grade.rollout",
-    "TrainConfig": "grade.train_config",
+    "encode_prompts": "grade.models.prompts",
+    "RelaxationConfig": "grade.gradients.estimators",
+    "load_reward": "grade.rewards.model",
+    "generate": "grade.models.sampling",
+    "sample": "grade.gradients.rollout",
+    "TrainConfig": "grade.training.config",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -1,6 +1,6 @@
 """``python -m grade``."""
 
-from grade.cli import main
+from grade.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,61 +12,24 @@ import json
 import math
 import os
 import platform
-import statistics
+import resource
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from grade.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
 
 Value = float | int | str | bool | None
 
 SIGNIFICANT_DIGITS = 6
-
-
-class Estimate(NamedTuple):
-    """A mean with its standard error, ``s / sqrt(n)`` where ``s`` is the sample standard deviation (n - 1).
-
-    Attributes:
-        mean: The sample mean.
-        stderr: Its standard error; None for a single value, which has none.
-        n: How many values.
-
-    >>> print(Estimate.of([1.0, 2.0, 3.0]))
-    2 ± 0.58 (n=3)
-    """
-
-    mean: float
-    stderr: float | None
-    n: int
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Self:
-        """Estimate the mean of independent values.
-
-        Args:
-            values: Any iterable of numbers, also a 1-d tensor or array.
-
-        Returns:
-            Mean, standard error and n.
-
-        Raises:
-            InputError: If there is no value, or one is not finite.
-        """
-        numbers = [float(value) for value in values]
-        if not numbers or not all(map(math.isfinite, numbers)):
-            raise InputError("values to average", numbers, "one or more finite numbers")
-        n = len(numbers)
-        stderr = statistics.stdev(numbers) / math.sqrt(n) if n > 1 else None
-        return cls(statistics.fmean(numbers), stderr, n)
-
-    def __str__(self) -> str:
-        if self.stderr is None:
-            return f"{self.mean:.4g} (n={self.n})"
-        return f"{self.mean:.4g} ± {self.stderr:.2g} (n={self.n})"
 
 
 def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
@@ -153,6 +116,24 @@ def environment() -> dict[str, Value]:
         "threads": torch.get_num_threads(),
         "commit": _commit(),
     }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak memory so far, in bytes.
+
+    Args:
+        device: A CUDA device gives ``max_memory_allocated``; anything else the process's peak resident set size
+            (``ru_maxrss``), libraries and loading included.
+
+    Returns:
+        Bytes.
+    """
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from grade.adapter import LoraSettings
-from grade.backbone import Backbone
-from grade.prompts import PromptBatch
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch
 
 VOCAB, EOS = 23, [2, 7, 12]  # several, so that short completions do end
 

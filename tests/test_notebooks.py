@@ -9,7 +9,7 @@ import yaml
 from dvc.repo import Repo
 from nbstripout import strip_output
 
-from grade.notebook import check_parameters, default_parameters
+from grade.pipeline.notebook import check_parameters, default_parameters
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from grade.claims import read_claims, verdict_counts
+from grade.experiments.claims import read_claims, verdict_counts
 from grade.results import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def test_the_worth_of_a_sample_is_that_of_profile_full():
 def test_worth_by_depth_is_that_of_profile_full():
     estimators = [f"{name}_k64_hops0" for name in ("ste_tau2", "gumbel_rao_m8_tau1", "gumbel_tau1")]
     tables = {
-        policy: pd.read_csv(ROOT / f"outputs/full/estimators_grid/{policy}/worth.csv").set_index(
+        policy: pd.read_csv(ROOT / f"outputs/full/estimators_{policy}/worth.csv").set_index(
             ["reward", "estimator"]
         )
         for policy in ("before", "after")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.errors import InputError
-from grade.results import Estimate, environment, read_metrics, replacing, write_history, write_metrics
+from grade.results import environment, read_metrics, replacing, write_history, write_metrics
+from grade.stats import Estimate
 
 
 def test_metrics_are_nested_sorted_and_rounded_to_six_digits(tmp_path):

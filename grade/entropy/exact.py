@@ -5,18 +5,15 @@ The reference that estimators are held against. The number of completions grows 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from grade.backbone import Backbone
-from grade.entropy.gradients import trained_parameters
 from grade.entropy.samples import Samples
 from grade.errors import InputError
-from grade.prompts import PromptBatch
-from grade.scoring import predicting_hidden
+from grade.models.backbone import Backbone
+from grade.models.parameters import moved, trained_parameters
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import predicting_hidden
 
 LARGEST = 100_000
 """Completions that are still enumerated."""
@@ -129,28 +126,3 @@ def all_as_samples(
     samples = Samples(prompts, ids.expand(batch, -1, -1), mask.expand(batch, -1, -1), temperature)
     with torch.no_grad():
         return samples, completion_logps(backbone, prompts, length, temperature).exp()
-
-
-@contextlib.contextmanager
-def moved(backbone: Backbone, vector: Tensor, eta: float) -> Iterator[None]:
-    """Within this context the parameters are ``theta + eta v``; afterwards they are theta again, bit by bit.
-
-    Args:
-        backbone: The policy.
-        vector: v [P], in the order of `trained_parameters`.
-        eta: Step size.
-    """
-    parameters = trained_parameters(backbone)
-    size = sum(p.numel() for p in parameters)
-    if vector.shape != (size,):
-        raise InputError("update vector", list(vector.shape), f"[{size}], one number for each trained parameter")
-    kept = [p.detach().clone() for p in parameters]
-    try:
-        with torch.no_grad():
-            for p, part in zip(parameters, vector.split([p.numel() for p in parameters]), strict=True):
-                p.add_(part.view_as(p).to(p), alpha=eta)
-        yield
-    finally:
-        with torch.no_grad():
-            for p, value in zip(parameters, kept, strict=True):
-                p.copy_(value)

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from grade.backbone import Backbone
-from grade.entropy.functional import HiddenStates, split_vector
+from grade.entropy.functional import HiddenStates
 from grade.entropy.samples import Samples
 from grade.errors import InputError
+from grade.models.backbone import Backbone
+from grade.models.parameters import split_vector
 
 ROWS = 64
 """Rows of logits, with their tangents, that exist at once."""

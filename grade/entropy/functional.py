@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from grade.backbone import Backbone
-from grade.entropy.gradients import trained_parameters
 from grade.entropy.samples import Samples
-from grade.errors import InputError
-from grade.prompts import PromptBatch
-from grade.scoring import predicting_hidden, score_hidden
+from grade.models.backbone import Backbone
+from grade.models.parameters import split_vector, trained_parameters
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import predicting_hidden, score_hidden
 
 
 class HiddenStates(nn.Module):
@@ -38,27 +37,6 @@ class HiddenStates(nn.Module):
         """The trained parameters by the names that `functional_call` takes, in the order of `trained_parameters`."""
         wanted = {id(p) for p in trained_parameters(self.out_of_sight[0])}
         return {name: p for name, p in self.named_parameters() if id(p) in wanted}
-
-
-def split_vector(backbone: Backbone, vector: Tensor) -> list[Tensor]:
-    """A vector over all trained parameters, cut and shaped like each of them.
-
-    Args:
-        backbone: The policy.
-        vector: v [P], in the order of `trained_parameters`.
-
-    Returns:
-        One tensor for each parameter, in its type and on its device.
-
-    Raises:
-        InputError: If the vector does not fit.
-    """
-    parameters = trained_parameters(backbone)
-    size = sum(p.numel() for p in parameters)
-    if vector.shape != (size,):
-        raise InputError("update vector", list(vector.shape), f"[{size}], one number for each trained parameter")
-    parts = vector.split([p.numel() for p in parameters])
-    return [part.view_as(p).to(p) for p, part in zip(parameters, parts, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -12,35 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from grade.backbone import Backbone
 from grade.entropy.samples import Samples
 from grade.errors import InputError
-from grade.losses import rloo
-from grade.scoring import score
-
-
-def trained_parameters(backbone: Backbone, allow_full: bool = False) -> list[nn.Parameter]:
-    """The parameters that gradients are taken of.
-
-    Args:
-        backbone: The policy.
-        allow_full: Accept trained weights of the base.
-
-    Returns:
-        Its trainable parameters.
-
-    Raises:
-        InputError: If there are none, or (by rule, not by number) one is not an adapter's.
-    """
-    named = [(name, p) for name, p in backbone.model.named_parameters() if p.requires_grad]
-    base = [name for name, _ in named if "lora_" not in name]
-    if not named:
-        raise InputError("trained parameters", "none", "a policy with an adapter")
-    if base and not allow_full:
-        raise InputError("trained parameters", base[0], "an adapter's only; allow_full accepts the base's as well")
-    return [p for _, p in named]
+from grade.gradients.losses import rloo
+from grade.models.backbone import Backbone
+from grade.models.parameters import trained_parameters
+from grade.models.scoring import score
 
 
 @torch.no_grad()

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from grade.backbone import Backbone
-from grade.entropy.exact import moved
 from grade.entropy.forward import Directional, directional
-from grade.entropy.functional import SampleScores, scores_at, split_vector
-from grade.entropy.gradients import entropy_coefficients, prompt_gradients, trained_parameters
+from grade.entropy.functional import SampleScores, scores_at
+from grade.entropy.gradients import entropy_coefficients, prompt_gradients
 from grade.entropy.report import ProbeReport
 from grade.entropy.samples import Samples, draw
 from grade.entropy.settings import ProbeConfig
@@ -27,8 +25,10 @@ from grade.entropy.update import UpdateVector, adamw_update, preconditioner
 from grade.entropy.ustat import blocks, two_batch, u_statistic
 from grade.errors import InputError
 from grade.memory.tracker import MemoryTracker
-from grade.prompts import PromptBatch
-from grade.results import Estimate
+from grade.models.backbone import Backbone
+from grade.models.parameters import moved, split_vector, trained_parameters
+from grade.models.prompts import PromptBatch
+from grade.stats import Estimate
 
 Reward = Callable[[PromptBatch, Tensor, Tensor], Tensor]
 """Rewards [n] of completions ids [n, T], mask [n, T] to prompts [n, P]."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grade.backbone import Backbone
 from grade.errors import InputError
-from grade.prompts import PromptBatch
-from grade.rollout import generate
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import generate
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grade.backbone import Backbone
-from grade.entropy.gradients import trained_parameters
+from grade.models.backbone import Backbone
+from grade.models.parameters import trained_parameters
 
 
 @dataclass(frozen=True)

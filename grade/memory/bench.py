@@ -19,7 +19,6 @@ from pydantic import Field
 from grade.config import Config
 from grade.errors import InputError
 from grade.memory.models import model_config
-from grade.memory.report import headline
 from grade.memory.step import StepConfig, TracedConfig
 from grade.memory.trace import run_tracked, trace
 
@@ -179,7 +178,7 @@ def compare(
     rows = []
     for number, config in enumerate(configs):
         traced = trace(config, device=device)
-        row = {"name": headline(config), "config": config.model_dump(), "traced_peak_bytes": traced.peak}
+        row = {"name": config.headline, "config": config.model_dump(), "traced_peak_bytes": traced.peak}
         row |= measure(config, device, None if snapshots is None else Path(snapshots) / f"oom_{number}.pickle")
         if "measured_peak_bytes" in row:
             row["traced_over_measured"] = traced.peak / row["measured_peak_bytes"]

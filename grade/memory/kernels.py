@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from grade import skinny
+from grade.models import decode_linear as skinny
 
 Device = Literal["cpu", "cuda"]
 _BLOCK = 16  # CUDA's memory-efficient kernel wants rows of a mask in multiples of this

@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from grade.adapter import LoraSettings
-from grade.backbone import DTYPES, Backbone
 from grade.errors import InputError
 from grade.memory.recall import call_on_meta
 from grade.memory.shapes import SHAPES, ModelShape
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import DTYPES, Backbone
 
 Adapter = Literal["lora", "full"]
 ALIASES = {"qwen2.5-coder-3b": "qwen2.5-3b", "qwen2.5-coder-7b": "qwen2.5-7b", "qwen2.5-coder-1.5b": "qwen2.5-1.5b"}

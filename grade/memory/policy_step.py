@@ -13,13 +13,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from grade.backbone import Backbone
-from grade.losses import clipped_surrogate, kl_estimate
+from grade.gradients.losses import clipped_surrogate, kl_estimate
 from grade.memory.live import LiveTracker
 from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
-from grade.prompts import PromptBatch
-from grade.scoring import predicting_hidden, score
-from grade.self_certainty import certainty_of_logits
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import predicting_hidden, score
+from grade.models.self_certainty import certainty_of_logits
 
 
 class PolicyStepConfig(TracedConfig):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grade.memory.live import CATEGORIES
-from grade.memory.plan import Change, Fit
 from grade.memory.step import StepConfig
 from grade.memory.trace import Trace
+
+if TYPE_CHECKING:
+    from grade.memory.plan import Change, Fit
 
 _BAR = 36
 
@@ -23,25 +25,6 @@ def size(nbytes: float) -> str:
         if abs(nbytes) >= factor:
             return f"{nbytes / factor:.2f} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def headline(config: StepConfig) -> str:
-    """The configuration in one line."""
-    engine = config.engine_name + (f", {config.hops} hops" if config.engine_name == "replay" else "")
-    parts = [
-        f"{config.model}, {config.method} ({engine}): B={config.batch_size} P={config.prompt_tokens} "
-        f"T={config.max_new_tokens}, {config.dtype}, {config.adapter}, {config.attention}"
-    ]
-    if config.gradient_accumulation_steps > 1:
-        parts.append(f"{config.gradient_accumulation_steps} microbatches")
-    if config.gradient_checkpointing:
-        parts.append("layers checkpointed")
-    for name in ("explicit_freeing", "autocast"):
-        if getattr(config, name):
-            parts.append(name.replace("_", " "))
-    if config.base_copies > 1:
-        parts.append(f"{config.base_copies} copies of the base")
-    return ", ".join(parts)
 
 
 def as_text(
@@ -64,7 +47,7 @@ def as_text(
     """
     how = f"{trace.traced_layers} of {trace.layers} layers traced, the rest extrapolated"
     how = "all layers traced" if trace.traced_layers == trace.layers else how
-    lines = [headline(config), f"peak {size(trace.peak)}, in phase {trace.peak_phase} ({how}; {trace.seconds:.0f} s)"]
+    lines = [config.headline, f"peak {size(trace.peak)}, in phase {trace.peak_phase} ({how}; {trace.seconds:.0f} s)"]
     lines.append(f"{trace.flops / 1e12:.4g} TFLOP in products and attention")
     if gpus > 1:
         lines.append(f"one of {gpus} GPUs that divide weights, gradients and optimizer")

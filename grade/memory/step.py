@@ -1,6 +1,6 @@
 """One optimizer step to trace or to measure: its settings, and the trainers' own code on a backbone without a task.
 
-Everything that allocates is the library's: `grade.engines`, `grade.rollout`, the reward models, AdamW. Prompts are
+Everything that allocates is the library's: `grade.gradients`, the reward models, AdamW. Prompts are
 random ids and the reward head is random: memory does not depend on values. Policy-gradient steps are in
 `grade.memory.policy_step`.
 """
@@ -19,19 +19,20 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from grade.adapter import LoraSettings
-from grade.backbone import Backbone
 from grade.config import Config
-from grade.engines import Engine, Objective
-from grade.engines.stepwise import UNROLLED, stepwise
 from grade.errors import InputError
+from grade.gradients.engines import make_engine
+from grade.gradients.estimators import RelaxationConfig, Support
+from grade.gradients.methods import RELAXED, EngineName, RelaxedName
+from grade.gradients.objective import Engine, Objective
+from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.live import Category, LiveTracker
 from grade.memory.models import Adapter, build_backbone
-from grade.methods import RELAXED, EngineName, RelaxedName, make_engine
-from grade.prompts import PromptBatch
-from grade.relaxation import RelaxationConfig, Support
-from grade.reward import HeadSettings, RewardKind, RewardModel
-from grade.rollout import check_length
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import check_length
+from grade.rewards.model import HeadSettings, RewardKind, RewardModel
 
 Microbatch = Callable[[LiveTracker | None], None]
 """Adds one microbatch's gradient, telling the tracker, if there is one, which phase runs."""
@@ -58,7 +59,7 @@ class Step:
     copies: list[Tensor]
 
     def run(self, tracker: LiveTracker | None = None) -> None:
-        """Gradients of every microbatch, clipping and the optimizer's step, as `grade.loop` does them.
+        """Gradients of every microbatch, clipping and the optimizer's step, as `grade.training.loop` does them.
 
         Args:
             tracker: Told which phase runs and what tensors are for.
@@ -192,6 +193,25 @@ class StepConfig(TracedConfig):
             return partial(stepwise, options=replace(UNROLLED, drop_lists=True))
         layers = self.gradient_checkpointing and self.engine_name == "replay"  # unrolled: see `microbatch`
         return make_engine(self.engine_name, self.hops, gradient_checkpointing=layers)
+
+    @property
+    def headline(self) -> str:
+        """The configuration in one line."""
+        engine = self.engine_name + (f", {self.hops} hops" if self.engine_name == "replay" else "")
+        parts = [
+            f"{self.model}, {self.method} ({engine}): B={self.batch_size} P={self.prompt_tokens} "
+            f"T={self.max_new_tokens}, {self.dtype}, {self.adapter}, {self.attention}"
+        ]
+        if self.gradient_accumulation_steps > 1:
+            parts.append(f"{self.gradient_accumulation_steps} microbatches")
+        if self.gradient_checkpointing:
+            parts.append("layers checkpointed")
+        for name in ("explicit_freeing", "autocast"):
+            if getattr(self, name):
+                parts.append(name.replace("_", " "))
+        if self.base_copies > 1:
+            parts.append(f"{self.base_copies} copies of the base")
+        return ", ".join(parts)
 
     def relaxation(self) -> RelaxationConfig:
         """The relaxation."""

@@ -1,0 +1,64 @@
+"""Commands that fetch and split the text, and fit the gold judge on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from grade.cli.options import add_config_options
+from grade.data.fetch import FetchConfig, fetch
+from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
+from grade.results import write_metrics
+from grade.rewards.gold import GoldJudge
+
+
+def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="one folder a package is made here")
+    add_config_options(parser, FetchConfig)
+
+
+def run_fetch(args: argparse.Namespace) -> None:
+    """Download, check and unpack."""
+    fetch(FetchConfig.load(args.config, args.set), args.output_dir)
+    print(f"wrote {args.output_dir}")
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--raw-dir", required=True, metavar="DIR", help="fetched packages")
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="one .jsonl a split, and splits.json")
+    add_config_options(parser, DataConfig)
+
+
+def run_data(args: argparse.Namespace) -> None:
+    """Clean and split."""
+    print(json.dumps(prepare_reviews(DataConfig.load(args.config, args.set), args.raw_dir, args.output_dir)))
+
+
+WORDS = (36, 128, None)
+"""Lengths at which the judge is measured: about a prompt and a completion, a paragraph, the whole review."""
+
+
+def add_gold_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="judge.npz is written here")
+    parser.add_argument("--metrics", required=True, metavar="FILE", help="accuracy on the test split")
+
+
+def run_gold(args: argparse.Namespace) -> None:
+    """Fit on the gold split, measure on the test split."""
+    gold, test = load_reviews(args.reviews, "gold"), load_reviews(args.reviews, "test")
+    judge = GoldJudge.fit([r.text for r in gold], [r.label for r in gold])
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    judge.save(Path(args.output_dir) / "judge.npz")
+    metrics = {"fit/n": len(gold)}
+    for words in WORDS:
+        texts = [" ".join(r.text.split()[:words]) for r in test]
+        accuracy = judge.accuracy(texts, [r.label for r in test])
+        name = f"accuracy/{words or 'all'}_words"
+        metrics |= {name: accuracy.mean, f"{name}_stderr": accuracy.stderr, f"{name}_n": accuracy.n}
+        print(f"gold judge, {words or 'all'} words: accuracy {accuracy}")
+    write_metrics(args.metrics, metrics)

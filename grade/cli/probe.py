@@ -1,0 +1,33 @@
+"""The command of the entropy probe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from grade.cli.options import add_config_options
+from grade.entropy.run import ProbeRunConfig, probe_adapter
+from grade.results import environment, replacing
+
+
+def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; default: a new one")
+    parser.add_argument(
+        "--optimizer-state", metavar="FILE",
+        help="AdamW's state_dict; default: optimizer.pt beside the adapter, or none yet",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="FILE", default="report.json", help="the report (report.json)")
+    add_config_options(parser, ProbeRunConfig)
+
+
+def run_probe(args: argparse.Namespace) -> None:
+    """Predict and verify how the coming optimizer step moves the policy's entropy."""
+    config = ProbeRunConfig.load(args.config, args.set)
+    report = probe_adapter(config, args.adapter, args.optimizer_state)
+    with replacing(Path(args.output)) as file:
+        content = {"environment": environment(), "config": config.model_dump(), **report.as_dict()}
+        file.write(json.dumps(content, indent=1) + "\n")
+    print(report.as_text())
+    print(f"wrote {args.output}")

@@ -1,1 +1,0 @@
-"""One module a command of ``python -m grade``."""

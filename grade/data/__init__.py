@@ -1,0 +1,1 @@
+"""Reviews and base models: fetched, cleaned, converted, trained."""

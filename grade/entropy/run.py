@@ -1,0 +1,144 @@
+"""The probe from a config: on a trained adapter, with its optimizer's state and its reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from grade.data.reviews import load_reviews
+from grade.entropy.probe import EntropyProbe, Gradient
+from grade.entropy.report import ProbeReport
+from grade.entropy.settings import ProbeConfig
+from grade.errors import InputError
+from grade.gradients.engines import make_engine
+from grade.gradients.estimators import tau_at
+from grade.gradients.methods import RELAXED
+from grade.gradients.objective import Objective, RewardScope, score
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch, encode_prompts, prompt_text
+from grade.rewards.arithmetic import Problems
+from grade.rewards.model import RewardModel, load_reward
+from grade.training.checkpoint import OPTIMIZER_FILE, load_optimizer
+from grade.training.config import TrainConfig
+
+
+def reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:
+    """A run's loss on the update's prompts: its method, relaxation, KL weight, and microbatch size.
+
+    Args:
+        policy: The policy.
+        reward_model: The reward.
+        config: The run.
+        step: Its step, which tau depends on.
+
+    Returns:
+        A function of prompts and a generator that leaves the gradient in the parameters' ``.grad``.
+
+    Raises:
+        InputError: If the run's method is a policy gradient.
+    """
+    if not config.relaxed:
+        raise InputError("method", config.method, "one that relaxes tokens; probe_config.update is a policy gradient")
+    engine = make_engine(
+        RELAXED[config.method].engine, config.hops, config.hop_tolerance, config.gradient_checkpointing
+    )
+    relaxation = config.relaxation(tau_at(step, config.tau_start, config.tau_end, config.tau_anneal_steps))
+    objective = Objective(reward_model, config.kl_coef, config.reward_scope)
+
+    def run(prompts: PromptBatch, generator: torch.Generator) -> None:
+        for start in range(0, len(prompts), config.batch_size):
+            rows = slice(start, start + config.batch_size)
+            some = PromptBatch(prompts.ids[rows], prompts.mask[rows])
+            engine(policy, some, objective, relaxation, generator, len(some) / len(prompts))
+
+    return run
+
+
+class ProbeRunConfig(ProbeConfig):
+    """A probe, and the policy, task and optimizer that it is run on."""
+
+    backbone: str = Field("models/backbone", description="folder or Hugging Face id of the base model")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32", description="type of the base; small steps drown in the rounding of narrow ones"
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where to run")
+    lora: LoraSettings = Field(LoraSettings(), description="the adapter, if none is given")
+    task: Literal["reviews", "arithmetic"] = Field(
+        "reviews", description="reviews and a reward model, or sums and a verifier (extra: arithmetic)"
+    )
+    reward: str = Field("models/reward/backbone/bag", description="folder of a trained reward model (task reviews)")
+    reward_scope: RewardScope = Field("prompt_and_completion", description="what the reward scores")
+    reviews: str = Field("data/reviews", description="folder of the review splits")
+    max_prompt_tokens: int = Field(12, ge=1, description="prompts are cut to this many tokens, P")
+    learning_rate: float = Field(2e-3, gt=0, description="AdamW learning rate, over a saved state's own")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
+    follow: list[str] = Field(
+        [], description="YAML files of a training run: the update follows its relaxed loss, not a policy gradient"
+    )
+
+
+def probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, dict[str, Any]]:
+    """Prompts, and what the update follows.
+
+    Args:
+        config: Names of the files.
+        policy: Its tokenizer and embeddings are used.
+
+    Returns:
+        Prompts of both batches, and the other arguments of `EntropyProbe.run`.
+    """
+    number = config.batch_config.B * (1 if config.probe_config.one_batch else 2)
+    if config.task == "arithmetic":
+        problems = Problems.make(number, config.seed)
+        prompts = problems.prompts(policy.tokenizer, config.max_prompt_tokens)
+        return prompts, {"reward": lambda p, ids, mask: problems.reward(policy.tokenizer, p, ids, mask)}
+    texts = [prompt_text(r.text) for r in load_reviews(config.reviews, "validation")][:number]
+    prompts = encode_prompts(policy.tokenizer, texts, config.max_prompt_tokens)
+    reward_model = load_reward(config.reward, policy).to(policy.device)
+    if config.follow:
+        return prompts, {"gradient": reward_gradient(policy, reward_model, TrainConfig.load(config.follow))}
+    return prompts, {
+        "reward": lambda p, ids, mask: score(reward_model, policy, p, ids, mask, config.reward_scope)
+    }  # fmt: skip
+
+
+def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path | None) -> torch.optim.AdamW:
+    """AdamW of the policy's adapter, with the config's learning rate and weight decay.
+
+    Args:
+        config: Settings.
+        policy: The policy.
+        state: A saved state; None: it has not stepped yet.
+
+    Returns:
+        The optimizer.
+    """
+    optimizer = torch.optim.AdamW(policy.trainable_parameters())
+    if state is not None:
+        load_optimizer(optimizer, state)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = config.learning_rate, config.weight_decay
+    return optimizer
+
+
+def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str | Path | None = None) -> ProbeReport:
+    """One probe of an adapter and its optimizer.
+
+    Args:
+        config: Settings.
+        folder: The adapter; None: a new one.
+        state: The optimizer's state; None: what is saved with the adapter, if anything.
+
+    Returns:
+        The report.
+    """
+    policy = Backbone.load(config.backbone, config.dtype, None if folder else config.lora, folder, config.device)
+    if state is None and folder and (Path(folder) / OPTIMIZER_FILE).is_file():
+        state = Path(folder) / OPTIMIZER_FILE
+    prompts, update = probe_task(config, policy)
+    optimizer = make_optimizer(config, policy, state)
+    return EntropyProbe(policy, optimizer, config, allow_fresh=state is None).run(prompts, **update)

@@ -1,0 +1,1 @@
+"""What the notebooks call: a folder for each experiment."""

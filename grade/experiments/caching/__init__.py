@@ -1,0 +1,1 @@
+"""Activation caching (document 002)."""

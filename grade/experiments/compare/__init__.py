@@ -1,0 +1,1 @@
+"""Methods trained side by side, at equal KL."""

@@ -1,0 +1,211 @@
+"""Statistics of a comparison over methods, weights of KL and seeds: pure functions of tidy tables.
+
+`CURVES` are evaluations along training, `FINALS` the ends of runs (`grade.experiments.compare.runs` makes
+both). A seed decides adapter,
+prompts and noise of every method alike, so methods are compared pair by pair over seeds. Evaluation prompts and their
+noise are the same for all runs: standard errors over seeds say how a method varies when it is trained again, not how
+the figures would change on other prompts.
+
+**Reward at equal KL.** A policy that follows one evaluated policy with probability p and another with 1 - p has the
+mean of their rewards and, as KL is convex, at most the mean of their KLs. So the upper concave hull of the evaluated
+(KL, reward), over all weights of KL and steps, is a frontier that can be had. Which two policies are mixed is chosen
+for each seed on the *other* seeds, so that the choice does not flatter a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from grade.errors import InputError
+from grade.stats import Estimate, paired
+
+CURVES = ("method", "beta", "seed", "step", "samples", "seconds", "reward", "gold", "kl")
+FINALS = (*CURVES, "gain", "gold_gain", "perplexity", "distinct1", "distinct2")
+
+
+def first_crossing(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
+    """``y`` where ``x`` first reaches a level, linear between neighbours; None if it never does.
+
+    >>> first_crossing([0, 4, 3, 8], [0.5, 0.7, 0.7, 0.9], 2)
+    0.6
+    >>> first_crossing([0, 4], [0.5, 0.7], 5) is None
+    True
+    """
+    for i, value in enumerate(x):
+        if value >= level:
+            if i == 0:
+                return float(y[0])
+            part = (level - x[i - 1]) / (value - x[i - 1])
+            return float(y[i - 1] + part * (y[i] - y[i - 1]))
+    return None
+
+
+def upper_hull(kl: Sequence[float], reward: Sequence[float]) -> list[int]:
+    """Vertices of the upper concave hull of points, from the lowest KL to the highest reward.
+
+    Args:
+        kl: KL of each policy [n].
+        reward: Reward of each [n].
+
+    Returns:
+        Indices, KL increasing; rewards increase along them, by less and less.
+
+    >>> upper_hull([0, 1, 2, 4, 3], [0.5, 0.6, 0.8, 0.9, 0.7])
+    [0, 2, 3]
+    """
+    hull: list[int] = []
+    for i in sorted(range(len(kl)), key=lambda i: (kl[i], -reward[i])):
+        if hull and reward[i] <= reward[hull[-1]]:
+            continue
+        while len(hull) > 1 and _above(kl, reward, hull[-2], hull[-1], i):
+            hull.pop()
+        hull.append(i)
+    return hull
+
+
+def _above(kl: Sequence[float], reward: Sequence[float], a: int, b: int, c: int) -> bool:
+    """Whether the line from a to c passes above b or through it."""
+    return (reward[c] - reward[a]) * (kl[b] - kl[a]) >= (reward[b] - reward[a]) * (kl[c] - kl[a])
+
+
+def reward_at_kl(curves: pd.DataFrame, level: float) -> dict[str, dict[int, float]]:
+    """The most held-out reward that is had with a KL of at most ``level``, method by method; see the module's head.
+
+    For each seed the hull of the other seeds' means says which two policies are mixed (by beta and step); the
+    probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
+
+    Args:
+        curves: `CURVES`, with the untrained policy at step 0.
+        level: KL in nats a completion, above 0.
+
+    Returns:
+        Method to seed to reward.
+
+    Raises:
+        InputError: If a method has a single seed, or the level is not positive.
+    """
+    if not level > 0:
+        raise InputError("level", level, "a KL above 0")
+    found: dict[str, dict[int, float]] = {}
+    for method, rows in curves.groupby("method", sort=False):
+        tables = [rows.pivot(index=["beta", "step"], columns="seed", values=name).dropna() for name in ("kl", "reward")]
+        if tables[0].shape[1] < 2:
+            raise InputError(
+                "seeds", tables[0].columns.tolist(), "at least two: policies are chosen on the other seeds"
+            )
+        found[method] = {}
+        for seed in tables[0].columns:
+            kl, reward = (table.drop(columns=seed).mean(axis=1).tolist() for table in tables)
+            hull = upper_hull(kl, reward)
+            last = next((place for place, i in enumerate(hull) if kl[i] >= level), len(hull))
+            pair = hull[max(last - 1, 0) : last + 1]  # the two around the level, or the last alone if none reaches it
+            points = [(tables[0][seed].iloc[i], tables[1][seed].iloc[i]) for i in pair]
+            start = (tables[0][seed].iloc[0], tables[1][seed].iloc[0])
+            found[method][int(seed)] = _mixed([start, *points], level)
+    return found
+
+
+def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
+    """Reward at the level along the points' line; that of the last point that stays below it if none exceeds it."""
+    for (k, r), (next_k, next_r) in zip(points, points[1:], strict=False):
+        if next_k > level:
+            return float(r + (level - k) / (next_k - k) * (next_r - r))
+    return float(points[-1][1])
+
+
+def frontier_figures(curves: pd.DataFrame, levels: Sequence[float], prefix: str = "") -> dict[str, float]:
+    """Metrics ``frontier/<method>/kl<level>`` with ``_stderr`` and ``_n``: `reward_at_kl` over seeds.
+
+    ``frontier/<method>/kl_reached`` is the largest KL of any run, averaged over seeds: beyond it a method's frontier is
+    flat.
+    """
+    figures: dict[str, float] = {}
+    for level in levels:
+        for method, values in reward_at_kl(curves, level).items():
+            figures |= estimate_figures(f"{prefix}frontier/{method}/kl{level:g}", values.values())
+    reached = curves.groupby(["method", "seed"], sort=False)["kl"].max().groupby("method", sort=False).mean()
+    return figures | {f"{prefix}frontier/{method}/kl_reached": float(value) for method, value in reached.items()}
+
+
+def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[str, float]:
+    """Ends of the runs at one beta: means over seeds with standard errors and n.
+
+    ``gain/<method>`` (held-out reward minus the untrained policy's), ``gold_gain/...``, and under ``final/<method>/``
+    ``reward``, ``gold``, ``kl``, ``perplexity``, ``distinct1``, ``distinct2``, ``samples`` and ``seconds``.
+
+    Args:
+        finals: `FINALS`.
+        beta: Weight of KL.
+        prefix: Put before each name.
+
+    Returns:
+        The metrics.
+
+    Raises:
+        InputError: If no run has this beta.
+    """
+    rows = finals[finals["beta"] == beta]
+    if rows.empty:
+        raise InputError("beta", beta, f"one of {sorted(set(finals['beta']))}")
+    figures: dict[str, float] = {}
+    for method, runs in rows.groupby("method", sort=False):
+        for name in ("gain", "gold_gain"):
+            figures |= estimate_figures(f"{prefix}{name}/{method}", runs[name].dropna())
+        for name in ("reward", "gold", "kl", "perplexity", "distinct1", "distinct2", "seconds"):
+            figures |= estimate_figures(f"{prefix}final/{method}/{name}", runs[name].dropna())
+        figures[f"{prefix}final/{method}/samples"] = int(runs["samples"].iloc[0])
+    return figures
+
+
+def paired_figures(values: Mapping[str, Mapping[int, float]], against: str, name: str) -> dict[str, float]:
+    """Every method against one: ``paired/<method>_minus_<against>/<name>`` with ``_stderr``, ``_n``, ``_p``.
+
+    Args:
+        values: Method to seed to value.
+        against: The method that the others are compared with.
+        name: What the values are.
+
+    Returns:
+        The metrics; methods that share fewer than two seeds with ``against`` are left out.
+    """
+    figures: dict[str, float] = {}
+    for method, mine in values.items():
+        if method == against or len(set(mine) & set(values.get(against, {}))) < 2:
+            continue
+        test = paired(mine, values[against])
+        key = f"paired/{method}_minus_{against}/{name}"
+        figures |= estimate_figures(key, None, test.difference)
+        if test.p is not None:
+            figures[f"{key}_p"] = test.p
+    return figures
+
+
+def estimate_figures(key: str, values: Iterable[float] | None, estimate: Estimate | None = None) -> dict[str, float]:
+    """``key``, ``key_stderr`` and ``key_n`` of a mean; only ``key_n`` = 0 without values."""
+    if estimate is None:
+        values = [] if values is None else list(values)
+        if not values:
+            return {f"{key}_n": 0}
+        estimate = Estimate.of(values)
+    figures = {key: estimate.mean, f"{key}_n": estimate.n}
+    return figures if estimate.stderr is None else figures | {f"{key}_stderr": estimate.stderr}
+
+
+def overoptimisation(curves: pd.DataFrame) -> pd.DataFrame:
+    """How far the gold judge follows the trained reward: slope of gold on reward over each method's evaluations.
+
+    A slope of 1 means that every gain is shared, 0 that all of it is an exploit. Each seed gives one slope.
+
+    Returns:
+        Columns ``method``, ``slope``, ``stderr``, ``n``.
+    """
+    rows = []
+    for method, runs in curves.dropna(subset=["gold"]).groupby("method", sort=False):
+        seeds = [one for _, one in runs.groupby("seed") if len(one) > 1]
+        slopes = [float(np.polyfit(one["reward"], one["gold"], 1)[0]) for one in seeds]
+        if slopes:
+            rows.append((method, *Estimate.of(slopes)))
+    return pd.DataFrame(rows, columns=["method", "slope", "stderr", "n"])

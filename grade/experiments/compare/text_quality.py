@@ -1,0 +1,88 @@
+"""What completions are like, beside their reward: fluency under the reference, and diversity.
+
+A policy that is pushed far from its reference writes text that the reference finds unlikely (perplexity rises) or says
+the same again and again (perplexity and distinct-n fall). Both depend on how many completions are looked at and how
+long they are: compare only at equal n and length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from grade.errors import InputError
+from grade.models.backbone import Backbone
+from grade.models.prompts import encode_prompts
+from grade.models.sampling import generate
+from grade.models.scoring import score
+
+
+def distinct_n(texts: Sequence[str], n: int) -> float:
+    """Distinct-n (Li et al. 2016, arXiv:1510.03055): different n-grams over all n-grams, of words in lower case.
+
+    Args:
+        texts: Completions; n-grams do not cross from one to the next.
+        n: Words in an n-gram.
+
+    Returns:
+        In (0, 1]; 0 if there is no n-gram.
+
+    Raises:
+        InputError: If n is less than 1.
+
+    >>> distinct_n(["a b a b", "A b"], 1), distinct_n(["a b a b", "A b"], 2)
+    (0.3333333333333333, 0.5)
+    """
+    if n < 1:
+        raise InputError("n of distinct-n", n, "at least 1")
+    words = [text.lower().split() for text in texts]
+    grams = [tuple(row[i : i + n]) for row in words for i in range(len(row) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+@torch.no_grad()
+def reference_nats(
+    backbone: Backbone,
+    texts: Sequence[str],
+    max_new_tokens: int,
+    max_prompt_tokens: int,
+    min_new_tokens: int = 0,
+    batch_size: int = 64,
+    seed: int = 2,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sample a completion of each prompt from the policy and take its log-likelihood under the reference.
+
+    Args:
+        backbone: Its adapter as it is now is the policy.
+        texts: Prompt texts.
+        max_new_tokens: T.
+        max_prompt_tokens: Prompts are cut to this many tokens.
+        min_new_tokens: End-of-sequence is not sampled before this many tokens.
+        batch_size: Prompts sampled at once.
+        seed: Seed of the noise.
+
+    Returns:
+        Negative log-likelihood of each completion in nats [n], and its number of tokens [n].
+    """
+    generator, nats, tokens = torch.Generator(backbone.device).manual_seed(seed), [], []
+    for start in range(0, len(texts), batch_size):
+        chunk = list(texts[start : start + batch_size])
+        prompts = encode_prompts(backbone.tokenizer, chunk, max_prompt_tokens).to(backbone.device)
+        ids, mask = generate(backbone, prompts, max_new_tokens, generator, min_new_tokens=min_new_tokens)
+        with backbone.reference():
+            logps = score(backbone, prompts, ids, mask).logps
+        nats.append(-logps.sum(-1).double().cpu())
+        tokens.append(mask.sum(-1).double().cpu())
+    return torch.cat(nats).numpy(), torch.cat(tokens).numpy()
+
+
+def perplexity(nats: np.ndarray, tokens: np.ndarray) -> float:
+    """``exp(sum of nats / sum of tokens)``.
+
+    >>> import numpy as np
+    >>> round(perplexity(np.log([8.0, 2.0]), np.array([3, 1])), 12)
+    2.0
+    """
+    return float(np.exp(nats.sum() / tokens.sum()))

@@ -1,0 +1,1 @@
+"""Bias, variance and worth of gradient estimators."""

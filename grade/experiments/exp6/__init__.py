@@ -1,0 +1,1 @@
+"""Experiment 6: GRADE that fits in memory (document 000)."""

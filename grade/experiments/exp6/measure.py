@@ -1,0 +1,222 @@
+"""What Experiment 6 measures: parity of the engines, time of a gradient, probability mass of a support.
+
+Every function returns plain numbers or a table; the notebook shows them. Times are wall-clock seconds on the device at
+hand and only meant as ratios within one run. Bytes kept for backward are in `grade.experiments.exp6.memory`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from grade.experiments.setting import Setting
+from grade.gradients.estimators import Estimator
+from grade.gradients.objective import Engine, sequence_mean
+from grade.gradients.replay import replay, replay_inputs
+from grade.gradients.rollout import Rollout
+from grade.gradients.unrolled import checkpointed, unrolled
+from grade.memory.tracker import MemoryTracker
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """``|got - want| / |want|``, Euclidean norms in float64."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def hop_errors(setting: Setting, hops: Sequence[int], estimators: Sequence[Estimator] = ("ste", "gumbel")):
+    """Relative gradient error of `replay` against `unrolled`, by estimator and number of hops.
+
+    Args:
+        setting: A policy that differs from its reference, else KL's gradient vanishes.
+        hops: Numbers of hops.
+        estimators: Estimators.
+
+    Returns:
+        Table with columns estimator, hops, error, residual.
+    """
+    rows = []
+    for estimator in estimators:
+        case = setting.estimator(estimator)
+        _, want = case.run(unrolled)
+        for n in hops:
+            step, grad = case.run(partial(replay, hops=n))
+            residual = None if step.residual is None else float(step.residual)
+            rows.append(dict(estimator=estimator, hops=n, error=relative_error(grad, want), residual=residual))
+    return pd.DataFrame(rows)
+
+
+def training_parity(setting: Setting, steps: int, learning_rate: float) -> pd.DataFrame:
+    """Train twice from the same adapter on the same noise, optimised and legacy, and compare step by step.
+
+    Args:
+        setting: Start, prompts and noise; the adapter is restored afterwards.
+        steps: AdamW steps.
+        learning_rate: Its learning rate.
+
+    Returns:
+        Table with columns step, and reward and kl (means over the batch) of each engine.
+    """
+    parameters = setting.backbone.trainable_parameters()
+    start = [p.detach().clone() for p in parameters]
+    columns: dict[str, list[float]] = {}
+    for name, engine in (("replay", partial(replay, hops=setting.relaxation.max_new_tokens)), ("legacy", unrolled)):
+        _restore(parameters, start)
+        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+        for i in range(steps):
+            generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed + i)
+            optimizer.zero_grad(set_to_none=True)
+            step = engine(setting.backbone, setting.prompts, setting.objective, setting.relaxation, generator)
+            optimizer.step()
+            columns.setdefault(f"{name}_reward", []).append(float(step.reward.mean()))
+            kl = sequence_mean(step.kl, step.completion_mask).mean()
+            columns.setdefault(f"{name}_kl", []).append(float(kl))
+    _restore(parameters, start)
+    return pd.DataFrame({"step": range(steps), **columns})
+
+
+def _restore(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value)
+            p.grad = None
+
+
+def accumulation_error(setting: Setting, hops: int = 1) -> float:
+    """Relative difference between the gradients of B microbatches of one prompt and of one batch of B.
+
+    Args:
+        setting: B >= 2 prompts; all are cut from one rollout, so that the noise is the same.
+        hops: Feedback hops.
+
+    Returns:
+        Relative error.
+    """
+    whole = setting.rollout()
+    _, want = setting.run(partial(replay, hops=hops, rollout=whole))
+    total = torch.zeros_like(want)
+    for i in range(len(setting.prompts)):
+        row = slice(i, i + 1)
+        prompts = PromptBatch(setting.prompts.ids[row], setting.prompts.mask[row])
+        parts = {k: v[row] for k, v in vars(whole).items() if k != "prompts"}
+        one = replace(setting, prompts=prompts)
+        total += one.run(partial(replay, hops=hops, rollout=Rollout(prompts, **parts)))[1] / len(setting.prompts)
+    return relative_error(total, want)
+
+
+def reference_pass(setting: Setting) -> dict[str, float]:
+    """Seconds and peak bytes of the reference over one completion, re-running its prefix and on a cache, no gradient.
+
+    Args:
+        setting: B, P and T to measure at.
+
+    Returns:
+        Figures ``memory/reference_<form>_peak_bytes`` and ``speed/reference_<form>_seconds``.
+    """
+    backbone, prompts = setting.backbone, setting.prompts
+    e = setting.rollout().embeds
+    inputs, mask = replay_inputs(prompts, backbone.embed(prompts.ids), e)
+    first = prompts.ids.shape[1]
+
+    def uncached() -> None:
+        for end in range(first, inputs.shape[1] + 1):
+            backbone.head(backbone.hidden(inputs[:, :end], mask[:, :end])[:, -1])
+
+    def cached() -> None:
+        cache = backbone.new_cache()
+        backbone.head(backbone.decode(inputs[:, :first], mask[:, :first], cache)[:, -1])
+        for end in range(first + 1, inputs.shape[1] + 1):
+            backbone.head(backbone.decode(inputs[:, end - 1 : end], mask[:, :end], cache)[:, -1])
+
+    figures = {}
+    with torch.no_grad(), backbone.reference():
+        for name, form in (("uncached", uncached), ("cached", cached)):
+            with MemoryTracker(round_to=1) as tracker:
+                form()
+            figures[f"memory/reference_{name}_peak_bytes"] = tracker.peak
+            figures[f"speed/reference_{name}_seconds"] = seconds(form, backbone.device)
+    return figures
+
+
+def seconds(fn: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds of one call, with the device's queue drained before and after."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
+    wait()
+    start = time.perf_counter()
+    fn()
+    wait()
+    return time.perf_counter() - start
+
+
+def gradient_seconds(setting: Setting, engine: Engine, repeats: int = 1) -> float:
+    """Median wall-clock seconds of one gradient, rollout included."""
+    return statistics.median(seconds(lambda: setting.run(engine), setting.backbone.device) for _ in range(repeats))
+
+
+def time_against_tokens(
+    setting: Setting, tokens: dict[str, Sequence[int]], hops: int, repeats: int = 1
+) -> pd.DataFrame:
+    """Seconds of one gradient against completion length.
+
+    Args:
+        setting: B, P and the rest.
+        tokens: Completion lengths by engine (unrolled, checkpointed, replay).
+        hops: Feedback hops of replay.
+        repeats: Runs of each, of which the median counts; the slow engines run once.
+
+    Returns:
+        Table with columns engine, T, seconds.
+    """
+    engines = {"unrolled": (unrolled, 1), "checkpointed": (checkpointed, 1),
+               "replay": (partial(replay, hops=hops), repeats)}  # fmt: skip
+    gradient_seconds(setting.tokens(2), partial(replay, hops=hops))  # the first call of a process pays for set-up
+    rows = []
+    for name, lengths in tokens.items():
+        engine, n = engines[name]
+        for length in lengths:
+            rows.append(dict(engine=name, T=length, seconds=gradient_seconds(setting.tokens(length), engine, n)))
+    return pd.DataFrame(rows)
+
+
+@torch.no_grad()
+def support_mass(
+    backbone: Backbone, texts: Sequence[str], taus: Sequence[float], ks: Sequence[int], max_tokens: int = 128
+) -> pd.DataFrame:
+    """Probability mass that the K likeliest tokens of ``softmax(logits / tau)`` hold, at every position of real text.
+
+    Args:
+        backbone: The model.
+        texts: Texts, cut to ``max_tokens`` tokens.
+        taus: Temperatures.
+        ks: Sizes of the support.
+        max_tokens: Longest context.
+
+    Returns:
+        Table with columns tau, K, mass (mean over positions), stderr (over texts), p05 (fifth percentile over
+        positions), n (positions), texts.
+    """
+    per_text: dict[tuple[float, int], list[Tensor]] = {(tau, k): [] for tau in taus for k in ks}
+    for text in texts:
+        ids = torch.tensor([backbone.tokenizer(text)["input_ids"][:max_tokens]], device=backbone.device)
+        logits = backbone.head(backbone.hidden(backbone.embed(ids), torch.ones_like(ids))[0])  # [L, V]
+        top = logits.topk(max(ks), -1).values
+        for tau in taus:
+            log_total = (logits / tau).logsumexp(-1, keepdim=True)
+            mass = (top / tau - log_total).exp().cumsum(-1)
+            for k in ks:
+                per_text[tau, k].append(mass[:, k - 1].cpu())
+    rows = []
+    for (tau, k), values in per_text.items():
+        pooled, means = torch.cat(values), torch.stack([v.mean() for v in values])
+        stderr = float(means.std() / len(means) ** 0.5) if len(means) > 1 else None
+        rows.append(dict(tau=tau, K=k, mass=float(pooled.mean()), stderr=stderr,
+                         p05=float(pooled.quantile(0.05)), n=len(pooled), texts=len(values)))  # fmt: skip
+    return pd.DataFrame(rows)

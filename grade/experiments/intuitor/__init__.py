@@ -1,0 +1,1 @@
+"""Intuitor: self-certainty as a reward (document 004)."""

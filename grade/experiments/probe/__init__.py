@@ -1,0 +1,1 @@
+"""The entropy probe on a language model (document 003)."""

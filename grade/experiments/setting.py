@@ -1,0 +1,209 @@
+"""Models, prompts and text to measure on; a tiny invented task by default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from grade.data.reviews import load_reviews
+from grade.errors import InputError
+from grade.gradients.estimators import Estimator, RelaxationConfig
+from grade.gradients.objective import Engine, GradientStep, Objective
+from grade.gradients.replay import replay, replay_inputs
+from grade.gradients.rollout import Rollout, sample
+from grade.gradients.unrolled import checkpointed, unrolled
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.head import kl_divergence
+from grade.models.prompts import PromptBatch, encode_prompts, prompt_text
+from grade.rewards.model import RewardModel, load_reward
+from grade.training.toy import toy_reviews, toy_task
+
+
+def load_models(
+    backbone_dir: str, reward_dir: str, reviews_dir: str, dtype: str = "float32", device: str = "cpu"
+) -> tuple[Backbone, RewardModel, list[str]]:
+    """The base with a fresh adapter, a reward model and held-out texts; all tiny ones if no folder is named.
+
+    Args:
+        backbone_dir: Folder of the base, or empty for the toy task.
+        reward_dir: Folder of the reward model.
+        reviews_dir: Folder of the review splits.
+        dtype: Type of the base.
+        device: Where to put it; the toy task stays on the CPU.
+
+    Returns:
+        Backbone, reward model, texts.
+    """
+    if not backbone_dir:
+        task = toy_task(dtype=dtype)
+        return task.backbone, task.reward_model, [r.text for r in toy_reviews(64, seed=1)]
+    backbone = Backbone.load(backbone_dir, dtype, LoraSettings(), device=device)
+    return backbone, load_reward(reward_dir, backbone).to(device), [r.text for r in load_reviews(reviews_dir, "test")]
+
+
+def make_setting(
+    backbone: Backbone, reward_model: RewardModel, texts: Sequence[str], batch: int, prompt: int, new: int, k: int,
+    beta: float = 0.1, tau: float = 1.0, offset: int = 0,
+) -> Setting:  # fmt: skip
+    """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens.
+
+    Args:
+        backbone: Policy and reference.
+        reward_model: The reward.
+        texts: Texts whose beginnings are the prompts; those that are too short are skipped.
+        batch: B.
+        prompt: P.
+        new: T.
+        k: K, at most V.
+        beta: KL weight.
+        tau: Gumbel temperature.
+        offset: Skip this many texts.
+
+    Returns:
+        The setting.
+
+    Raises:
+        InputError: If there are too few texts.
+    """
+    chosen = []
+    for text in texts[offset:]:
+        candidate = prompt_text(text)
+        if len(backbone.tokenizer(candidate)["input_ids"]) >= prompt:
+            chosen.append(candidate)
+        if len(chosen) == batch:
+            break
+    if len(chosen) < batch:
+        raise InputError("prompt tokens", prompt, f"a length that {batch} of the texts' beginnings have")
+    prompts = encode_prompts(backbone.tokenizer, chosen, prompt).to(backbone.device)
+    relaxation = RelaxationConfig(gumbel_topk=min(k, backbone.vocab_size), tau=tau, max_new_tokens=new)
+    return Setting(backbone, prompts, Objective(reward_model, beta), relaxation)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the measurements of one run have in common.
+
+    Attributes:
+        backbone: Policy and reference.
+        prompts: B prompts.
+        objective: Reward and KL weight.
+        relaxation: Estimator, support, tau, lengths.
+        seed: Seed of the noise.
+    """
+
+    backbone: Backbone
+    prompts: PromptBatch
+    objective: Objective
+    relaxation: RelaxationConfig
+    seed: int = 0
+
+    def tokens(self, new: int) -> Setting:
+        """The same with another completion length."""
+        changes = {"max_new_tokens": new, "min_new_tokens": min(self.relaxation.min_new_tokens, new)}
+        return replace(self, relaxation=self.relaxation.model_copy(update=changes))
+
+    def estimator(self, estimator: Estimator) -> Setting:
+        """The same with another estimator."""
+        return replace(self, relaxation=self.relaxation.model_copy(update={"estimator": estimator}))
+
+    def at_tau(self, tau: float) -> Setting:
+        """The same at another Gumbel temperature."""
+        return replace(self, relaxation=self.relaxation.model_copy(update={"tau": tau}))
+
+    def run(self, engine: Engine) -> tuple[GradientStep, Tensor]:
+        """One gradient, flattened, without an optimizer step."""
+        self.backbone.zero_grad(set_to_none=True)
+        generator = torch.Generator(self.backbone.device).manual_seed(self.seed)
+        step = engine(self.backbone, self.prompts, self.objective, self.relaxation, generator)
+        grad = torch.cat([p.grad.flatten() for p in self.backbone.trainable_parameters()])
+        self.backbone.zero_grad(set_to_none=True)
+        return step, grad
+
+    def rollout(self) -> Rollout:
+        """A rollout with the setting's noise."""
+        generator = torch.Generator(self.backbone.device).manual_seed(self.seed)
+        return sample(self.backbone, self.prompts, self.relaxation, generator)
+
+
+def kl_at_start(setting: Setting) -> dict[str, float]:
+    """KL of the untrained policy: aligned (0 for every method and position) and one position late, as published.
+
+    Args:
+        setting: A backbone whose adapter has not been trained.
+
+    Returns:
+        Largest absolute aligned KL at any position of any method, and the mean KL of policy at t to reference at t + 1.
+    """
+    largest = 0.0
+    for estimator in ("ste", "gumbel"):
+        for engine in (unrolled, checkpointed, partial(replay, hops=0)):
+            largest = max(largest, float(setting.estimator(estimator).run(engine)[0].kl.abs().max()))
+    rollout, backbone = setting.rollout(), setting.backbone
+    with torch.no_grad(), backbone.reference():
+        inputs, mask = replay_inputs(setting.prompts, backbone.embed(setting.prompts.ids), rollout.embeds)
+        h = backbone.hidden(inputs, mask)[:, setting.prompts.ids.shape[1] - 1 :]
+        late = kl_divergence(backbone.head, h[:, :-1].flatten(0, 1), h[:, 1:].flatten(0, 1))
+    valid = rollout.completion_mask[:, 1:].flatten().to(late.dtype)
+    return {"kl_at_init_max": largest, "kl_at_init_misaligned": float((late * valid).sum() / valid.sum())}
+
+
+_TOY_SCALE = 0.05  # standard deviation of the toy adapter's B, which would otherwise be 0 and without effect
+
+
+def load_policy(backbone_dir: str, adapter_dir: str, reviews_dir: str) -> tuple[Backbone, list[str]]:
+    """A policy in float32 on the CPU, and held-out texts.
+
+    Args:
+        backbone_dir: Folder of the base; empty for the toy task, whose adapter is then random.
+        adapter_dir: Folder of a trained adapter; empty: the base alone.
+        reviews_dir: Folder of the review splits.
+
+    Returns:
+        The policy and texts.
+    """
+    if backbone_dir:
+        backbone = Backbone.load(backbone_dir, "float32", adapter=adapter_dir or None)
+        return backbone, [r.text for r in load_reviews(reviews_dir, "test")]
+    backbone = toy_task().backbone
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in backbone.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, _TOY_SCALE, generator=generator)
+    return backbone, [r.text for r in toy_reviews(64, seed=1)]
+
+
+def text_sequences(
+    backbone: Backbone, texts: Sequence[str], batch: int, prompt: int, new: int
+) -> tuple[PromptBatch, Tensor]:
+    """The first ``prompt + new`` tokens of texts that are long enough, as prompts and completions.
+
+    Args:
+        backbone: Its tokenizer decides.
+        texts: Texts.
+        batch: B.
+        prompt: P.
+        new: T.
+
+    Returns:
+        Prompts [B, P] without padding, and completions [B, T].
+
+    Raises:
+        InputError: If too few texts are long enough.
+    """
+    length, rows = prompt + new, []
+    for text in texts:
+        ids = backbone.tokenizer(text)["input_ids"]
+        if len(ids) >= length:
+            rows.append(ids[:length])
+        if len(rows) == batch:
+            break
+    if len(rows) < batch:
+        raise InputError("prompt tokens + new tokens", length, f"a length that {batch} of the texts have")
+    ids = torch.tensor(rows, device=backbone.device)
+    return PromptBatch(ids[:, :prompt], torch.ones_like(ids[:, :prompt])), ids[:, prompt:]

@@ -1,0 +1,1 @@
+"""The entropy probe against every enumerated completion."""

@@ -1,0 +1,1 @@
+"""Gradients of a reward through sampled text: estimators, engines, losses and policy gradients."""

@@ -1,0 +1,262 @@
+"""The relaxation of one token: Gumbel noise, supports and estimators.
+
+At one position the policy's logits ``l`` [V] and Gumbel noise ``g`` give ``z = l[I] + g[I]`` on a support ``I`` of K
+token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
+
+- `gumbel` (Gumbel-softmax, Jang et al. 2017, arXiv:1611.01144): ``y = softmax(z / tau)``;
+- `ste` (straight-through): one-hot of ``argmax z`` forward, the softmax's gradient backward;
+- `gumbel_rao` (Paulus, Maddison and Krause 2021, arXiv:2010.04838): as `ste`, with the softmax's gradient averaged over
+  M draws of the noise *given the token*: the same expectation, and never more variance;
+- `reinmax` (Liu et al. 2023, arXiv:2304.08612): hard tokens, and a backward pass without noise that is second-order
+  accurate (`ste` is first-order).
+
+All but `gumbel` are straight-through: the text is hard, and what backward needs follows from logits and token alone
+(`draw_given`). So their completions may come from anywhere; only `gumbel` needs the noise that drew them.
+
+Two supports: `top_k` takes the K largest logits and then draws noise for them (the source document's);
+`perturbed_top_k` draws noise for the whole vocabulary and takes the K largest ``l + g``. With the second the hard token
+``argmax z`` is an exact sample of the policy whatever K is (the Gumbel-max trick); with the first it is a sample of the
+policy truncated to its K most likely tokens. ``gumbel_topk = 0`` is the full vocabulary.
+
+``tau`` is the Gumbel temperature; the sampling temperature is always 1. Noise is float32 whatever the model's type:
+drawn in bfloat16 it has exact zeros, a mean of 0.557 instead of 0.577 and no values above 5.5.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from grade.config import Config
+from grade.errors import InputError
+from grade.models.noise import exponential_noise, gumbel_noise
+
+Estimator = Literal["gumbel", "ste", "gumbel_rao", "reinmax"]
+Support = Literal["top_k", "perturbed_top_k"]
+
+
+class RelaxationConfig(Config):
+    """How generated tokens are relaxed."""
+
+    estimator: Estimator = Field(
+        "ste",
+        description="gumbel: soft tokens; ste: hard tokens, soft gradient; gumbel_rao: ste averaged over noise given "
+        "the token; reinmax: second-order straight-through",
+    )
+    support: Support = Field(
+        "perturbed_top_k",
+        description="tokens that are mixed: top_k (largest logits), or perturbed_top_k (largest logits + noise: exact "
+        "samples for any K)",
+    )
+    gumbel_topk: int = Field(256, ge=0, description="size K of the support; 0 = the full vocabulary")
+    tau: float = Field(1.0, gt=0, description="Gumbel temperature")
+    rao_draws: int = Field(8, ge=1, description="gumbel_rao: draws M of the noise given the token; 1 is ste in law")
+    max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")
+    min_new_tokens: int = Field(0, ge=0, description="end-of-sequence is not sampled before this many tokens")
+
+    def check(self, vocab_size: int) -> None:
+        """Check against a model's vocabulary.
+
+        Args:
+            vocab_size: V.
+
+        Raises:
+            InputError: If K > V or more tokens are required than generated.
+        """
+        if self.gumbel_topk > vocab_size:
+            raise InputError("gumbel_topk", self.gumbel_topk, f"0 (full vocabulary) to {vocab_size} (vocabulary size)")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InputError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
+
+
+@torch.no_grad()
+def draw_support(logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw noise and choose the support of one position.
+
+    Args:
+        logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
+        config: Kind and size of the support.
+        generator: Source of the noise.
+
+    Returns:
+        Token ids [B, K] (largest first, except for the full vocabulary) and their noise [B, K] in float32.
+    """
+    batch, vocab = logits.shape
+    k, device = config.gumbel_topk, logits.device
+    if k == 0 or k == vocab:
+        return torch.arange(vocab, device=device).expand(batch, vocab), gumbel_noise((batch, vocab), generator, device)
+    if config.support == "top_k":
+        return logits.topk(k).indices, gumbel_noise((batch, k), generator, device)
+    noise = gumbel_noise((batch, vocab), generator, device)
+    support = (logits + noise).topk(k).indices
+    return support, noise.gather(1, support)
+
+
+def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    """Gumbel noise given that ``argmax(logits + noise)`` is a given entry.
+
+    ``-(l + g)`` is the log of a time of arrival at rate ``exp(l)``. The first of all arrivals comes at rate
+    ``Z = sum exp(l)``, whichever entry it is, and the others start anew from there:
+
+        z_c = log Z - log E_c,    z_j = log Z - log(E_j Z / exp(l_j) + E_c),    E ~ Exp(1) independent.
+
+    Averaged over ``c ~ softmax(l)`` the noise ``z - l`` is independent standard Gumbel noise.
+
+    Args:
+        logits: [N, K], -inf for what cannot be drawn.
+        chosen: Position of the drawn entry in each row [N].
+        generator: Source of the noise.
+
+    Returns:
+        Noise [N, K] in the logits' type; 0 where the logit is -inf.
+    """
+    chosen = chosen.unsqueeze(-1)
+    total = logits.logsumexp(-1, keepdim=True)
+    times = exponential_noise(tuple(logits.shape), generator, logits.device).to(logits.dtype)
+    first = times.gather(-1, chosen)
+    z = total - (times * (total - logits).exp() + first).scatter(-1, chosen, first).log()
+    return torch.where(logits == float("-inf"), 0.0, z - logits)
+
+
+@torch.no_grad()
+def draw_given(
+    logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Support and noise of one position given its token, whoever sampled it: what straight-through backward needs.
+
+    The supports are those of `draw_support`, given the token: with `perturbed_top_k` each draw of noise has its own;
+    with `top_k` the likeliest tokens, the last of which makes room for the token where it is not among them.
+    `reinmax` uses no noise, so its support is always of the second kind.
+
+    Args:
+        logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
+        token: Tokens [B].
+        config: Estimator, kind and size of the support, draws M.
+        generator: Source of the noise.
+
+    Returns:
+        Token ids and noise, each [B, K], or [B, M, K] with `gumbel_rao`. The token has the largest ``l + noise``
+        (but with `reinmax`, whose noise is 0).
+
+    Raises:
+        InputError: For `gumbel`.
+    """
+    if config.estimator == "gumbel":
+        raise InputError("estimator", "gumbel", "ste, gumbel_rao or reinmax: soft tokens are not determined by text")
+    batch, vocab = logits.shape
+    k = config.gumbel_topk or vocab
+    perturbed = k < vocab and config.support == "perturbed_top_k" and config.estimator != "reinmax"
+    if k == vocab:
+        fixed = torch.arange(vocab, device=logits.device).expand(batch, vocab)
+    elif not perturbed:
+        fixed = logits.scatter(1, token.unsqueeze(1), float("inf")).topk(k).indices
+    if config.estimator == "reinmax":
+        return fixed, torch.zeros_like(fixed, dtype=logits.dtype)
+    supports, noises = [], []
+    for _ in range(config.rao_draws if config.estimator == "gumbel_rao" else 1):
+        if perturbed:
+            noise = conditional_noise(logits, token, generator)
+            support = (logits + noise).topk(k).indices
+            noise = noise.gather(1, support)
+        else:
+            support = fixed
+            chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
+            noise = conditional_noise(logits.gather(1, support), chosen, generator)
+        supports.append(support)
+        noises.append(noise)
+    if config.estimator == "ste":
+        return supports[0], noises[0]
+    return torch.stack(supports, 1), torch.stack(noises, 1)
+
+
+def reinmax(logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
+    """ReinMax: one-hot of the drawn token forward, a second-order accurate gradient backward.
+
+    With ``p = softmax(l)``, ``q = (onehot + softmax(l / tau)) / 2`` and the softmax's Jacobian
+    ``J(p) = diag(p) - p p^T``, backward is ``(2 J(q) - J(p) / 2) g``. At tau = 1 its expectation over the token is the
+    exact gradient of ``E f(onehot)`` for every quadratic f (Heun's method; straight-through is Euler's).
+
+    Args:
+        logits: [..., K], -inf for what cannot be drawn.
+        chosen: One-hot of the drawn token [..., K].
+        tau: Temperature of the softmax in q.
+
+    Returns:
+        ``chosen`` [..., K], in the logits' type.
+
+    Source: Liu et al. 2023, arXiv:2304.08612, algorithm 2.
+
+    >>> l = torch.zeros(2, requires_grad=True)               # p = (1/2, 1/2), q = (3/4, 1/4)
+    >>> y = reinmax(l, torch.tensor([1, 0]), 1.0)            # J(p) = +-1/4, J(q) = +-3/16
+    >>> y.tolist(), torch.autograd.grad(y[0], l)[0].tolist()  # 2 * 3/16 - 1/2 * 1/4
+    ([1.0, 0.0], [0.25, -0.25])
+    """
+    return _ReinMax.apply(logits, chosen.to(logits.dtype), tau)
+
+
+class _ReinMax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
+        ctx.save_for_backward(logits.softmax(-1), (chosen + (logits / tau).softmax(-1)) / 2)
+        return chosen.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        p, q = ctx.saved_tensors
+        first, second = (w * (grad - (w * grad).sum(-1, keepdim=True)) for w in (q, p))
+        return 2 * first - second / 2, None, None
+
+
+def relax(z: Tensor, tau: float, estimator: Estimator) -> Tensor:
+    """Relaxed token ``y`` of perturbed logits.
+
+    Args:
+        z: Perturbed logits [..., K].
+        tau: Gumbel temperature.
+        estimator: ``gumbel`` (softmax), or straight-through: exact one-hot of the argmax forward, softmax backward.
+
+    Returns:
+        Weights [..., K] that sum to one.
+
+    >>> z = torch.tensor([0.0, 1.0, 3.0], requires_grad=True)
+    >>> relax(z, 1.0, "ste").tolist()
+    [0.0, 0.0, 1.0]
+    >>> torch.equal(*(torch.autograd.grad(relax(z, 1.0, e)[0], z)[0] for e in ("ste", "gumbel")))
+    True
+    """
+    soft = (z / tau).softmax(-1)
+    return soft if estimator == "gumbel" else _StraightThrough.apply(soft)
+
+
+class _StraightThrough(torch.autograd.Function):
+    # The usual (hard - soft).detach() + soft is one-hot only up to rounding; this is exact.
+    @staticmethod
+    def forward(ctx, soft: Tensor) -> Tensor:
+        return torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+def tau_at(step: int, start: float, end: float, anneal_steps: int) -> float:
+    """Linear temperature schedule: ``start`` at step 0, ``end`` from step ``anneal_steps`` on.
+
+    Args:
+        step: Optimizer step, from 0.
+        start: First temperature.
+        end: Last temperature.
+        anneal_steps: Length of the ramp; 0 means ``end`` from the first step.
+
+    Returns:
+        The temperature.
+
+    >>> [tau_at(s, 2.0, 0.5, 100) for s in (0, 50, 100, 1000)]
+    [2.0, 1.25, 0.5, 0.5]
+    """
+    if anneal_steps <= 0:
+        return end
+    return start + (end - start) * min(step / anneal_steps, 1.0)

@@ -1,0 +1,272 @@
+"""Policy-gradient losses as pure functions of tensors: baselines, advantages, surrogates, KL estimators.
+
+No model and no sampling here; `grade.gradients.policy_gradient` calls these. Shapes as everywhere: B completions,
+T tokens; a group is the G completions of one prompt, so grouped rewards are [N, G] with B = N G. Masks are 1 at a
+completion's tokens, end-of-sequence included, and 0 after it.
+
+Every method ascends the same objective, ``E[R(y) - beta * mean_t KL_t]``, whose gradient is
+
+    E[A(y) sum_t grad log pi(y_t)] - beta E[mean_t grad KL_t],        A(y) = R(y) - beta * mean_t KL_t - baseline,
+
+unbiased for each baseline that does not depend on y. Sums over tokens, not means: a mean over each completion's tokens
+is another direction (it weighs short completions more; Liu et al. 2025, arXiv:2503.20783).
+
+Left out: entropy bonuses, and a clipped ratio of whole sequences (GSPO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grade.errors import InputError
+
+KLEstimate = Literal["k1", "k2", "k3"]
+
+STD_EPSILON = 1e-4
+"""Added to a group's standard deviation, so that equal rewards give advantages of 0."""
+
+
+def ema_baseline(means: Sequence[float], momentum: float = 0.9) -> float:
+    """Exponential moving average of earlier steps' mean returns, 0 before the first (Williams 1992).
+
+    ``b = sum_i m^(k-i) r_i / sum_i m^(k-i)``: normalised, so that it is not drawn towards 0 in the first steps. It
+    never contains the step that it is subtracted from, so it costs no bias.
+
+    Args:
+        means: Mean return of each earlier step, oldest first.
+        momentum: m in [0, 1).
+
+    Returns:
+        The baseline.
+
+    >>> ema_baseline([1.0, 4.0], 0.5)       # (0.5 * 1 + 1 * 4) / 1.5
+    3.0
+    """
+    total = weight = 0.0
+    for mean in means:
+        total, weight = momentum * total + mean, momentum * weight + 1
+    return total / weight if weight else 0.0
+
+
+def rloo(returns: Tensor) -> Tensor:
+    """Leave-one-out advantages ``A_g = r_g - mean_{g' != g} r_g'`` (Kool et al. 2019; Ahmadian et al. 2024).
+
+    Args:
+        returns: [N, G].
+
+    Returns:
+        [N, G].
+
+    Raises:
+        InputError: If G < 2.
+
+    >>> rloo(torch.tensor([[1.0, 2.0, 6.0]]))       # 1 - 4, 2 - 3.5, 6 - 1.5
+    tensor([[-3.0000, -1.5000,  4.5000]])
+    """
+    group = _group(returns)
+    return (returns - returns.mean(1, keepdim=True)) * (group / (group - 1))
+
+
+def remax(returns: Tensor, greedy: Tensor) -> Tensor:
+    """Advantages over the return of the greedy completion, ``A_g = r_g - r_greedy`` (Li et al. 2023, arXiv:2310.10505).
+
+    Args:
+        returns: [N, G].
+        greedy: Return of each prompt's greedy completion [N], which no sample influences.
+
+    Returns:
+        [N, G].
+    """
+    return returns - greedy.unsqueeze(1)
+
+
+def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
+    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300).
+
+    With ``normalize_std``, as published: ``(r_g - mean) / (std + eps)``. Without, Dr. GRPO's ``r_g - mean``
+    (arXiv:2503.20783) times ``G / (G - 1)``: a completion's own return is part of the mean, which shrinks the expected
+    gradient by ``1 - 1/G``, and this factor takes that back. What remains is `rloo`, unbiased. Dividing by the
+    standard deviation is not: it weighs a prompt more the less its completions differ.
+
+    Args:
+        returns: [N, G].
+        normalize_std: Divide by each group's standard deviation (with G - 1 in the denominator).
+
+    Returns:
+        [N, G].
+
+    Raises:
+        InputError: If G < 2.
+    """
+    _group(returns)
+    if not normalize_std:
+        return rloo(returns)
+    return (returns - returns.mean(1, keepdim=True)) / (returns.std(1, keepdim=True) + STD_EPSILON)
+
+
+def _group(returns: Tensor) -> int:
+    group = returns.shape[1]
+    if group < 2:
+        raise InputError("num_generations", group, "at least 2: the baseline is made of a prompt's other completions")
+    return group
+
+
+def token_rewards(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """The penalised return spread over tokens: ``-beta KL_t / length`` at each, the reward at the last.
+
+    Args:
+        reward: [B].
+        kl: KL at each position [B, T].
+        mask: [B, T], at least one valid position a row.
+        beta: Weight of KL.
+
+    Returns:
+        [B, T], 0 where masked; rows sum to ``R - beta * mean_t KL_t``.
+    """
+    length = mask.sum(-1, keepdim=True)
+    last = torch.arange(mask.shape[1], device=mask.device) == length - 1
+    return (reward.unsqueeze(1) * last - beta * kl / length) * mask
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, gae_lambda: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over time (Schulman et al. 2016, arXiv:1506.02438, equation 16).
+
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}``, each completion alone; after
+    its last token value and advantage are 0.
+
+    Args:
+        rewards: [B, T].
+        values: V of the state before each token [B, T].
+        mask: [B, T], 1s first.
+        gamma: Discount.
+        gae_lambda: 1: the whole return minus V; 0: one step.
+
+    Returns:
+        Advantages and targets of the value function ``A + V``, each [B, T], 0 where masked.
+    """
+    mask = mask.to(values.dtype)
+    advantages = torch.zeros_like(values)
+    after = advantage = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * after - values[:, t]
+        advantage = (delta + gamma * gae_lambda * advantage) * mask[:, t]
+        after = values[:, t] * mask[:, t]
+        advantages[:, t] = advantage
+    return advantages, (advantages + values) * mask
+
+
+def moments(values: Tensor, mask: Tensor) -> Tensor:
+    """``(n, sum x, sum x^2)`` [3] of the valid entries in float64; those of several microbatches add up."""
+    kept = values.double() * mask
+    return torch.stack([mask.double().sum(), kept.sum(), (kept * kept).sum()])
+
+
+def whiten(values: Tensor, mask: Tensor, over: Tensor | None = None) -> tuple[Tensor, float]:
+    """``(x - mean) / std`` over the valid entries, with n - 1 in the variance.
+
+    Args:
+        values: [B, T].
+        mask: [B, T].
+        over: `moments` of the whole step, if ``values`` are a part of it.
+
+    Returns:
+        Whitened values, 0 where masked, and the factor ``1 / std``.
+
+    Raises:
+        InputError: If fewer than two entries are valid or all are equal: nothing to divide by.
+    """
+    n, total, squares = (moments(values, mask) if over is None else over).tolist()
+    if n < 2:
+        raise InputError("values to whiten", int(n), "at least 2: one value has no standard deviation")
+    mean = total / n
+    variance = (squares - n * mean * mean) / (n - 1)
+    # Equal values leave rounding of the squares' size, which must not become a divisor.
+    if variance <= 1e-14 * squares / n:
+        raise InputError("values to whiten", f"{int(n)} equal ones", "values that differ")
+    factor = variance**-0.5
+    return (values - mean) * factor * mask, factor
+
+
+def policy_gradient_loss(weighted: Tensor, mask: Tensor) -> Tensor:
+    """``-mean_b sum_t x_bt``: the loss of tokens' contributions, ``A log pi`` or a `clipped_surrogate`.
+
+    Args:
+        weighted: [B, T].
+        mask: [B, T].
+
+    Returns:
+        A scalar; losses of equal microbatches average to the big batch's.
+    """
+    return -(weighted * mask).sum(-1).mean()
+
+
+def clipped_surrogate(logps: Tensor, old_logps: Tensor, advantages: Tensor, epsilon: float) -> Tensor:
+    """``min(rho A, clip(rho, 1 - eps, 1 + eps) A)``, ``rho = pi / pi_old`` token by token, to be maximised.
+
+    At ``pi = pi_old`` its gradient is that of ``A log pi``. Schulman et al. 2017 (arXiv:1707.06347), equation 7.
+
+    Args:
+        logps: Log-probabilities now [B, T], with gradient.
+        old_logps: Those of the policy that sampled [B, T].
+        advantages: [B, T], or [B, 1].
+        epsilon: Clip range.
+
+    Returns:
+        [B, T].
+    """
+    ratio = (logps - old_logps).exp()
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
+
+
+def clip_fraction(logps: Tensor, old_logps: Tensor, mask: Tensor, epsilon: float) -> Tensor:
+    """Share of tokens whose ratio lies outside the clip range, a scalar."""
+    outside = ((logps - old_logps).exp() - 1).abs() > epsilon
+    return (outside * mask).sum() / mask.sum()
+
+
+def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, epsilon: float) -> Tensor:
+    """``max((V - G)^2, (V_old + clip(V - V_old, -eps, eps) - G)^2) / 2`` token by token.
+
+    Args:
+        values: V now [B, T], with gradient.
+        old_values: V when the completions were sampled [B, T].
+        targets: G [B, T], the second result of `gae`.
+        epsilon: Clip range, in units of reward.
+
+    Returns:
+        [B, T].
+    """
+    clipped = old_values + (values - old_values).clamp(-epsilon, epsilon)
+    return torch.maximum((values - targets) ** 2, (clipped - targets) ** 2) / 2
+
+
+def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLEstimate) -> Tensor:
+    """Estimates of ``KL(pi || ref)`` from the sampled token, with ``log r = log ref - log pi`` (Schulman 2020).
+
+    ``k1 = -log r`` (unbiased, of either sign), ``k2 = (log r)^2 / 2`` (biased, small variance) and
+    ``k3 = r - 1 - log r`` (unbiased, at least 0).
+
+    Args:
+        logps: Log-probabilities [B, T] of the policy that sampled, with gradient where wanted.
+        ref_logps: Those of the reference [B, T].
+        kind: k1, k2 or k3.
+
+    Returns:
+        [B, T] in nats.
+
+    >>> logps, ref_logps = torch.tensor(-1.0), torch.tensor(-1.5)
+    >>> [round(float(kl_estimate(logps, ref_logps, kind)), 4) for kind in ("k1", "k2", "k3")]
+    [0.5, 0.125, 0.1065]
+    """
+    log_ratio = ref_logps - logps
+    if kind == "k1":
+        return -log_ratio
+    if kind == "k2":
+        return log_ratio**2 / 2
+    return log_ratio.expm1() - log_ratio

@@ -1,0 +1,337 @@
+"""Policy gradients on the shared base: `reinforce`, `rloo`, `remax`, `grpo` and `ppo`.
+
+Completions are sampled on the key-value cache and scored by the same reward model, on the same text, as everywhere
+else; one teacher-forced pass then gives log-probabilities and KL in row chunks, so that no [B, T, V] tensor exists. All
+ascend the objective of the relaxed methods (`grade.gradients.objective`), ``E[R - beta * mean_t KL_t]``. Its gradient
+has two terms: the score function weighted by the *penalised* return, because KL depends on which tokens were sampled,
+and KL's own gradient at the sampled positions. Both are there, so `reinforce`, `rloo`, `remax` and `grpo` without its
+options are unbiased.
+
+| method | advantage of completion y |
+|---|---|
+| reinforce | penalised return minus an average of earlier steps' returns |
+| rloo | minus the mean of the prompt's other completions |
+| remax | minus the greedy completion's, also penalised |
+| grpo | rloo's, or divided by the group's standard deviation; ratio clipped if a step has several updates |
+| ppo | token by token: generalised advantage estimation over time with a learned value, whitened over the step |
+
+A step with one update needs one pass with gradient; with several, completions are scored first without. The value head
+reads the policy's hidden states and does not move them. With ``self_certainty_reward`` (Intuitor) the reward is the
+policy's own self-certainty, a constant of the update.
+
+Left out: entropy bonuses, adaptive beta, sampling by another engine, shuffling between passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from grade.gradients import losses
+from grade.gradients.methods import PolicyGradientConfig
+from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
+from grade.gradients.objective import score as score_reward
+from grade.models.backbone import Backbone
+from grade.models.head import wide
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import generate
+from grade.models.scoring import predicting_hidden, score_hidden, token_kl
+from grade.models.self_certainty import completion_certainty
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Samples of a microbatch.
+
+    Attributes:
+        prompts: B prompts, each G times in a row.
+        ids: Completions [B, T].
+        mask: [B, T], 1 at a token, end-of-sequence included.
+    """
+
+    prompts: PromptBatch
+    ids: Tensor
+    mask: Tensor
+
+    def rows(self, rows: slice) -> Completions:
+        """Some of them."""
+        prompts = PromptBatch(self.prompts.ids[rows], self.prompts.mask[rows])
+        return Completions(prompts, self.ids[rows], self.mask[rows])
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Completions with all that an update takes as given, without gradient.
+
+    Attributes:
+        completions: Samples.
+        reference: The reference's hidden states [B, T, D], or its log-probabilities [B, T] for k3.
+        logps: Log-probabilities under the policy that sampled [B, T].
+        kl: KL, or its estimate, under that policy [B, T].
+        reward: [B].
+        values: V of the state before each token [B, T], with ppo.
+        advantages: [B, T], or [B, 1] where all tokens have the same.
+        targets: Targets of the value head [B, T], with ppo.
+        kl_factor: Factor on KL's own gradient: 1, or that of the whitening, which would otherwise tip the balance of
+            reward and KL.
+    """
+
+    completions: Completions
+    reference: Tensor
+    logps: Tensor
+    kl: Tensor
+    reward: Tensor
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    targets: Tensor | None = None
+    kl_factor: float = 1.0
+
+    def rows(self, rows: slice) -> Experience:
+        """Some of them."""
+        parts = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, completions=self.completions.rows(rows), **parts)
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a learner needs to know of the training loop.
+
+    Attributes:
+        microbatches: Microbatches of a step, of all processes.
+        apply: Takes an optimizer step with the gradients as they are.
+        total: Sums a tensor over processes.
+    """
+
+    microbatches: int
+    apply: Callable[[], object]
+    total: Callable[[Tensor], Tensor] = lambda x: x
+
+
+class ValueHead(nn.Module):
+    """``V(h) = w . layer_norm(h) + b``, 0 at first. Normalised, because hidden states have a few very large entries."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.linear = nn.Linear(backbone.hidden_size, 1, dtype=wide(backbone.dtype), device=backbone.device)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """V [B, T] of hidden states [B, T, D], which get no gradient."""
+        hidden = hidden.detach().to(self.linear.weight.dtype)
+        return self.linear(F.layer_norm(hidden, hidden.shape[-1:])).squeeze(-1)
+
+
+class PolicyGradient:
+    """One of the methods, with what it keeps between steps: a baseline, or a value head.
+
+    Args:
+        config: The run; its method decides.
+        backbone: Policy and reference.
+    """
+
+    def __init__(self, config: PolicyGradientConfig, backbone: Backbone) -> None:
+        self.config, self.backbone = config, backbone
+        self.means: list[float] = []
+        self.value_head = ValueHead(backbone) if config.method == "ppo" else None
+        self.figures: dict[str, list[Tensor]] = {}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters beside the adapter's."""
+        return [] if self.value_head is None else list(self.value_head.parameters())
+
+    def step(
+        self, microbatches: Iterable[tuple[PromptBatch, torch.Generator]], objective: Objective, context: StepContext
+    ) -> list[GradientStep]:
+        """Sample, and update as often as the method does.
+
+        Args:
+            microbatches: This process's prompts, each once, and the source of their completions' noise.
+            objective: Reward and KL weight.
+            context: The training loop.
+
+        Returns:
+            What each microbatch found, under the policy that sampled it.
+
+        Raises:
+            InputError: For a reward that is not finite, or advantages that cannot be whitened.
+        """
+        return self.learn((self.sample(*pair) for pair in microbatches), objective, context)
+
+    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
+        """G completions of each prompt."""
+        owner = torch.arange(len(prompts), device=prompts.ids.device).repeat_interleave(self.config.group)
+        return self._generate(PromptBatch(prompts.ids[owner], prompts.mask[owner]), generator)
+
+    def _generate(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
+        most, least = self.config.max_new_tokens, self.config.min_new_tokens
+        ids, mask = generate(self.backbone, prompts, most, generator, temperature, least)
+        return Completions(prompts, ids, mask)
+
+    def learn(
+        self, microbatches: Iterable[Completions], objective: Objective, context: StepContext
+    ) -> list[GradientStep]:
+        """`step` on completions that exist already."""
+        self.figures = {}
+        scale, several = 1 / context.microbatches, self.config.passes * self.config.minibatches > 1
+        if several or self.config.method == "ppo":
+            steps = self._update_often(microbatches, objective, context, scale)
+        else:
+            steps = [self.accumulate(completions, objective, scale) for completions in microbatches]
+            context.apply()
+        if self.config.method == "reinforce":
+            means = torch.stack([-step.loss for step in steps]).sum() * scale
+            self.means.append(float(context.total(means)))
+        return steps
+
+    def accumulate(self, completions: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
+        """Add ``scale`` times the gradient of the loss, minus the objective, in one pass; not for ppo.
+
+        Args:
+            completions: Of the policy as it is now.
+            objective: Reward and KL weight.
+            scale: Factor on the gradient.
+
+        Returns:
+            What was found.
+        """
+        logps, kl, hidden, reference = self._terms(completions, None)
+        seen = self._experience(completions, objective, logps, kl, hidden, reference)
+        seen = replace(seen, advantages=self._advantages(seen, objective))
+        (self._loss(logps, kl, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
+        return self._found(seen, objective)
+
+    def _update_often(
+        self, microbatches: Iterable[Completions], objective: Objective, context: StepContext, scale: float
+    ) -> list[GradientStep]:
+        experience = []
+        for completions in microbatches:
+            with torch.no_grad():
+                terms = self._terms(completions, None)
+                seen = self._experience(completions, objective, *terms)
+                if self.value_head is None:
+                    seen = replace(seen, advantages=self._advantages(seen, objective))
+                else:
+                    rewards = losses.token_rewards(seen.reward, seen.kl, completions.mask, objective.beta)
+                    gae = losses.gae(rewards, seen.values, completions.mask, self.config.gamma, self.config.gae_lambda)
+                    seen = replace(seen, advantages=gae[0], targets=gae[1])
+            experience.append(seen)
+        if self.value_head is not None and self.config.whiten_advantages:
+            experience = self._whitened(experience, context)
+        inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
+        for _ in range(self.config.passes):
+            for part in range(self.config.minibatches):
+                for p in inputs:
+                    p.grad = None
+                for seen in experience:
+                    some = seen.rows(slice(part, None, self.config.minibatches))
+                    logps, kl, hidden, _ = self._terms(some.completions, some.reference)
+                    loss = self._loss(logps, kl, some, objective) + self._value_loss(hidden, some)
+                    (loss * scale).backward(inputs=inputs)
+                context.apply()
+        return [self._found(seen, objective) for seen in experience]
+
+    def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probabilities and KL [B, T], hidden states [B, T, D] and the reference's part of KL."""
+        prompts, ids, mask = completions.prompts, completions.ids, completions.mask
+        exact = self.config.kl_estimator == "exact"
+        if reference is None:
+            with torch.no_grad(), self.backbone.reference():
+                reference = predicting_hidden(self.backbone, prompts, ids)
+                reference = reference if exact else self._logps(reference, completions)
+        with self.backbone.checkpointed_layers(self.config.gradient_checkpointing and torch.is_grad_enabled()):
+            hidden = predicting_hidden(self.backbone, prompts, ids)
+        logps = self._logps(hidden, completions)
+        if exact:
+            return logps, token_kl(self.backbone, hidden, reference, mask), hidden, reference
+        return logps, losses.kl_estimate(logps, reference, "k3"), hidden, reference
+
+    def _logps(self, hidden: Tensor, completions: Completions) -> Tensor:
+        # Of the distribution that was sampled: without end-of-sequence before min_new_tokens.
+        least = self.config.min_new_tokens
+        ids, mask = completions.ids, completions.mask
+        return score_hidden(self.backbone, hidden, ids, mask, ("logps",), min_new_tokens=least).logps
+
+    @torch.no_grad()
+    def _experience(
+        self, completions: Completions, objective: Objective, logps: Tensor, kl: Tensor, hidden: Tensor,
+        reference: Tensor,
+    ) -> Experience:  # fmt: skip
+        logps, kl = logps.detach(), kl.detach()
+        reward = self._reward(completions, objective, hidden)
+        check_finite(reward, _penalised(reward, kl, completions.mask, objective.beta))
+        values = None if self.value_head is None else self.value_head(hidden)
+        return Experience(completions, reference, logps, kl, reward, values)
+
+    def _reward(self, completions: Completions, objective: Objective, hidden: Tensor) -> Tensor:
+        prompts, ids, mask = completions.prompts, completions.ids, completions.mask
+        if self.config.self_certainty_reward:
+            found = score_hidden(self.backbone, hidden, ids, mask, ("self_certainty",))
+            return completion_certainty(found.self_certainty, mask)
+        return score_reward(objective.reward_model, self.backbone, prompts, ids, mask, objective.scope)
+
+    @torch.no_grad()
+    def _advantages(self, seen: Experience, objective: Objective) -> Tensor:
+        """Advantages [B, 1] of whole completions."""
+        returns = _penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
+        grouped, method = returns.view(-1, self.config.group), self.config.method
+        if method == "reinforce":
+            grouped = grouped - losses.ema_baseline(self.means, self.config.baseline_momentum)
+        elif method == "rloo":
+            grouped = losses.rloo(grouped)
+        elif method == "remax":
+            grouped = losses.remax(grouped, self._greedy_returns(seen.completions, objective))
+        else:
+            grouped = losses.grpo(grouped, self.config.normalize_std)
+        return grouped.reshape(-1, 1)
+
+    def _greedy_returns(self, completions: Completions, objective: Objective) -> Tensor:
+        """Penalised return of each prompt's greedy completion [N]."""
+        prompts = completions.rows(slice(None, None, self.config.group)).prompts
+        greedy = self._generate(prompts, torch.Generator(self.backbone.device), temperature=0.0)
+        _, kl, hidden, _ = self._terms(greedy, None)
+        return _penalised(self._reward(greedy, objective, hidden), kl, greedy.mask, objective.beta)
+
+    def _whitened(self, experience: list[Experience], context: StepContext) -> list[Experience]:
+        parts = [losses.moments(e.advantages, e.completions.mask) for e in experience]
+        over = context.total(torch.stack(parts).sum(0))
+        whitened = []
+        for seen in experience:
+            advantages, factor = losses.whiten(seen.advantages, seen.completions.mask, over)
+            whitened.append(replace(seen, advantages=advantages, kl_factor=factor))
+        return whitened
+
+    def _loss(self, logps: Tensor, kl: Tensor, seen: Experience, objective: Objective) -> Tensor:
+        mask, epsilon = seen.completions.mask, self.config.clip_epsilon
+        if self.config.method in ("grpo", "ppo"):
+            weighted = losses.clipped_surrogate(logps, seen.logps, seen.advantages, epsilon)
+            self._note("clip_fraction", losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon))
+        else:
+            weighted = seen.advantages * logps
+        penalty = objective.beta * seen.kl_factor * sequence_mean(kl, mask).mean()
+        return losses.policy_gradient_loss(weighted, mask) + penalty
+
+    def _value_loss(self, hidden: Tensor, seen: Experience) -> Tensor | float:
+        if self.value_head is None:
+            return 0.0
+        each = losses.value_loss(self.value_head(hidden), seen.values, seen.targets, self.config.value_clip)
+        loss = sequence_mean(each, seen.completions.mask).mean()
+        self._note("value_loss", loss.detach())
+        return loss
+
+    def _note(self, name: str, value: Tensor) -> None:
+        self.figures.setdefault(name, []).append(value)
+
+    def _found(self, seen: Experience, objective: Objective) -> GradientStep:
+        mask = seen.completions.mask
+        loss = -_penalised(seen.reward, seen.kl, mask, objective.beta).mean()
+        return GradientStep(seen.completions.ids, mask, seen.reward, seen.kl, loss)
+
+
+def _penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """``R - beta * mean_t KL_t`` [B]."""
+    return reward - beta * sequence_mean(kl, mask)

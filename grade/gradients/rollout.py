@@ -1,0 +1,201 @@
+"""Sampling without gradient, on a key-value cache.
+
+`sample` draws relaxed completions and keeps what is needed to replay them: the hard tokens, the support and its noise,
+each [B, T, K] or smaller ([B, T, M, K] with `gumbel_rao`). `generate` draws ordinary samples for evaluation. Both are
+one loop: at each position the policy's logits [B, V] exist for that position only. `condition` makes a rollout of
+completions that were sampled elsewhere.
+
+A completion ends with a hard end-of-sequence token, which still counts. Later positions are masked; what is drawn there
+is seen by nothing that counts. Loops run the full T steps unless `stop_early`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grade.errors import InputError
+from grade.gradients.estimators import RelaxationConfig, draw_given, draw_support, relax
+from grade.models.decode_linear import SkinnyLinear
+from grade.models.head import CHUNK_ROWS, weighted_embedding
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Relaxed completions of a batch of prompts.
+
+    Attributes:
+        prompts: The prompts.
+        completion_ids: Hard tokens ``argmax z`` [B, T].
+        completion_mask: [B, T], 1 up to and including the first end-of-sequence token, then 0.
+        support: Token ids of the supports [B, T, K]; with `gumbel_rao` one for each draw [B, T, M, K].
+        noise: Gumbel noise on the supports, same shape, float32 (given the token: in the type of the logits).
+        embeds: Relaxed embeddings ``e`` [B, T, D]; of the hard tokens, but with `gumbel`.
+    """
+
+    prompts: PromptBatch
+    completion_ids: Tensor
+    completion_mask: Tensor
+    support: Tensor
+    noise: Tensor
+    embeds: Tensor
+
+
+@torch.no_grad()
+def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator) -> Rollout:
+    """Draw relaxed completions of the policy.
+
+    Args:
+        backbone: Its adapter as it is now is the policy.
+        prompts: B prompts.
+        config: Estimator, support, tau, lengths.
+        generator: Source of the noise, on the backbone's device.
+
+    Returns:
+        The rollout.
+    """
+    check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
+    with backbone.merged(), SkinnyLinear():
+        return _sample(backbone, prompts, config, generator)
+
+
+def _sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator) -> Rollout:
+    state = Decoder(backbone, prompts)
+    eos = backbone.eos_token_ids
+    ids, masks, supports, noises, embeds = [], [], [], [], []
+    alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
+    for step in range(config.max_new_tokens):
+        logits = forbid_eos(state.logits(), None, step, config.min_new_tokens, eos)  # [B, V]
+        support, noise = draw_support(logits, config, generator)  # [B, K]
+        y = relax(logits.gather(1, support) + noise, config.tau, config.estimator)
+        token = support.gather(1, y.argmax(-1, keepdim=True)).squeeze(1)  # [B]
+        if config.estimator == "gumbel":
+            e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
+        else:
+            e = backbone.embed(token)
+        if config.estimator in ("gumbel_rao", "reinmax"):
+            support, noise = draw_given(logits, token, config, generator)
+        for values, value in zip(
+            (ids, masks, supports, noises, embeds), (token, alive, support, noise, e), strict=True
+        ):
+            values.append(value)
+        alive = alive & ~is_eos(token, eos)
+        if step + 1 < config.max_new_tokens:
+            state.advance(e)
+    stacked = [torch.stack(values, 1) for values in (ids, masks, supports, noises, embeds)]
+    return Rollout(prompts, stacked[0], stacked[1].long(), *stacked[2:])
+
+
+@torch.no_grad()
+def condition(
+    backbone: Backbone,
+    prompts: PromptBatch,
+    ids: Tensor,
+    mask: Tensor,
+    config: RelaxationConfig,
+    generator: torch.Generator,
+) -> Rollout:
+    """A rollout of completions that were sampled elsewhere, for the straight-through estimators.
+
+    One teacher-forced pass without gradient gives the logits of every position; supports and noise are drawn given the
+    tokens (`draw_given`). If the completions are samples of the policy, the rollout has the law of `sample`'s; from
+    another policy the gradient is off-policy, which nothing here corrects.
+
+    Args:
+        backbone: Its adapter as it is now is the policy.
+        prompts: B prompts.
+        ids: Completions [B, T] in the policy's own tokens; what stands where masked is not read.
+        mask: [B, T], 1 up to and including the first end-of-sequence token (or the cut), then 0.
+        config: Estimator, support, tau; ``max_new_tokens`` is not used.
+        generator: Source of the noise, on the backbone's device.
+
+    Returns:
+        The rollout.
+
+    Raises:
+        InputError: For the estimator `gumbel`, or completions that are empty, malformed, too long, impossible under
+            ``min_new_tokens`` or not in the policy's tokens.
+    """
+    check_completions(backbone, prompts, ids, mask, config.min_new_tokens)
+    check_length(backbone, prompts.ids.shape[1] + ids.shape[1])
+    ids = ids * mask
+    inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
+    inputs_mask = torch.cat([prompts.mask, prompts.mask.new_ones(len(ids), ids.shape[1] - 1)], 1)
+    hidden = backbone.hidden(backbone.embed(inputs), inputs_mask)[:, prompts.ids.shape[1] - 1 :]
+    support, noise = noise_given(backbone, hidden, ids, mask, config, generator)
+    return Rollout(prompts, ids, mask.long(), support, noise, backbone.embed(ids))
+
+
+@torch.no_grad()
+def noise_given(
+    backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, config: RelaxationConfig, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Supports and noise of whole completions given their tokens; see `grade.gradients.estimators.draw_given`.
+
+    Args:
+        backbone: The policy.
+        hidden: Hidden states [B, T, D] at the positions that predict the tokens.
+        ids: Completions [B, T].
+        mask: [B, T].
+        config: Estimator, support, draws.
+        generator: Source of the noise.
+
+    Returns:
+        Token ids and noise, each [B, T, K] or [B, T, M, K]. Row chunks of the head: no [B, T, V] tensor exists.
+    """
+    rows, flat = hidden.flatten(0, 1), ids.flatten()
+    # Where masked, the token may be one that is forbidden there; nothing that counts sees what is drawn.
+    steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)
+    supports, noises = [], []
+    for chunk in torch.arange(len(rows), device=ids.device).split(CHUNK_ROWS):
+        logits = backbone.head(rows[chunk])
+        step = steps.flatten()[chunk].unsqueeze(1)
+        logits = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
+        support, noise = draw_given(logits, flat[chunk], config, generator)
+        supports.append(support)
+        noises.append(noise)
+    return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in (supports, noises))
+
+
+def check_completions(
+    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int = 0
+) -> None:
+    """Refuse completions that the policy could not have written.
+
+    Args:
+        backbone: The policy.
+        prompts: B prompts.
+        ids: Completions [B, T].
+        mask: [B, T].
+        min_new_tokens: End-of-sequence is not allowed before this many tokens.
+
+    Raises:
+        InputError: For wrong shapes, a mask that is not ones and then zeros, an empty completion, a token that the
+            policy's tokenizer does not know, or a token after an end-of-sequence.
+    """
+    if ids.ndim != 2 or ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
+        allowed = f"[{len(prompts)}, T] for ids and mask, T at least 1"
+        raise InputError("completions", f"{list(ids.shape)} and {list(mask.shape)}", allowed)
+    valid = mask.bool()
+    for n, row in enumerate(mask.tolist()):
+        if row != sorted((int(bool(m)) for m in row), reverse=True) or not row[0]:
+            raise InputError(f"completion mask, row {n}", row, "ones, at least one, and then zeros")
+    tokenizer = backbone.tokenizer
+    known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
+    foreign = valid & ((ids < 0) | (ids >= known))
+    if foreign.any():
+        unknown = sorted(set(ids[foreign].tolist()))
+        raise InputError("completion tokens", unknown, f"ids of the policy's own tokenizer, 0 to {known - 1}")
+    ends = is_eos(ids, backbone.eos_token_ids) & valid
+    if (ends[:, :-1] & valid[:, 1:]).any():
+        raise InputError("completions", "a token after an end-of-sequence", "a mask that ends with end-of-sequence")
+    if ends[:, :min_new_tokens].any():
+        raise InputError("completions", "an end-of-sequence", f"none before min_new_tokens = {min_new_tokens}")

@@ -1,0 +1,243 @@
+"""The step-by-step engines: re-run the whole prefix for each new token and keep the graph.
+
+`unrolled` is the original trainer (`gumbel_legacy`, `ste_legacy`): full-vocabulary soft tokens, stored logits of policy
+and reference, a reference that re-reads its prefix. `checkpointed` is the source document's memory-efficient trainer
+(Experiment 6) with its eight optimisations. Each of them is one switch of `StepwiseOptions`, so that a notebook can
+turn them on alone.
+
+Two things are put right, because the original's numbers could not be compared otherwise: KL compares policy and
+reference at the *same* position and is in the loss with its gradient (the original read the reference one position
+late and left KL out), and end-of-sequence is handled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from grade.errors import InputError
+from grade.gradients.estimators import RelaxationConfig, draw_support, relax
+from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
+from grade.models.head import kl_divergence, support_logits, weighted_embedding
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import check_length, forbid_eos, is_eos
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+
+
+@dataclass(frozen=True)
+class StepwiseOptions:
+    """The source document's optimisations; the defaults are the original trainer.
+
+    Attributes:
+        compact: Keep relaxed tokens as K ids and weights; otherwise scatter them into [B, V] at each step.
+        online_kl: KL at each step from the two hidden states; otherwise store both logits [B, T, V] and compare later.
+        reference_cache: Decode the reference on a key-value cache; otherwise re-run its prefix at each step.
+        reward_embedding: ``dense``: soft tokens [B, T, V] times the table; ``gathered``: gather rows [B, T, K, D] and
+            sum (the document's "sparse" reward); ``bagged``: `embedding_bag`, neither.
+        checkpoint: Recompute each step's forward pass in backward.
+        drop_lists: Forget each step's dense tensors at once; otherwise hold them to the end, as the original does.
+        head_positions: ``all``: logits of the whole prefix, then the last row, as the original does; ``last``.
+    """
+
+    compact: bool = False
+    online_kl: bool = False
+    reference_cache: bool = False
+    reward_embedding: Literal["dense", "gathered", "bagged"] = "dense"
+    checkpoint: bool = False
+    drop_lists: bool = False
+    head_positions: Literal["all", "last"] = "all"
+
+
+UNROLLED = StepwiseOptions()
+CHECKPOINTED = StepwiseOptions(True, True, True, "bagged", True, True)
+
+
+def stepwise(
+    backbone: Backbone,
+    prompts: PromptBatch,
+    objective: Objective,
+    relaxation: RelaxationConfig,
+    generator: torch.Generator,
+    scale: float = 1.0,
+    *,
+    options: StepwiseOptions = UNROLLED,
+    backward: bool = True,
+) -> GradientStep:
+    """Accumulate the exact gradient of the objective by backpropagation through every step.
+
+    Args:
+        backbone: Policy and reference.
+        prompts: B prompts.
+        objective: Reward and KL weight.
+        relaxation: Estimator, support, tau, lengths.
+        generator: Source of the noise.
+        scale: Factor on the gradient.
+        options: Which optimisations are on.
+        backward: False returns before the backward pass, with the graph alive in ``loss`` (to measure what is kept).
+
+    Returns:
+        The step's reward, KL and loss.
+
+    Raises:
+        InputError: If the sequence is longer than the context, a reward or the loss is not finite, or the estimator is
+            one that only `replay` has.
+    """
+    if relaxation.estimator not in ("gumbel", "ste"):
+        raise InputError("estimator", relaxation.estimator, "gumbel or ste; the others need the replay engine")
+    check_length(backbone, prompts.ids.shape[1] + relaxation.max_new_tokens)
+    loop = _Loop(backbone, prompts, relaxation, generator, options)
+    for step in range(relaxation.max_new_tokens):
+        loop.step(step)
+    mask = torch.stack(loop.masks, 1).long()
+    e = loop.reward_embeds()
+    reward = objective.reward(loop.prompt_embeds, prompts, e, mask)
+    kl = loop.kl() * mask
+    loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
+    check_finite(reward, loss)
+    ids = torch.stack(loop.tokens, 1)
+    if not backward:
+        return GradientStep(ids, mask, reward, kl, loss)
+    (loss * scale).backward(inputs=backbone.trainable_parameters())
+    return GradientStep(ids, mask, reward.detach(), kl.detach(), loss.detach())
+
+
+unrolled = partial(stepwise, options=UNROLLED)
+checkpointed = partial(stepwise, options=CHECKPOINTED)
+
+
+class _Loop:
+    """State of one generation: what the original keeps in lists."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompts: PromptBatch,
+        config: RelaxationConfig,
+        generator: torch.Generator,
+        options: StepwiseOptions,
+    ) -> None:
+        self.backbone, self.prompts, self.config = backbone, prompts, config
+        self.generator, self.options = generator, options
+        self.prompt_embeds = backbone.embed(prompts.ids).detach()
+        self.mask = prompts.mask
+        self.alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
+        self.embeds: list[Tensor] = []  # e_t [B, D], in the graph
+        self.tokens: list[Tensor] = []  # hard tokens [B]
+        self.masks: list[Tensor] = []
+        self.supports: list[Tensor] = []  # [B, K]
+        self.weights: list[Tensor] = []  # y_t [B, K]
+        self.soft: list[Tensor] = []  # dense soft tokens [B, V]
+        self.logits: list[Tensor] = []  # policy logits [B, V]
+        self.ref_logits: list[Tensor] = []
+        self.kls: list[Tensor] = []  # [B]
+        self.unused: list[Tensor] = []  # what the original holds to the end without using it
+        self.ref_cache = backbone.new_cache() if options.reference_cache else None
+
+    def step(self, step: int) -> None:
+        prefix = torch.cat([self.prompt_embeds, *[e.unsqueeze(1) for e in self.embeds]], 1)
+        ref_hidden = self._reference(prefix.detach())
+        draw: list[Tensor] = []  # support and noise: drawn once, reused when the step is recomputed
+        run = partial(self._policy, step, self.mask, ref_hidden, draw)
+        if self.options.checkpoint:
+            e, y, soft, logits, kl = checkpoint(run, prefix, use_reentrant=False)
+        else:
+            e, y, soft, logits, kl = run(prefix)
+        support = draw[0]
+        token = support.gather(1, y.detach().argmax(-1, keepdim=True)).squeeze(1)
+        self.embeds.append(e)
+        self.tokens.append(token)
+        self.masks.append(self.alive)
+        self.supports.append(support)
+        self.weights.append(y)
+        if soft is not None:
+            self.soft.append(soft)
+        if self.options.online_kl:
+            self.kls.append(kl)
+        else:
+            self.logits.append(logits)
+            self.ref_logits.append(self.backbone.head(ref_hidden))
+        if not self.options.drop_lists:
+            self.unused.append(logits.detach())
+        self.alive = self.alive & ~is_eos(token, self.backbone.eos_token_ids)
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
+
+    def _policy(self, step: int, mask: Tensor, ref_hidden: Tensor, draw: list[Tensor], prefix: Tensor):
+        """One policy step: relaxed embedding, weights, dense soft token, logits, KL."""
+        backbone, config, options = self.backbone, self.config, self.options
+        h = backbone.hidden(prefix, mask)
+        last = h[:, -1]
+        logits = backbone.head(h)[:, -1] if options.head_positions == "all" else backbone.head(last)  # [B, V]
+        allowed = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
+        if not draw:
+            draw.extend(draw_support(allowed.detach(), config, self.generator))
+        support, noise = draw
+        if options.compact and options.head_positions == "last":
+            at_support = support_logits(backbone.head, last, support)
+            z = forbid_eos(at_support, support, step, config.min_new_tokens, backbone.eos_token_ids) + noise
+        else:
+            z = allowed.gather(1, support) + noise
+        y = relax(z, config.tau, config.estimator)
+        soft = None
+        if options.compact:
+            e = weighted_embedding(backbone.embedding_weight, support, y)
+        else:
+            soft = torch.zeros_like(logits).scatter(1, support, y)
+            e = soft.to(backbone.dtype) @ backbone.embedding_weight
+        kl = kl_divergence(backbone.head, last, ref_hidden) if options.online_kl else None
+        keep_logits = not options.online_kl or not options.drop_lists
+        return e * backbone.embedding_scale, y, soft, logits if keep_logits else None, kl
+
+    @torch.no_grad()
+    def _reference(self, prefix: Tensor) -> Tensor:
+        """Reference hidden state [B, D] that predicts the next token, from the same inputs as the policy's."""
+        with self.backbone.reference():
+            if self.ref_cache is None:
+                return self.backbone.hidden(prefix, self.mask)[:, -1]
+            new = prefix if not self.embeds else prefix[:, -1:]
+            return self.backbone.decode(new, self.mask, self.ref_cache)[:, -1]
+
+    def reward_embeds(self) -> Tensor:
+        """Completion embeddings [B, T, D] as the reward model makes them from the soft tokens."""
+        table, scale = self.backbone.embedding_weight, self.backbone.embedding_scale
+        support, weights = torch.stack(self.supports, 1), torch.stack(self.weights, 1)  # [B, T, K]
+        if self.options.reward_embedding == "bagged":
+            e = weighted_embedding(table, support.flatten(0, 1), weights.flatten(0, 1))
+            return e.view(*support.shape[:2], -1) * scale
+        if self.options.reward_embedding == "gathered":
+            if self.soft:  # as the document's code does: it picks the weights out of the dense soft token
+                weights = torch.stack(self.soft, 1).gather(2, support)
+            return gathered_embedding(table, support, weights) * scale
+        if self.soft:
+            soft = torch.stack(self.soft, 1)  # [B, T, V]
+        else:
+            soft = weights.new_zeros(*support.shape[:2], table.shape[0]).scatter(2, support, weights)
+        return soft.to(table.dtype) @ table * scale
+
+    def kl(self) -> Tensor:
+        """KL [B, T]."""
+        if self.options.online_kl:
+            return torch.stack(self.kls, 1)
+        logp = torch.stack(self.logits, 1).log_softmax(-1)  # [B, T, V]
+        ref_logp = torch.stack(self.ref_logits, 1).log_softmax(-1)
+        return (logp.exp() * (logp - ref_logp)).sum(-1)
+
+
+def gathered_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tensor:
+    """The document's sparse reward embedding: gather rows [..., K, D], weigh and sum them.
+
+    Args:
+        table: Frozen table [V, D].
+        support: Token ids [..., K].
+        weights: Weights [..., K].
+
+    Returns:
+        [..., D]. Kept for backward: the gathered rows, K D numbers a token.
+    """
+    return (weights.to(table.dtype).unsqueeze(-1) * table[support]).sum(-2)

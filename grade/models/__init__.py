@@ -1,0 +1,1 @@
+"""The frozen base, its adapter, prompts, sampling and scores: what every method shares."""

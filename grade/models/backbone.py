@@ -1,0 +1,357 @@
+"""One frozen base model in three roles.
+
+- policy: the base with its LoRA adapter on;
+- reference: the same weights with the adapter off (`Backbone.reference`);
+- reward trunk: the same, with a small head on top (`grade.rewards.model`).
+
+So there is one copy of the base in memory, and KL is exactly 0 while LoRA's B is 0. Any decoder-only causal language
+model of transformers that accepts `inputs_embeds` works: tied or untied head, absolute or rotary positions, scaled
+embeddings, head bias, logit scale and soft cap. `Backbone` checks this on a short probe when it is built, and refuses
+what it cannot do exactly: remote code, pickled weights, LoRA on the head or the embedding, prompt-learning adapters.
+
+Dropout is off everywhere, LoRA's too: its mask is not part of a sample, so a replayed rollout could not repeat it.
+
+Left out: training the base itself, quantised bases, encoder-decoders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from grade.errors import InputError
+from grade.models.adapter import LoraSettings, load_adapter, new_adapter
+from grade.models.head import Head
+from grade.models.prompts import position_ids
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_PROBE_TOLERANCE = 1e-2
+"""Largest relative error of the probe: far above bfloat16 rounding of a logit, far below any structural difference."""
+
+
+class Backbone(nn.Module):
+    """A frozen causal language model, optionally with a trainable LoRA adapter.
+
+    Args:
+        model: A decoder-only causal language model.
+        tokenizer: Its tokenizer, or None where only ids are used.
+        lora: Settings of a new adapter; None for the bare base.
+        adapter: Folder of a saved adapter to continue from, instead of ``lora``.
+        seed: Seed of a new adapter's initialisation.
+
+    Raises:
+        InputError: If the model or the adapter cannot be supported; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        lora: LoraSettings | None = None,
+        adapter: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        _check_supported(model)
+        model.requires_grad_(False).eval()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.decoder = model.base_model
+        self.head = _head_of(model)
+        self.embedding = model.get_input_embeddings()
+        accepted = inspect.signature(self.decoder.forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        _check_probe(self)
+        self.peft: PeftModel | None = None
+        if adapter is not None:
+            self.peft = load_adapter(model, adapter)
+        elif lora is not None:
+            self.peft = new_adapter(model, lora, seed)
+        self._checkpointing = False
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        dtype: str = "float32",
+        lora: LoraSettings | None = None,
+        adapter: str | Path | None = None,
+        device: str | torch.device = "cpu",
+        attention: Literal["auto", "sdpa", "eager"] = "auto",
+        seed: int = 0,
+    ) -> Backbone:
+        """Load a local folder or a Hugging Face id.
+
+        Args:
+            source: Folder with ``config.json`` and safetensors weights, or a hub id.
+            dtype: One of float32, bfloat16, float16, float64.
+            lora: Settings of a new adapter.
+            adapter: Folder of a saved adapter.
+            device: Where to put the model.
+            attention: Attention implementation; auto is the model's own default.
+            seed: Seed of a new adapter.
+
+        Returns:
+            The backbone.
+
+        Raises:
+            InputError: If the model cannot be found, read or supported.
+        """
+        if dtype not in DTYPES:
+            raise InputError("dtype", dtype, ", ".join(DTYPES))
+        model, tokenizer = load_pretrained(source, DTYPES[dtype], attention)
+        return cls(model.to(device), tokenizer, lora, adapter, seed).to(device)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """The frozen embedding table [V, D], unscaled."""
+        return self.embedding.weight
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor between the table and what the first layer receives (Gemma 3), 1 for most models."""
+        return float(getattr(self.embedding, "scalar_embed_scale", getattr(self.embedding, "embed_scale", 1.0)))
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of rows of the embedding table."""
+        return self.embedding_weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the embedding table."""
+        return self.embedding_weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the base weights."""
+        return self.embedding_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the base weights."""
+        return self.embedding_weight.device
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens that the model was built for."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence."""
+        eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        eos = self.model.config.eos_token_id if eos is None else eos
+        if eos is None:
+            return ()
+        return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The adapter's parameters, in a fixed order."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., D] of token ids, as the first layer receives them."""
+        return self.embedding(ids)
+
+    def hidden(self, inputs_embeds: Tensor, mask: Tensor) -> Tensor:
+        """Last hidden states (after the final norm), all positions in one pass, with the adapter as it is now.
+
+        Args:
+            inputs_embeds: [B, L, D].
+            mask: [B, L], 0 at padding.
+
+        Returns:
+            [B, L, D].
+        """
+        positions = {"position_ids": position_ids(mask)} if self._takes_positions else {}
+        return self.decoder(
+            inputs_embeds=inputs_embeds, attention_mask=mask, use_cache=False, **positions
+        ).last_hidden_state
+
+    def decode(self, inputs_embeds: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+        """Hidden states of new positions, earlier ones in the key-value cache (which grows in place).
+
+        Args:
+            inputs_embeds: New positions [B, n, D].
+            mask: All positions so far, new ones included [B, L].
+            cache: From `new_cache`.
+
+        Returns:
+            [B, n, D].
+        """
+        n = inputs_embeds.shape[1]
+        positions = {"position_ids": position_ids(mask)[:, -n:]} if self._takes_positions else {}
+        return self.decoder(
+            inputs_embeds=inputs_embeds, attention_mask=mask, past_key_values=cache, use_cache=True, **positions
+        ).last_hidden_state
+
+    def new_cache(self) -> DynamicCache:
+        """An empty key-value cache."""
+        return DynamicCache(config=self.model.config)
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within this context the adapter is off: the frozen base.
+
+        The adapter's parameters do not require gradients inside, so close it before a backward pass that should
+        reach them. Gradients to inputs flow as usual.
+        """
+        if self.peft is None:
+            yield
+        else:
+            with self.peft.disable_adapter():
+                yield
+
+    @contextlib.contextmanager
+    def merged(self) -> Iterator[None]:
+        """Within this context the adapter is folded into the weights it adapts: the same policy, fewer products.
+
+        For sampling, where each step is a few rows and an adapter's small products cost as much time as the base's.
+        The adapted weights exist twice meanwhile; the originals come back untouched. A half-precision base is left as
+        it is: rounding ``W + B A`` to 8 bits would lose the adapter.
+        """
+        if self.peft is None or self.dtype not in (torch.float32, torch.float64):
+            yield
+            return
+        layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
+        originals = []
+        try:
+            with torch.no_grad():
+                for layer in layers:
+                    weight = layer.get_base_layer().weight
+                    originals.append((weight, weight.data))
+                    delta = sum(layer.get_delta_weight(name) for name in layer.active_adapters)
+                    weight.data = weight.data + delta.to(weight.dtype)
+            with self.reference():
+                yield
+        finally:
+            for weight, original in originals:
+                weight.data = original
+
+    @contextlib.contextmanager
+    def checkpointed_layers(self, enabled: bool) -> Iterator[None]:
+        """Within this context each layer of a forward pass keeps only its input and is recomputed in backward.
+
+        transformers drops the key-value cache while checkpointing, so rollouts stay outside. The model stays in eval
+        mode: only the layers' own switch is set (dropout rates are 0 in any case).
+        """
+        if not enabled:
+            yield
+            return
+        model = self.model  # the names of transformers >= 5.20, else the older ones
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        enable({"use_reentrant": False})
+        layers = [m for m in self.model.modules() if hasattr(m, "gradient_checkpointing")]
+        for layer in layers:
+            layer.training = True
+        try:
+            yield
+        finally:
+            disable()
+            for layer in layers:
+                layer.training = False
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Write the adapter as PEFT does (safetensors and ``adapter_config.json``).
+
+        Args:
+            folder: Target folder.
+
+        Raises:
+            InputError: If there is no adapter.
+        """
+        if self.peft is None:
+            raise InputError("adapter", None, "a backbone with a LoRA adapter")
+        self.peft.save_pretrained(str(folder))
+
+
+def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "auto") -> tuple[PreTrainedModel, Any]:
+    """Load model and tokenizer, safetensors only, no remote code, all dropout rates 0.
+
+    Args:
+        source: Local folder or hub id.
+        dtype: Type of the weights.
+        attention: Attention implementation; auto is the model's own default.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        InputError: With the reason in one line.
+    """
+    name = str(source)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if config.is_encoder_decoder:
+            raise InputError("backbone", name, "a decoder-only causal language model, not an encoder-decoder")
+        for key in vars(config):
+            if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
+                setattr(config, key, 0.0)
+        logging.disable_progress_bar()  # a bar a model, in logs and notebooks too
+        model = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, use_safetensors=True,
+            attn_implementation=None if attention == "auto" else attention,
+            trust_remote_code=False,
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except InputError:
+        raise
+    except Exception as error:  # transformers raises a dozen kinds; each means the same to the user
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else error.__class__.__name__
+        allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
+        raise InputError("backbone", name, f"{allowed} ({reason})") from None
+    return model, tokenizer
+
+
+def _check_supported(model: PreTrainedModel) -> None:
+    name = model.__class__.__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InputError("backbone", name, "a decoder-only causal language model, not an encoder-decoder")
+    if model.get_output_embeddings() is None:
+        raise InputError("backbone", name, "a causal language model with an output head")
+    if "inputs_embeds" not in inspect.signature(model.base_model.forward).parameters:
+        raise InputError("backbone", name, "a model that accepts inputs_embeds: soft tokens have no ids")
+
+
+def _head_of(model: PreTrainedModel) -> Head:
+    config, layer = model.config, model.get_output_embeddings()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):  # Granite divides
+        scale = 1.0 / config.logits_scaling
+    elif getattr(config, "logit_scale", None):  # Cohere multiplies
+        scale = float(config.logit_scale)
+    return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+
+
+@torch.no_grad()
+def _check_probe(backbone: Backbone) -> None:
+    """Refuse a model whose logits are not ``head(hidden(embed(ids)))`` or that looks ahead."""
+    name = backbone.model.__class__.__name__
+    ids = torch.arange(1, 7, device=backbone.device).remainder(backbone.vocab_size).view(1, -1)
+    mask = torch.ones_like(ids)
+    want = backbone.model(input_ids=ids, attention_mask=mask).logits
+    if want.device.type == "meta":
+        return
+    want = want.to(torch.float64)
+    got = backbone.head(backbone.hidden(backbone.embed(ids), mask)).to(torch.float64)
+    table = backbone.embedding_weight[ids] * backbone.embedding_scale
+    if got.shape != want.shape or (got - want).norm() > _PROBE_TOLERANCE * want.norm():
+        raise InputError("backbone", name, "a model whose logits are head(last hidden state), scaled or soft-capped")
+    if (table - backbone.embed(ids)).norm() > _PROBE_TOLERANCE * table.norm():
+        raise InputError("backbone", name, "a model whose input embedding is a (scaled) row of one table")
+    other = torch.cat([ids[:, :-1], ids[:, :1]], 1)
+    ahead = backbone.head(backbone.hidden(backbone.embed(other), mask)).to(torch.float64)
+    if (ahead - want)[:, :-1].norm() > _PROBE_TOLERANCE * want.norm():
+        raise InputError("backbone", name, "a causal model: a position's logits may not depend on later tokens")

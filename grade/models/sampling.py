@@ -1,0 +1,132 @@
+"""Sampling: end of sequence, and generation on a key-value cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grade.errors import InputError
+from grade.models.decode_linear import SkinnyLinear
+from grade.models.noise import gumbel_noise
+from grade.models.prompts import PromptBatch
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+
+
+def forbid_eos(logits: Tensor, ids: Tensor | None, step: int | Tensor, min_new_tokens: int,
+               eos: tuple[int, ...]) -> Tensor:  # fmt: skip
+    """Set end-of-sequence logits to -inf at steps before ``min_new_tokens``.
+
+    Args:
+        logits: Logits [..., V], or [..., K] with ``ids``.
+        ids: Token ids of the logits, same shape; None if they are 0..V-1.
+        step: Position in the completion, from 0, broadcastable to ``logits``.
+        min_new_tokens: End-of-sequence is not sampled before this many tokens.
+        eos: End-of-sequence ids.
+
+    Returns:
+        The logits, masked where needed.
+    """
+    if not eos or min_new_tokens == 0:
+        return logits
+    ids = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
+    is_eos = torch.isin(ids, torch.tensor(eos, device=logits.device))
+    early = torch.as_tensor(step, device=logits.device) < min_new_tokens
+    return logits.masked_fill(is_eos & early, float("-inf"))
+
+
+def is_eos(ids: Tensor, eos: tuple[int, ...]) -> Tensor:
+    """Boolean mask of end-of-sequence tokens, same shape as ``ids``."""
+    return torch.isin(ids, torch.tensor(eos, device=ids.device)) if eos else torch.zeros_like(ids, dtype=torch.bool)
+
+
+@torch.no_grad()
+def generate(
+    backbone: Backbone,
+    prompts: PromptBatch,
+    max_new_tokens: int,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+    min_new_tokens: int = 0,
+    stop_early: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Ordinary samples: ``argmax(l / temperature + g)``, an exact sample of ``softmax(l / temperature)``.
+
+    Args:
+        backbone: Its adapter as it is now is the policy.
+        prompts: B prompts.
+        max_new_tokens: T.
+        generator: Source of the noise.
+        temperature: Sampling temperature; 0 is greedy.
+        min_new_tokens: End-of-sequence is not sampled before this many tokens.
+        stop_early: Stop when every completion has ended.
+
+    Returns:
+        Completion ids and mask, each [B, T'] with T' <= T.
+
+    Raises:
+        InputError: If a length or the temperature is out of range.
+    """
+    if max_new_tokens < 1:
+        raise InputError("max_new_tokens", max_new_tokens, "at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise InputError("temperature", temperature, "a finite number, at least 0")
+    check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
+    with backbone.merged(), SkinnyLinear():
+        return _generate(backbone, prompts, max_new_tokens, min_new_tokens, generator, temperature, stop_early)
+
+
+def _generate(
+    backbone: Backbone, prompts: PromptBatch, max_new_tokens: int, min_new_tokens: int, generator: torch.Generator,
+    temperature: float, stop_early: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    state, eos = Decoder(backbone, prompts), backbone.eos_token_ids
+    alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
+    ids, masks = [], []
+    for step in range(max_new_tokens):
+        logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
+        if temperature > 0:
+            logits = logits / temperature + gumbel_noise(tuple(logits.shape), generator)
+        token = logits.argmax(-1)
+        ids.append(token)
+        masks.append(alive)
+        alive = alive & ~is_eos(token, eos)
+        if step + 1 == max_new_tokens or (stop_early and not alive.any()):
+            break
+        state.advance(backbone.embed(token))
+    return torch.stack(ids, 1), torch.stack(masks, 1).long()
+
+
+def check_length(backbone: Backbone, length: int) -> None:
+    """Refuse sequences longer than the model's context.
+
+    Args:
+        backbone: The model.
+        length: Prompt plus completion, in tokens.
+
+    Raises:
+        InputError: If it does not fit.
+    """
+    if length > backbone.max_positions:
+        allowed = f"at most {backbone.max_positions} (the model's context)"
+        raise InputError("max_prompt_tokens + max_new_tokens", length, allowed)
+
+
+class Decoder:
+    """One position at a time on a key-value cache."""
+
+    def __init__(self, backbone: Backbone, prompts: PromptBatch) -> None:
+        self.backbone, self.mask, self.cache = backbone, prompts.mask, backbone.new_cache()
+        self.last = backbone.decode(backbone.embed(prompts.ids), self.mask, self.cache)[:, -1]
+
+    def logits(self) -> Tensor:
+        """Logits of the next token [B, V]."""
+        return self.backbone.head(self.last)
+
+    def advance(self, embeds: Tensor) -> None:
+        """Append a token's embeddings [B, D]."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
+        self.last = self.backbone.decode(embeds.unsqueeze(1), self.mask, self.cache)[:, 0]

@@ -1,0 +1,1 @@
+"""Profiles on top of DVC, and papermill that refuses unknown parameters."""

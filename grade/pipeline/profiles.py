@@ -1,0 +1,191 @@
+"""Run the pipeline in one of its profiles: ``python -m grade.pipeline [cpu|smoke|full|h100] [stages] [--jobs N]``.
+
+Profile ``cpu`` is ``dvc repro`` in place. Every other profile runs in a copy of the project, ``.workspaces/<profile>``,
+whose ``dvc.yaml`` names that profile, so the project's own ``dvc.lock`` stays true for ``cpu`` and nobody edits a file
+to switch. The copy is kept: a run that was interrupted goes on at the stage that it was in. It shares DVC's cache with
+the project, and what ``full`` and ``h100`` find out comes back to ``outputs/<profile>``.
+
+Stages that do not need each other run side by side, each in a ``dvc repro --single-item`` of its own: small matrices
+gain nothing from a second thread, and two stages on one core each take half the time of one after the other on two.
+
+Left out: everything that DVC does itself (what has changed, what is cached, locks). `dvc repro` gives the same results,
+one stage at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from grade.config import read_yaml
+from grade.errors import InputError
+from grade.pipeline.schedule import Schedule, duration, read_stages, wanted_stages
+
+DEFAULT_PROFILE = "cpu"
+VARS_FILE = "params/{}/suite.yaml"
+
+
+def run(
+    root: Path, profile: str = DEFAULT_PROFILE, dvc_arguments: Sequence[str] = (), jobs: int | None = None
+) -> int:  # fmt: skip
+    """Run the pipeline and say what it is doing.
+
+    Args:
+        root: The project's root: the folder with ``dvc.yaml``.
+        profile: A folder under ``params/`` with a ``suite.yaml``.
+        dvc_arguments: Names of stages, which run with all that they need (none: every stage), and options that are
+            passed to each ``dvc repro --single-item``.
+        jobs: Stages at once; default: what ``suite.yaml`` says, and at most one for each processor core.
+
+    Returns:
+        0 if every result is there and up to date, else the exit code of a ``dvc repro`` that failed.
+
+    Raises:
+        InputError: If ``root`` is no such folder, there is no such profile or stage, or ``jobs`` is not positive.
+    """
+    root = root.resolve()
+    if not (root / "dvc.yaml").is_file():
+        raise InputError("working folder", str(root), "the project's root, the folder with dvc.yaml")
+    profiles = sorted(path.parent.name for path in root.glob(VARS_FILE.format("*")))
+    if profile not in profiles:
+        raise InputError("profile", profile, f"one of {', '.join(profiles)}")
+    suite = read_yaml(root / VARS_FILE.format(profile))
+    jobs = min(suite.get("jobs", 1), os.cpu_count() or 1) if jobs is None else jobs
+    if jobs < 1:
+        raise InputError("jobs", jobs, "at least 1")
+    place = root if profile == DEFAULT_PROFILE else prepare_workspace(root, profile)
+    started = time.monotonic()
+    options = [word for word in dvc_arguments if word.startswith("-")]
+    stages = wanted_stages(read_stages(place), [word for word in dvc_arguments if not word.startswith("-")])
+    code = Schedule(place, stages, options, jobs).run()
+    outputs = suite["outputs"]
+    if code == 0 and place != root and profile != "smoke":
+        copy_results(place, root, outputs)
+    if code == 0:
+        print(f"{profile}: done in {duration(time.monotonic() - started)}; results in {outputs}", flush=True)
+    else:
+        print(f"{profile}: failed (dvc exit code {code}) after {duration(time.monotonic() - started)}", flush=True)
+    return code
+
+
+def prepare_workspace(root: Path, profile: str) -> Path:
+    """Make or refresh the copy of the project in which a profile runs.
+
+    Args:
+        root: The project's root, in a git checkout.
+        profile: The profile that the copy's ``dvc.yaml`` shall name.
+
+    Returns:
+        The workspace, ``root/.workspaces/<profile>``. It has the project's files as they are now (tracked, or untracked
+        and not ignored), without its results; what the workspace made itself stays.
+
+    Raises:
+        InputError: If ``root`` is not in a git checkout or ``dvc.yaml`` does not name the default profile exactly once.
+    """
+    workspace = root / ".workspaces" / profile
+    workspace.mkdir(parents=True, exist_ok=True)
+    files = _project_files(root)
+    manifest = workspace / ".workspace-files"  # what was copied last time, so that what is gone can go here too
+    if manifest.exists():
+        for name in set(manifest.read_text(encoding="utf-8").splitlines()) - set(files):
+            (workspace / name).unlink(missing_ok=True)
+    for name in files:
+        if name != "dvc.yaml":
+            (workspace / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, workspace / name)  # with its time, by which DVC knows what not to hash again
+    _write_if_changed(workspace / "dvc.yaml", _with_profile((root / "dvc.yaml").read_text(encoding="utf-8"), profile))
+    # Inside the project's git checkout, but none of git's business: what is ignored there may be an output here.
+    settings = f"[core]\n    no_scm = true\n[cache]\n    dir = {_cache_folder(root)}\n"
+    _write_if_changed(workspace / ".dvc" / "config.local", settings)
+    _write_if_changed(manifest, "".join(f"{name}\n" for name in files))
+    return workspace
+
+
+def copy_results(workspace: Path, root: Path, outputs: str) -> None:
+    """Replace the project's ``outputs`` by the workspace's results: what is kept in git, and executed notebooks.
+
+    Nothing happens while one of them is missing, because only a part of the pipeline has run.
+
+    Args:
+        workspace: A workspace in which the pipeline has run.
+        root: The project's root.
+        outputs: The profile's folder of results, relative to both.
+    """
+    from dvc.repo import Repo
+
+    with Repo(str(workspace)) as repo:
+        results = [Path(out.fs_path) for out in repo.index.outs if not out.use_cache or out.fs_path.endswith(".ipynb")]
+    if not all(source.exists() for source in results):
+        return
+    target = root / outputs
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    for source in results:
+        copy = partial / source.relative_to(workspace / outputs)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, copy) if source.is_dir() else shutil.copyfile(source, copy)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of this module.
+
+    Args:
+        arguments: Without the program's name; default: of this process.
+
+    Returns:
+        The exit code: that of ``dvc repro``, or 2 for bad input.
+    """
+    parser = argparse.ArgumentParser(prog="python -m grade.pipeline", description="Run the pipeline in a profile.")
+    parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help="folder under params/ (default: cpu)")
+    parser.add_argument("stages", nargs="*", help="stages to bring up to date, with all that they need (default: all)")
+    parser.add_argument("--jobs", type=int, help="stages at once (default: as in the profile's suite.yaml)")
+    parser.epilog = "Other options are passed to `dvc repro`: --force, --dry."
+    known, options = parser.parse_known_args(arguments)
+    try:
+        return run(Path.cwd(), known.profile, [*known.stages, *options], known.jobs)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _cache_folder(root: Path) -> str:
+    from dvc.repo import Repo
+
+    with Repo(str(root)) as repo:
+        return repo.cache.local.path
+
+
+def _project_files(root: Path) -> list[str]:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listing = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise InputError("project folder", str(root), "a git checkout (git lists the project's files)") from None
+    # Results and their lock belong to the default profile. A tracked file may have been deleted since.
+    names = sorted({name for name in listing.split("\0") if name and name.split("/")[0] not in ("outputs", "dvc.lock")})
+    return [name for name in names if (root / name).is_file()]
+
+
+def _with_profile(dvc_yaml: str, profile: str) -> str:
+    default = VARS_FILE.format(DEFAULT_PROFILE)
+    if dvc_yaml.count(default) != 1:
+        raise InputError("dvc.yaml", f"{dvc_yaml.count(default)} times {default}", "exactly one mention, under vars")
+    return dvc_yaml.replace(default, VARS_FILE.format(profile))
+
+
+def _write_if_changed(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

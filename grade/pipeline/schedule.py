@@ -1,0 +1,189 @@
+"""Stages of the pipeline side by side, each in a ``dvc repro --single-item`` of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grade.errors import InputError
+
+_EVENTS = (
+    (re.compile(r"Running stage '.+':$"), "runs"),
+    (re.compile(r"Stage '.+' didn't change, skipping$"), "unchanged"),
+    (re.compile(r"Stage '.+' is cached - skipping run, checking out outputs$"), "from the cache"),
+)
+_ADVICE = re.compile(
+    r"Updating lock file|Use `dvc push`|To track the changes|\tgit add |To enable auto staging|\tdvc config "
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the pipeline.
+
+    Attributes:
+        name: As in ``dvc.yaml``, with its matrix's values.
+        description: What it does.
+        needs: Names of the stages whose outputs it reads.
+    """
+
+    name: str
+    description: str
+    needs: frozenset[str]
+
+
+@dataclass
+class Schedule:
+    """Runs stages as soon as those that they need are up to date, `jobs` at once, and says so line by line."""
+
+    place: Path
+    stages: Mapping[str, Stage]
+    options: Sequence[str]
+    jobs: int
+    seen: int = 0
+    code: int = 0
+    printing: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self) -> int:
+        """Run all that is not up to date.
+
+        Returns:
+            0, or the first exit code that is not; then what was running has ended, and nothing new was started.
+        """
+        todo = self._outdated()
+        for name in self.stages:
+            if name not in todo:
+                self._announce(name, "unchanged")
+        running: dict[Future, str] = {}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                while running or (todo and not self.code):
+                    busy = todo | set(running.values())
+                    ready = [n for n in self._urgent_first(todo) if not self.stages[n].needs & busy]
+                    for name in ready[: 0 if self.code else self.jobs - len(running)]:
+                        running[pool.submit(self._repro, name)] = name
+                        todo.remove(name)
+                    for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                        del running[ended]
+                        self.code = self.code or ended.result()
+            except KeyboardInterrupt:  # DVC got it too: it releases its locks, and the pool waits for that
+                self.code = 130
+        return self.code
+
+    def _outdated(self) -> set[str]:
+        """Stages that have changed, and all that need them."""
+        from dvc.repo import Repo
+
+        if {"--force", "-f"} & set(self.options):
+            return set(self.stages)
+        with Repo(str(self.place)) as repo:
+            found = {key.rpartition(":")[2] for key in repo.status()} & set(self.stages)
+        for name, stage in self.stages.items():  # those that are needed come first
+            if stage.needs & found:
+                found.add(name)
+        return found
+
+    def _urgent_first(self, todo: set[str]) -> list[str]:
+        """The longest chain of stages that wait for it decides; else the order of ``dvc.yaml``."""
+        depth: dict[str, int] = {}
+        for name, stage in reversed(self.stages.items()):
+            depth.setdefault(name, 0)
+            for needed in stage.needs:
+                depth[needed] = max(depth.get(needed, 0), depth[name] + 1)
+        return sorted((name for name in self.stages if name in todo), key=lambda name: -depth[name])
+
+    def _repro(self, name: str) -> int:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *self.options, name],
+            cwd=self.place,
+            env=self._environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        started, number = time.monotonic(), 0
+        for line in process.stdout:
+            event = next((event for pattern, event in _EVENTS if pattern.match(line)), None)
+            if event == "runs":
+                started, number = time.monotonic(), self._announce(name, self.stages[name].description)
+            elif event:
+                self._announce(name, event)
+            elif line.strip() and not _ADVICE.match(line):
+                self._print(f"{name} | {line.rstrip()}" if self.jobs > 1 else line.rstrip())
+        code = process.wait()
+        if number:
+            word = "took" if code == 0 else "stopped after"
+            self._print(f"[{number}/{len(self.stages)}] {name} {word} {duration(time.monotonic() - started)}")
+        return code
+
+    def _announce(self, name: str, what: str) -> int:
+        with self.printing:
+            self.seen += 1
+            total = len(self.stages)
+            print(f"[{self.seen}/{total}] {name}: {what}; {total - self.seen} left", flush=True)
+            return self.seen
+
+    def _print(self, line: str) -> None:
+        with self.printing:
+            print(line, flush=True)
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(
+            os.environ,
+            # Stages call `python`; it has to be this one, with or without an activated environment.
+            PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+            # The workspace's own copy of the package, not an installed one.
+            PYTHONPATH=os.pathsep.join(filter(None, [str(self.place), os.environ.get("PYTHONPATH")])),
+            PYTHONUNBUFFERED="1",
+        )
+        if self.jobs > 1:  # each has its share of the cores
+            environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // self.jobs, 1)))
+        return environment
+
+
+def read_stages(place: Path) -> dict[str, Stage]:
+    """Every stage after those that it needs, else in the order of ``dvc.yaml``."""
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        with Repo(str(place)) as repo:
+            graph = repo.index.graph  # from a stage to what it needs
+            needs = {stage.name: frozenset(n.name for n in graph.successors(stage)) for stage in graph}
+            found = {s.name: Stage(s.name, s.desc or "", needs[s.name]) for s in repo.index.stages}
+    except DvcException as error:
+        raise InputError("dvc.yaml", str(place / "dvc.yaml"), f"a pipeline that DVC reads ({error})") from None
+    ordered: dict[str, Stage] = {}
+    while len(ordered) < len(found):
+        name = next(n for n, stage in found.items() if n not in ordered and stage.needs <= set(ordered))
+        ordered[name] = found[name]
+    return ordered
+
+
+def wanted_stages(stages: Mapping[str, Stage], names: Sequence[str]) -> dict[str, Stage]:
+    """The named stages (a matrix's name stands for all of its stages) and what they need; all if none is named."""
+    wanted: set[str] = set()
+    for name in names:
+        matching = {stage for stage in stages if name in (stage, stage.partition("@")[0])}
+        if not matching:
+            raise InputError("stage", name, f"one of {', '.join(stages)}")
+        wanted |= matching
+    for name in reversed(stages):
+        if name in wanted:
+            wanted |= stages[name].needs
+    return {name: stage for name, stage in stages.items() if name in wanted or not names}
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

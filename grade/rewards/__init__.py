@@ -1,0 +1,1 @@
+"""Reward models, the gold judge and verifiers."""

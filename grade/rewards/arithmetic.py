@@ -1,0 +1,102 @@
+"""Arithmetic with a verifier: prompts that state sums, and the reward of a completion that gives the answer.
+
+Problems and verifier are reasoning-gym's (Stojanovski et al. 2025, arXiv:2505.24760): the optional extra
+``arithmetic``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grade.errors import InputError
+from grade.models.prompts import PromptBatch, decode, encode_prompts
+
+EXAMPLES = "2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n"
+"""Shown before each problem: a base model completes what it sees."""
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Problems with a verifier.
+
+    Attributes:
+        entries: reasoning-gym's, each with a question, an answer and the expression.
+        dataset: Scores answers.
+    """
+
+    entries: list[dict[str, Any]]
+    dataset: Any = field(repr=False)
+
+    @classmethod
+    def make(cls, number: int, seed: int = 0, terms: int = 2, digits: int = 1) -> Problems:
+        """Sums and differences.
+
+        Args:
+            number: Problems.
+            seed: Of the problems.
+            terms: Numbers in a sum.
+            digits: Digits of a number.
+
+        Returns:
+            The problems.
+
+        Raises:
+            InputError: If a number is too small, or the extra is not installed.
+        """
+        for name, value, least in (("problems", number, 1), ("terms", terms, 2), ("digits", digits, 1)):
+            if value < least:
+                raise InputError(name, value, f"at least {least}")
+        try:
+            import reasoning_gym
+        except ImportError:
+            allowed = 'reviews, or install the extra: pip install -e ".[arithmetic]"'
+            raise InputError("task", "arithmetic", allowed) from None
+        dataset = reasoning_gym.create_dataset(
+            "chain_sum", size=number, seed=seed, min_terms=terms, max_terms=terms, min_digits=digits, max_digits=digits
+        )
+        return cls(list(dataset), dataset)
+
+    def prompts(self, tokenizer: Any, max_tokens: int) -> PromptBatch:
+        """Prompts: worked examples, then the problem.
+
+        Args:
+            tokenizer: The policy's.
+            max_tokens: P; the prompts must fit, as a cut one has another answer.
+
+        Returns:
+            The batch.
+
+        Raises:
+            InputError: If a prompt is longer.
+        """
+        texts = [f"{EXAMPLES}{entry['metadata']['expression']} =" for entry in self.entries]
+        longest = max(len(tokenizer(text).input_ids) for text in texts)
+        if longest > max_tokens:
+            raise InputError("max_prompt_tokens", max_tokens, f"at least {longest}, the longest problem's")
+        return encode_prompts(tokenizer, texts, max_tokens)
+
+    def reward(self, tokenizer: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """1 where the first number of a completion is the answer, as the verifier has it, else 0.
+
+        Args:
+            tokenizer: The policy's.
+            prompts: Any of this task's, [n, P]: the problem is found by its text.
+            ids: Completions [n, T].
+            mask: [n, T].
+
+        Returns:
+            [n] in float32.
+        """
+        by_expression = {entry["metadata"]["expression"]: entry for entry in self.entries}
+        found = []
+        for p, p_mask, i, m in zip(prompts.ids, prompts.mask, ids, mask, strict=True):
+            expression = decode(tokenizer, p, p_mask).rsplit("\n", 1)[-1].removesuffix(" =")
+            number = re.search(r"-?\d+", decode(tokenizer, i, m))
+            answer = number[0] if number else None
+            found.append(float(self.dataset.score_answer(answer, by_expression[expression]) == 1))
+        return torch.tensor(found, device=ids.device)

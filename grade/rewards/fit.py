@@ -1,0 +1,373 @@
+"""Training and evaluation of reward models on labelled reviews.
+
+All see beginnings of random length, so that one model is calibrated from a few words to ``max_tokens``. The base is
+causal, so one pass gives the masked mean at *every* prefix: the means at a few prefix lengths are kept (n * lengths * D
+numbers), and training a head on them takes seconds. Only a `bag` with a convolution has nothing to keep; it sees crops
+from anywhere in a review, drawn anew in each epoch.
+
+Early stopping is on validation log-loss averaged over `eval_tokens`; the best epoch's weights are kept.
+
+Left out: the bag-of-words baseline that the accuracies are compared with (`grade.rewards.gold`), and training of
+the base.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from grade.config import Config
+from grade.errors import InputError
+from grade.rewards.model import HeadSettings, RewardKind, RewardModel, table_moments
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+
+
+class LabelledText(Protocol):
+    """What is used of a review."""
+
+    text: str
+    label: int
+
+
+class FitSettings(HeadSettings):
+    """How one kind of reward model is trained."""
+
+    lr: float = Field(1e-3, gt=0, description="AdamW learning rate")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay")
+    batch_size: int = Field(64, ge=1, description="reviews an update")
+    epochs: int = Field(60, ge=1, description="most passes over the reviews")
+    patience: int = Field(10, ge=1, description="epochs without a better validation log-loss before stopping")
+    train_size: int = Field(5000, ge=2, description="reviews to train on (the first ones)")
+    validation_size: int = Field(2000, ge=2, description="reviews for early stopping (the first ones)")
+    min_tokens: int = Field(16, ge=1, description="shortest training crop")
+    max_tokens: int = Field(128, ge=1, description="longest training crop, and how much of a review is read")
+    eval_size: int = Field(2000, ge=2, description="held-out reviews for the reported accuracy")
+
+
+class BagSettings(FitSettings):
+    """`FitSettings` with the defaults of `bag`."""
+
+    batch_size: int = Field(256, ge=1, description="reviews an update")
+    min_tokens: int = Field(24, ge=1, description="shortest training crop")
+    max_tokens: int = Field(256, ge=1, description="longest training crop, and how much of a review is read")
+
+
+class TrunkSettings(FitSettings):
+    """`FitSettings` with the defaults of `trunk`."""
+
+    hidden: int = Field(64, ge=0, description="width of the MLP's Tanh layer; 0 = a linear head")
+    dropout: float = Field(0.7, ge=0, lt=1, description="dropout on the pooled vector, in training only")
+
+
+class RewardConfig(Config):
+    """Settings of both kinds of reward model."""
+
+    bag: BagSettings = Field(BagSettings(), description="reward on the embedding table")
+    trunk: TrunkSettings = Field(TrunkSettings(), description="reward on the frozen transformer")
+    eval_tokens: list[int] = Field([32, 64, 128], min_length=1, description="prefix lengths to report accuracy at")
+    feature_batch_size: int = Field(32, ge=1, description="reviews in one pass through the base")
+    seed: int = Field(0, ge=0, description="seed of initialisation, dropout, order and crops")
+
+
+def train_reward(
+    kind: RewardKind,
+    config: RewardConfig,
+    backbone: Backbone,
+    train: Sequence[LabelledText],
+    validation: Sequence[LabelledText],
+) -> tuple[RewardModel, dict[str, float]]:
+    """Train one reward model.
+
+    Args:
+        kind: ``bag`` or ``trunk``.
+        config: Settings; those of the kind are used.
+        backbone: The frozen base, with its tokenizer.
+        train: Reviews to learn from.
+        validation: Other reviews, for early stopping.
+
+    Returns:
+        The frozen model, and what training did: sizes, epochs, log-loss and accuracy on the validation reviews
+        (optimistic: they chose the epoch), seconds for features and for the head.
+
+    Raises:
+        InputError: If there are no reviews, a review is empty, or features or loss become NaN or infinite.
+    """
+    settings: FitSettings = getattr(config, kind)
+    if settings.min_tokens > settings.max_tokens:
+        raise InputError(f"{kind}.min_tokens", settings.min_tokens, f"at most max_tokens ({settings.max_tokens})")
+    train, validation = train[: settings.train_size], validation[: settings.validation_size]
+    generator = torch.Generator().manual_seed(config.seed)
+    # Initialisation and dropout draw from the global state, which belongs to the caller.
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        model = RewardModel(kind, backbone, settings)
+        start = time.perf_counter()
+        make = _crop_problem if model.convolves else _prefix_problem
+        batch_logits, validation_logits = make(model, config, settings, train, validation, generator)
+        featured = time.perf_counter()
+        labels, validation_labels = label_tensor(train, model), label_tensor(validation, model)
+        report = _fit(model, settings, batch_logits, labels, validation_logits, validation_labels, generator)
+    report |= {
+        "train_n": len(train),
+        "validation_n": len(validation),
+        "feature_seconds": featured - start,
+        "fit_seconds": time.perf_counter() - featured,
+    }
+    return model.requires_grad_(False), report
+
+
+def evaluate_reward(
+    model: RewardModel,
+    reviews: Sequence[LabelledText],
+    lengths: Sequence[int] = (32, 64, 128),
+    batch_size: int = 32,
+) -> dict[str, float]:
+    """Accuracy and calibration on held-out reviews, cut to their first tokens.
+
+    Args:
+        model: Trained reward model.
+        reviews: Held-out reviews.
+        lengths: Numbers of tokens to cut to.
+        batch_size: Reviews in one pass.
+
+    Returns:
+        ``n`` and, for each length L, ``accuracy_L``, its standard error ``accuracy_L_stderr`` (binomial),
+        ``log_loss_L`` in nats, ``mean_score_L``, and ``calibration_error_L``, the expected calibration error over ten
+        equal bins of the score.
+    """
+    labels = label_tensor(reviews, model)
+    logits = prefix_logits(model, encode(model.backbone, reviews, max(lengths)), lengths, batch_size)
+    report: dict[str, float] = {"n": len(reviews)}
+    for column, length in zip(logits.T, lengths, strict=True):
+        accuracy = _accuracy(column, labels)
+        score = column.sigmoid()
+        report[f"accuracy_{length}"] = accuracy
+        report[f"accuracy_{length}_stderr"] = math.sqrt(accuracy * (1 - accuracy) / len(reviews))
+        report[f"log_loss_{length}"] = float(F.binary_cross_entropy_with_logits(column, labels))
+        report[f"mean_score_{length}"] = float(score.mean())
+        report[f"calibration_error_{length}"] = calibration_error(score, labels)
+    return report
+
+
+def calibration_error(score: Tensor, labels: Tensor, bins: int = 10) -> float:
+    """Expected calibration error: ``sum_b (n_b / n) |mean score in b - share of positives in b|`` over equal bins.
+
+    Args:
+        score: Probabilities [n].
+        labels: 0 or 1 [n].
+        bins: Number of bins of equal width.
+
+    Returns:
+        A number in [0, 1]. Guo et al. 2017, arXiv:1706.04599, section 2, for a binary score.
+
+    >>> calibration_error(torch.tensor([0.9, 0.9, 0.1, 0.1]), torch.tensor([1.0, 0.0, 0.0, 0.0]))  # (0.4 + 0.1) / 2
+    0.25
+    """
+    which = (score * bins).long().clamp(0, bins - 1)
+    gap = torch.zeros(bins, dtype=score.dtype, device=score.device).index_add(0, which, score - labels)
+    return round(float(gap.abs().sum()) / len(score), 6)
+
+
+def encode(backbone: Backbone, reviews: Sequence[LabelledText], max_tokens: int) -> list[list[int]]:
+    """Token ids of each review, cut to ``max_tokens``.
+
+    Raises:
+        InputError: If there are no reviews or one has no tokens.
+    """
+    if not reviews:
+        raise InputError("reviews", [], "at least one review")
+    ids = backbone.tokenizer([r.text for r in reviews], truncation=True, max_length=max_tokens)["input_ids"]
+    for review, tokens in zip(reviews, ids, strict=True):
+        if not tokens:
+            raise InputError("review", review.text, "text with at least one token")
+    return ids
+
+
+def right_pad(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Ids [B, L] and mask [B, L], L the longest sequence; padding ids are 0, the mask decides.
+
+    >>> right_pad([[5, 6], [7]])
+    (tensor([[5, 6],
+            [7, 0]]), tensor([[1, 1],
+            [1, 0]]))
+    """
+    longest = max(map(len, sequences))
+    ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=device)
+    mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences], device=device)
+    return ids, mask
+
+
+@torch.no_grad()
+def prefix_means(
+    model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
+) -> Tensor:
+    """Pooled features of the first tokens of each sequence, for a model that does not convolve.
+
+    Args:
+        model: A reward model.
+        sequences: Token ids.
+        lengths: Prefix lengths; a shorter sequence is taken whole.
+        batch_size: Sequences in one pass.
+
+    Returns:
+        [n, lengths, D], float32 (float64 for a float64 base).
+
+    Raises:
+        InputError: If a feature is NaN or infinite.
+    """
+    parts = []
+    for start in range(0, len(sequences), batch_size):
+        batch = [s[: max(lengths)] for s in sequences[start : start + batch_size]]
+        ids, mask = right_pad(batch, model.backbone.device)
+        tokens = model.token_features(model.backbone.embed(ids), mask)
+        parts.append(torch.stack([model.mean_pool(tokens[:, :n], mask[:, :n]) for n in lengths], 1))
+    features = torch.cat(parts)
+    if not torch.isfinite(features).all():
+        raise InputError(f"{model.kind} reward features", "NaN or infinity", "a base with finite values (try float32)")
+    return features
+
+
+@torch.no_grad()
+def prefix_logits(
+    model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
+) -> Tensor:
+    """Log-odds [n, lengths] of the first tokens of each sequence; one pass for all lengths where that is possible."""
+    if not model.convolves:
+        return model.pooled_logits(prefix_means(model, sequences, lengths, batch_size))
+    columns = []
+    for length in lengths:
+        batches = [sequences[i : i + batch_size] for i in range(0, len(sequences), batch_size)]
+        padded = [right_pad([s[:length] for s in batch], model.backbone.device) for batch in batches]
+        columns.append(torch.cat([model.logits_of_ids(ids, mask) for ids, mask in padded]))
+    return torch.stack(columns, 1)
+
+
+def label_tensor(reviews: Sequence[LabelledText], model: RewardModel) -> Tensor:
+    """Labels [n] as 0.0 or 1.0.
+
+    Raises:
+        InputError: For any other label.
+    """
+    wrong = next((r.label for r in reviews if r.label not in (0, 1)), None)
+    if wrong is not None:
+        raise InputError("label", wrong, "0 (negative) or 1 (positive)")
+    return torch.tensor([float(r.label) for r in reviews], device=model.center.device, dtype=model.center.dtype)
+
+
+BatchLogits = Callable[[Tensor], Tensor]
+ValidationLogits = Callable[[], Tensor]
+
+
+def _crop_problem(
+    model: RewardModel,
+    config: RewardConfig,
+    settings: FitSettings,
+    train: Sequence[LabelledText],
+    validation: Sequence[LabelledText],
+    generator: torch.Generator,
+) -> tuple[BatchLogits, ValidationLogits]:
+    """Logits of random crops, one length a batch: no padding is computed."""
+    model.standardise(*table_moments(model.backbone))
+    # Crops come from the first part of a review: the rest of a very long one would cost more to read than it teaches.
+    sequences = encode(model.backbone, train, 4 * settings.max_tokens)
+    held_out = encode(model.backbone, validation, max(config.eval_tokens))
+
+    def batch_logits(rows: Tensor) -> Tensor:
+        length = int(torch.randint(settings.min_tokens, settings.max_tokens + 1, (), generator=generator))
+        shift = torch.rand(len(rows), generator=generator).tolist()
+        chosen = [sequences[i] for i in rows.tolist()]
+        starts = [int(u * (max(0, len(s) - length) + 1)) for u, s in zip(shift, chosen, strict=True)]
+        crops = [s[a : a + length] for s, a in zip(chosen, starts, strict=True)]
+        return model.logits_of_ids(*right_pad(crops, model.backbone.device))
+
+    def validation_logits() -> Tensor:
+        return prefix_logits(model, held_out, config.eval_tokens, 4 * config.feature_batch_size)
+
+    return batch_logits, validation_logits
+
+
+def _prefix_problem(
+    model: RewardModel,
+    config: RewardConfig,
+    settings: FitSettings,
+    train: Sequence[LabelledText],
+    validation: Sequence[LabelledText],
+    generator: torch.Generator,
+) -> tuple[BatchLogits, ValidationLogits]:
+    """Logits of cached features at random prefixes."""
+    lengths = prefix_lengths(settings.min_tokens, settings.max_tokens)
+    sizes = config.feature_batch_size
+    features = prefix_means(model, encode(model.backbone, train, settings.max_tokens), lengths, sizes)
+    # Validation is cut like training: a longer prefix would cost a longer pass.
+    held_lengths = sorted({min(n, settings.max_tokens) for n in config.eval_tokens})
+    held_out = encode(model.backbone, validation, settings.max_tokens)
+    held_features = prefix_means(model, held_out, held_lengths, sizes)
+    rows = features.flatten(0, 1)
+    model.standardise(rows.mean(0), rows.std(0))
+
+    def batch_logits(rows: Tensor) -> Tensor:
+        prefix = torch.randint(len(lengths), (len(rows),), generator=generator)
+        return model.pooled_logits(features[rows, prefix])
+
+    return batch_logits, lambda: model.pooled_logits(held_features)
+
+
+def prefix_lengths(shortest: int, longest: int) -> list[int]:
+    """Prefix lengths from ``shortest`` to ``longest``, each about 1.4 times the one before.
+
+    >>> prefix_lengths(16, 128)
+    [16, 23, 32, 45, 64, 91, 128]
+    """
+    steps = max(1, round(2 * math.log2(longest / shortest))) if longest > shortest else 0
+    return [round(shortest * (longest / shortest) ** (i / steps)) for i in range(steps)] + [longest]
+
+
+def _fit(
+    model: RewardModel,
+    settings: FitSettings,
+    batch_logits: BatchLogits,
+    labels: Tensor,
+    validation_logits: ValidationLogits,
+    validation_labels: Tensor,
+    generator: torch.Generator,
+) -> dict[str, float]:
+    """Minimise log-loss with AdamW; leave the model with its best weights, in eval mode."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    best: dict[str, Any] = {"validation_log_loss": math.inf}
+    weights: dict[str, Tensor] = {}
+    for epoch in range(1, settings.epochs + 1):
+        model.train()
+        for rows in torch.randperm(len(labels), generator=generator).split(settings.batch_size):
+            loss = F.binary_cross_entropy_with_logits(batch_logits(rows), labels[rows])
+            if not torch.isfinite(loss):
+                raise InputError(f"{model.kind} reward loss", float(loss.detach()), "a finite loss (try a smaller lr)")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            logits = validation_logits()  # [n, lengths]
+        log_loss = float(F.binary_cross_entropy_with_logits(logits, validation_labels[:, None].expand_as(logits)))
+        if log_loss < best["validation_log_loss"]:
+            accuracy = _accuracy(logits[:, -1], validation_labels)
+            best = {"best_epoch": epoch, "validation_log_loss": log_loss, "validation_accuracy": accuracy}
+            weights = {k: v.clone() for k, v in model.state_dict().items()}
+        elif epoch - best.get("best_epoch", 0) >= settings.patience:
+            break
+    if not weights:
+        raise InputError(f"{model.kind} reward loss", log_loss, "a finite validation loss (try a smaller lr)")
+    model.load_state_dict(weights)
+    return best | {"epochs": epoch}
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> float:
+    return float(((logits > 0) == (labels > 0.5)).double().mean())

@@ -1,0 +1,299 @@
+"""Reward models on the frozen base: embeddings in, P(positive) out, differentiable with respect to the embeddings.
+
+Two kinds behind one interface:
+
+- ``trunk``, the source documents' own: frozen transformer (adapter off), masked mean of the last hidden state, then
+  Linear-Tanh-Linear;
+- ``bag``: no transformer, only the frozen embedding table: masked mean of the standardised embeddings, then linear
+  (or Linear-Tanh-Linear). Nearly free to run, and linear in each embedding up to the sigmoid, so the gradient at one
+  token says what another token would score. With ``channels`` a small convolution and a GELU come before the mean:
+  more accurate on text, but the gradient at a token then says almost nothing about other tokens.
+
+The documents' head has two outputs and a softmax; one output and a sigmoid is the same function. Pooled vectors are
+standardised with constants of the training set, kept as buffers. A base in float64 is pooled and scored in float64,
+any other in float32.
+
+Left out: training (`grade.rewards.fit`), and reward models with a base or a tokenizer of their own: soft tokens
+have no text, so the reward must read the policy's own embeddings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from grade.config import Config
+from grade.errors import InputError
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+
+RewardKind = Literal["bag", "trunk"]
+_WEIGHTS, _CONFIG = "reward.safetensors", "reward.json"
+_CHUNK_ROWS = 8192
+_ROOT_TOKENS = 48
+"""Length at which both kinds of pooling agree, so that one learning rate suits both."""
+_NORM_TOLERANCE = 1e-2
+"""Far above what rounding a table to bfloat16 does to its norm, far below what another base does."""
+
+
+class HeadSettings(Config):
+    """What is trained on top of the frozen base."""
+
+    channels: int = Field(0, ge=0, description="bag: width of a token-level transform, 0 = none; trunk: not used")
+    kernel: int = Field(1, ge=1, le=15, description="bag: tokens that the transform sees (odd)")
+    pooling: Literal["mean", "root"] = Field(
+        "mean", description="bag: mean, or root = mean * sqrt(n / 48) over n tokens; trunk: always mean"
+    )
+    hidden: int = Field(0, ge=0, description="width of the MLP's Tanh layer; 0 = a linear head")
+    dropout: float = Field(0.3, ge=0, lt=1, description="dropout on the pooled vector, in training only")
+
+
+class RewardModel(nn.Module):
+    """``R = sigmoid(head(pool(embeds)))``, the probability of a positive review.
+
+    The backbone is used, never trained or copied: its parameters are not among this module's, and no gradient reaches
+    them. Embeddings are what the base's layers receive (`Backbone.embed`), so an embedding scale is already in them.
+
+    Args:
+        kind: ``bag`` or ``trunk``.
+        backbone: The frozen base.
+        settings: Sizes of the head.
+
+    Raises:
+        InputError: For an unknown kind or an even kernel.
+    """
+
+    def __init__(self, kind: RewardKind, backbone: Backbone, settings: HeadSettings) -> None:
+        super().__init__()
+        if kind not in get_args(RewardKind):
+            raise InputError("kind", kind, " or ".join(get_args(RewardKind)))
+        if settings.kernel % 2 == 0:
+            raise InputError("kernel", settings.kernel, "an odd number of tokens, so that the window has a centre")
+        self.kind, self.settings = kind, settings
+        # In a tuple, so that the backbone does not become a submodule: its weights are not this model's.
+        self._backbone = (backbone,)
+        size = backbone.hidden_size
+        self.register_buffer("center", torch.zeros(size))
+        self.register_buffer("spread", torch.ones(size))
+        if self.convolves:
+            self.project = nn.Linear(size, settings.kernel * settings.channels, bias=False)
+            self.bias = nn.Parameter(torch.zeros(settings.channels))
+            size = settings.channels
+        layers: list[nn.Module] = [nn.Dropout(settings.dropout)]
+        if settings.hidden:
+            layers += [nn.Linear(size, settings.hidden), nn.Tanh(), nn.Dropout(settings.dropout)]
+            size = settings.hidden
+        self.head = nn.Sequential(*layers, nn.Linear(size, 1))
+        self.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
+        self.eval()
+
+    @property
+    def convolves(self) -> bool:
+        """Whether tokens are transformed before they are pooled."""
+        return self.kind == "bag" and self.settings.channels > 0
+
+    @property
+    def backbone(self) -> Backbone:
+        """The frozen base."""
+        return self._backbone[0]
+
+    def forward(self, embeds: Tensor, mask: Tensor) -> Tensor:
+        """Rewards of sequences of embeddings.
+
+        Args:
+            embeds: [B, L, D], of token ids or soft tokens.
+            mask: [B, L], 0 at padding, anywhere; padding does not change the reward.
+
+        Returns:
+            [B] in (0, 1), float32 (float64 for a float64 base); NaN for a sequence without any token.
+        """
+        return self.logits(embeds, mask).sigmoid()
+
+    def logits(self, embeds: Tensor, mask: Tensor) -> Tensor:
+        """Log-odds [B] of a positive review; arguments as in `forward`."""
+        return self.pooled_logits(self.pool(embeds, mask))
+
+    def pool(self, embeds: Tensor, mask: Tensor) -> Tensor:
+        """One vector for each sequence, [B, D] or with a convolution [B, channels]; arguments as in `forward`."""
+        if self.convolves:
+            return self._mix(self._project(embeds), mask)
+        return self.mean_pool(self.token_features(embeds, mask), mask)
+
+    def pooled_logits(self, pooled: Tensor) -> Tensor:
+        """Log-odds [B] of pooled vectors from `pool`."""
+        if not self.convolves:
+            pooled = (pooled.to(self.center.dtype) - self.center) / self.spread
+        return self.head(pooled).squeeze(-1)
+
+    def logits_of_ids(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Log-odds [B] of token ids [B, L], made for training: a convolution transforms each distinct token once."""
+        if not self.convolves:
+            return self.logits(self.backbone.embed(ids), mask)
+        distinct, inverse = ids.unique(return_inverse=True)
+        return self.pooled_logits(self._mix(self._project(self.backbone.embed(distinct))[inverse], mask))
+
+    @torch.no_grad()
+    def score_ids(self, ids: Tensor, mask: Tensor, batch_size: int = 64) -> Tensor:
+        """Rewards [B] of token ids [B, L], without gradient, ``batch_size`` sequences at a time."""
+        parts = zip(ids.split(batch_size), mask.split(batch_size), strict=True)
+        return torch.cat([self(self.backbone.embed(i), m) for i, m in parts])
+
+    def token_features(self, embeds: Tensor, mask: Tensor) -> Tensor:
+        """What is averaged, [B, L, D]: the embeddings (bag) or the frozen base's last hidden states (trunk).
+
+        Whatever the adapter is doing, it is off in here. Layers that are checkpointed here would be recomputed in
+        backward with the adapter on again: call it outside `Backbone.checkpointed_layers`.
+        """
+        if self.kind == "bag":
+            return embeds
+        with self.backbone.reference():
+            return self.backbone.hidden(embeds.to(self.backbone.dtype), mask)
+
+    def _project(self, embeds: Tensor) -> Tensor:
+        """[..., D] -> [..., kernel * channels]: each token's share in the windows that it is part of."""
+        return self.project((embeds.to(self.center.dtype) - self.center) / self.spread)
+
+    def _mix(self, shares: Tensor, mask: Tensor) -> Tensor:
+        """Convolution and masked pooling: [B, L, kernel * channels] -> [B, channels].
+
+        Shares of padding are zeroed before they are added to a neighbour's window: as if the sequence ended there.
+        """
+        kept = mask.bool().unsqueeze(-1)
+        reach = self.settings.kernel // 2
+        shares = F.pad(shares.masked_fill(~kept, 0), (0, 0, reach, reach))
+        length = mask.shape[1]
+        windows = sum(part[:, i : i + length] for i, part in enumerate(shares.chunk(self.settings.kernel, dim=-1)))
+        return self.mean_pool(F.gelu(windows + self.bias), mask)
+
+    def mean_pool(self, features: Tensor, mask: Tensor) -> Tensor:
+        """Masked mean [B, D] of features [B, L, D]; times ``sqrt(n / 48)`` with ``pooling: root``."""
+        pooled = masked_mean(features, mask, self.center.dtype)
+        if self.kind == "trunk" or self.settings.pooling == "mean":
+            return pooled
+        return pooled * (mask.bool().sum(1, keepdim=True) / _ROOT_TOKENS).sqrt()
+
+    def standardise(self, mean: Tensor, std: Tensor) -> None:
+        """Set the constants [D] by which pooled vectors are standardised, or with a convolution embeddings.
+
+        Raises:
+            InputError: If they are not finite.
+        """
+        if not (torch.isfinite(mean).all() and torch.isfinite(std).all()):
+            raise InputError(f"{self.kind} reward features", "NaN or infinity", "a base with finite embeddings")
+        self.center.copy_(mean)
+        self.spread.copy_(std.clamp_min(1e-6 * float(std.mean()) + torch.finfo(std.dtype).tiny))
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``reward.safetensors`` and ``reward.json`` (kind, sizes, and which base it belongs to)."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = self.settings.model_dump(include=set(HeadSettings.model_fields))
+        about = {"kind": self.kind, "settings": sizes, "base": _identity(self.backbone)}
+        weights, config = folder / f"{_WEIGHTS}.tmp", folder / f"{_CONFIG}.tmp"
+        save_file({k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, weights)
+        config.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(weights, folder / _WEIGHTS)
+        os.replace(config, folder / _CONFIG)
+
+
+def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
+    """Load a saved reward model onto the base that it was trained on.
+
+    Args:
+        folder: Written by `RewardModel.save`.
+        backbone: The base in use.
+
+    Returns:
+        The model, frozen.
+
+    Raises:
+        InputError: If a file is missing or corrupt, or the base has another vocabulary, width, tokenizer or weights.
+    """
+    folder = Path(folder)
+    try:
+        about = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        state = load_file(folder / _WEIGHTS)
+        kind, settings, trained_on = about["kind"], about["settings"], about["base"]
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        allowed = f"a folder with {_CONFIG} and {_WEIGHTS} as written by the reward stage ({type(error).__name__})"
+        raise InputError("reward model", str(folder), allowed) from None
+    _check_same_base(trained_on, _identity(backbone))
+    model = RewardModel(kind, backbone, HeadSettings.parse(settings, _CONFIG))
+    try:
+        model.load_state_dict(state)
+    except RuntimeError:
+        raise InputError("reward model", str(folder), f"weights in {_WEIGHTS} that fit {_CONFIG}") from None
+    return model.requires_grad_(False)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mean over the positions where the mask is not 0.
+
+    Args:
+        values: [B, L, D]; masked entries are ignored, even if they are NaN.
+        mask: [B, L].
+        dtype: Type of sum and result: a mean over many positions loses digits in bfloat16.
+
+    Returns:
+        [B, D]; NaN for a row whose mask is all 0 (refusing it here would make every step wait for the data).
+
+    >>> masked_mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[1, 1, 0]]), torch.float32)
+    tensor([[2.]])
+    """
+    kept = mask.bool()
+    count = kept.sum(1, keepdim=True)
+    return values.to(dtype).masked_fill(~kept.unsqueeze(-1), 0).sum(1) / count
+
+
+@torch.no_grad()
+def table_moments(backbone: Backbone) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [D] over the vocabulary of what the base's layers receive, float64."""
+    total = squares = torch.zeros((), dtype=torch.float64, device=backbone.device)
+    for ids in torch.arange(backbone.vocab_size, device=backbone.device).split(_CHUNK_ROWS):
+        rows = backbone.embed(ids).double()
+        total, squares = total + rows.sum(0), squares + rows.square().sum(0)
+    mean = total / backbone.vocab_size
+    return mean, (squares / backbone.vocab_size - mean.square()).clamp_min(0).sqrt()
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str | None:
+    """SHA-256 of the tokenizer's sorted (token, id) pairs; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    pairs = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(pairs.encode("ascii")).hexdigest()
+
+
+def _identity(backbone: Backbone) -> dict[str, Any]:
+    mean, std = table_moments(backbone)
+    return {
+        "vocab_size": backbone.vocab_size,
+        "hidden_size": backbone.hidden_size,
+        "tokenizer": tokenizer_fingerprint(backbone.tokenizer),
+        "embedding_rms": float((mean.square() + std.square()).mean().sqrt()),
+    }
+
+
+def _check_same_base(trained_on: dict[str, Any], here: dict[str, Any]) -> None:
+    wrong = [key for key in ("hidden_size", "vocab_size", "tokenizer") if trained_on.get(key) != here[key]]
+    if wrong:
+        key = wrong[0]
+        why = (
+            "a reward model reads the policy's own embeddings, so tokenizer and base must be the ones it was trained on"
+        )
+        raise InputError(f"reward model: {key} of the base", here[key], f"{trained_on.get(key)!r} ({why})")
+    rms = trained_on.get("embedding_rms", 0.0)
+    if not abs(rms - here["embedding_rms"]) <= _NORM_TOLERANCE * rms:
+        allowed = f"{rms} (same sizes, but other weights than the reward model was trained on)"
+        raise InputError("reward model: embedding_rms of the base", here["embedding_rms"], allowed)

@@ -1,0 +1,174 @@
+"""Estimates with their errors: means, jackknife intervals, paired differences, ratios."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Self
+
+import numpy as np
+from scipy import stats
+from scipy.stats import t as student
+from torch import Tensor
+
+from grade.errors import InputError
+
+
+class Paired(NamedTuple):
+    """A paired t-test over seeds.
+
+    Attributes:
+        difference: Mean of ``a - b`` with its standard error and n.
+        t: Student's t, None where the differences do not vary.
+        p: Two-sided p, n - 1 degrees of freedom.
+    """
+
+    difference: Estimate
+    t: float | None
+    p: float | None
+
+
+def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired:
+    """Compare two methods on the seeds that both have.
+
+    Args:
+        a: Seed to value.
+        b: Seed to value.
+
+    Returns:
+        The test.
+
+    Raises:
+        InputError: If fewer than two seeds are shared.
+
+    >>> result = paired({0: 1.0, 1: 2.0, 2: 6.0}, {0: 0.0, 1: 0.0, 2: 3.0})
+    >>> print(result.difference, round(result.t, 3), round(result.p, 3))
+    2 ± 0.58 (n=3) 3.464 0.074
+    """
+    seeds = sorted(set(a) & set(b))
+    if len(seeds) < 2:
+        raise InputError("seeds of both methods", seeds, "at least two, to have a standard error")
+    difference = Estimate.of(a[s] - b[s] for s in seeds)
+    if not difference.stderr:
+        return Paired(difference, None, None)
+    t = difference.mean / difference.stderr
+    return Paired(difference, t, float(2 * stats.t.sf(abs(t), len(seeds) - 1)))
+
+
+class Interval(NamedTuple):
+    """An estimate with a jackknife's standard error and 95 % interval.
+
+    Attributes:
+        value: The estimate.
+        low: End of the interval; None where there is none (see `interval`).
+        high: The other end.
+        stderr: Standard error (of the logarithm, if the interval is geometric).
+        rows: R.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    stderr: float | None
+    rows: int
+
+
+def interval(values: np.ndarray, geometric: bool = False) -> Interval:
+    """Jackknife interval of a statistic.
+
+    Args:
+        values: [1 + R], the statistic of all rows and with each row left out, from `Moments`.
+        geometric: Take it on the logarithm (for ratios). There is no interval then if a value is not positive.
+
+    Returns:
+        The interval, with Student's quantile of R - 1 degrees of freedom.
+
+    >>> x = np.array([1.0, 2.0, 6.0])                      # the mean: its jackknife is s / sqrt(n)
+    >>> found = interval(np.array([3.0, 4.0, 3.5, 1.5]))
+    >>> found.value, bool(np.isclose(found.stderr, x.std(ddof=1) / 3**0.5))
+    (3.0, True)
+    """
+    rows = len(values) - 1
+    value = float(values[0])
+    if not np.isfinite(values).all() or (geometric and not (values > 0).all()):
+        return Interval(value, None, None, None, rows)
+    scale = np.log(values) if geometric else values
+    stderr = math.sqrt((rows - 1) / rows * ((scale[1:] - scale[1:].mean()) ** 2).sum())
+    reach = float(student.ppf(0.975, rows - 1)) * stderr
+    ends = (scale[0] - reach, scale[0] + reach)
+    low, high = (float(np.exp(np.clip(end, -700, 700))) if geometric else float(end) for end in ends)
+    return Interval(value, low, high, stderr, rows)
+
+
+def tensor_spread(norms: Tensor) -> float:
+    """The GRADE paper's "gradient variance": sd over parameter tensors of their gradients' norms, mean over steps.
+
+    It says how unequal the layers' gradients are, in units of a norm, and nothing about their variance: it is not 0
+    for an exact gradient.
+
+    Args:
+        norms: Norms of the parameter tensors' gradients [R, tensors].
+
+    Returns:
+        The mean over rows of the standard deviation (of the population, as ``np.std``).
+    """
+    return float(norms.double().std(1, correction=0).mean())
+
+
+def leave_one_out(rows: int) -> np.ndarray:
+    """[1 + R, R]: all rows, then all but one."""
+    return np.concatenate([np.ones((1, rows)), 1 - np.eye(rows)])
+
+
+class Estimate(NamedTuple):
+    """A mean with its standard error, ``s / sqrt(n)`` where ``s`` is the sample standard deviation (n - 1).
+
+    Attributes:
+        mean: The sample mean.
+        stderr: Its standard error; None for a single value, which has none.
+        n: How many values.
+
+    >>> print(Estimate.of([1.0, 2.0, 3.0]))
+    2 ± 0.58 (n=3)
+    """
+
+    mean: float
+    stderr: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Estimate the mean of independent values.
+
+        Args:
+            values: Any iterable of numbers, also a 1-d tensor or array.
+
+        Returns:
+            Mean, standard error and n.
+
+        Raises:
+            InputError: If there is no value, or one is not finite.
+        """
+        numbers = [float(value) for value in values]
+        if not numbers or not all(map(math.isfinite, numbers)):
+            raise InputError("values to average", numbers, "one or more finite numbers")
+        n = len(numbers)
+        stderr = statistics.stdev(numbers) / math.sqrt(n) if n > 1 else None
+        return cls(statistics.fmean(numbers), stderr, n)
+
+    def __str__(self) -> str:
+        if self.stderr is None:
+            return f"{self.mean:.4g} (n={self.n})"
+        return f"{self.mean:.4g} ± {self.stderr:.2g} (n={self.n})"
+
+
+def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:
+    """``R = sum x / sum y`` over n pairs, and its standard error ``sd(x - R y) / (sqrt(n) mean(y))`` (delta method).
+
+    >>> ratio_estimate(np.array([1.0, 3.0]), np.array([1.0, 1.0]))
+    (2.0, 1.0)
+    """
+    ratio = numerator.sum() / denominator.sum()
+    rest = numerator - ratio * denominator
+    return float(ratio), float(rest.std(ddof=1) / np.sqrt(len(rest)) / denominator.mean())

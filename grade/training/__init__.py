@@ -1,0 +1,1 @@
+"""Training a policy: settings, task, loop, checkpoints, evaluation."""

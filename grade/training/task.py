@@ -1,0 +1,20 @@
+"""What a policy is trained on: backbone, reward, judge, prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grade.models.backbone import Backbone
+from grade.rewards.gold import GoldJudge
+from grade.rewards.model import RewardModel
+
+
+@dataclass
+class Task:
+    """What a run trains and is judged on."""
+
+    backbone: Backbone
+    reward_model: RewardModel
+    judge: GoldJudge | None
+    train_prompts: list[str]
+    validation_prompts: list[str]

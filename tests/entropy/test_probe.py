@@ -1,0 +1,270 @@
+"""The probe as a whole: it leaves everything as it was, agrees with itself, and with the truth by enumeration."""
+
+import copy
+
+import pytest
+import torch
+from conftest import make_backbone, make_prompts, tiny_config
+
+from grade.entropy.exact import exact_change
+from grade.entropy.probe import EntropyProbe
+from grade.entropy.settings import ProbeConfig
+from grade.entropy.step import stepped
+from grade.entropy.update import adamw_update
+from grade.errors import InputError
+from grade.models.parameters import trained_parameters
+from grade.models.prompts import PromptBatch
+
+V, T = 5, 3
+
+
+def settings(**changes):
+    values = {
+        "batch_config": {"B": 4, "G": 8},
+        "generation": {"max_new_tokens": T},
+        "memory_config": {"importance_microbatch_size": 8},
+    }
+    return ProbeConfig.parse(values | changes)
+
+
+def a_policy():
+    return make_backbone(tiny_config(vocab_size=V, eos_token_id=[2]))
+
+
+def a_probe(learning_rate=1e-3, stepped=True, policy=None, **changes):
+    policy = policy or a_policy()
+    parameters = trained_parameters(policy)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
+    if stepped:
+        generator = torch.Generator().manual_seed(1)
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return EntropyProbe(policy, optimizer, settings(**changes), allow_fresh=not stepped)
+
+
+def prompts(n=8):
+    made = make_prompts(n, 4)
+    return PromptBatch(made.ids % V, made.mask)
+
+
+def reward(prompts, ids, mask):
+    """The share of ones."""
+    return ((ids == 1) * mask).sum(1) / mask.sum(1)
+
+
+def test_policy_optimizer_and_random_state_are_as_before_and_two_runs_are_equal():
+    probe = a_probe()
+    parameters = [p.detach().clone() for p in probe.policy.parameters()]
+    state, flags = copy.deepcopy(probe.optimizer.state_dict()), [m.training for m in probe.policy.modules()]
+    random = torch.get_rng_state()
+    first, second = probe.run(prompts(), reward), probe.run(prompts(), reward)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, probe.policy.parameters(), strict=True))
+    assert torch.equal(random, torch.get_rng_state()) and flags == [m.training for m in probe.policy.modules()]
+    after = probe.optimizer.state_dict()["state"]
+    assert all(torch.equal(state["state"][i][k], after[i][k]) for i in after for k in after[i])
+    assert all(p.grad is None for p in probe.policy.parameters())
+    timeless = [{k: v for k, v in r.figures.items() if not k.startswith("seconds/")} for r in (first, second)]
+    assert timeless[0] == timeless[1] and torch.equal(first.sequences, second.sequences)
+
+
+def test_parts_sum_to_the_whole():
+    report = a_probe().run(prompts(), reward)
+    f = report.figures
+    assert sum(report.modules.values()) == pytest.approx(f["delta_h1"], rel=1e-9)
+    parts = f["delta_h1_momentum"] + f["delta_h1_gradient"] + f["delta_h1_decay"]
+    assert parts == pytest.approx(f["delta_h1"], rel=1e-9)
+    assert float(report.sequences.mean()) == pytest.approx(f["delta_h1_forward"], rel=1e-9)
+    assert report.sequences.shape == (4, 8)
+    text = report.as_text()
+    assert "predicted change" in text and "q_proj" in text
+
+
+def test_prediction_and_importance_sampling_find_the_true_change():
+    probe = a_probe(batch_config={"B": 6, "G": 128}, memory_config={"importance_microbatch_size": 256,
+                                                                   "teacher_force_microbatch_size": 128})  # fmt: skip
+    batch = prompts(12)
+    report = probe.run(batch, reward)
+    f = report.figures
+    # The truth for the evaluation prompts, whose expectation over completions is exact.
+    step = update_of(probe, batch)
+    truth = exact_change(probe.policy, PromptBatch(batch.ids[:6], batch.mask[:6]), T, step, 1.0)
+    assert f["delta_h"] == pytest.approx(truth, abs=4 * f["delta_h_stderr"])
+    assert f["delta_h1_forward"] == pytest.approx(truth, abs=4 * f["delta_h1_forward_stderr"] + 0.05 * abs(truth))
+    assert f["delta_h1"] == pytest.approx(truth, abs=4 * f["delta_h1_stderr"] + 0.05 * abs(truth))
+    assert report.warnings == []
+
+
+def update_of(probe, batch):
+    c = probe.config.batch_config
+    generator = torch.Generator().manual_seed(probe.config.seed)
+    evaluation = probe._draw(batch, slice(c.B), generator)
+    gradients = probe._update(batch, evaluation, reward, None, generator)[1]
+    return adamw_update(probe.optimizer, trained_parameters(probe.policy), gradients, 1.0).total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_real_step_that_is_undone_finds_what_exchanged_parameters_find(dtype):
+    """The two visit the same point: parameters after `optimizer.step()` differ from theta + delta theta by rounding."""
+    figures = []
+    for step in ("functional", "optimizer"):
+        policy = make_backbone(tiny_config(vocab_size=V, eos_token_id=[2]), dtype=getattr(torch, dtype))
+        probe = a_probe(policy=policy, learning_rate=1e-2, importance_sampling={"step": step})
+        parameters = [p.detach().clone() for p in policy.parameters()]
+        state = copy.deepcopy(probe.optimizer.state_dict())
+        first, second = probe.run(prompts(), reward), probe.run(prompts(), reward)
+        assert first.figures["delta_h"] == second.figures["delta_h"]
+        assert all(torch.equal(p, q) for p, q in zip(parameters, policy.parameters(), strict=True))
+        after = probe.optimizer.state_dict()
+        assert state["param_groups"] == after["param_groups"]
+        pairs = [(state["state"][i][k], after["state"][i][k]) for i in state["state"] for k in after["state"][i]]
+        assert all(torch.equal(one, other) for one, other in pairs)
+        figures.append(first.figures)
+    tolerance = {"float32": 1e-3, "float64": 1e-6}[dtype]  # Llama's norms go through float32 in both
+    for name in ("delta_h", "delta_h_per_token", "ess"):
+        assert figures[0][name] == pytest.approx(figures[1][name], rel=tolerance), name
+
+
+def test_a_failure_within_the_step_undoes_it_too():
+    probe = a_probe()
+    parameters, random = [p.detach().clone() for p in probe.policy.parameters()], torch.get_rng_state()
+    flags = [m.training for m in probe.policy.modules()]
+    gradients = [torch.ones_like(p) for p in trained_parameters(probe.policy)]
+    with pytest.raises(RuntimeError), stepped(probe.policy, probe.optimizer, gradients):
+        assert any(not torch.equal(p, q) for p, q in zip(parameters, probe.policy.parameters(), strict=True))
+        torch.rand(3)
+        probe.policy.train()
+        raise RuntimeError
+    assert all(torch.equal(p, q) for p, q in zip(parameters, probe.policy.parameters(), strict=True))
+    assert torch.equal(random, torch.get_rng_state()) and flags == [m.training for m in probe.policy.modules()]
+    assert all(p.grad is None for p in probe.policy.parameters())
+
+
+def test_low_effective_sample_size_samples_anew_and_finds_the_true_change():
+    """A step so large that weights say nothing; 4 standard errors, n = 6 prompts of 128 completions."""
+    changes = dict(batch_config={"B": 6, "G": 128}, memory_config={"importance_microbatch_size": 256,
+                                                                  "teacher_force_microbatch_size": 128})  # fmt: skip
+    batch = prompts(12)
+    probe = a_probe(learning_rate=0.3, importance_sampling={"ess_threshold": 0.95}, **changes)
+    report = probe.run(batch, reward)
+    f = report.figures
+    assert f["resampled"] == 1 and any("sampled anew" in text for text in report.warnings)
+    step = update_of(probe, batch)
+    truth = exact_change(probe.policy, PromptBatch(batch.ids[:6], batch.mask[:6]), T, step, 1.0)
+    assert f["delta_h"] == pytest.approx(truth, abs=4 * f["delta_h_stderr"])
+    off = {"ess_threshold": 0.95, "resample_on_low_ess": False}
+    only_said = a_probe(learning_rate=0.3, importance_sampling=off, **changes).run(batch, reward)
+    assert only_said.figures["resampled"] == 0 and any("not to be trusted" in text for text in only_said.warnings)
+
+
+def test_a_sweep_is_the_probe_at_other_learning_rates():
+    report = a_probe(probe_config={"multiples": [0.5, 1.0, 2.0]}).run(prompts(), reward)
+    assert [row["multiple"] for row in report.sweep] == [0.5, 1.0, 2.0]
+    for row in report.sweep:
+        probe = a_probe()
+        probe.optimizer.param_groups[0]["lr"] *= row["multiple"]
+        other = probe.run(prompts(), reward).figures
+        for name in ("delta_h1_forward", "delta_h", "delta_h_stderr", "delta_h_prefix", "linearity_error"):
+            # The last is a small difference of ratios: rounding of float32 norms shows.
+            assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-3 * (name == "linearity_error")), name
+        assert row["ess_share"] == pytest.approx(other["ess"] / other["samples"], rel=1e-6)
+    assert "step (x learning rate)" in report.as_text()
+
+
+def test_one_batch_pairs_prompts_and_blocks_are_its_units():
+    exact = a_probe(probe_config={"one_batch": True}).run(prompts(4), reward)
+    f = exact.figures
+    assert f["delta_h1_pairs"] != pytest.approx(f["delta_h1_pairs_plain"], rel=1e-3)
+    assert any("one batch" in text for text in exact.warnings)
+    without = {"compute_plugin_se": False, "compute_jackknife_se": False}
+    blocked = a_probe(probe_config={"one_batch": True, "mode": "blocks", "block_size": 2}, stats_config=without)
+    found = blocked.run(prompts(4), reward).figures
+    assert found["delta_h1_pairs_plain"] == pytest.approx(f["delta_h1_pairs_plain"], rel=1e-6)
+    assert found["delta_h1_pairs"] != pytest.approx(f["delta_h1_pairs"], rel=1e-3)
+    assert "delta_h1_pairs_plugin_stderr" in f and "delta_h1_pairs_jackknife_stderr" in f
+    assert "delta_h1_pairs_plugin_stderr" not in found and "delta_h1_pairs_jackknife_stderr" not in found
+    two = a_probe().run(prompts(), reward).figures
+    assert "delta_h1_ascent" in two and "delta_h1_pairs" not in two
+
+
+def test_rloo_differs_from_dr_grpo_by_a_factor_that_the_optimizer_sees():
+    """A / (G - 1) against A / (G T): with clipping off, RLOO's gradient is G T / (G - 1) times as large."""
+    gradients = [
+        update_gradients(a_probe(probe_config={"update": update})) for update in ("dr_grpo", "rloo")
+    ]  # fmt: skip
+    one, other = (torch.cat([g.flatten() for g in parts]) for parts in gradients)
+    # Sums of float32 norms' gradients: rounding, 1e-7 of the whole vector, not of its smallest entries.
+    assert float((other - one * 8 * T / 7).norm() / other.norm()) < 1e-6
+
+
+def update_gradients(probe):
+    generator = torch.Generator().manual_seed(0)
+    evaluation = probe._draw(prompts(), slice(4), generator)
+    return probe._update(prompts(), evaluation, reward, None, generator)[1]
+
+
+def test_any_loss_can_be_the_update():
+    """A loss whose gradient is that of the policy gradient gives the same report."""
+    probe = a_probe()
+    wanted = probe.run(prompts(), reward)
+    gradients = iter(update_gradients(a_probe()))
+    seen = []
+
+    def gradient(some, generator):
+        seen.append(some.ids)
+        for p in trained_parameters(probe.policy):
+            p.grad = next(gradients).clone()
+
+    found = probe.run(prompts(), gradient=gradient)
+    assert torch.equal(seen[0], prompts().ids[4:])
+    assert found.figures["delta_h1"] == pytest.approx(wanted.figures["delta_h1"], rel=1e-6)
+    assert all(p.grad is None for p in probe.policy.parameters())
+    with pytest.raises(InputError, match="gradient"):
+        probe.run(prompts(), gradient=lambda some, generator: None)
+    for both in ({}, {"reward": reward, "gradient": gradient}):
+        with pytest.raises(InputError, match="one of them"):
+            probe.run(prompts(), **both)
+
+
+def test_layers_sum_modules():
+    report = a_probe().run(prompts(), reward)
+    layers = report.layers()
+    assert list(layers) == [0, 1] and sum(layers.values()) == pytest.approx(report.figures["delta_h1"], rel=1e-9)
+    first = sum(v for k, v in report.modules.items() if ".layers.0." in k)
+    assert layers[0] == pytest.approx(first, rel=1e-12)
+
+
+def test_a_step_that_is_too_large_is_said_to_be():
+    report = a_probe(learning_rate=0.1).run(prompts(), reward)
+    assert any("effective sample size" in text for text in report.warnings)
+    constant = a_probe().run(prompts(), lambda p, ids, mask: torch.ones(len(ids)))
+    assert any("same reward" in text for text in constant.warnings)
+    assert any("no forward derivative" in text for text in constant.notes)
+
+
+def test_memory_is_profiled_when_asked_for():
+    report = a_probe(memory_config={"profile_memory": True}).run(prompts(), reward)
+    peaks = {k: v for k, v in report.figures.items() if k.startswith("peak_bytes/")}
+    assert len(peaks) == 5 and min(peaks.values()) > 0
+
+
+def test_what_cannot_be_probed_is_refused_and_nothing_changes():
+    with pytest.raises(InputError, match="at least 8"):
+        a_probe().run(prompts(7), reward)
+    with pytest.raises(InputError, match="reward"):
+        a_probe().run(prompts(), lambda p, ids, mask: torch.full((len(ids),), float("nan")))
+    probe = EntropyProbe(a_policy(), torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]), settings())
+    with pytest.raises(InputError, match="parameters"):
+        probe.run(prompts(), reward)
+    fresh = a_probe(stepped=False)
+    fresh.allow_fresh = False
+    with pytest.raises(InputError, match="no state"):
+        fresh.run(prompts(), reward)
+    for field, values in (("batch_config", {"G": 1}), ("batch_config", {"B": 1}), ("generation", {"temperature": 0.0}),
+                          ("memory_config", {"teacher_force_microbatch_size": 0}),
+                          ("probe_config", {"multiples": [0.0]}),
+                          ("block_size", {"mode": "blocks", "block_size": 3})):  # fmt: skip
+        group = "probe_config" if field == "block_size" else field
+        with pytest.raises(InputError, match=field):
+            settings(**{group: values})

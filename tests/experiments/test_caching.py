@@ -1,0 +1,88 @@
+"""Document 002: options that must agree, measurements on a toy model, and verdicts that follow the figures."""
+
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from conftest import make_backbone, make_prompts
+
+from grade.errors import InputError
+from grade.experiments.caching import options as caching
+from grade.experiments.caching.claims import caching_claims
+from grade.experiments.caching.figures import plot_layer_differences
+from grade.experiments.claims import to_markdown
+from grade.experiments.setting import load_policy, text_sequences
+from grade.memory.shapes import QWEN25_3B
+
+
+@pytest.fixture(scope="module")
+def toy():
+    backbone, texts = load_policy("", "", "")
+    return backbone, *text_sequences(backbone, texts, 2, 4, 6)
+
+
+def test_every_option_gives_the_same_log_probabilities_and_gradient():
+    backbone, prompts = make_backbone(), make_prompts()
+    ids = torch.randint(3, 23, (3, 4), generator=torch.Generator().manual_seed(1))
+    table = caching.compare_options(backbone, prompts, ids).set_index("option")
+    assert list(table.index) == list(caching.OPTIONS)
+    assert table.ref_max_abs_diff.max() < 1e-12 and table.grad_rel_diff.max() < 1e-12  # float64
+    assert table.peak_bytes["hybrid"] < table.peak_bytes["selected"] < table.peak_bytes["activations"]
+    assert all(p.grad is None for p in backbone.trainable_parameters())
+
+
+def test_the_adapter_acts_on_the_rows_that_are_named():
+    backbone, prompts = make_backbone(), make_prompts(batch=4)
+    every = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
+    with backbone.reference():
+        base = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
+    with caching.adapter_on_rows(backbone, 1):
+        mixed = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
+    torch.testing.assert_close(mixed, torch.cat([every[:1], base[1:]]))
+    assert not torch.allclose(every[1:], base[1:])
+
+
+def test_an_untrained_adapter_changes_nothing_and_a_trained_one_every_layer():
+    ids = torch.randint(3, 23, (3, 4), generator=torch.Generator().manual_seed(1))
+    still = caching.layer_differences(make_backbone(perturb=False), make_prompts(), ids)
+    moved = caching.layer_differences(make_backbone(), make_prompts(), ids)
+    assert still.relative_difference.tolist() == [0, 0] and moved.relative_difference.min() > 0
+    assert moved.attrs["dropout"] == 0  # train and eval mode
+    kl = caching.reference_that_keeps_its_adapter(make_backbone(), make_prompts(), ids)
+    assert kl["kl_to_itself"] == 0 < kl["kl_to_base"]
+
+
+def test_text_that_is_too_short_is_refused(toy):
+    with pytest.raises(InputError, match="prompt tokens"):
+        text_sequences(toy[0], ["short"], 1, 4, 6)
+
+
+CACHING = {
+    **{f"caching/layer_{n}_bytes": 10**7 for n in ("norms", "attention", "adapter_inputs", "mlp")},
+    "caching/layer_bytes": 4 * 10**7, "caching/layer_eager_bytes": 8 * 10**7, "caching/forward_kept_gb": 5.0,
+    **{f"caching/traced_{o}_step_gb": 1.0 for o in caching.OPTIONS},
+    **{f"caching/measured_{o}_ref_max_abs_diff": 0.0 for o in caching.OPTIONS},
+    "caching/measured_dual_over_selected_seconds": 1.4, "caching/second_base_gb": 6.17,
+    "caching/stored_bytes_per_sample": 2044, "caching/last_layer_difference": 0.2, "caching/train_eval_difference": 0.0,
+    "caching/kl_to_base": 0.7, "caching/kl_to_itself": 0.0,
+}  # fmt: skip
+
+
+def test_document_002_has_its_verdicts():
+    claims = {c.claim: c for c in caching_claims(QWEN25_3B, 2, 512, CACHING)}
+    assert len(claims) == 20 and to_markdown(claims.values()).count("\n") == 22
+    assert claims["Q, K and V are 3.67 MB each"].found == 2 * 512 * 2048 * 2 / 1e6
+    assert claims["the final logits take 155.6 MB"].found == 2 * 512 * 151_936 * 2 / 1e6
+    assert claims["option 3 (one pass, dual output) costs the same memory"].verdict == "confirmed"
+    twice = {c.claim: c for c in caching_claims(QWEN25_3B, 2, 512, CACHING | {"caching/traced_dual_step_gb": 2.0})}
+    assert twice["option 3 (one pass, dual output) costs the same memory"].verdict == "refuted"
+    noisy = caching_claims(QWEN25_3B, 2, 512, CACHING | {"caching/train_eval_difference": 0.1})
+    changed = {c.claim for c in noisy} - {c.claim for c in noisy if c.verdict == claims[c.claim].verdict}
+    assert changed == {"option 2 is useless because eval and train mode differ (dropout, batch norm)"}
+
+
+def test_the_figure_of_the_layers(toy):
+    fig, ax = plt.subplots()
+    plot_layer_differences(ax, caching.layer_differences(*toy))
+    assert ax.get_xlabel() and ax.get_ylabel()
+    plt.close(fig)

@@ -1,0 +1,284 @@
+"""The claims table: what it refuses, what it writes, the arithmetic by hand, and verdicts that follow the numbers."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+
+import pytest
+
+from grade.cli.main import main
+from grade.errors import InputError
+from grade.experiments.claims import (
+    COLUMNS,
+    HOW,
+    VERDICTS,
+    Claim,
+    claims_table,
+    read_claims,
+    to_markdown,
+    verdict_counts,
+    write_claims,
+)
+from grade.experiments.exp6.claims import MEASURED_KEYS, exp6_claims, seed_000_counts
+
+ROW = Claim("000", "4 GB of a|b", "4 GB", 8.192, "MB", "derived", "refuted", "1*64*32000*4\nbytes")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("how", "guessed", "guessed"),
+        ("verdict", "Confirmed", "Confirmed"),
+        ("found", math.nan, "nan"),
+        ("found", math.inf, "inf"),
+        ("claim", "", "claim"),
+        ("seed", "", "seed"),
+    ],
+)
+def test_a_wrong_row_is_refused_and_nothing_is_written(tmp_path, field, value, named):
+    path = tmp_path / "claims.csv"
+    with pytest.raises(InputError, match=named):
+        write_claims(path, [ROW, dataclasses.replace(ROW, **{field: value})])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_row_leaves_the_old_file(tmp_path):
+    path = tmp_path / "claims.csv"
+    write_claims(path, [ROW])
+    before = path.read_bytes()
+    with pytest.raises(InputError):
+        write_claims(path, [dataclasses.replace(ROW, how="")])
+    assert path.read_bytes() == before
+
+
+def test_the_csv_reads_back(tmp_path):
+    path = tmp_path / "new" / "claims.csv"
+    write_claims(path, [ROW, dataclasses.replace(ROW, found=147456.0), dataclasses.replace(ROW, found="none", unit="")])
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert rows[0] == dataclasses.asdict(ROW) | {"found": "8.192"}
+    assert [row["found"] for row in rows] == ["8.192", "147456", "none"]
+
+
+def test_figures_are_shown_without_needless_exponents():
+    found = claims_table([dataclasses.replace(ROW, found=x) for x in (147456.0, 41.6667, 1.234567e-7, 0.0)])["found"]
+    assert found.tolist() == ["147456", "41.67", "1.235e-07", "0"]
+
+
+def test_markdown_has_one_line_a_row_and_escapes_bars():
+    lines = to_markdown([ROW, ROW]).splitlines()
+    assert len(lines) == 4
+    assert lines[2] == r"| 000 | 4 GB of a\|b | 4 GB | 8.192 MB | derived | refuted | 1*64*32000*4 bytes |"
+
+
+def test_counts_of_document_000_by_hand():
+    c = seed_000_counts()
+    exact = {
+        "soft_tokens": 1 * 64 * 32_000 * 4,
+        "soft_tokens_bf16": 4_096_000,
+        "soft_tokens_real": 64 * 151_936 * 4,
+        "topk_weights": 65_536,
+        "topk_int64": 65_536 + 131_072,
+        "topk_int32": 131_072,
+        "topk_weights_ratio": 125,
+        "topk_int32_ratio": 62.5,
+        "reward_gathered": 134_217_728,
+        "reward_gathered_and_product": 268_435_456,
+        "reward_gathered_real": 83_886_080,
+        "kv_cache_per_token": 147_456,
+        "kv_cache": 147_456 * 96,
+        "token_forwards_uncached": 4064,
+        "token_forwards_cached": 96,
+        "attention_scores_t128": 1_342_144,
+        "attention_scores_t64": 279_904,
+        "policy_activations": 69_632 * 36 * 2 * 4064,
+        "own_rows_before_gb": 40,
+        "weights_three_copies": 24_134_808_576,
+    }
+    assert {key: c[key] for key in exact} == exact
+    rounded = {  # figures of the facts, to their digits
+        "batch_for_4_gb": 488,
+        "topk_int64_ratio": 41.7,
+        "topk_int64_ratio_real": 198,
+        "topk_int32_ratio_real": 297,
+        "reward_gathered_over_soft_tokens": 16,
+        "token_forwards_ratio": 42,
+        "attention_growth_one_pass": 2.78,
+        "attention_growth_loop": 4.80,
+        "linear_growth_loop": 3.01,
+        "own_rows_after_gb": 7.06,
+        "own_rows_ratio": 5.7,
+        "policy_checkpointed_ratio": 40.6,
+    }
+    for key, value in rounded.items():
+        digits = len(str(value).partition(".")[2])
+        assert round(c[key], digits) == value, key
+    assert c["reward_dense_flops"] / c["reward_sparse_flops"] == 125
+    # Inputs of 4064 steps' tokens, 2560 wide, bfloat16, and all layers of the longest step once.
+    assert c["policy_checkpointed"] == 4064 * 2560 * 2 + 96 * 69_632 * 36 * 2
+
+
+def measurements(**changes: float) -> dict[str, float]:
+    """Plausible figures of a small model; names in ``changes`` are keys' last parts."""
+    values = dict.fromkeys(MEASURED_KEYS, 1.0) | {
+        "memory/relax_vocab_size": 49_152,
+        "memory/relax_dense_bytes_per_token": 4 * 4 * 49_152,
+        "memory/relax_topk_scattered_bytes_per_token": 4.24 * 49_152,
+        "memory/relax_topk_compact_bytes_per_token": 4096,
+        "memory/reward_dense_bytes": 40e6,
+        "memory/reward_gather_bytes": 336e6,
+        "memory/reward_bag_bytes": 1e6,
+        "memory/policy_completion_tokens": 64,
+        "memory/policy_unrolled_bytes": 2e9,
+        "memory/policy_checkpointed_bytes": 2e7,
+        "memory/policy_replay_bytes": 1e7,
+        "memory/reference_uncached_peak_bytes": 3e7,
+        "memory/reference_cached_peak_bytes": 1e7,
+        "speed/reference_uncached_seconds": 10.0,
+        "speed/reference_cached_seconds": 2.0,
+        "parity/reward_max_abs_diff": 1e-6,
+        "parity/kl_max_abs_diff": 1e-6,
+        "parity/kl_at_init_max": 0.0,
+        "parity/kl_at_init_misaligned": 5.0,
+        "support/top256_mass_tau0.5": 0.9999,
+        "support/top256_mass_tau1": 0.96,
+        "support/top256_mass_tau2": 0.4,
+        "speed/unrolled_over_replay": 8.0,
+        "speed/checkpointed_over_replay": 10.0,
+        "parity/steps": 10,
+        "parity/accumulation_rel_error": 1e-7,
+    }
+    for name, value in changes.items():
+        (key,) = [key for key in values if key.rpartition("/")[2] == name]
+        values[key] = value
+    return values
+
+
+def verdict(claim_part: str, **changes: float) -> str:
+    (claim,) = [claim for claim in exp6_claims(measurements(**changes)) if claim_part in claim.claim]
+    return claim.verdict
+
+
+def test_every_claim_is_valid_unique_and_of_document_000(tmp_path):
+    claims = exp6_claims(measurements())
+    write_claims(tmp_path / "claims.csv", claims)
+    assert len({claim.claim for claim in claims}) == len(claims) == 33
+    assert {claim.seed for claim in claims} == {"000"}
+    assert {claim.how for claim in claims} <= set(HOW) and {claim.verdict for claim in claims} <= set(VERDICTS)
+    assert all(claim.note and claim.stated for claim in claims)
+
+
+@pytest.mark.parametrize("key", MEASURED_KEYS)
+def test_each_measured_key_is_required_by_name_and_changes_some_row(key):
+    values = measurements()
+    without = {k: v for k, v in values.items() if k != key}
+    with pytest.raises(InputError, match=key.replace(".", r"\.")):
+        exp6_claims(without)
+    with pytest.raises(InputError, match=key.replace(".", r"\.")):
+        exp6_claims(values | {key: math.nan})
+    assert exp6_claims(values | {key: values[key] * 3 + 1}) != exp6_claims(values)
+
+
+def test_bytes_and_seconds_must_be_positive():
+    with pytest.raises(InputError, match="policy_replay_bytes"):
+        exp6_claims(measurements(policy_replay_bytes=0))
+
+
+@pytest.mark.parametrize(
+    ("claim", "expected"),
+    [
+        ("soft_tokens [B,T,V]", "refuted"),
+        ("125x", "partly"),
+        ("ref_logits", "refuted"),
+        ("policy activations take", "confirmed"),
+        ("10-15 GB", "refuted"),
+        ("total peak falls", "partly"),
+        ("halving", "partly"),
+        ("reference activations", "refuted"),
+    ],
+)
+def test_verdicts_of_arithmetic(claim, expected):
+    assert verdict(claim) == expected
+
+
+@pytest.mark.parametrize(
+    ("claim", "changes", "expected"),
+    [
+        ("OOM", {}, "refuted"),
+        ("OOM", {"policy_unrolled_bytes": 6e7}, "confirmed"),
+        ("O(BTk)", {}, "refuted"),
+        ("O(BTk)", {"relax_topk_scattered_bytes_per_token": 4097}, "confirmed"),
+        ("O(BTkH)", {}, "refuted"),
+        ("O(BTkH)", {"reward_gather_bytes": 1e6}, "confirmed"),
+        ("reward matmul", {}, "refuted"),
+        ("reward matmul", {"reward_gather_bytes": 1e6}, "partly"),
+        ("reward matmul", {"reward_dense_bytes": 4e9, "reward_gather_bytes": 30e6}, "confirmed"),
+        ("KV cache lowers", {}, "confirmed"),
+        ("KV cache lowers", {"reference_cached_peak_bytes": 3.1e7}, "refuted"),
+        ("offset", {}, "partly"),
+        ("offset", {"reference_cached_peak_bytes": 3.1e7}, "refuted"),
+        ("3-4x faster", {"reference_uncached_seconds": 7.0}, "confirmed"),
+        ("3-4x faster", {"reference_uncached_seconds": 40.0}, "partly"),
+        ("3-4x faster", {"reference_uncached_seconds": 1.9}, "refuted"),
+        ("~5 GB, 4x", {}, "partly"),
+        ("~5 GB, 4x", {"policy_checkpointed_bytes": 5e8}, "confirmed"),
+        ("~5 GB, 4x", {"policy_checkpointed_bytes": 3e9}, "refuted"),
+        ("recomputes", {}, "confirmed"),
+        ("recomputes", {"checkpointed_over_replay": 7.0}, "partly"),
+        ("recomputes", {"policy_checkpointed_bytes": 3e9}, "refuted"),
+        ("accumulation", {}, "partly"),
+        ("accumulation", {"accumulation_rel_error": 0.1}, "refuted"),
+        ("empty_cache", {}, "refuted"),
+        ("empty_cache", {"peak_without_freeing_bytes": 2.0}, "confirmed"),
+        ("(tau 0.5)", {}, "confirmed"),
+        ("(tau 1)", {}, "refuted"),
+        ("(tau 2)", {}, "refuted"),
+        ("(tau 2)", {"top256_mass_tau2": 0.9991}, "confirmed"),
+        ("train/kl", {}, "partly"),
+        ("train/kl", {"kl_at_init_misaligned": 0.0}, "confirmed"),
+        ("train/kl", {"kl_max_abs_diff": 0.01}, "refuted"),
+        ("train/kl", {"kl_at_init_max": 0.01}, "refuted"),
+        ("in expectation", {"kl_at_init_misaligned": 0.0}, "confirmed"),
+        ("train/reward", {}, "partly"),
+        ("train/reward", {"reward_max_abs_diff": 0.01}, "refuted"),
+        ("success 1", {}, "partly"),
+        ("success 1", {"policy_checkpointed_bytes": 4.5e8}, "confirmed"),
+        ("success 1", {"policy_checkpointed_bytes": 2e9}, "refuted"),
+        ("success 2", {}, "partly"),
+        ("success 2", {"kl_max_abs_diff": 0.01}, "refuted"),
+        ("success 3", {}, "partly"),
+        ("success 3", {"reward_max_abs_diff": 0.01}, "not testable"),
+    ],
+)
+def test_verdicts_follow_the_measurements(claim, changes, expected):
+    assert verdict(claim, **changes) == expected
+
+
+def test_claims_of_several_documents_are_joined_in_order(tmp_path, capsys):
+    later = dataclasses.replace(ROW, seed="004", claim="b, c", verdict="partly")
+    write_claims(tmp_path / "b.csv", [later])
+    write_claims(tmp_path / "a.csv", [ROW, ROW])
+    files = [str(tmp_path / name) for name in ("b.csv", "a.csv")]
+    assert main(["claims", *files, "--output-dir", str(tmp_path / "out")]) == 0
+    joined = read_claims(tmp_path / "out" / "claims.csv")
+    assert [c.seed for c in joined] == ["000", "000", "004"] and joined[2].claim == "b, c"
+    text = (tmp_path / "out" / "claims.md").read_text()
+    assert verdict_counts(joined) in text and to_markdown(joined) in text
+    # columns: confirmed, refuted, partly, not testable
+    assert verdict_counts(joined).splitlines()[2:] == ["| 000 | 0 | 2 | 0 | 0 |", "| 004 | 0 | 0 | 1 | 0 |"]
+    assert "| 000 | 0 | 2 | 0 | 0 |" in capsys.readouterr().out
+
+
+GUESSED = ",".join(COLUMNS) + "\n000,x,1,2,MB,guessed,partly,n\n"
+
+
+@pytest.mark.parametrize("content", [None, "", "seed,claim\n000,x\n", GUESSED])
+def test_a_file_that_holds_no_claims_is_refused_and_nothing_is_written(tmp_path, content, capsys):
+    if content is not None:
+        (tmp_path / "x.csv").write_text(content)
+    assert main(["claims", str(tmp_path / "x.csv"), "--output-dir", str(tmp_path / "out")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,207 @@
+"""Statistics of the comparison against hand arithmetic; its runs on the toy task."""
+
+import itertools
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grade.errors import InputError
+from grade.experiments.compare import frontier as stats
+from grade.experiments.compare import runs as compare
+from grade.experiments.compare.runs import Run, Shared, run_all, run_config, search
+from grade.experiments.compare.text_quality import distinct_n, perplexity, reference_nats
+from grade.gradients.methods import METHODS
+from grade.stats import paired
+from grade.training.toy import toy_task
+
+SMALL = dict(
+    max_steps=2, max_prompt_tokens=6, max_new_tokens=6, min_new_tokens=6, batch_size=8, eval_every=1, eval_prompts=8,
+    final_eval_prompts=16, kl_eval_prompts=8, gumbel_topk=16,
+)  # fmt: skip
+TOY = Shared("", "", "", "", SMALL)
+
+
+def curve(method, beta, seed, kls, rewards, golds=None):
+    golds = golds or [math.nan] * len(kls)
+    rows = enumerate(zip(kls, rewards, golds, strict=True))
+    return [(method, beta, seed, i, 8 * i, 0.5 * i, r, g, k) for i, (k, r, g) in rows]
+
+
+def curves(*runs):
+    return pd.DataFrame([row for run in runs for row in run], columns=list(stats.CURVES))
+
+
+# --- reward at equal KL ---
+
+
+def test_reward_at_kl_is_that_of_a_mixture_of_two_policies():
+    table = curves(
+        curve("ste", 0.1, 0, [0, 4, 8], [0.5, 0.7, 0.8]),
+        curve("ste", 0.1, 1, [0, 1, 3], [0.5, 0.6, 0.8]),
+    )
+    # Seed 0, chosen on seed 1: its hull is the start and its end, so here the start and (8, 0.8): 0.5 + 2/8 * 0.3.
+    # Seed 1, chosen on seed 0: the start and its middle, here (1, 0.6), which is below the level by itself.
+    assert stats.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.575, 1: 0.6})
+    figures = stats.frontier_figures(table, [2.0, 20.0])
+    assert figures["frontier/ste/kl2"] == pytest.approx(0.5875)
+    assert figures["frontier/ste/kl2_stderr"] == pytest.approx(0.0125)  # sd 0.025/sqrt(2), over sqrt(2)
+    assert figures["frontier/ste/kl2_n"] == 2
+    assert figures["frontier/ste/kl20"] == pytest.approx(0.8)  # beyond all runs it is flat
+    assert figures["frontier/ste/kl_reached"] == 5.5  # (8 + 3) / 2
+
+
+def test_a_path_that_overshoots_does_not_hide_a_better_policy_with_less_kl():
+    """KL grows early and comes back, or another beta stays low: interpolating along one path would see 0.55 at 2."""
+    path, low = ([0, 8, 2], [0.5, 0.7, 0.75]), ([0, 1, 2], [0.5, 0.6, 0.7])
+    table = curves(*(curve("ste", beta, seed, *c) for seed in (0, 1) for beta, c in ((0.1, path), (0.2, low))))
+    assert stats.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.75, 1: 0.75})
+    assert stats.reward_at_kl(table, 1.0)["ste"] == pytest.approx({0: 0.625, 1: 0.625})  # half of the way to 0.75
+
+
+def test_policies_are_chosen_on_the_other_seeds():
+    lucky = curves(
+        curve("ste", 0.1, 0, [0, 2], [0.5, 0.9]), curve("ste", 0.1, 1, [0, 2], [0.5, 0.5]),
+        curve("ste", 0.2, 0, [0, 2], [0.5, 0.6]), curve("ste", 0.2, 1, [0, 2], [0.5, 0.7]),
+    )  # fmt: skip
+    # Seed 0's 0.9 is luck: seed 1 prefers 0.2. Seed 1 has what seed 0 prefers.
+    assert stats.reward_at_kl(lucky, 2.0)["ste"] == pytest.approx({0: 0.6, 1: 0.5})
+    with pytest.raises(InputError, match="at least two"):
+        stats.reward_at_kl(lucky[lucky.seed == 0], 2.0)
+    with pytest.raises(InputError, match="above 0"):
+        stats.reward_at_kl(lucky, 0.0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
+def test_the_hull_is_above_every_point_and_every_mixture(points):
+    kl, reward = zip(*points, strict=True)
+    hull = stats.upper_hull(kl, reward)
+    x, y = [kl[i] for i in hull], [reward[i] for i in hull]
+    assert x == sorted(set(x)) and y == sorted(set(y)) and max(y) == max(reward) and x[0] == min(kl)
+    for a, b in itertools.product(range(len(kl)), repeat=2):
+        middle = (kl[a] + kl[b]) / 2, (reward[a] + reward[b]) / 2
+        assert np.interp(middle[0], x, y) >= middle[1] - 1e-9
+
+
+# --- tests over seeds, ends of runs ---
+
+
+def test_paired_test_by_hand():
+    # Differences 1, 2, 3: mean 2, sd 1, standard error 1/sqrt(3); t = 2 sqrt(3) = 3.464, p (2 df) = 0.0742.
+    found = paired({0: 2.0, 1: 4.0, 2: 6.0, 9: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0, 8: 5.0})
+    assert found.difference.mean == 2 and found.difference.n == 3
+    assert found.difference.stderr == pytest.approx(3**-0.5)
+    assert (found.t, found.p) == pytest.approx((12**0.5, 0.07417990), rel=1e-6)
+    assert paired({0: 1.0, 1: 2.0}, {0: 0.0, 1: 1.0})[1:] == (None, None)
+    with pytest.raises(InputError, match="at least two"):
+        paired({0: 1.0}, {0: 1.0, 1: 2.0})
+
+
+def test_paired_figures_leave_out_what_cannot_be_compared():
+    values = {"ste": {0: 0.3, 1: 0.5}, "rloo": {0: 0.2, 1: 0.2}, "ppo": {}}
+    figures = stats.paired_figures(values, "rloo", "kl5")
+    assert figures["paired/ste_minus_rloo/kl5"] == pytest.approx(0.2)
+    assert figures["paired/ste_minus_rloo/kl5_stderr"] == pytest.approx(0.1)
+    assert {key.split("/")[1] for key in figures} == {"ste_minus_rloo"}
+
+
+def test_final_figures_are_means_over_seeds_at_one_beta():
+    rows = [
+        ("ste", beta, seed, 2, 16, 1.0, 0.6, 0.5, 3.0, gain, 0.0, 40.0, 0.5, 0.9)
+        for beta, seed, gain in ((0.1, 0, 0.2), (0.1, 1, 0.4), (0.3, 0, 0.9))
+    ]
+    figures = stats.final_figures(pd.DataFrame(rows, columns=list(stats.FINALS)), 0.1)
+    assert figures["gain/ste"] == pytest.approx(0.3) and figures["gain/ste_stderr"] == pytest.approx(0.1)
+    assert (figures["gain/ste_n"], figures["final/ste/samples"], figures["final/ste/perplexity"]) == (2, 16, 40.0)
+    with pytest.raises(InputError, match="beta"):
+        stats.final_figures(pd.DataFrame(rows, columns=list(stats.FINALS)), 0.2)
+
+
+def test_overoptimisation_is_the_slope_of_gold_on_reward():
+    table = curves(
+        curve("ste", 0.1, 0, [0, 1, 2], [0.5, 0.7, 0.9], [0.5, 0.6, 0.7]),
+        curve("ste", 0.1, 1, [0, 1], [0.5, 0.9], [0.5, 0.5]),
+    )
+    found = stats.overoptimisation(table).iloc[0]  # slopes 0.5 and 0
+    assert (found["slope"], found["stderr"], found["n"]) == pytest.approx((0.25, 0.25, 2), abs=1e-12)
+
+
+# --- text ---
+
+
+def test_distinct_n_and_perplexity():
+    assert distinct_n(["the the cat", "The cat"], 1) == 2 / 5
+    assert distinct_n(["the the cat", "The cat"], 2) == 2 / 3  # "the the", "the cat" twice
+    assert distinct_n(["one"], 2) == 0.0
+    with pytest.raises(InputError, match="distinct"):
+        distinct_n(["a"], 0)
+    assert perplexity(np.array([2.0, 4.0]), np.array([1, 2])) == pytest.approx(math.exp(2))
+
+
+def test_reference_likelihood_is_the_references():
+    task = toy_task()
+    nats, tokens = reference_nats(task.backbone, task.validation_prompts[:6], 5, 4, 5, batch_size=4)
+    assert tokens.tolist() == [5] * 6 and (nats > 0).all()
+    before = nats.mean()
+    for p in task.backbone.trainable_parameters():
+        p.data.add_(0.3)
+    # The policy writes something else now, and the reference does not like it better.
+    moved, _ = reference_nats(task.backbone, task.validation_prompts[:6], 5, 4, 5)
+    assert moved.mean() > before
+
+
+# --- runs ---
+
+
+def test_every_method_gets_the_same_number_of_completions():
+    samples = {run_config(Run(m, 0.1, 0, 1e-3), SMALL).batch_completions for m in METHODS}
+    assert samples == {8}
+
+
+@pytest.mark.parametrize(
+    ("run", "values", "message"),
+    [
+        (Run("sft", 0.1, 0, 1e-3), {}, "method"),
+        (Run("ste", 0.1, 0, 1e-3), {"min_new_tokens": 2}, "min_new_tokens"),
+        (Run("remax", 0.1, 0, 1e-3), {"batch_size": 7}, "batch_size"),
+        (Run("rloo", 0.1, 0, 1e-3), {"batch_size": 6}, "num_generations"),
+    ],
+)
+def test_runs_that_would_not_be_comparable_are_refused(run, values, message):
+    with pytest.raises(InputError, match=message):
+        run_config(run, SMALL | values)
+
+
+def test_runs_are_checked_before_the_first_one_starts(monkeypatch):
+    monkeypatch.setattr(compare, "train_once", lambda *_: pytest.fail("a run was started"))
+    with pytest.raises(InputError, match="method"):
+        run_all(TOY, [Run("ste", 0.1, 0, 1e-3), Run("sft", 0.1, 0, 1e-3)])
+    with pytest.raises(InputError, match="runs"):
+        run_all(TOY, [])
+
+
+def test_two_methods_start_from_the_same_policy_and_are_judged_alike():
+    lines = []
+    table, finals = run_all(TOY, [Run("ste", 0.1, 0, 1e-2), Run("rloo", 0.1, 0, 1e-2)], log=lines.append)
+    first = table[table["step"] == 0]
+    assert first["reward"].nunique() == 1 and first["kl"].abs().max() <= 1e-5
+    assert finals["samples"].tolist() == [16, 16] and len(lines) == 2
+    last = table[table["step"] == 2]
+    assert (last["kl"] > 1e-4).all()
+    # The curve is over the first 8 prompts, the end over all 16: KL over the same 8.
+    assert finals["kl"].tolist() == last["kl"].tolist()
+    assert (finals["reward"].to_numpy() != last["reward"].to_numpy()).all()
+
+
+def test_a_learning_rate_is_chosen_by_the_objective_on_prompts_of_its_own():
+    rates, table = search(TOY, ["ste"], [1e-9, 1e-2], 0.0, 100, log=lambda line: None)
+    assert rates == {"ste": 1e-2}  # without a penalty and without a step there is nothing to gain
+    assert table["objective"].tolist() == table["reward"].tolist()
+    assert search(TOY, ["ste"], [3e-3], 0.0, 100)[0] == {"ste": 3e-3}
+    trained, judged = set(TOY.task(0).train_prompts), TOY.task(0).validation_prompts
+    searched = compare.replace(TOY, on_search_prompts=True).task(0).validation_prompts
+    assert searched != judged and len(searched) == 50 and len(trained) > 0

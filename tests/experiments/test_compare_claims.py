@@ -1,0 +1,88 @@
+"""Verdicts follow from the figures; the paper's defects against hand arithmetic."""
+
+import math
+
+import pytest
+import torch
+
+from grade.errors import InputError
+from grade.experiments.compare import defects
+from grade.experiments.compare.claims import NEEDED, compare_claims
+from grade.experiments.setting import make_setting
+from grade.training.toy import toy_reviews, toy_task
+
+MEASURED = dict.fromkeys(NEEDED, 1.0) | {
+    "defects/kl_aligned_max": 1e-7, "defects/kl_late": 3.0, "defects/loss_plus_reward": 0.0,
+    "gain/ste": 0.2, "gain/ste_stderr": 0.01, "gain/ste_n": 5,
+    "gain/ppo": 0.02, "gain/ppo_stderr": 0.01, "gain/ppo_n": 5,
+}  # fmt: skip
+
+
+def verdict(words, **changes):
+    changes = {key.replace("__", "/"): value for key, value in changes.items()}
+    found = [c for c in compare_claims(MEASURED | changes, 5) if c.claim.startswith(words)]
+    assert len(found) == 1
+    found[0].check()
+    return found[0].verdict
+
+
+@pytest.mark.parametrize(
+    ("difference", "p", "want"), [(0.1, 0.01, "confirmed"), (-0.1, 0.01, "refuted"), (0.1, 0.05, "partly")]
+)
+def test_a_difference_counts_if_the_paired_test_shows_it(difference, p, want):
+    words = "GRADE-STE beats PPO, 0.763 to 0.510: at a KL of 5"
+    given = {"paired__ste_minus_ppo__kl5": difference, "paired__ste_minus_ppo__kl5_stderr": 0.01,
+             "paired__ste_minus_ppo__kl5_n": 5, "paired__ste_minus_ppo__kl5_p": p}  # fmt: skip
+    assert verdict(words, **given) == want
+    # The same test, stored the other way round.
+    turned = {k.replace("ste_minus_ppo", "ppo_minus_ste"): v for k, v in given.items()}
+    assert verdict(words, **turned | {"paired__ppo_minus_ste__kl5": -difference}) == want
+    assert verdict(words) == "not testable"
+
+
+def test_a_gain_counts_from_three_standard_errors():
+    assert verdict("PPO ends below") == "partly"  # 2 standard errors
+    assert verdict("PPO ends below", gain__ppo=0.04) == "refuted"
+    assert verdict("PPO ends below", gain__ppo=-0.04) == "confirmed"
+    assert verdict("GRADE-STE learns") == "confirmed"
+
+
+def test_the_verdict_on_variance_is_on_noise_and_not_on_the_spread_of_norms():
+    words = "GRADE-STE's gradient variance"
+    assert verdict(words, defects__relative_variance_ste=2.0, defects__spread_reinforce=14.6) == "refuted"
+    assert verdict(words, defects__relative_variance_reinforce=14.0) == "confirmed"
+
+
+def test_every_claim_can_be_written_and_a_missing_figure_is_named():
+    for claim in compare_claims(MEASURED, 5):
+        claim.check()
+    with pytest.raises(InputError, match="defects/kl_late"):
+        compare_claims({k: v for k, v in MEASURED.items() if k != "defects/kl_late"}, 5)
+
+
+def test_advantages_over_the_batch_leak_into_another_completion():
+    coded, meant = defects.gae_example(True), defects.gae_example(False)
+    # Row 1 (no reward, V = 0.5) has -0.5 everywhere; row 0: 0 + 0.99 * 0.5 - 0.5 + 0.99 * 0.95 * (-0.5) = -0.47525.
+    assert coded.tolist() == pytest.approx([-0.47525] * 7 + [0.52475])
+    # Over time the last advantage is 1 - 0.5; before it, 0.99 * 0.5 - 0.5 + 0.9405 * 0.5 = 0.46525, and so on.
+    assert meant[-2:].tolist() == pytest.approx([0.46525, 0.5]) and (meant > 0).all()
+
+
+def test_whitening_two_rewards_forgets_how_far_apart_they_are():
+    assert defects.whitened([0.9, 0.1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert defects.whitened([0.51, 0.5]) == pytest.approx(defects.whitened([0.9, 0.1]))
+    assert math.isnan(defects.whitened([0.7])[0])
+
+
+def test_noise_over_signal_does_not_depend_on_the_scale():
+    rows = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
+    assert defects.relative_variance(100 * rows) == pytest.approx(defects.relative_variance(rows))
+
+
+def test_kl_is_in_the_loss_with_the_weight_that_was_asked_for():
+    task = toy_task(dtype="float64")
+    texts = [r.text for r in toy_reviews(20, seed=1)]
+    setting = make_setting(task.backbone, task.reward_model, texts, 2, 3, 4, 16)
+    once, twice = (defects.loss_plus_reward(setting, beta) for beta in (1.0, 2.0))
+    assert defects.loss_plus_reward(setting, 0.0) == pytest.approx(0.0, abs=1e-15)
+    assert once > 1e-6 and twice == pytest.approx(2 * once, rel=1e-9)

@@ -1,0 +1,146 @@
+"""Gradients of every estimator against enumeration, on a policy of five tokens; float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from grade.entropy.exact import all_as_samples
+from grade.entropy.gradients import prompt_gradients
+from grade.entropy.tiny import random_direction, random_prompts, tiny_policy
+from grade.errors import InputError
+from grade.experiments.estimators.enumerated import (
+    exact_gradients,
+    mse_ratio,
+    quality_table,
+    tiny_rewards,
+    variants,
+    worst_bias,
+)
+from grade.experiments.estimators.moments import moments
+from grade.experiments.estimators.rows import KL, Setting, Variant, advantages, gradient_rows
+from grade.gradients.estimators import RelaxationConfig
+from grade.gradients.objective import Objective
+from grade.gradients.replay import replay
+from grade.gradients.rollout import sample
+from grade.stats import interval
+
+T, G, ROWS = 2, 64, 24
+STE, RAO = Variant("ste", 1.0, T - 1), Variant("gumbel_rao", 1.0, T - 1, draws=8)
+# GRPO's factor 1 - 1/G is that of the score function's part, and KL's gradient has another.
+CASES = [(r, k) for r in ("bag", "trunk", KL) for k in ("reinforce", "rloo", "remax", "grpo") if (r, k) != (KL, "grpo")]
+POLICY = ("reinforce", "rloo", "remax", "grpo")
+
+
+@pytest.fixture(scope="module")
+def setting():
+    policy = tiny_policy()
+    prompts = random_prompts(policy, 2)
+    return Setting(policy, prompts, G, T, tiny_rewards(policy), [STE, RAO], POLICY, kl=True)
+
+
+@pytest.fixture(scope="module")
+def exact(setting):
+    return exact_gradients(setting)
+
+
+@pytest.fixture(scope="module")
+def rows(setting):
+    return gradient_rows(setting, ROWS)
+
+
+@pytest.mark.parametrize("reward", ["bag", "trunk"])
+def test_the_enumerated_gradient_is_the_score_functions_expectation(setting, exact, reward):
+    samples, p = all_as_samples(setting.backbone, setting.prompts, T)
+    objective = Objective(setting.rewards[reward], 0.0)
+    values = []
+    for n in range(2):
+        prompts = type(setting.prompts)(setting.prompts.ids[[n] * p.shape[1]], setting.prompts.mask[[n] * p.shape[1]])
+        embeds = setting.backbone.embed(samples.ids[n])
+        values.append(objective.reward(setting.backbone.embed(prompts.ids), prompts, embeds, samples.mask[n]))
+    values = torch.stack(values)
+    (grads,) = prompt_gradients(setting.backbone, samples, [p * values.detach()], microbatch=256)
+    torch.testing.assert_close(grads.mean(0), exact[reward])
+    assert float((p * values).sum(1).std()) > 0 and values.std() > 0.03  # rewards differ, or there is nothing to learn
+
+
+def test_the_enumerated_kl_gradient_is_that_of_a_difference(setting, exact):
+    """Along one direction, central difference of the enumerated KL: truncation ~ eps^2, rounding ~ 1e-16 / eps."""
+    from grade.entropy.exact import completion_logps, every_completion
+    from grade.experiments.estimators.enumerated import _kl
+    from grade.models.parameters import moved
+
+    ids, mask = every_completion(5, T, setting.backbone.eos_token_ids)
+
+    def expected():
+        total = 0.0
+        for n in range(2):
+            many = type(setting.prompts)(setting.prompts.ids[[n] * len(ids)], setting.prompts.mask[[n] * len(ids)])
+            with torch.no_grad():
+                p = completion_logps(setting.backbone, setting.prompts, T)[n].exp()
+                total += float(p @ _kl(setting.backbone, many, ids, mask)) / 2
+        return total
+
+    direction, eps, ends = random_direction(setting.backbone), 1e-5, []
+    for sign in (1, -1):
+        with moved(setting.backbone, direction, sign * eps):
+            ends.append(expected())
+    assert (ends[0] - ends[1]) / (2 * eps) == pytest.approx(float(exact[KL] @ direction), rel=1e-6)
+
+
+@pytest.mark.parametrize(("reward", "kind"), CASES)
+def test_policy_gradients_are_unbiased(rows, exact, reward, kind):
+    """24 rows of 128 completions: bias along the truth and its squared norm within 3.5 standard errors (22 tests)."""
+    truth = exact[reward] * (1 - 1 / G if kind == "grpo" else 1)
+    m = moments(rows.gradients[reward, kind], truth, rows.size)
+    for value in (interval(m.bias2), interval(m.inner - m.ref2)):
+        assert abs(value.value) <= 3.5 * value.stderr
+
+
+def test_relaxed_gradients_are_not_and_the_test_would_see_it(rows, exact):
+    for reward in ("bag", "trunk"):
+        found = interval(moments(rows.gradients[reward, STE.name], exact[reward], rows.size).bias2)
+        assert found.value > 10 * found.stderr
+
+
+def test_averaging_over_noise_lowers_the_error(rows, exact):
+    found = mse_ratio(rows, exact["bag"], "bag", RAO.name, STE.name)
+    assert found.high < 1 and found.rows == ROWS
+
+
+def test_the_table_holds_every_estimator(rows, exact):
+    table = quality_table(rows, exact)
+    assert len(table) == 3 * 6 - 1 and (table.n == ROWS * 2 * G).all()
+    assert worst_bias(table, POLICY) < 4 < worst_bias(table, [STE.name])
+    assert np.isfinite(table.drop(columns="cosine_mean").select_dtypes("number")).all(axis=None)
+
+
+@pytest.mark.parametrize("variant", [STE, Variant("gumbel", 0.7, 1), Variant("reinmax", 1.0, 1, 3), RAO])
+def test_a_rows_gradient_is_the_engines(setting, variant):
+    """Same prompts, supports and noise through `replay` with beta = 0 and sign turned."""
+    backbone, relaxation = setting.backbone, variant.relaxation(T)
+    one = Setting(backbone, setting.prompts, 4, T, {"trunk": setting.rewards["trunk"]}, [variant], ())
+    found = gradient_rows(one, 1, seed=3).gradients["trunk", variant.name][0]
+    generator = torch.Generator().manual_seed(3_000_009)
+    drawn = relaxation if variant.estimator == "gumbel" else RelaxationConfig(gumbel_topk=5, max_new_tokens=T)
+    rollout = sample(backbone, one.repeated(), drawn, generator)
+    text = None if variant.estimator == "gumbel" else (rollout.completion_ids, rollout.completion_mask)
+    backbone.zero_grad(set_to_none=True)
+    replay(backbone, one.repeated(), Objective(setting.rewards["trunk"], 0.0), relaxation, generator, hops=variant.hops,
+           rollout=rollout if text is None else None, completions=text)  # fmt: skip
+    want = torch.cat([p.grad.flatten() for p in backbone.trainable_parameters()])
+    # The engine reads masked tokens as 0, the row as what was drawn: rounding alone differs.
+    torch.testing.assert_close(-found, want)
+    backbone.zero_grad(set_to_none=True)
+
+
+def test_variants_are_distinct_and_span_the_settings():
+    grid = variants(3, (0.5, 2.0), 3, (1, 4, 8))
+    assert len(grid) == len({v.name for v in grid}) == 4 * 4 + 4 * 2 + 4 + 2
+    assert {v.hops for v in grid} == {0, 1, 2, 3}
+    assert {v.draws for v in grid if v.estimator == "gumbel_rao"} == {1, 4, 8}
+
+
+def test_a_group_baseline_needs_a_group():
+    with pytest.raises(InputError, match="num_generations: got 1; allowed: at least 2"):
+        advantages(torch.ones(3, 1), "rloo")
+    torch.testing.assert_close(advantages(torch.tensor([[3.0]]), "remax", torch.tensor([1.0])), torch.tensor([[2.0]]))

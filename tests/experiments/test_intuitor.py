@@ -1,0 +1,87 @@
+"""Document 004: measurements on a toy model, and verdicts that follow the figures."""
+
+import math
+
+import matplotlib.pyplot as plt
+import pytest
+
+from grade.experiments.intuitor import study as intuitor
+from grade.experiments.intuitor.claims import intuitor_claims
+from grade.experiments.intuitor.figures import plot_peak_sweep, plot_peaks_by_length, plot_scores
+from grade.experiments.setting import load_policy, text_sequences
+from grade.memory.shapes import QWEN25_1_5B
+
+
+@pytest.fixture(scope="module")
+def toy():
+    backbone, texts = load_policy("", "", "")
+    return backbone, *text_sequences(backbone, texts, 2, 4, 6)
+
+
+def test_the_documents_table_by_hand():
+    rows = intuitor.memory_table(QWEN25_1_5B, 64, 6144).set_index("row").by_formula_gb
+    assert rows["full logits"] == 64 * 6144 * 151_936 * 4 / 1e9
+    assert rows["optimizer"] == 2 * 4 * 1_543_714_304 / 1e9
+    assert rows["model activations"] == 28 * 64 * 6144 * 1536 * 2 / 1e9
+    assert rows["gradients of the logits"] == 0
+
+
+def test_self_certainty_is_exact_on_samples_and_the_documents_formula_is_not(toy):
+    backbone, prompts, _ = toy
+    hidden, logits, mask, group = intuitor.certainty_samples(backbone, prompts, 6, group=3)
+    assert group.tolist() == [0, 0, 0, 1, 1, 1] and logits.shape[:2] == mask.shape
+    figures, scores = intuitor.certainty_figures(backbone, hidden, logits, mask, group, chunk=16)
+    assert figures["chunked_max_abs_error"] < 1e-4 < figures["document_offset"]
+    assert (figures["completions"], figures["tokens"]) == (6, int(mask.sum()))
+    spread = scores.groupby("group").self_certainty.std().mean()
+    assert figures["within_group_sd"] == pytest.approx(spread)
+
+
+def test_raising_one_logit_moves_the_right_value_and_not_the_documents():
+    sweep = intuitor.peak_sweep(151_936, [5, 35])
+    # The peak dominates at 35: logsumexp = 35, the mean of N(0, 4) is about 0.
+    assert sweep.published.iloc[-1] == pytest.approx(35, abs=0.05)
+    # logsumexp of V draws of N(0, 4): log V + 2; one chunk of 149 follows the peak.
+    assert sweep.published.iloc[0] == pytest.approx(math.log(151_936) + 2, abs=0.1)
+    assert sweep.document.iloc[-1] - sweep.document.iloc[0] == pytest.approx((35 - 8.9) / 149, rel=0.1)
+
+
+def test_settings_are_answered_by_the_planner():
+    table = intuitor.settings_fit("tiny", 32, (64, 64), 2, 10**12)
+    assert table.fits.tolist() == table.needed.tolist() == [8, 8, 32, 32]
+    small = intuitor.full_update("tiny", 32, 64, batch_size=2, logits="all", self_certainty=True)
+    budget = intuitor.shard(intuitor.trace(small), small, 2).peak
+    assert intuitor.settings_fit("tiny", 32, (64, 64), 2, budget).fits.iloc[0] == 2
+
+
+def test_document_004_has_its_verdicts():
+    figures = {f"intuitor/{s}_fits_{logits}": n for s, n in (("conservative", 8), ("aggressive", 18))
+               for logits in ("dense", "chunked")}  # fmt: skip
+    names = ("document_offset", "document_correlation_tokens", "document_correlation_in_group", "tokens", "completions",
+             "sweep_published", "sweep_document", "chunked_max_abs_error", "half_max_abs_error", "within_group_sd",
+             "bfloat16_max_abs_error")  # fmt: skip
+    figures |= {f"intuitor/{name}": 1.0 for name in names}
+    rows = intuitor.memory_table(QWEN25_1_5B, 64, 6144).set_index("row").by_formula_gb.to_dict()
+    steps = ("PPO, dense logits", "Intuitor, dense logits", "PPO, logits in chunks", "Intuitor, logits in chunks")
+    peaks = {6144: dict.fromkeys(steps, 10.0)}
+    claims = {c.claim: c for c in intuitor_claims(QWEN25_1_5B, rows, peaks, figures)}
+    assert len(claims) == 16
+    assert claims["Intuitor needs 468 GB more than PPO"].found == 0
+    assert claims["the conservative settings fit 8 x 80 GB"].verdict == "confirmed"
+    assert claims["the aggressive settings fit 8 x 80 GB"].verdict == "partly"
+    fat = {6144: peaks[6144] | {"Intuitor, dense logits": 478.0}}
+    judged = {c.claim: c.verdict for c in intuitor_claims(QWEN25_1_5B, rows, fat, figures)}
+    assert judged["Intuitor needs 468 GB more than PPO"] == judged["Intuitor in all needs 481 GB"] == "confirmed"
+
+
+def test_figures(toy):
+    table, traces = intuitor.length_table("tiny", [96], gpus=2)
+    assert {step for _, step in traces} == set(table.step)
+    fig, axes = plt.subplots(1, 3)
+    plot_peaks_by_length(axes[0], table, {96: (1, 2)})
+    assert len(axes[0].lines) == 6  # two as stated, four traced
+    plot_peak_sweep(axes[1], intuitor.peak_sweep(64, [5, 35], chunk=8))
+    samples = intuitor.certainty_samples(toy[0], toy[1], 6, group=3)
+    plot_scores(axes[2], intuitor.certainty_figures(toy[0], *samples, chunk=16)[1])
+    assert len(axes[2].collections[0].get_offsets()) == 6
+    plt.close(fig)

@@ -1,0 +1,235 @@
+"""Noise, supports, estimators."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from grade.errors import InputError
+from grade.gradients.estimators import (
+    RelaxationConfig,
+    conditional_noise,
+    draw_given,
+    draw_support,
+    reinmax,
+    relax,
+    tau_at,
+)
+from grade.models.noise import gumbel_noise
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_noise_is_standard_gumbel_in_float32():
+    noise = gumbel_noise((200_000,), generator())
+    assert noise.dtype == torch.float32 and torch.isfinite(noise).all()
+    # Kolmogorov-Smirnov: a right sampler falls below p = 1e-3 for one seed in a thousand; this seed is fixed.
+    assert stats.kstest(noise.double().numpy(), "gumbel_r").pvalue > 1e-3
+    assert noise.max() > 10, "bfloat16 noise has no tail"
+    assert torch.equal(noise, gumbel_noise((200_000,), generator()))
+    assert not torch.equal(noise, gumbel_noise((200_000,), generator(1)))
+
+
+@pytest.mark.parametrize(("support", "k"), [("perturbed_top_k", 1), ("perturbed_top_k", 3), ("top_k", 3), ("top_k", 0)])
+def test_hard_tokens_follow_the_policy_or_its_truncation(support, k):
+    """Chi-squared: perturbed supports sample the policy for any K; `top_k` its K likeliest tokens, for any tau."""
+    n, logits = 40_000, torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0])
+    config = RelaxationConfig(support=support, gumbel_topk=k)
+    chosen, noise = draw_support(logits.expand(n, 5), config, generator())
+    y = relax((logits[chosen] + noise), tau=0.3, estimator="ste")
+    counts = torch.bincount(chosen.gather(1, y.argmax(1, keepdim=True)).squeeze(1), minlength=5).double()
+    p = logits.double().softmax(0)
+    if support == "top_k" and k:
+        p = torch.where(torch.arange(5) < k, p, 0) / p[:k].sum()
+        assert (counts[k:] == 0).all()
+        counts, p = counts[:k], p[:k]
+    assert stats.chisquare(counts.numpy(), (n * p).numpy()).pvalue > 1e-3
+
+
+def test_full_support_is_the_vocabulary_in_order():
+    chosen, noise = draw_support(torch.zeros(2, 6), RelaxationConfig(gumbel_topk=0), generator())
+    assert torch.equal(chosen, torch.arange(6).expand(2, 6)) and noise.shape == (2, 6)
+
+
+def test_perturbed_support_holds_the_largest_sums_and_their_noise():
+    logits = torch.randn(3, 20, generator=generator(5))
+    config = RelaxationConfig(gumbel_topk=4)
+    chosen, noise = draw_support(logits, config, generator(7))
+    everything = gumbel_noise((3, 20), generator(7))
+    assert torch.equal(chosen, (logits + everything).topk(4).indices)
+    assert torch.equal(noise, everything.gather(1, chosen))
+
+
+@pytest.mark.parametrize("tau", [0.1, 1.0, 10.0])
+def test_estimators_share_a_gradient_and_differ_in_value(tau):
+    z = torch.randn(4, 7, dtype=torch.float64, generator=generator(), requires_grad=True)
+    g = torch.randn(4, 7, dtype=torch.float64, generator=generator(1))
+    soft, hard = relax(z, tau, "gumbel"), relax(z, tau, "ste")
+    assert set(hard.unique().tolist()) == {0.0, 1.0} and torch.equal(hard.sum(1), torch.ones(4, dtype=torch.float64))
+    assert torch.equal(hard.argmax(1), z.argmax(1))
+    got = torch.autograd.grad(hard, z, g)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(soft, z, g)[0])
+    # Softmax by hand: d/dz_i sum_j g_j y_j = y_i (g_i - sum_j g_j y_j) / tau
+    y = torch.exp(z / tau) / torch.exp(z / tau).sum(1, keepdim=True)
+    torch.testing.assert_close(got, (y * (g - (g * y).sum(1, keepdim=True)) / tau).detach())
+
+
+@pytest.mark.parametrize("token", [0, 1, 2, 3])
+def test_conditional_noise_keeps_the_token(token):
+    logits = torch.tensor([2.0, 0.0, -1.0, -30.0], dtype=torch.float64).expand(10_000, 4)
+    noise = conditional_noise(logits, torch.full((10_000,), token), generator())
+    assert noise.dtype == torch.float64 and torch.isfinite(noise).all()
+    assert ((logits + noise).argmax(1) == token).all()
+
+
+def test_conditional_noise_averaged_over_tokens_is_independent_gumbel_noise():
+    n, logits = 100_000, torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
+    token = torch.multinomial(logits.softmax(0), n, replacement=True, generator=generator())
+    noise = conditional_noise(logits.expand(n, 3), token, generator(1))
+    for column in noise.T:
+        assert stats.kstest(column.numpy(), "gumbel_r").pvalue > 1e-3
+    assert (torch.corrcoef(noise.T) - torch.eye(3)).abs().max() < 4 / n**0.5  # no correlation: sd 1 / sqrt(n)
+    # Given the token the largest sum is Gumbel about log Z, whichever token it is, and independent of the token.
+    top = (logits + noise).amax(1) - logits.logsumexp(0)
+    for v in range(3):
+        assert stats.kstest(top[token == v].numpy(), "gumbel_r").pvalue > 1e-3
+
+
+def test_a_forbidden_token_gets_no_noise_and_no_weight():
+    logits = torch.tensor([[0.0, float("-inf"), 1.0]])
+    noise = conditional_noise(logits, torch.tensor([0]), generator())
+    assert noise[0, 1] == 0 and torch.isfinite(noise).all()
+    y = relax(logits + noise, 1.0, "gumbel_rao")
+    assert y.tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize("support", ["perturbed_top_k", "top_k"])
+@pytest.mark.parametrize("k", [1, 3, 0])
+@pytest.mark.parametrize("estimator", ["ste", "gumbel_rao", "reinmax"])
+def test_supports_given_a_token_hold_it_on_top(support, k, estimator):
+    logits = torch.randn(50, 8, dtype=torch.float64, generator=generator())
+    token = torch.randint(8, (50,), generator=generator(1))  # also tokens that are not among the K likeliest
+    config = RelaxationConfig(estimator=estimator, support=support, gumbel_topk=k, rao_draws=5)
+    ids, noise = draw_given(logits, token, config, generator(2))
+    assert ids.shape == noise.shape == ((50, 5, k or 8) if estimator == "gumbel_rao" else (50, k or 8))
+    ids, noise = ids.view(50, -1, k or 8), noise.view(50, -1, k or 8)
+    for draw in range(ids.shape[1]):
+        assert all(len(set(row)) == (k or 8) for row in ids[:, draw].tolist())
+        if estimator == "reinmax":
+            assert (ids[:, draw] == token.unsqueeze(1)).any(1).all() and not noise.any()
+        else:
+            z = logits.gather(1, ids[:, draw]) + noise[:, draw]
+            assert torch.equal(ids[:, draw].gather(1, z.argmax(1, keepdim=True)).squeeze(1), token)
+
+
+def test_supports_given_the_token_have_the_law_of_supports_drawn_with_it():
+    """Chi-squared over which tokens are in the perturbed support, and the mean softmax weights, K < V."""
+    n, logits = 40_000, torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0]).expand(40_000, 5)
+    config = RelaxationConfig(gumbel_topk=3)
+    drawn, noise = draw_support(logits, config, generator())
+    token = drawn[:, 0]
+    given, given_noise = draw_given(logits, token, config, generator(1))
+    code = [ids.sort(1).values @ torch.tensor([25, 5, 1]) for ids in (drawn, given)]
+    kinds, inverse = torch.cat(code).unique(return_inverse=True)
+    counts = torch.stack([torch.bincount(part, minlength=len(kinds)) for part in inverse.split(n)])
+    assert len(kinds) == 10 and stats.chi2_contingency(counts.numpy()).pvalue > 1e-3
+    weights = [torch.zeros(n, 5).scatter(1, ids, relax(logits.gather(1, ids) + g, 0.7, "gumbel"))
+               for ids, g in ((drawn, noise), (given, given_noise))]  # fmt: skip
+    difference = weights[0] - weights[1]
+    assert (difference.mean(0).abs() < 4 * difference.std(0) / n**0.5).all()
+
+
+def test_soft_tokens_are_not_determined_by_text():
+    with pytest.raises(InputError, match="estimator: got 'gumbel'; allowed: ste"):
+        draw_given(torch.zeros(1, 3), torch.tensor([0]), RelaxationConfig(estimator="gumbel"), generator())
+
+
+def quadratic(seed, v=5):
+    """A quadratic function of a token's embedding, its exact gradient at logits, and one straight-through gradient."""
+    a = torch.randn(v, v, dtype=torch.float64, generator=generator(seed))
+    logits = torch.randn(v, dtype=torch.float64, generator=generator(seed + 1), requires_grad=True)
+    f = lambda y: y @ a @ y + a[0] @ y  # noqa: E731
+    values = torch.stack([f(d) for d in torch.eye(v, dtype=torch.float64)])
+    (exact,) = torch.autograd.grad(logits.softmax(0) @ values, logits)
+    return logits, f, exact
+
+
+def test_reinmax_is_exact_for_quadratic_functions_and_the_first_order_estimator_is_not():
+    """Expectation over tokens, enumerated. Liu et al. 2023, theorem 3.1; straight-through without noise is Euler's."""
+    logits, f, exact = quadratic(0)
+    p, mean, first_order = logits.detach().softmax(0), 0, 0
+    for weight, d in zip(p, torch.eye(5, dtype=torch.float64), strict=True):
+        mean = mean + weight * torch.autograd.grad(f(reinmax(logits, d, 1.0)), logits)[0]
+        soft = logits.softmax(0)
+        first_order = first_order + weight * torch.autograd.grad(f(soft + (d - soft).detach()), logits)[0]
+    torch.testing.assert_close(mean, exact)
+    assert (first_order - exact).norm() > 0.1 * exact.norm()
+
+
+def test_reinmax_by_hand():
+    """V = 2, l = (0, log 3), tau = 2, token 0: p = (1/4, 3/4), softmax(l / 2) = (1, sqrt 3) / (1 + sqrt 3)."""
+    logits = torch.tensor([0.0, math.log(3)], dtype=torch.float64, requires_grad=True)
+    y = reinmax(logits, torch.tensor([1, 0]), 2.0)
+    assert y.tolist() == [1, 0]
+    got = torch.autograd.grad(y[0], logits)[0]
+    q = (1 + 1 / (1 + math.sqrt(3))) / 2
+    want = 2 * q * (1 - q) - 0.5 * 0.25 * 0.75  # J of two classes is +-p(1-p)
+    torch.testing.assert_close(got, torch.tensor([want, -want], dtype=torch.float64))
+
+
+def test_averaging_given_the_token_keeps_the_mean_and_lowers_the_variance():
+    """One token, M = 1 and 8 on the same tokens: gradients of f of the token, 20,000 draws."""
+    n = 20_000
+    logits, f, _ = quadratic(4)
+    token = torch.multinomial(logits.detach().softmax(0), n, replacement=True, generator=generator(7))
+    slopes = torch.stack([torch.autograd.functional.jacobian(f, d) for d in torch.eye(5, dtype=torch.float64)])
+
+    def gradients(m, seed, estimator="gumbel_rao"):
+        config = RelaxationConfig(estimator=estimator, gumbel_topk=0, rao_draws=m)
+        if estimator == "ste":  # noise and token together, not conditional
+            noise = gumbel_noise((n, 1, 5), generator(seed)).double()
+        else:
+            noise = draw_given(logits.detach().expand(n, 5), token, config, generator(seed))[1]
+        leaf = logits.detach().expand(n, 1, 5).clone().requires_grad_()
+        y = relax(leaf + noise, 0.8, estimator)
+        drawn = y.detach().argmax(-1).squeeze(1) if estimator == "ste" else token
+        return torch.autograd.grad((y.mean(1) * slopes[drawn]).sum(), leaf)[0].sum(1)
+
+    ste, one, eight = gradients(1, 8, "ste"), gradients(1, 9), gradients(8, 10)
+    for other in (ste, eight):
+        stderr = (one.var(0) / n + other.var(0) / n).sqrt()
+        assert ((one.mean(0) - other.mean(0)).abs() < 4 * stderr).all()  # 10 comparisons: 4 and not 3
+    assert one.var(0).sum() == pytest.approx(float(ste.var(0).sum()), rel=0.05)
+    assert eight.var(0).sum() < 0.9 * one.var(0).sum()
+
+
+def test_tau_schedule():
+    assert tau_at(0, 2.0, 0.5, 2000) == 2.0
+    assert tau_at(250, 2.0, 0.5, 2000) == pytest.approx(1.8125)  # as far as the paper's 250 steps came
+    assert tau_at(5, 2.0, 0.5, 0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tau": 0.0}, "tau: got 0.0; allowed: greater than 0"),
+        ({"tau": math.inf}, "tau: got inf"),
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"gumbel_topk": -1}, "gumbel_topk: got -1"),
+        ({"estimator": "stee"}, "estimator: got 'stee'; allowed: 'gumbel', 'ste', 'gumbel_rao' or 'reinmax'"),
+        ({"rao_draws": 0}, "rao_draws: got 0; allowed: greater than or equal to 1"),
+    ],
+)
+def test_bad_values_are_named(values, message):
+    with pytest.raises(InputError, match=message):
+        RelaxationConfig.parse(values)
+
+
+def test_a_support_larger_than_the_vocabulary_is_refused():
+    with pytest.raises(InputError, match="gumbel_topk: got 51; allowed: 0 .* to 50"):
+        RelaxationConfig(gumbel_topk=51).check(50)
+    with pytest.raises(InputError, match="min_new_tokens: got 9"):
+        RelaxationConfig(min_new_tokens=9, max_new_tokens=8, gumbel_topk=0).check(50)

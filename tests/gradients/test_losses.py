@@ -1,0 +1,153 @@
+"""Policy-gradient losses against hand arithmetic, in float64."""
+
+import math
+
+import pytest
+import torch
+
+from grade.errors import InputError
+from grade.gradients import losses
+
+
+def t(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_ema_baseline_is_a_normalised_average_of_earlier_steps():
+    assert losses.ema_baseline([]) == 0
+    assert losses.ema_baseline([0.7], 0.9) == pytest.approx(0.7)
+    # (0.81 * 1 + 0.9 * 2 + 4) / (0.81 + 0.9 + 1) = 6.61 / 2.71
+    assert losses.ema_baseline([1.0, 2.0, 4.0], 0.9) == pytest.approx(6.61 / 2.71)
+    assert losses.ema_baseline([1.0, 2.0, 4.0], 0.0) == 4
+
+
+def test_leave_one_out_and_greedy_baselines():
+    returns = t([1, 2, 6], [0, 0, 3])
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; 0 - 1.5, 0 - 1.5, 3 - 0
+    torch.testing.assert_close(losses.rloo(returns), t([-3, -1.5, 4.5], [-1.5, -1.5, 3]))
+    torch.testing.assert_close(losses.remax(returns, t(2, -1)), t([-1, 0, 4], [1, 1, 4]))
+
+
+def test_group_relative_advantages_with_and_without_the_standard_deviation():
+    returns = t([1, 2, 6], [0, 0, 0])
+    # mean 3: (-2, -1, 3) times 3 / 2
+    torch.testing.assert_close(losses.grpo(returns), t([-3, -1.5, 4.5], [0, 0, 0]))
+    # std = sqrt((4 + 1 + 9) / 2) = sqrt(7); equal returns give 0, not NaN
+    std = math.sqrt(7) + losses.STD_EPSILON
+    torch.testing.assert_close(losses.grpo(returns, True), t([-2 / std, -1 / std, 3 / std], [0, 0, 0]))
+
+
+@pytest.mark.parametrize("function", [losses.rloo, losses.grpo, lambda r: losses.grpo(r, True)])
+def test_a_group_of_one_is_refused(function):
+    with pytest.raises(InputError, match="num_generations: got 1; allowed: at least 2"):
+        function(t([1], [2]))
+
+
+def test_token_rewards_sum_to_the_penalised_return():
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    got = losses.token_rewards(t(1, 2), t([0.3, 0.6, 0.9], [0.4, 0.8, 99]), mask, beta=0.5)
+    # -0.5 * kl / 3 and 1 at the third; -0.5 * kl / 2 and 2 at the second
+    torch.testing.assert_close(got, t([-0.05, -0.1, 0.85], [-0.1, 1.8, 0]))
+
+
+def test_gae_runs_over_time_and_stops_at_the_last_token():
+    rewards, values = t([0, 0, 1], [0, 2, 99]), t([0.5, 0.4, 0.3], [0.1, 0.2, 99])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    advantages, targets = losses.gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5)
+    # row 0: delta = .9*.4-.5 = -.14, .9*.3-.4 = -.13, 1-.3 = .7; A_2 = .7, A_1 = -.13+.45*.7 = .185,
+    #        A_0 = -.14+.45*.185 = -.05675.  row 1: A_1 = 2-.2 = 1.8, A_0 = .9*.2-.1+.45*1.8 = .89
+    torch.testing.assert_close(advantages, t([-0.05675, 0.185, 0.7], [0.89, 1.8, 0]))
+    torch.testing.assert_close(targets, t([0.44325, 0.585, 1.0], [0.99, 2.0, 0]))
+
+
+def test_with_gamma_and_lambda_one_the_advantage_is_the_return_to_go_minus_the_value():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    mask = (torch.arange(6) < torch.tensor([[6], [1], [4], [3]])).long()
+    togo = (rewards * mask).flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(losses.gae(rewards, values, mask, 1.0, 1.0)[0], (togo - values) * mask)
+
+
+def test_the_papers_advantage_ran_over_the_batch_axis_and_is_another_number():
+    """Two completions of 6 tokens, rewards 1 and 0 at the end, V = 0.5, gamma 0.99, lambda 0.95.
+
+    Over time, the first one's advantages are all positive. Over the batch, as the published code loops, its tokens
+    bootstrap from the *other completion*: 0.99 * 0.5 - 0.5 - 0.99 * 0.95 * 0.5 = -0.47525 at every token, plus the
+    reward at the last: earlier tokens are punished for a completion that succeeded.
+    """
+    rewards = torch.zeros(2, 6, dtype=torch.float64)
+    rewards[0, -1] = 1
+    values, mask = torch.full_like(rewards, 0.5), torch.ones(2, 6, dtype=torch.long)
+    right, _ = losses.gae(rewards, values, mask, 0.99, 0.95)
+    coded, _ = losses.gae(rewards.T, values.T, mask.T, 0.99, 0.95)
+    torch.testing.assert_close(coded.T[0], t(-0.47525, -0.47525, -0.47525, -0.47525, -0.47525, 0.52475))
+    # A_5 = 1 - .5; A_t = .99 * .5 - .5 + .9405 * A_{t+1}
+    want = [0.5]
+    for _ in range(5):
+        want.insert(0, -0.005 + 0.9405 * want[0])
+    torch.testing.assert_close(right[0], t(*want))
+    assert want[0] == pytest.approx(0.346, abs=5e-4)  # three digits
+
+
+def test_whitening_is_over_the_valid_entries_and_parts_add_up():
+    values, mask = t([1, 2, 50], [6, 7, -9]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    # mean 4, variance (9 + 4 + 4 + 9) / 3
+    got, factor = losses.whiten(values, mask)
+    assert factor == pytest.approx((26 / 3) ** -0.5)
+    torch.testing.assert_close(got, t([-3, -2, 0], [2, 3, 0]) * factor)
+    over = losses.moments(values[:1], mask[:1]) + losses.moments(values[1:], mask[1:])
+    parts = [losses.whiten(values[i : i + 1], mask[i : i + 1], over)[0] for i in (0, 1)]
+    torch.testing.assert_close(torch.cat(parts), got)
+
+
+def test_a_single_value_and_equal_values_are_not_whitened():
+    with pytest.raises(InputError, match="values to whiten: got 1; allowed: at least 2"):
+        losses.whiten(t([3, 5]), torch.tensor([[1, 0]]))
+    with pytest.raises(InputError, match="2 equal ones"):
+        losses.whiten(torch.full((1, 2), 0.1), torch.ones(1, 2))
+
+
+def test_policy_gradient_loss_sums_over_tokens_and_averages_over_completions():
+    mask = torch.tensor([[1, 1], [1, 0]])
+    # -((1 + 2) + 4) / 2
+    assert losses.policy_gradient_loss(t([1, 2], [4, 8]), mask).item() == -3.5
+
+
+def test_clipped_surrogate():
+    ratios, advantages = t([0.5, 1.1, 1.5, 0.5, 1.5]), t([1, 1, 1, -1, -1])
+    logps = ratios.log().requires_grad_()
+    got = losses.clipped_surrogate(logps, torch.zeros_like(ratios), advantages, 0.2)
+    # min(rho A, clip A): .5, 1.1, min(1.5, 1.2), min(-.5, -.8), min(-1.5, -1.2)
+    torch.testing.assert_close(got, t([0.5, 1.1, 1.2, -0.8, -1.5]))
+    # no gradient where the clipped branch is the smaller, rho A elsewhere
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), logps)[0], t([0.5, 1.1, 0, 0, -1.5]))
+    mask = torch.tensor([[1, 1, 1, 1, 0]])
+    assert losses.clip_fraction(logps, torch.zeros_like(ratios), mask, 0.2).item() == pytest.approx(3 / 4)
+
+
+def test_at_the_old_policy_the_surrogate_has_the_score_functions_gradient():
+    logps = t([-1, -2]).requires_grad_()
+    surrogate = losses.clipped_surrogate(logps, logps.detach(), t([3, -4]), 0.2)
+    torch.testing.assert_close(torch.autograd.grad(surrogate.sum(), logps)[0], t([3, -4]))
+
+
+def test_value_loss_takes_the_worse_of_clipped_and_unclipped():
+    values = t([0.5, 0.9, 0.1]).requires_grad_()
+    got = losses.value_loss(values, t([0.4, 0.4, 0.4]), t([1, 1, 1]), 0.2)
+    # (.5-1)^2/2; moved beyond .6: max(.01, .16)/2; moved beyond .2: max(.81, .64)/2
+    torch.testing.assert_close(got, t([0.125, 0.08, 0.405]))
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), values)[0], t([-0.5, 0, -0.9]))
+
+
+def test_kl_estimators_and_what_they_average_to():
+    p, q = t(0.5, 0.3, 0.2), t(0.2, 0.3, 0.5)
+    logps, ref_logps = p.log(), q.log()
+    k1, k2, k3 = (losses.kl_estimate(logps, ref_logps, kind) for kind in ("k1", "k2", "k3"))
+    # by hand at the first: log(p/q) = log 2.5, its square / 2, 0.4 - 1 + log 2.5
+    assert [k[0].item() for k in (k1, k2, k3)] == pytest.approx(
+        [math.log(2.5), math.log(2.5) ** 2 / 2, -0.6 + math.log(2.5)]
+    )
+    exact = (p * (p / q).log()).sum()
+    torch.testing.assert_close((p * k1).sum(), exact)
+    torch.testing.assert_close((p * k3).sum(), exact)
+    assert (p * k2).sum() > 1.05 * exact and (k3 >= 0).all() and k1.min() < 0

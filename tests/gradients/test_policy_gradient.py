@@ -1,0 +1,432 @@
+"""Policy gradients against the enumerated gradient of the objective, and against themselves in parts."""
+
+from itertools import product
+
+import pytest
+import torch
+from conftest import ToyReward, make_backbone
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config
+
+from grade.entropy.exact import every_completion
+from grade.errors import InputError
+from grade.gradients import losses
+from grade.gradients.methods import GROUPED
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
+from grade.models.head import CHUNK_ROWS
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import predicting_hidden, score
+from grade.training.config import TrainConfig
+
+BETA, T = 0.3, 2
+
+
+class Reward(ToyReward):
+    """Depends on order, and not on how far a batch is padded."""
+
+    def forward(self, embeds, mask):
+        weights = (1 + 0.3 * torch.arange(embeds.shape[1])) * mask
+        return torch.sigmoid((torch.tanh(3 * embeds @ self.w) * weights).sum(1) / mask.sum(1))
+
+
+def policy(vocab=3, eos=1):
+    """A tiny GPT-2, whose layer norms are float64 in a float64 model; with 3 tokens, 7 completions of at most 2."""
+    config = GPT2Config(
+        vocab_size=vocab, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=eos,
+        initializer_range=0.5, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return make_backbone(config, target_modules=["c_attn"])
+
+
+def prompt(n=1):
+    ids = torch.tensor([[0, 2, 0], [2, 0, 2], [2, 2, 0], [0, 0, 2]])[:n]
+    return PromptBatch(ids, torch.ones_like(ids))
+
+
+def objective():
+    return Objective(Reward(16), BETA)
+
+
+def learner(backbone, method, **options):
+    values = dict(batch_size=2, max_new_tokens=T, min_new_tokens=0, num_generations=2 if method in GROUPED else 1)
+    return PolicyGradient(TrainConfig(method=method, **{**values, **options}), backbone)
+
+
+def gradient(backbone):
+    return torch.cat([p.grad.flatten() for p in backbone.trainable_parameters()])
+
+
+def flat_grad(value, backbone):
+    grads = torch.autograd.grad(value, backbone.trainable_parameters(), retain_graph=True)
+    return torch.cat([g.flatten() for g in grads])
+
+
+def enumerated(backbone, least=0, length=T, kind="exact"):
+    """Every completion of one prompt: ids, mask, probabilities, penalised returns, with gradient, from dense logits."""
+    ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
+    kept = ~((ids[:, :least] == backbone.eos_token_ids[0]) & mask[:, :least].bool()).any(1)
+    ids, mask = ids[kept], mask[kept]
+    many = PromptBatch(prompt().ids.expand(len(ids), -1), prompt().mask.expand(len(ids), -1))
+    logits = backbone.head(predicting_hidden(backbone, many, ids))
+    with torch.no_grad(), backbone.reference():
+        ref_logits = backbone.head(predicting_hidden(backbone, many, ids))
+
+    def chosen(logits):
+        allowed = logits.clone()
+        allowed[:, :least, list(backbone.eos_token_ids)] = -torch.inf
+        return allowed.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
+
+    logp, ref_logp = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    kl = (logp.exp() * (logp - ref_logp)).sum(-1)
+    if kind == "k3":
+        ratio = chosen(ref_logits) - chosen(logits)
+        kl = ratio.exp() - 1 - ratio
+    embeds = backbone.embed(torch.cat([many.ids, ids], 1))
+    reward = Reward(16)(embeds, torch.cat([many.mask, mask], 1))
+    probability = (chosen(logits) * mask).sum(1).exp()
+    assert probability.sum().item() == pytest.approx(1)
+    return Completions(many, ids, mask), probability, reward - BETA * (kl * mask).sum(1) / mask.sum(1), chosen(logits)
+
+
+def exact_gradient(backbone, **options):
+    """Of the loss, minus the objective."""
+    _, probability, returns, _ = enumerated(backbone, **options)
+    return flat_grad(-(probability * returns).sum(), backbone)
+
+
+def expected_gradient(method, backbone, group, least=0, length=T, kind="exact", earlier=(), **options):
+    """The method's own gradient of every tuple of completions, weighted by the tuple's probability."""
+    own = learner(backbone, method, batch_size=group, num_generations=group, min_new_tokens=least,
+                  max_new_tokens=length, kl_estimator=kind, **options)  # fmt: skip
+    every, probability, _, _ = enumerated(backbone, least, length, kind)
+    total = 0.0
+    for rows in map(list, product(range(len(every.ids)), repeat=group)):
+        own.means = list(earlier)
+        backbone.zero_grad(set_to_none=True)
+        own.learn([every.rows(rows)], objective(), StepContext(1, lambda: None))
+        total = total + probability.detach()[rows].prod() * gradient(backbone)
+    return total
+
+
+@pytest.mark.parametrize("least", [0, 1])
+@pytest.mark.parametrize(
+    ("method", "group", "options"),
+    [("reinforce", 1, dict(earlier=[0.3, 0.9])), ("remax", 1, {}), ("rloo", 2, {}), ("grpo", 2, {})],
+)
+def test_the_expected_gradient_is_that_of_the_objective(method, group, options, least):
+    """Exactly, with nothing sampled: all completions (or pairs of them), weighted by their probability."""
+    backbone = policy()
+    want = exact_gradient(backbone, least=least)
+    assert want.norm() > 1e-3
+    torch.testing.assert_close(expected_gradient(method, backbone, group, least, **options), want)
+
+
+def test_kls_own_gradient_and_its_part_in_the_return_are_both_needed():
+    """Each alone, and so neither, misses the gradient by more than a twentieth."""
+    backbone = policy()
+    _, probability, returns, _ = enumerated(backbone)
+    want = exact_gradient(backbone)
+    own_only = -(probability.detach() * returns).sum()  # what an exact KL in the loss alone would give, with R = 0
+    score_only = -(probability * returns.detach()).sum()
+    torch.testing.assert_close(flat_grad(own_only, backbone) + flat_grad(score_only, backbone), want)
+    for part in (own_only, score_only):
+        assert (flat_grad(part, backbone) - want).norm() > 0.05 * want.norm()
+
+
+def test_with_k3_the_expected_gradient_is_that_of_the_estimate():
+    backbone = policy()
+    want = exact_gradient(backbone, kind="k3")
+    torch.testing.assert_close(expected_gradient("reinforce", backbone, 1, kind="k3"), want)
+
+
+def test_ppo_without_whitening_is_unbiased_where_every_completion_has_the_same_length():
+    """Per-token penalties are divided by the length, which later tokens decide; so only there."""
+    backbone = policy()
+    options = dict(whiten_advantages=False, gae_lambda=1.0, epochs=1)
+    got = expected_gradient("ppo", backbone, 1, least=T, **options)
+    torch.testing.assert_close(got, exact_gradient(backbone, least=T))
+
+
+def test_the_standard_deviation_of_the_group_biases_grpo():
+    backbone = policy()
+    want = exact_gradient(backbone)
+    got = expected_gradient("grpo", backbone, 2, normalize_std=True)
+    assert torch.cosine_similarity(got, want, 0) < 0.99
+
+
+def test_an_advantage_over_the_batch_axis_is_biased():
+    """The published code's loop: a token's advantage is the other completion's, discounted, and never its future's."""
+    backbone = policy()
+    every, probability, _, logps = enumerated(backbone, least=T)
+    reward = Reward(16)(backbone.embed(torch.cat([every.prompts.ids, every.ids], 1)),
+                           torch.cat([every.prompts.mask, every.mask], 1))  # fmt: skip
+    rewards = losses.token_rewards(reward, torch.zeros_like(logps), every.mask, 0.0)
+    want = flat_grad((probability * reward).sum(), backbone)
+    over_time, over_batch = 0.0, 0.0
+    for i, j in product(range(len(every.ids)), repeat=2):
+        rows = [i, j]
+        weight, zero = float(probability.detach()[rows].prod()), torch.zeros_like(logps[rows])
+        right, _ = losses.gae(rewards[rows], zero, every.mask[rows], 1.0, 1.0)
+        coded, _ = losses.gae(rewards[rows].T, zero.T, every.mask[rows].T, 1.0, 1.0)
+        over_time = over_time - weight * losses.policy_gradient_loss(right * logps[rows], every.mask[rows])
+        over_batch = over_batch - weight * losses.policy_gradient_loss(coded.T * logps[rows], every.mask[rows])
+    torch.testing.assert_close(flat_grad(over_time, backbone), want)
+    assert (flat_grad(over_batch, backbone) - want).norm() > 0.2 * want.norm()
+
+
+@pytest.mark.parametrize("method", ["reinforce", "rloo", "remax", "grpo"])
+def test_sampled_gradients_average_to_the_exact_one(method):
+    """n = 80 steps of 24 completions: the mean is within 3 standard errors, in 5 directions."""
+    n, backbone, generator = 80, policy(), torch.Generator().manual_seed(0)
+    want = exact_gradient(backbone)
+    random = torch.randn(4, len(want), generator=generator, dtype=want.dtype)
+    directions = torch.cat([want[None] / want.norm(), random / random.norm(dim=1, keepdim=True)])
+    group = 1 if method == "reinforce" else 3
+    own = learner(backbone, method, batch_size=24, num_generations=group)
+    own.means = [0.5]
+    found = []
+    for _ in range(n):
+        backbone.zero_grad(set_to_none=True)
+        many = PromptBatch(prompt().ids.expand(24 // group, -1), prompt().mask.expand(24 // group, -1))
+        own.accumulate(own.sample(many, generator), objective())
+        found.append(directions @ gradient(backbone))
+    found = torch.stack(found)
+    error = found.std(0) / n**0.5
+    assert error[0] < 0.1 * want.norm(), "or nothing would be shown"
+    assert ((found.mean(0) - directions @ want).abs() < 3 * error).all()
+
+
+def sampled(backbone, own, n=4, seed=3):
+    return own.sample(prompt(n), torch.Generator().manual_seed(seed))
+
+
+CASES = {
+    "reinforce": dict(method="reinforce"),
+    "rloo": dict(method="rloo"),
+    "remax": dict(method="remax", num_generations=2),
+    "grpo": dict(method="grpo"),
+    "grpo, std": dict(method="grpo", normalize_std=True),
+    "grpo, k3": dict(method="grpo", kl_estimator="k3", epochs=2),
+    "grpo, minibatches": dict(method="grpo", minibatches=2),
+    "ppo": dict(method="ppo", epochs=1),
+    "ppo, minibatches": dict(method="ppo", epochs=2, minibatches=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_microbatches_add_up_to_one_big_batch(case):
+    """Every update's gradient, of adapter and value head, and the running baseline; parameters stay as they are."""
+    backbone = policy(vocab=7)
+    own = learner(backbone, **case, batch_size=4, max_new_tokens=5)
+    if own.value_head is not None:
+        torch.nn.init.normal_(own.value_head.linear.weight, generator=torch.Generator().manual_seed(1))
+    every = sampled(backbone, own, n=4 if own.config.group == 1 else 2)
+    half = len(every.ids) // 2
+    assert (every.mask.sum(1) < every.mask.shape[1]).any(), "lengths must differ"
+
+    def updates(parts):
+        backbone.zero_grad(set_to_none=True)
+        own.means, seen = [0.2], []
+        parameters = [*backbone.trainable_parameters(), *own.parameters()]
+
+        def apply():
+            seen.append(torch.cat([p.grad.flatten() for p in parameters]))
+
+        own.learn(parts, objective(), StepContext(len(parts), apply))
+        return seen, own.means
+
+    one, mean = updates([every])
+    two, means = updates([every.rows(slice(0, half)), every.rows(slice(half, None))])
+    assert len(one) == own.config.passes * own.config.minibatches
+    torch.testing.assert_close(two, one)
+    assert means == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("method", ["reinforce", "ppo"])
+def test_processes_add_up_to_one_big_batch(method):
+    """Each process knows only its half and what `total` sums: the whitening's moments, the mean return."""
+    backbone = policy(vocab=7)
+    own = learner(backbone, method, batch_size=4, max_new_tokens=5, **({"epochs": 1} if method == "ppo" else {}))
+    every, sums = sampled(backbone, own), []
+
+    def run(part, total=lambda x: x, microbatches=1):
+        backbone.zero_grad(set_to_none=True)
+        own.means = []
+        own.learn([part], objective(), StepContext(microbatches, lambda: None, total))
+        return gradient(backbone)
+
+    want = run(every, lambda x: sums.append(x.clone()) or x)
+    mean = own.means
+    halves = [run(every.rows(rows), lambda x: sums[0], 2) for rows in (slice(0, 2), slice(2, 4))]
+    torch.testing.assert_close(halves[0] + halves[1], want)
+    assert own.means == mean and len(sums) == 1
+
+
+def test_one_pass_and_scoring_first_give_one_gradient():
+    """grpo's clipped ratio against log-probabilities scored before, rloo's score function: equal without moves."""
+    backbone = policy()
+    found = []
+    for method, options in (("rloo", {}), ("grpo", {}), ("grpo", dict(epochs=2))):
+        own = learner(backbone, method, batch_size=4, **options)
+        backbone.zero_grad(set_to_none=True)
+        own.learn([sampled(backbone, own, 2)], objective(), StepContext(1, lambda: None))
+        found.append(gradient(backbone))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_minibatches_share_out_the_whole_gradient():
+    backbone = policy()
+    seen = []
+    for minibatches in (1, 2):
+        own = learner(backbone, "grpo", batch_size=4, minibatches=minibatches)
+        batch = sampled(backbone, own, 2)
+        backbone.zero_grad(set_to_none=True)
+        seen.append([])
+        own.learn([batch], objective(), StepContext(1, lambda: seen[-1].append(gradient(backbone))))
+    assert len(seen[1]) == 2 and (seen[1][0] - seen[1][1]).norm() > 0.1 * seen[0][0].norm()
+    torch.testing.assert_close(sum(seen[1]) / 2, seen[0][0])
+
+
+def test_later_passes_clip_and_the_value_head_learns_alone():
+    backbone = policy(vocab=7)
+    own = learner(backbone, "ppo", batch_size=4, max_new_tokens=5, epochs=6, value_learning_rate=0.05)
+    groups = [dict(params=backbone.trainable_parameters(), lr=0.1), dict(params=own.parameters(), lr=0.05)]
+    optimizer = torch.optim.Adam(groups)
+    own.learn([sampled(backbone, own)], objective(), StepContext(1, optimizer.step))
+    assert own.figures["clip_fraction"][0] == 0 and own.figures["clip_fraction"][-1] > 0
+    assert own.figures["value_loss"][-1] < own.figures["value_loss"][0]
+    hidden = predicting_hidden(backbone, prompt(), torch.zeros(1, 3, dtype=torch.long))
+    assert hidden.requires_grad
+    value = own.value_head(hidden).sum()
+    assert torch.autograd.grad(value, backbone.trainable_parameters()[0], allow_unused=True) == (None,)
+
+
+def test_whitening_keeps_the_balance_of_reward_and_kl():
+    """At V = 0 it only shifts and scales advantages; KL's own gradient is scaled alike. A shift costs no bias."""
+    backbone = policy(vocab=7)
+    batch, found = None, {}
+    for whiten in (False, True):
+        own = learner(backbone, "ppo", batch_size=4, max_new_tokens=5, epochs=1, whiten_advantages=whiten)
+        batch = batch or sampled(backbone, own)
+        backbone.zero_grad(set_to_none=True)
+        own.learn([batch], objective(), StepContext(1, lambda: None))
+        found[whiten] = gradient(backbone)
+    logps = score(backbone, batch.prompts, batch.ids, batch.mask).logps
+    reward = own._reward(batch, objective(), None)
+    with torch.no_grad():
+        _, kl, _, _ = own._terms(batch, None)
+    rewards = losses.token_rewards(reward, kl, batch.mask, BETA)
+    advantages, _ = losses.gae(rewards, torch.zeros_like(rewards), batch.mask, 1.0, 0.95)
+    n, total, _ = losses.moments(advantages, batch.mask)
+    _, factor = losses.whiten(advantages, batch.mask)
+    shift = flat_grad(losses.policy_gradient_loss(total / n * logps, batch.mask), backbone)
+    torch.testing.assert_close(found[True], factor * (found[False] - shift))
+
+
+def test_self_certainty_as_the_reward():
+    backbone = policy(vocab=7)
+    own = learner(backbone, "grpo", batch_size=4, max_new_tokens=5, self_certainty_reward=True)
+    batch = sampled(backbone, own, 2)
+    (step,) = own.learn([batch], objective(), StepContext(1, lambda: None))
+    want = score(backbone, batch.prompts, batch.ids, batch.mask, ("self_certainty",)).self_certainty
+    torch.testing.assert_close(step.reward, (want.sum(1) / batch.mask.sum(1)).detach())
+
+
+def test_the_running_baseline_is_of_earlier_steps_only():
+    backbone = policy()
+    own = learner(backbone, "reinforce", batch_size=4)
+    found = []
+    for _ in range(2):
+        backbone.zero_grad(set_to_none=True)
+        (step,) = own.learn([sampled(backbone, own)], objective(), StepContext(1, lambda: None))
+        found.append(gradient(backbone))
+    assert own.means == [pytest.approx(-float(step.loss))] * 2
+    logps = score(backbone, *(lambda c: (c.prompts, c.ids, c.mask))(sampled(backbone, own))).logps
+    shift = flat_grad(own.means[0] * logps.sum(1).mean(), backbone)
+    torch.testing.assert_close(found[1] - found[0], shift)
+
+
+def test_min_new_tokens_scores_what_was_sampled():
+    backbone = policy(vocab=7)
+    own = learner(backbone, "rloo", batch_size=4, max_new_tokens=5, min_new_tokens=3)
+    batch = sampled(backbone, own, 2)
+    logits = backbone.head(predicting_hidden(backbone, batch.prompts, batch.ids))
+    logits[:, :3, 1] = -torch.inf
+    want = logits.log_softmax(-1).gather(2, batch.ids.unsqueeze(2)).squeeze(2) * batch.mask
+    got = score(backbone, batch.prompts, batch.ids, batch.mask, min_new_tokens=3).logps
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(flat_grad(got.sum(), backbone), flat_grad(want.sum(), backbone))
+    ended = torch.ones_like(batch.ids)  # end-of-sequence at once
+    with pytest.raises(InputError, match="one that ends early.*at least min_new_tokens = 3"):
+        score(backbone, batch.prompts, ended, batch.mask, min_new_tokens=3)
+
+
+@pytest.mark.parametrize("method", ["rloo", "ppo"])
+def test_logits_of_all_positions_never_exist_and_layer_checkpointing_changes_nothing(method):
+    backbone = policy(vocab=29)
+    rows, found = [], []
+
+    class Widest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim and out.shape[-1] == backbone.vocab_size:
+                rows.append(out.numel() // backbone.vocab_size)
+            return out
+
+    for checkpointing in (False, True):
+        own = learner(backbone, method, batch_size=16, max_new_tokens=9, min_new_tokens=9,
+                      gradient_checkpointing=checkpointing)  # fmt: skip
+        many = PromptBatch(prompt(2).ids.repeat(4, 1), prompt(2).mask.repeat(4, 1))
+        many = many if own.config.group == 2 else PromptBatch(many.ids.repeat(2, 1), many.mask.repeat(2, 1))
+        batch = own.sample(many, torch.Generator().manual_seed(0))
+        backbone.zero_grad(set_to_none=True)
+        with Widest():
+            own.learn([batch], objective(), StepContext(1, lambda: None))
+        found.append(gradient(backbone))
+    assert batch.ids.numel() == 144 and max(rows) == CHUNK_ROWS
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("method", ["rloo", "ppo"])
+def test_a_reward_that_is_not_finite_updates_nothing(method):
+    class Broken(Reward):
+        def forward(self, embeds, mask):
+            return super().forward(embeds, mask) * float("nan")
+
+    backbone = policy()
+    own = learner(backbone, method)
+    with pytest.raises(InputError, match="reward: got .*nan.*; allowed: finite"):
+        own.learn([sampled(backbone, own, 2)], Objective(Broken(16)), StepContext(1, pytest.fail))
+    assert all(p.grad is None for p in backbone.trainable_parameters())
+
+
+def test_a_single_token_is_not_whitened():
+    backbone = policy()
+    own = learner(backbone, "ppo", batch_size=1, max_new_tokens=1)
+    with pytest.raises(InputError, match="values to whiten: got 1; allowed: at least 2"):
+        own.learn([sampled(backbone, own, 1)], objective(), StepContext(1, pytest.fail))
+
+
+BAD = {
+    "a group that does not divide": (dict(method="rloo", num_generations=3), "num_generations: got 3; allowed: a div"),
+    "a default group that does not": (dict(method="grpo", batch_size=6), "num_generations: got 4; allowed: a divisor"),
+    "a group of one": (dict(method="rloo", num_generations=1), "num_generations: got 1; allowed: at least 2 for rloo"),
+    "grpo's too": (dict(method="grpo", num_generations=1), "num_generations: got 1; allowed: at least 2 for grpo"),
+    "minibatches": (dict(method="ppo", minibatches=3), "minibatches: got 3; allowed: a divisor of batch_size = 8"),
+    "a value head without PPO": (dict(method="rloo", value_learning_rate=0.1), "got 0.1; allowed: only with ppo"),
+    "lambda without PPO": (dict(method="grpo", gae_lambda=0.5), "gae_lambda: got 0.5; allowed: only with ppo"),
+    "epochs without a ratio": (dict(method="rloo", epochs=2), "epochs: got 2; allowed: only with grpo, ppo"),
+    "groups of relaxed tokens": (dict(method="ste", num_generations=2), "num_generations: got 2; .* not with ste"),
+    "hops": (dict(method="rloo", hops=2), "hops: got 2; allowed: only with gumbel, ste, .* not with rloo"),
+    "tau": (dict(method="ppo", tau_start=1.0), "tau_start: got 1.0; .* not with ppo"),
+    "an unknown method": (dict(method="rlo"), r"method: got 'rlo'; allowed: .*did you mean 'rloo'\?"),
+    "lambda above one": (dict(method="ppo", gae_lambda=1.5), "gae_lambda: got 1.5; allowed: less than or equal to 1"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), BAD.values(), ids=BAD)
+def test_what_does_not_belong_together_is_refused(values, message):
+    with pytest.raises(InputError, match=message):
+        TrainConfig.parse(values)

@@ -1,0 +1,365 @@
+"""Three engines, one gradient."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from conftest import EOS, ToyReward, make_backbone, make_prompts, tiny_config, tiny_gpt2
+
+from grade.errors import InputError
+from grade.gradients.estimators import RelaxationConfig
+from grade.gradients.objective import Objective
+from grade.gradients.replay import replay
+from grade.gradients.rollout import condition, sample
+from grade.gradients.unrolled import StepwiseOptions, checkpointed, stepwise, unrolled
+from grade.models.sampling import generate
+
+T = 6
+
+
+def gradient(engine, backbone, prompts, objective, config, seed=0, **kwargs):
+    backbone.zero_grad(set_to_none=True)
+    step = engine(backbone, prompts, objective, config, torch.Generator().manual_seed(seed), **kwargs)
+    return step, torch.cat([p.grad.flatten() for p in backbone.trainable_parameters()])
+
+
+def relative_error(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+def config(**changes):
+    return RelaxationConfig(**{**dict(estimator="ste", gumbel_topk=7, max_new_tokens=T, tau=0.9), **changes})
+
+
+@pytest.mark.parametrize("estimator", ["ste", "gumbel"])
+@pytest.mark.parametrize("support", ["top_k", "perturbed_top_k"])
+@pytest.mark.parametrize("topk", [7, 0])
+@pytest.mark.parametrize("engine", [checkpointed, partial(replay, hops=T)])
+def test_engines_agree_with_the_unrolled_graph(backbone, prompts, reward, estimator, support, topk, engine):
+    """float64, KL on, EOS on: values equal, relative gradient error <= 1e-6 (rounding leaves ~1e-13)."""
+    cfg = config(estimator=estimator, support=support, gumbel_topk=topk)
+    objective = Objective(reward, beta=0.3)
+    want, want_grad = gradient(unrolled, backbone, prompts, objective, cfg, seed=4)
+    got, got_grad = gradient(engine, backbone, prompts, objective, cfg, seed=4)
+    assert (want.completion_mask == 0).any(), "the case must contain an early end of sequence"
+    assert torch.equal(got.completion_ids * got.completion_mask, want.completion_ids * want.completion_mask)
+    assert torch.equal(got.completion_mask, want.completion_mask)
+    torch.testing.assert_close(got.reward, want.reward)
+    torch.testing.assert_close(got.kl, want.kl)
+    torch.testing.assert_close(got.loss, want.loss)
+    assert relative_error(got_grad, want_grad) <= 1e-6
+
+
+@pytest.mark.parametrize("estimator", ["ste", "gumbel"])
+def test_unrolled_gumbel_matches_finite_differences(prompts, reward, estimator):
+    """With soft tokens and fixed noise the loss is a smooth function of the parameters: check its gradient.
+
+    GPT-2, because its layer norm is float64 in a float64 model; Llama's is not, and too coarse for a difference.
+
+    The reference is a constant of the loss, so its inputs are frozen at the unperturbed soft tokens by beta = 0 here;
+    KL's own gradient is checked in test_vocab. A straight-through gradient is not a derivative, so it must differ.
+    """
+    backbone = make_backbone(tiny_gpt2(), target_modules=["c_attn"])
+    cfg = config(estimator=estimator, gumbel_topk=0)
+    objective = Objective(reward, beta=0.0)
+    _, grad = gradient(unrolled, backbone, prompts, objective, cfg, seed=4)
+    direction = torch.randn(grad.shape, dtype=grad.dtype, generator=torch.Generator().manual_seed(1))
+
+    def loss(eps):
+        offset = 0
+        with torch.no_grad():
+            for p in backbone.trainable_parameters():
+                p.add_(eps * direction[offset : offset + p.numel()].view_as(p))
+                offset += p.numel()
+        return gradient(unrolled, backbone, prompts, objective, cfg, seed=4)[0].loss.item()
+
+    eps = 1e-6
+    plus, minus = loss(eps), loss(-2 * eps)
+    loss(eps)
+    numeric, analytic = (plus - minus) / (2 * eps), (grad @ direction).item()
+    error = abs(numeric - analytic) / abs(analytic)
+    # central difference: truncation ~ eps^2, rounding ~ 1e-16 / eps = 1e-10
+    assert error < 1e-5 if estimator == "gumbel" else error > 1e-2
+
+
+@pytest.mark.parametrize("estimator", ["ste", "gumbel"])
+def test_hops_converge_and_residual_reports_it(backbone, prompts, reward, estimator):
+    cfg = config(estimator=estimator)
+    objective = Objective(reward, beta=0.3)
+    want = gradient(unrolled, backbone, prompts, objective, cfg)[1]
+    steps = [gradient(replay, backbone, prompts, objective, cfg, hops=hops) for hops in range(T)]
+    errors = [relative_error(grad, want) for _, grad in steps]
+    assert errors[0] > 1e-3, "the feedback must matter in this case"
+    assert errors[-1] <= 1e-6
+    assert steps[0][0].residual is None
+    assert steps[1][0].residual > 1e-4
+    # hops = T - 1 already exhausts the nilpotent chain, and one more hop would change nothing
+    more = gradient(replay, backbone, prompts, objective, cfg, hops=T + 3)
+    assert more[0].hops == T - 1
+    torch.testing.assert_close(more[1], steps[-1][1])
+
+
+def test_tolerance_stops_early(backbone, prompts, reward):
+    objective = Objective(reward, beta=0.3)
+    step, _ = gradient(replay, backbone, prompts, objective, config(), hops=T, tolerance=0.5)
+    assert 1 <= step.hops < T - 1 and step.residual <= 0.5
+
+
+def test_layer_checkpointing_changes_nothing(backbone, prompts, reward):
+    objective = Objective(reward, beta=0.3)
+    want = gradient(replay, backbone, prompts, objective, config(), hops=3)[1]
+    got = gradient(replay, backbone, prompts, objective, config(), hops=3, gradient_checkpointing=True)[1]
+    torch.testing.assert_close(got, want)
+    assert not backbone.model.training and not any(m.training for m in backbone.modules() if m is not backbone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        StepwiseOptions(compact=True),
+        StepwiseOptions(online_kl=True),
+        StepwiseOptions(reference_cache=True),
+        StepwiseOptions(reward_embedding="gathered"),
+        StepwiseOptions(reward_embedding="bagged"),
+        StepwiseOptions(compact=True, reward_embedding="gathered"),
+        StepwiseOptions(checkpoint=True),
+        StepwiseOptions(drop_lists=True),
+        StepwiseOptions(head_positions="last"),
+        StepwiseOptions(compact=True, head_positions="last"),
+    ],
+    ids=lambda o: "+".join(k for k, v in vars(o).items() if v != getattr(StepwiseOptions(), k)),
+)
+def test_each_optimisation_alone_keeps_the_gradient(backbone, prompts, reward, options):
+    objective = Objective(reward, beta=0.3)
+    want = gradient(unrolled, backbone, prompts, objective, config())[1]
+    got = gradient(partial(stepwise, options=options), backbone, prompts, objective, config())[1]
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("engine", [unrolled, checkpointed, partial(replay, hops=2)])
+def test_accumulated_microbatches_equal_one_big_batch(backbone, reward, engine):
+    """Gradients of two microbatches, each scaled by 1/2, add up to the gradient of all four prompts."""
+    prompts, objective = make_prompts(4), Objective(reward, beta=0.3)
+    cfg = config(support="top_k", gumbel_topk=1)  # one candidate: the noise cannot change the sample
+    big = gradient(engine, backbone, prompts, objective, cfg)[1]
+    backbone.zero_grad(set_to_none=True)
+    for rows in (slice(0, 2), slice(2, 4)):
+        half = replace(prompts, ids=prompts.ids[rows], mask=prompts.mask[rows])
+        engine(backbone, half, objective, cfg, torch.Generator().manual_seed(9), scale=0.5)
+    got = torch.cat([p.grad.flatten() for p in backbone.trainable_parameters()])
+    torch.testing.assert_close(got, big)
+
+
+@pytest.mark.parametrize("engine", [unrolled, checkpointed, replay])
+def test_kl_is_zero_at_every_position_before_training(prompts, engine):
+    backbone = make_backbone(perturb=False)
+    step, _ = gradient(engine, backbone, prompts, Objective(ToyReward(16)), config())
+    assert step.kl.abs().max() <= 1e-12
+
+
+def test_left_padding_does_not_change_the_gradient(backbone, reward):
+    """A prompt alone, unpadded, gives the same step as inside a padded batch (completion scope: same reward inputs)."""
+    objective = Objective(reward, beta=0.3, scope="completion")
+    prompts = make_prompts(1, length=4)
+    padded = replace(
+        prompts,
+        ids=torch.cat([torch.zeros(1, 3, dtype=torch.long), prompts.ids], 1),
+        mask=torch.cat([torch.zeros(1, 3, dtype=torch.long), prompts.mask], 1),
+    )
+    want, want_grad = gradient(replay, backbone, prompts, objective, config())
+    got, got_grad = gradient(replay, backbone, padded, objective, config())
+    torch.testing.assert_close(got.kl, want.kl)
+    torch.testing.assert_close(got_grad, want_grad)
+
+
+def test_min_new_tokens_forbids_an_early_end(backbone, reward):
+    prompts = make_prompts(3)
+    cfg = config(min_new_tokens=4, gumbel_topk=0)
+    for engine in (unrolled, replay):
+        for seed in range(8):
+            step, _ = gradient(engine, backbone, prompts, Objective(reward), cfg, seed=seed)
+            assert not torch.isin(step.completion_ids[:, :4], torch.tensor(EOS)).any()
+    objective = Objective(reward, beta=0.3)
+    want = gradient(unrolled, backbone, prompts, objective, cfg)[1]
+    assert relative_error(gradient(replay, backbone, prompts, objective, cfg, hops=T)[1], want) <= 1e-6
+
+
+def test_nothing_after_the_end_matters(backbone, reward):
+    """Change what was drawn after the first end-of-sequence: reward, KL and gradient stay."""
+    prompts, objective = make_prompts(3), Objective(reward, beta=0.3)
+    rollout = sample(backbone, prompts, config(), torch.Generator().manual_seed(4))
+    dead = rollout.completion_mask == 0
+    assert dead.any()
+    changed = replace(
+        rollout,
+        embeds=torch.where(dead.unsqueeze(-1), rollout.embeds.flip(0) + 1, rollout.embeds),
+        noise=torch.where(dead.unsqueeze(-1), rollout.noise.flip(-1), rollout.noise),
+    )
+    want, want_grad = gradient(replay, backbone, prompts, objective, config(), rollout=rollout)
+    got, got_grad = gradient(replay, backbone, prompts, objective, config(), rollout=changed)
+    torch.testing.assert_close(got.reward, want.reward)
+    torch.testing.assert_close(got.kl, want.kl)
+    torch.testing.assert_close(got_grad, want_grad)
+
+
+def test_only_the_adapter_gets_a_gradient(backbone, prompts, reward):
+    gradient(unrolled, backbone, prompts, Objective(reward), config())
+    trainable = {id(p) for p in backbone.trainable_parameters()}
+    assert trainable
+    assert all((p.grad is not None) == (id(p) in trainable) for p in backbone.model.parameters())
+
+
+@pytest.mark.parametrize("engine", [unrolled, checkpointed, replay])
+def test_a_reward_that_is_not_finite_updates_nothing(backbone, prompts, engine):
+    class Broken(ToyReward):
+        def forward(self, embeds, mask):
+            return super().forward(embeds, mask) * float("nan")
+
+    with pytest.raises(InputError, match="reward: got .*nan.*; allowed: finite"):
+        engine(backbone, prompts, Objective(Broken(16)), config(), torch.Generator().manual_seed(0))
+    assert all(p.grad is None for p in backbone.trainable_parameters())
+
+
+STRAIGHT_THROUGH = ["ste", "gumbel_rao", "reinmax"]
+
+
+def unrolled_gradient(backbone, rollout, objective, cfg):
+    """Token by token from a rollout's supports and noise, the graph kept: no adjoint, no hops, dense tensors."""
+    embeds = backbone.embed(rollout.prompts.ids)
+    mask, table, out, kls = rollout.prompts.mask, backbone.embedding_weight, [], []
+    prefix = embeds
+    for t in range(rollout.completion_ids.shape[1]):
+        h = backbone.hidden(prefix, mask)[:, -1]
+        with torch.no_grad(), backbone.reference():
+            ref = backbone.hidden(prefix.detach(), mask)[:, -1]
+        logp, ref_logp = backbone.head(h).log_softmax(-1), backbone.head(ref).log_softmax(-1)
+        kls.append((logp.exp() * (logp - ref_logp)).sum(-1))
+        hard = torch.nn.functional.one_hot(rollout.completion_ids[:, t], table.shape[0]).to(table.dtype)
+        support, noise = rollout.support[:, t], rollout.noise[:, t]
+        if support.ndim == 2:
+            support, noise = support.unsqueeze(1), noise.unsqueeze(1)
+        logits = backbone.head(h).unsqueeze(1).expand(-1, support.shape[1], -1).gather(2, support)
+        if cfg.estimator == "reinmax":
+            p, soft = logits.softmax(-1), (logits / cfg.tau).softmax(-1)
+            q = (hard.unsqueeze(1).gather(2, support) + soft) / 2
+            soft = 2 * ((q / p).log().detach() + logits).softmax(-1) - p / 2  # the paper's algorithm 2
+        else:
+            soft = ((logits + noise) / cfg.tau).softmax(-1)
+        y = sum(torch.zeros_like(hard).scatter(1, support[:, m], soft[:, m]) for m in range(support.shape[1]))
+        y = y / support.shape[1]
+        y = hard + y - y.detach()
+        valid = rollout.completion_mask[:, t].view(-1, 1)
+        e = torch.where(valid.bool(), y, hard) @ table
+        out.append(e)
+        prefix = torch.cat([prefix, e.unsqueeze(1)], 1)
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    done = rollout.completion_mask
+    reward = objective.reward(embeds, rollout.prompts, torch.stack(out, 1), done)
+    kl = (torch.stack(kls, 1) * done).sum(1) / done.sum(1)
+    grads = torch.autograd.grad(-reward.mean() + objective.beta * kl.mean(), backbone.trainable_parameters())
+    return torch.cat([g.flatten() for g in grads])
+
+
+@pytest.mark.parametrize("estimator", STRAIGHT_THROUGH)
+@pytest.mark.parametrize(("support", "topk"), [("top_k", 7), ("perturbed_top_k", 7), ("perturbed_top_k", 0)])
+def test_straight_through_replays_equal_a_naive_unrolled_graph(backbone, prompts, reward, estimator, support, topk):
+    cfg = config(estimator=estimator, support=support, gumbel_topk=topk, rao_draws=3)
+    objective = Objective(reward, beta=0.3)
+    rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(4))
+    assert (rollout.completion_mask == 0).any()
+    want = unrolled_gradient(backbone, rollout, objective, cfg)
+    errors = [relative_error(gradient(replay, backbone, prompts, objective, cfg, rollout=rollout, hops=n)[1], want)
+              for n in (0, 1, 2, T)]  # fmt: skip
+    assert errors[-1] <= 1e-6 and errors[0] > 1e-3  # rounding leaves ~1e-13; the feedback matters
+
+
+def test_draws_whose_ids_add_up_to_the_vocabulary_are_not_taken_for_it(reward):
+    """M K = V: a support of V ids is the whole vocabulary in order to `support_logits`, several supports are not."""
+    backbone, prompts = make_backbone(tiny_config(vocab_size=24)), make_prompts()
+    cfg, objective = config(estimator="gumbel_rao", gumbel_topk=6, rao_draws=4), Objective(reward, beta=0.3)
+    rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(4))
+    want = unrolled_gradient(backbone, rollout, objective, cfg)
+    got = gradient(replay, backbone, prompts, objective, cfg, rollout=rollout, hops=T)[1]
+    assert relative_error(got, want) <= 1e-6
+
+
+@pytest.mark.parametrize("support", ["top_k", "perturbed_top_k"])
+@pytest.mark.parametrize("estimator", STRAIGHT_THROUGH)
+def test_conditioned_completions_have_the_law_of_sampled_ones(backbone, estimator, support):
+    """An ordinary sampler's text, conditioned on, against the engine's own: supports and noise, n = 3000."""
+    n = 3000
+    one = make_prompts(1)
+    prompts = replace(one, ids=one.ids.repeat(n, 1), mask=one.mask.repeat(n, 1))
+    cfg = config(estimator=estimator, support=support, rao_draws=2, max_new_tokens=3)
+    own = sample(backbone, prompts, cfg, torch.Generator().manual_seed(0))
+    if support == "top_k":  # the engine's samples are of the truncated policy, ordinary ones are not
+        text = sample(backbone, prompts, cfg, torch.Generator().manual_seed(1))
+        text = text.completion_ids, text.completion_mask
+    else:
+        text = generate(backbone, prompts, 3, torch.Generator().manual_seed(1), stop_early=False)
+    foreign = condition(backbone, prompts, *text, cfg, torch.Generator().manual_seed(2))
+    assert torch.equal(foreign.completion_ids, text[0] * text[1])
+
+    def statistics(rollout):
+        ids, noise = rollout.support.view(n, 3, -1, 7), rollout.noise.view(n, 3, -1, 7).double()
+        held = torch.zeros(n, 3, ids.shape[2], 23).scatter(3, ids, 1.0)
+        top = torch.where(ids == rollout.completion_ids.view(n, 3, 1, 1), noise, 0).sum(3, keepdim=True)
+        values = torch.cat([held.double(), top, top**2, noise.sum(3, keepdim=True)], 3)
+        return (values * rollout.completion_mask.view(n, 3, 1, 1)).flatten(1)
+
+    (a, b), zero = (statistics(r) for r in (own, foreign)), 1e-12
+    stderr = ((a.var(0) + b.var(0)) / n).sqrt()
+    assert ((a.mean(0) - b.mean(0)).abs() <= 4.5 * stderr + zero).all()  # up to 156 comparisons: 4.5
+
+
+def test_text_from_elsewhere_gives_the_gradient_of_the_engines_own_rollout(backbone, prompts, reward):
+    """ReinMax uses no noise, so the same text is the same gradient; `gumbel_rao` nears its mean as M grows."""
+    objective = Objective(reward, beta=0.3)
+    cfg = config(estimator="reinmax")
+    rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(4))
+    want = gradient(replay, backbone, prompts, objective, cfg, rollout=rollout)[1]
+    text = rollout.completion_ids, rollout.completion_mask
+    torch.testing.assert_close(gradient(replay, backbone, prompts, objective, cfg, completions=text)[1], want)
+
+    def spread(draws):
+        cfg = config(estimator="gumbel_rao", rao_draws=draws)
+        run = partial(gradient, replay, backbone, prompts, objective, cfg, completions=text, hops=0)
+        (_, one), (_, two) = (run(seed=seed) for seed in (1, 2))
+        return relative_error(one, two)
+
+    assert spread(256) < spread(1) / 4  # about 16 times less
+
+
+def test_completions_that_do_not_fit_are_refused(backbone, prompts, reward):
+    objective, ids = Objective(reward), torch.full((3, 4), 5)
+    ones = torch.ones_like(ids)
+
+    def run(ids, mask, **changes):
+        generator = torch.Generator().manual_seed(0)
+        replay(backbone, prompts, objective, config(**changes), generator, completions=(ids, mask))
+
+    hole, ended = ones.clone(), ids.clone()
+    hole[1, 2], ended[2, 1] = 0, EOS[0]
+    for bad, message in (
+        (lambda: run(ids + 18, ones), r"completion tokens: got \[23\]; allowed: ids of the policy's own .* 0 to 22"),
+        (lambda: run(ids, hole), "completion mask, row 1: got .*; allowed: ones, at least one, and then zeros"),
+        (lambda: run(ids, torch.zeros_like(ids)), "completion mask, row 0"),
+        (lambda: run(ids[:2], ones[:2]), r"completions: got .*; allowed: \[3, T\]"),
+        (lambda: run(ended, ones), "completions: got 'a token after an end-of-sequence'"),
+        (lambda: run(ids, ones, estimator="gumbel"), "estimator: got 'gumbel'; allowed: ste"),
+        (lambda: run(ended[:, :2], ones[:, :2], min_new_tokens=2), "completions: .* none before min_new_tokens = 2"),
+    ):
+        with pytest.raises(InputError, match=message):
+            bad()
+    assert all(p.grad is None for p in backbone.trainable_parameters())
+
+
+def test_only_the_replay_engine_has_the_new_estimators(backbone, prompts, reward):
+    with pytest.raises(InputError, match="estimator: got 'reinmax'; allowed: gumbel or ste"):
+        unrolled(backbone, prompts, Objective(reward), config(estimator="reinmax"), torch.Generator())
+
+
+def test_negative_hops_are_refused(backbone, prompts, reward):
+    with pytest.raises(InputError, match="hops: got -1"):
+        replay(backbone, prompts, Objective(reward), config(), torch.Generator(), hops=-1)

@@ -1,0 +1,54 @@
+"""Who imports whom in grade, read from the syntax trees."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def modules():
+    """Every module of grade by its dotted name, with its path from the root."""
+    paths = sorted(path.relative_to(ROOT) for path in (ROOT / "grade").rglob("*.py"))
+    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path.as_posix() for path in paths}
+
+
+def module_path(module):
+    return modules()[module]
+
+
+def imported_modules(tree):
+    """Modules of grade that a syntax tree imports, also inside functions; a name of a package is its submodule."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "absolute imports only"
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                found.add(submodule if submodule in modules() else node.module)
+    return found & set(modules())
+
+
+@cache
+def imports_of(module):
+    return imported_modules(ast.parse((ROOT / module_path(module)).read_text()))
+
+
+@cache
+def imports_at_once(module):
+    """What importing a module executes: not what its functions import, nor what only annotations name."""
+    tree = ast.parse((ROOT / module_path(module)).read_text())
+    body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return imported_modules(ast.Module(body, []))
+
+
+def closure(start):
+    found, todo = set(), set(start)
+    while todo:
+        module = todo.pop()
+        found.add(module)
+        todo |= imports_of(module) - found
+    return found

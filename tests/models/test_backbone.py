@@ -1,0 +1,243 @@
+"""One base in three roles, for several families of models."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
+from peft import PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GraniteConfig,
+    OPTConfig,
+    PhiConfig,
+    Qwen3Config,
+    T5Config,
+)
+
+from grade.errors import InputError
+from grade.gradients.estimators import RelaxationConfig
+from grade.gradients.objective import Objective
+from grade.gradients.replay import replay
+from grade.gradients.rollout import sample
+from grade.gradients.unrolled import unrolled
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.prompts import position_ids
+from grade.models.sampling import generate
+
+COMMON = dict(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.3,
+)  # fmt: skip
+GROUPED = dict(COMMON, num_key_value_heads=2, head_dim=8)
+FAMILIES = {
+    "llama, tied": (tiny_config(), None),
+    "llama, untied": (tiny_config(tie_word_embeddings=False), None),
+    "qwen3": (Qwen3Config(**GROUPED), None),
+    "gpt2: absolute positions": (tiny_gpt2(), ["c_attn"]),
+    "opt: offset positions": (
+        OPTConfig(vocab_size=VOCAB, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=4,
+                  max_position_embeddings=64, word_embed_proj_dim=16, init_std=0.3, eos_token_id=2), None),
+    "gpt-neox": (GPTNeoXConfig(**COMMON), ["query_key_value"]),
+    "phi: head bias": (PhiConfig(**COMMON), ["q_proj", "v_proj"]),
+    "cohere: logit scale": (CohereConfig(**dict(COMMON, logit_scale=0.3)), None),
+    "granite: embedding and logit scales": (
+        GraniteConfig(**GROUPED, embedding_multiplier=3.0, logits_scaling=2.0), None),
+    "gemma2: soft cap": (
+        Gemma2Config(**GROUPED, final_logit_softcapping=3.0, query_pre_attn_scalar=8), None),
+    "gemma3: scaled embedding": (Gemma3TextConfig(**GROUPED, query_pre_attn_scalar=8), None),
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES)
+def family(request):
+    config, targets = request.param
+    targets = targets or (["q_proj", "v_proj"] if "OPT" in type(config).__name__ else None)
+    # Gemma 2's eager attention casts its mask to float32 and so gives NaN at left padding of a float64 model.
+    dtype = torch.float32 if "Gemma2" in type(config).__name__ else torch.float64
+    return make_backbone(config, dtype, target_modules=targets or ["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+def test_logits_are_the_models_own(family):
+    """Embeddings in, head out: the same logits as the whole model gives for ids, with left padding."""
+    prompts = make_prompts()
+    positions = {"position_ids": position_ids(prompts.mask)} if family._takes_positions else {}
+    want = family.model(input_ids=prompts.ids, attention_mask=prompts.mask, **positions).logits
+    got = family.head(family.hidden(family.embed(prompts.ids), prompts.mask))
+    real = prompts.mask.bool()
+    torch.testing.assert_close(got[real], want.to(got.dtype)[real])
+
+
+def test_cached_decoding_equals_one_pass(family):
+    """In the mode used for training: the adapter on, prompts padded on the left."""
+    prompts = make_prompts()
+    ids, _ = generate(family, prompts, 5, torch.Generator().manual_seed(0), stop_early=False)
+    full = torch.cat([prompts.ids, ids], 1)
+    mask = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
+    want = family.head(family.hidden(family.embed(full), mask))
+    cache, p = family.new_cache(), prompts.ids.shape[1]
+    got = [family.head(family.decode(family.embed(prompts.ids), prompts.mask, cache))[:, -1]]
+    for t in range(ids.shape[1] - 1):
+        embeds = family.embed(ids[:, t : t + 1])
+        got.append(family.head(family.decode(embeds, mask[:, : p + t + 1], cache))[:, -1])
+    torch.testing.assert_close(torch.stack(got, 1), want[:, p - 1 : -1])
+
+
+def test_replay_equals_the_unrolled_graph(family):
+    prompts, config = make_prompts(2), RelaxationConfig(estimator="gumbel", gumbel_topk=5, max_new_tokens=4)
+
+    def reward(embeds, mask):
+        return (embeds.tanh().mean(-1) * mask).sum(1)
+
+    grads = []
+    for engine in (unrolled, replay):
+        family.zero_grad(set_to_none=True)
+        extra = {"hops": 4} if engine is replay else {}
+        engine(family, prompts, Objective(reward, 0.2), config, torch.Generator().manual_seed(1), **extra)
+        grads.append(torch.cat([p.grad.flatten() for p in family.trainable_parameters()]))
+    bound = 1e-6 if family.dtype == torch.float64 else 1e-4  # float32 rounding, amplified by the soft feedback
+    assert (grads[1] - grads[0]).norm() <= bound * grads[0].norm()
+
+
+def test_soft_one_hot_embedding_is_the_tokens_own(family):
+    """`e = scale * sum_j y_j E[I_j]` with one-hot y is what the model's first layer gets for the token."""
+    rollout = sample(
+        family, make_prompts(2), RelaxationConfig(estimator="gumbel", tau=1e-4, gumbel_topk=4, max_new_tokens=3),
+        torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    torch.testing.assert_close(rollout.embeds, family.embed(rollout.completion_ids))
+
+
+def test_reference_is_the_bare_base_and_comes_back(backbone):
+    bare = make_backbone(perturb=False)
+    prompts = make_prompts()
+    embeds = backbone.embed(prompts.ids)
+    before = backbone.hidden(embeds, prompts.mask)
+    with backbone.reference():
+        reference = backbone.hidden(embeds, prompts.mask)
+    torch.testing.assert_close(reference, bare.hidden(embeds, prompts.mask))
+    assert not torch.allclose(before, reference)
+    torch.testing.assert_close(backbone.hidden(embeds, prompts.mask), before)
+    assert backbone.trainable_parameters()
+
+
+def test_the_base_exists_once_and_only_the_adapter_trains(backbone):
+    trainable = [n for n, p in backbone.model.named_parameters() if p.requires_grad]
+    assert trainable and all("lora_" in n for n in trainable)
+    bare = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny_config()).parameters())
+    total = sum(p.numel() for p in backbone.parameters())
+    assert total == bare + sum(p.numel() for p in backbone.trainable_parameters())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model on disk, with a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_load_and_adapter_round_trip(saved, tmp_path):
+    """The path of a hub model, on a local folder: load, adapt, save, load again, same logits."""
+    backbone = perturb_adapter(Backbone.load(saved, "float32", LoraSettings(r=2, alpha=4)))
+    backbone.save_adapter(tmp_path / "adapter")
+    again = Backbone.load(saved, "float32", adapter=tmp_path / "adapter")
+    prompts = make_prompts()
+    embeds = backbone.embed(prompts.ids)
+    torch.testing.assert_close(again.hidden(embeds, prompts.mask), backbone.hidden(embeds, prompts.mask))
+    assert len(again.trainable_parameters()) == len(backbone.trainable_parameters()) > 0
+    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+
+
+def test_lora_is_float32_on_a_half_precision_base(saved):
+    backbone = Backbone.load(saved, "bfloat16", LoraSettings(r=2, alpha=4))
+    assert backbone.dtype == torch.bfloat16
+    assert {p.dtype for p in backbone.trainable_parameters()} == {torch.float32}
+
+
+def test_pickled_weights_are_refused(saved):
+    state = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    torch.save(state, saved / "pytorch_model.bin")
+    with pytest.raises(InputError, match="backbone: got .* safetensors"):
+        Backbone.load(saved)
+
+
+def test_missing_and_corrupt_models_are_one_line(saved, tmp_path):
+    with pytest.raises(InputError, match="backbone: got .*nowhere") as caught:
+        Backbone.load(tmp_path / "nowhere")
+    assert "\n" not in str(caught.value)
+    (saved / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(InputError, match="backbone"):
+        Backbone.load(saved)
+    with pytest.raises(InputError, match="dtype: got 'int8'"):
+        Backbone.load(saved, "int8")
+
+
+def test_remote_code_is_refused(saved):
+    config = (saved / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "mine"')
+    (saved / "config.json").write_text(config.replace("{", '{"auto_map": {"AutoConfig": "code.Mine"},', 1))
+    (saved / "code.py").write_text("raise SystemExit('ran remote code')")
+    with pytest.raises(InputError, match="no remote code"):
+        Backbone.load(saved)
+
+
+def test_models_that_are_not_causal_decoders_are_refused():
+    bert = AutoModelForCausalLM.from_config(
+        BertConfig(**{k: v for k, v in COMMON.items() if k != "initializer_range"}, is_decoder=False)
+    )
+    with pytest.raises(InputError, match="BertLMHeadModel"):
+        Backbone(bert)
+    from transformers import T5ForConditionalGeneration
+
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8))
+    with pytest.raises(InputError, match="encoder-decoder"):
+        Backbone(t5)
+
+
+def test_lora_on_the_head_or_the_embedding_is_refused():
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    for name in ("lm_head", "embed_tokens"):
+        with pytest.raises(InputError, match=f"target_modules: got .*{name}.*shared|share"):
+            Backbone(model, lora=LoraSettings(target_modules=["q_proj", name]))
+    with pytest.raises(InputError, match="allowed: names of linear layers"):
+        Backbone(model, lora=LoraSettings(target_modules=["no_such_layer"]))
+
+
+def test_prompt_learning_and_misfitting_adapters_are_refused(saved, tmp_path):
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    tuned.save_pretrained(tmp_path / "prompt")
+    with pytest.raises(InputError, match="adapter: got 'PROMPT_TUNING'; allowed: LORA"):
+        Backbone.load(saved, adapter=tmp_path / "prompt")
+    with pytest.raises(InputError, match="adapter_config.json"):
+        Backbone.load(saved, adapter=tmp_path / "missing")
+    wide = make_backbone(tiny_config(hidden_size=32), torch.float32)
+    wide.save_adapter(tmp_path / "wide")
+    with pytest.raises(InputError, match="an adapter that fits this model"):
+        Backbone.load(saved, adapter=tmp_path / "wide")
+    shutil.rmtree(tmp_path / "wide")
+
+
+def test_dropout_must_be_off():
+    with pytest.raises(InputError, match="dropout: got 0.05"):
+        LoraSettings.parse({"dropout": 0.05})
+    backbone = make_backbone(tiny_config(attention_dropout=0.5))
+    prompts = make_prompts()
+    embeds = backbone.embed(prompts.ids)
+    want = backbone.hidden(embeds, prompts.mask)
+    with backbone.checkpointed_layers(True):
+        torch.testing.assert_close(backbone.hidden(embeds, prompts.mask), want)

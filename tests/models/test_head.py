@@ -1,0 +1,177 @@
+"""Lean against naive, forward and backward, in float64; and what is kept for backward."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grade.memory.saved import kept_bytes, saved_bytes
+from grade.models import head as vocab
+from grade.models.head import (
+    Head,
+    entropy,
+    kl_divergence,
+    row_values,
+    support_logits,
+    token_logps,
+    weighted_embedding,
+)
+
+N, D, V, K = 9, 5, 130, 4  # V is not a multiple of anything convenient
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scaled": {"scale": 0.7},
+    "soft cap": {"softcap": 2.0, "scale": 1.3, "bias": True},
+}
+
+
+def make_head(bias=False, dtype=torch.float64, v=V, d=D, **rest):
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(v, d, generator=generator, dtype=torch.float64).to(dtype)
+    return Head(weight, torch.randn(v, generator=generator, dtype=torch.float64).to(dtype) if bias else None, **rest)
+
+
+def hidden(n=N, d=D, seed=2, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, d, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(vocab, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(vocab, "GATHER_ELEMENTS", 3 * K * D)
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("k", [K, 40, V])  # gathered rows; dense, then gathered; the full vocabulary
+def test_support_logits_against_dense(options, k):
+    head, h = make_head(**options), hidden()
+    support = torch.stack([torch.randperm(V)[:k] if k < V else torch.arange(V) for _ in range(N)])
+    want = head(h).gather(1, support)
+    got = support_logits(head, h, support)
+    torch.testing.assert_close(got, want)
+    weight = torch.randn_like(want)
+    torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0])
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_kl_against_autograd_on_dense_logits(options):
+    head, h, ref = make_head(**options), hidden(), hidden(seed=3)
+    logp, ref_logp = head(h).log_softmax(-1), head(ref).log_softmax(-1).detach()
+    want = (logp.exp() * (logp - ref_logp)).sum(-1)
+    got = kl_divergence(head, h, ref)
+    torch.testing.assert_close(got, want)
+    weight = torch.randn_like(want)
+    torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0])
+
+
+def test_kl_by_hand():
+    # Two tokens, h = 1: logits (0, log 3), p = (1/4, 3/4); reference h = 0: q = (1/2, 1/2).
+    # KL = 1/4 log(1/2) + 3/4 log(3/2) = -0.17329 + 0.30410 = 0.13081
+    head = Head(torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64))
+    got = kl_divergence(head, torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64))
+    assert got.item() == pytest.approx(0.13081203594113697, abs=1e-12)
+
+
+def test_kl_needs_no_gradient_when_nobody_asks():
+    head, h = make_head(), hidden()
+    with torch.no_grad():
+        kl = kl_divergence(head, h, hidden(seed=3))
+    assert not kl.requires_grad and (kl > 0).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(offset=st.floats(-1e3, 1e3), noise=st.floats(0, 1e-6))
+def test_kl_of_nearly_equal_float32_rows_is_zero(offset, noise):
+    """A common offset of all logits and rounding-sized differences must not show: |KL| <= 1e-6 at V = 50,000."""
+    v = 50_000
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.cat([torch.randn(v, 3, generator=generator), torch.full((v, 1), offset)], 1)
+    h = torch.cat([torch.randn(2, 3, generator=generator), torch.ones(2, 1)], 1)
+    kl = kl_divergence(Head(weight), h, h * (1 + noise))
+    assert kl.abs().max() <= 1e-6
+
+
+def test_rows_and_call_agree_in_bfloat16_inputs_and_give_float32():
+    head, h = make_head(dtype=torch.bfloat16), hidden(dtype=torch.bfloat16)
+    assert head(h).dtype == torch.float32
+    got = support_logits(head, h, torch.arange(K).expand(N, K))
+    assert got.dtype == torch.float32
+    # Both round one bfloat16 dot product of D terms: at most two units of the last place (2^-7) of the larger.
+    torch.testing.assert_close(got, head(h)[:, :K], rtol=2**-6, atol=2**-6)
+
+
+def test_weighted_embedding_against_gather():
+    table = torch.randn(V, D, dtype=torch.float64)
+    for support in (torch.randint(V, (N, K)), torch.arange(V).expand(N, V)):
+        weights = torch.rand(support.shape, dtype=torch.float64, requires_grad=True)
+        want = (weights.unsqueeze(-1) * table[support]).sum(1)
+        got = weighted_embedding(table, support, weights)
+        torch.testing.assert_close(got, want)
+        g = torch.randn_like(want)
+        torch.testing.assert_close(torch.autograd.grad(got, weights, g)[0], torch.autograd.grad(want, weights, g)[0])
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_what_support_and_embedding_keep_is_proportional_to_k_and_independent_of_v(softcap):
+    """From hidden states to relaxed embedding: no [N, V] and no [N, K, D] is kept."""
+
+    def kept(v, k, d=16):
+        head, h = make_head(v=v, d=d, dtype=torch.float32, softcap=softcap), hidden(d=d, dtype=torch.float32)
+        support = torch.randint(v, (N, k))
+
+        def forward():
+            y = support_logits(head, h, support).softmax(-1)
+            return weighted_embedding(head.weight, support, y)
+
+        return kept_bytes(forward)[1]
+
+    assert kept(4000, 8) == kept(1000, 8)
+    growth = kept(4000, 16) - kept(4000, 8)
+    assert growth > 0
+    assert kept(4000, 32) - kept(4000, 16) == 2 * growth
+    assert kept(4000, 32) < N * 4000 * 4 / 10
+
+
+def test_kl_keeps_one_hidden_state_a_row():
+    head, h = make_head(v=3000, dtype=torch.float32), hidden(dtype=torch.float32)
+    saved = saved_bytes(lambda: kl_divergence(head, h, hidden(seed=3, dtype=torch.float32)), exclude=[h, head.weight])
+    assert saved == N * D * 4
+
+
+def test_a_frozen_head_gets_no_gradient():
+    head, h = make_head(), hidden()
+    (kl_divergence(head, h, hidden(seed=3)).sum() + support_logits(head, h, torch.zeros(N, 1).long()).sum()).backward()
+    assert head.weight.grad is None and not head.weight.requires_grad
+
+
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_and_entropies_against_autograd_on_dense_logits(options, temperature):
+    head, h, ids = make_head(**options), hidden(), torch.arange(N) * 7
+    logp = (head(h) / temperature).log_softmax(-1)
+    wanted = {token_logps: logp.gather(1, ids[:, None]).squeeze(1), entropy: -(logp.exp() * logp).sum(-1)}
+    for function, want in wanted.items():
+        got = function(head, h, ids, temperature) if function is token_logps else function(head, h, temperature)
+        torch.testing.assert_close(got, want)
+        weight = torch.randn_like(want)
+        expected = torch.autograd.grad(want, h, weight, retain_graph=True)[0]
+        torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], expected)
+
+
+def test_a_row_function_alone_holds_the_logits():
+    """Popped and passed on, so that dropping them frees [n, V] at once."""
+    import sys
+
+    counts = []
+
+    def of_logits(logits, needed, others):
+        counts.append(sys.getrefcount(logits))
+        return logits.sum(-1), torch.ones_like(logits) if needed else None
+
+    row_values(make_head(), hidden(), of_logits)
+    assert set(counts) == {2}  # its own name, and getrefcount's argument

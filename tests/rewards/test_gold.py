@@ -1,0 +1,177 @@
+"""The gold judge: what it learns, that a saved one is the same, and what it refuses."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grade.errors import InputError
+from grade.rewards.gold import GoldJudge, _crop
+
+GOOD, BAD = ("superb", "moving", "delightful"), ("dull", "awful", "clumsy")
+
+
+def make_reviews(n=200, seed=0, words=40):
+    """Neutral words with three telling ones at the end of each text."""
+    rng = np.random.default_rng(seed)
+    texts, labels = [], []
+    for i in range(n):
+        neutral = [f"word{rng.integers(50)}" for _ in range(words)]
+        texts.append(" ".join(neutral + list(rng.choice(GOOD if i % 2 else BAD, 3))))
+        labels.append(i % 2)
+    return texts, labels
+
+
+@pytest.fixture(scope="module")
+def judge():
+    return GoldJudge.fit(*make_reviews())
+
+
+def test_it_learns_what_separates_the_labels(judge):
+    texts, labels = make_reviews(n=100, seed=1)
+    accuracy = judge.accuracy(texts, labels)
+    assert accuracy.mean > 0.95 and accuracy.n == 100
+    assert judge.accuracy(texts, [1 - label for label in labels]).mean == pytest.approx(1 - accuracy.mean)
+
+
+def test_the_score_is_the_written_formula():
+    # Words a (both texts of label 1 and one of label 0) and b, without pairs in common:
+    # idf = log((1 + 4) / (1 + df)) + 1, rows are scaled to length 1, and 1 + log(2) counts a word that comes twice.
+    judge = GoldJudge.fit(["aa xx", "aa yy", "bb zz", "bb aa"], [1, 1, 0, 0], n_crops=0)
+    assert judge.vectorizer.get_feature_names_out().tolist() == ["aa", "bb"]
+    idf = [math.log(5 / 4) + 1, math.log(5 / 3) + 1]
+    a, b = (1 + math.log(2)) * idf[0], idf[1]
+    norm = math.hypot(a, b)
+    logit = (a * judge.coef[0] + b * judge.coef[1]) / norm + judge.intercept
+    assert judge.score(["aa bb aa"])[0] == pytest.approx(1 / (1 + math.exp(-logit)), rel=1e-12)
+    assert judge.score(["unknown"])[0] == pytest.approx(1 / (1 + math.exp(-judge.intercept)), rel=1e-12)
+
+
+def test_crops_make_it_surer_of_short_texts():
+    # The telling words come first here, so the crops from the beginning hold them.
+    texts, labels = make_reviews(n=300, words=200)
+    texts = [" ".join(reversed(text.split())) for text in texts]
+    short = [" ".join(text.split()[:16]) for text in texts]
+
+    def log_loss(n_crops):
+        p = GoldJudge.fit(texts, labels, n_crops=n_crops).score(short)
+        return -np.mean(np.log(np.where(labels, p, 1 - p)))
+
+    assert log_loss(4) < 0.7 * log_loss(0)
+
+
+def test_pairs_that_only_repeat_within_the_crops_of_one_review_are_no_features():
+    texts, labels = make_reviews(n=20)
+    texts[0] += " unique phrase"
+    terms = set(GoldJudge.fit(texts, labels, n_crops=8).vectorizer.get_feature_names_out())
+    assert not {"unique", "phrase", "unique phrase"} & terms and "word1" in terms
+
+
+@given(st.lists(st.text("ab ", max_size=30).map(str.split), max_size=3), st.integers(0, 10**6))
+def test_a_crop_is_a_run_of_words_of_bounded_length(texts, seed):
+    rng = np.random.default_rng(seed)
+    for words in [*texts, [str(i) for i in range(300)]]:
+        crop = _crop(" ".join(words), rng).split()
+        assert min(len(words), 16) <= len(crop) <= 96
+        if crop and len(words) == 300:
+            assert crop == words[int(crop[0]) :][: len(crop)]
+
+
+def test_half_of_the_crops_start_anywhere():
+    rng = np.random.default_rng(0)
+    text = " ".join(map(str, range(1000)))
+    starts = np.array([int(_crop(text, rng).split()[0]) for _ in range(1000)])
+    assert abs((starts == 0).mean() - 0.5) < 0.08  # 5 standard errors of 0.016
+    assert abs(starts[starts > 0].mean() - 472) < 60  # uniform up to 944 on average, 5 standard errors of 12
+
+
+def test_scores_are_float64_in_order_and_may_be_none(judge):
+    texts, _ = make_reviews(n=10, seed=2)
+    scores = judge.score(texts)
+    assert scores.dtype == np.float64 and scores.shape == (10,) and ((scores > 0) & (scores < 1)).all()
+    assert judge.score(texts[::-1]).tolist() == scores[::-1].tolist()
+    assert judge.score([]).shape == (0,)
+
+
+def test_a_saved_judge_is_the_same_and_so_are_its_bytes(judge, tmp_path):
+    judge.save(tmp_path / "new" / "judge.npz")
+    loaded = GoldJudge.load(tmp_path / "new" / "judge.npz")
+    texts, _ = make_reviews(n=50, seed=3)
+    assert loaded.score(texts).tolist() == judge.score(texts).tolist()
+    loaded.save(tmp_path / "again.npz")
+    assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "new" / "judge.npz").read_bytes()
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["judge.npz"]
+
+
+def test_a_save_that_fails_leaves_the_old_file_alone(judge, tmp_path, monkeypatch):
+    (tmp_path / "judge.npz").write_bytes(b"old")
+
+    def full_disk(file, **arrays):
+        file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        judge.save(tmp_path / "judge.npz")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("judge.npz", b"old")]
+
+
+def test_the_fit_is_reproducible():
+    texts, labels = make_reviews(n=40)
+    first, second = GoldJudge.fit(texts, labels, seed=5), GoldJudge.fit(texts, labels, seed=5)
+    assert first.coef.tolist() == second.coef.tolist() != GoldJudge.fit(texts, labels, seed=6).coef.tolist()
+
+
+def arrays(**changes):
+    plain = {"terms": np.frombuffer(b"a\nb", dtype=np.uint8), "idf": np.ones(2), "coef": np.ones(2)}
+    return {**plain, "intercept": np.float64(0), **changes}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        arrays(coef=np.ones(3)),
+        arrays(idf=np.array([1.0, np.nan])),
+        arrays(terms=np.frombuffer(b"a\na", dtype=np.uint8)),
+        arrays(terms=np.frombuffer(b"\xff\nb", dtype=np.uint8)),
+        arrays(coef=np.array([1, "x"], dtype=object)),  # would need pickle
+        {"coef": np.ones(2)},
+    ],
+)
+def test_damaged_arrays_are_refused(tmp_path, content):
+    np.savez(tmp_path / "judge.npz", **content)
+    with pytest.raises(InputError, match="gold judge file: got .*judge.npz"):
+        GoldJudge.load(tmp_path / "judge.npz")
+
+
+def test_missing_and_damaged_files_are_refused(judge, tmp_path):
+    path = tmp_path / "judge.npz"
+    judge.save(path)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :]
+    start = whole.index(b"terms.npy") + 60  # within the first compressed stream, which zlib reads, not zipfile
+    garbled = whole[:start] + b"\xff" * 60 + whole[start + 60 :]
+    for content in (None, b"", b"not a zip file", whole[:middle], flipped, garbled):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(InputError, match="gold judge file: got .*judge.npz"):
+            GoldJudge.load(path)
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels", "field"),
+    [
+        (["a b", "a c", "a d"], [0, 1], "labels"),
+        (["a b", "a c"], [1, 1], "labels"),
+        (["a b", "a c"], [0, 2], "labels"),
+        (["one two", "three four"], [0, 1], "texts"),
+        ([], [], "labels"),
+    ],
+)
+def test_fits_that_cannot_be(texts, labels, field):
+    with pytest.raises(InputError, match=f"^{field}: "):
+        GoldJudge.fit(texts, labels)

@@ -1,0 +1,396 @@
+"""Reward models: one score for ids, soft tokens and padded input; frozen base; honest loading; training that learns."""
+
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import make_backbone, tiny_config, tiny_gpt2
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+
+from grade.errors import InputError
+from grade.models.backbone import Backbone
+from grade.rewards.fit import (
+    FitSettings,
+    RewardConfig,
+    calibration_error,
+    encode,
+    evaluate_reward,
+    prefix_logits,
+    prefix_means,
+    right_pad,
+    train_reward,
+)
+from grade.rewards.model import HeadSettings, RewardModel, load_reward, table_moments
+
+WORDS = "<pad> good fine great lovely bad poor awful dull the a film plot cast was it of and to in one scene".split()
+CASES = [
+    ("bag", HeadSettings(channels=6, kernel=1, hidden=0)),
+    ("bag", HeadSettings(channels=6, kernel=3, hidden=5, pooling="mean")),
+    ("bag", HeadSettings(channels=4, kernel=5, hidden=0)),
+    ("bag", HeadSettings(hidden=0)),
+    ("bag", HeadSettings(hidden=5, pooling="root")),
+    ("trunk", HeadSettings(hidden=8)),
+]
+
+
+class Review(NamedTuple):
+    text: str
+    label: int
+
+
+def word_tokenizer(words=WORDS):
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<pad>")
+
+
+def build(kind, settings, dtype=torch.float64, config=None, seed=0):
+    """A reward model with weights of ordinary size, on a base whose adapter is on and not zero."""
+    lora = {"target_modules": ["c_attn"]} if config is not None and config.model_type == "gpt2" else {}
+    backbone = make_backbone(config, dtype, **lora)
+    torch.manual_seed(seed)
+    model = RewardModel(kind, backbone, settings)
+    model.standardise(torch.randn(backbone.hidden_size) * 0.1, torch.rand(backbone.hidden_size) + 0.5)
+    return model
+
+
+def batch(vocab=23):
+    """Three sequences with padding on the left, on the right and on both sides, and where each one's tokens are."""
+    ids = torch.randint(1, vocab, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 0, 0]])
+    return ids, mask, [slice(3, 9), slice(0, 5), slice(1, 7)]
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+@pytest.mark.parametrize("config", [tiny_config, tiny_gpt2])
+def test_padding_does_not_change_the_score(kind, settings, config):
+    model = build(kind, settings, config=config())
+    ids, mask, spans = batch()
+    embeds = model.backbone.embed(ids)
+    alone = [model(embeds[i : i + 1, s], mask[i : i + 1, s]) for i, s in enumerate(spans)]
+    assert_close(model(embeds, mask), torch.cat(alone))
+    # Whatever stands in the padding must not matter, however large.
+    noise = torch.where(mask.bool()[..., None], embeds, 1e3 * torch.ones_like(embeds))
+    assert_close(model(noise, mask.double()), torch.cat(alone))
+    assert torch.cat(alone).std() > 1e-4  # the scores do differ
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+def test_ids_one_hots_and_distinct_tokens_score_alike(kind, settings):
+    model = build(kind, settings)
+    ids, mask, _ = batch()
+    one_hot = torch.nn.functional.one_hot(ids, 23).double() @ model.backbone.embedding_weight
+    want = model.score_ids(ids, mask, batch_size=2)
+    assert_close(model(one_hot, mask), want)
+    assert_close(model.logits(one_hot, mask).sigmoid(), want)
+    assert_close(model.logits_of_ids(ids, mask).sigmoid(), want)
+    assert not want.requires_grad and want.shape == (3,)
+
+
+def test_scaled_embeddings_are_scored_as_the_layers_receive_them():
+    config = Gemma3TextConfig(
+        vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, max_position_embeddings=64,
+    )  # fmt: skip
+    backbone = make_backbone(config)
+    assert backbone.embedding_scale == pytest.approx(4.0, rel=1e-2)  # sqrt(16), which Gemma rounds to bfloat16
+    mean, std = table_moments(backbone)
+    table = backbone.embedding_weight.double() * backbone.embedding_scale
+    assert_close(mean, table.mean(0))
+    assert_close(std, table.std(0, correction=0))
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+def test_gradient_by_embeddings_is_exact(kind, settings):
+    model = build(kind, settings, config=tiny_gpt2()).requires_grad_(False)  # Llama's norms compute in float32
+    ids, mask, spans = batch()
+    embeds = model.backbone.embed(ids)[:, 1:6].detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda e: model(e, mask[:, 1:6]), embeds, fast_mode=True)
+    (grad,) = torch.autograd.grad(model(embeds, mask[:, 1:6]).sum(), embeds)
+    norms = grad.norm(dim=-1)
+    assert (norms[mask[:, 1:6] == 0] == 0).all() and (norms[mask[:, 1:6] == 1] > 0).all()
+
+
+@pytest.mark.parametrize(("channels", "exact"), [(0, True), (6, False)])
+def test_the_gradient_of_a_linear_bag_tells_what_another_token_would_score(channels, exact):
+    model = build("bag", HeadSettings(channels=channels))
+    ids, mask, _ = batch()
+    embeds = model.backbone.embed(ids).detach().requires_grad_()
+    logits = model.logits(embeds, mask)
+    (grad,) = torch.autograd.grad(logits.sum(), embeds)
+    swapped = ids.clone()
+    swapped[:, 4] = torch.tensor([3, 4, 5])  # column 4 is valid in every row
+    step = model.backbone.embed(swapped) - embeds
+    predicted = (grad * step).sum((1, 2))
+    actual = model.logits(model.backbone.embed(swapped), mask) - logits
+    assert actual.abs().min() > 1e-3
+    assert torch.allclose(predicted, actual) == exact
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+def test_only_embeddings_and_head_get_gradient(kind, settings):
+    model = build(kind, settings)
+    ids, mask, _ = batch()
+    embeds = model.backbone.embed(ids).detach().requires_grad_()
+    model(embeds, mask).sum().backward()
+    assert embeds.grad is not None and all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is None for p in model.backbone.parameters())
+    assert not set(map(id, model.parameters())) & set(map(id, model.backbone.parameters()))
+
+
+def test_trunk_ignores_the_adapter_and_leaves_it_on():
+    model = build("trunk", HeadSettings(hidden=8))
+    ids, mask, _ = batch()
+    backbone = model.backbone
+    embeds = backbone.embed(ids)
+    policy = backbone.hidden(embeds, mask)
+    before = model(embeds, mask)
+    with torch.no_grad():
+        for p in backbone.trainable_parameters():
+            p.add_(1.0)
+    assert_close(model(embeds, mask), before)
+    after = backbone.hidden(embeds, mask)
+    assert (after - policy).abs().max() > 1e-3 and after.requires_grad
+
+
+def test_trunk_head_is_the_documents_head_by_hand():
+    """P = sigmoid(w2 . tanh(W1 mean + b1) + b2) of the mean hidden state of the bare base."""
+    model = build("trunk", HeadSettings(hidden=8))
+    ids, _, _ = batch()
+    mean = model.backbone.model.base_model(input_ids=ids).last_hidden_state.mean(1)  # adapter on
+    with model.backbone.reference():
+        bare = model.backbone.model.base_model(input_ids=ids).last_hidden_state.mean(1)
+    assert (mean - bare).abs().max() > 1e-3
+    first, last = model.head[1], model.head[-1]
+    inner = torch.tanh(((bare - model.center) / model.spread) @ first.weight.T + first.bias)
+    want = torch.sigmoid(inner @ last.weight[0] + last.bias)
+    assert_close(model.score_ids(ids, torch.ones_like(ids)), want)
+
+
+def test_bag_by_hand():
+    """kernel 3 on two tokens: window of the first is [0, a, b], of the second [a, b, 0]."""
+    model = build("bag", HeadSettings(channels=4, kernel=3, pooling="root"))
+    a, b = model.backbone.embed(torch.tensor([5, 9]))
+    a, b = (a - model.center) / model.spread, (b - model.center) / model.spread
+    w = model.project.weight.view(3, 4, -1)  # the i-th block multiplies the token at offset 1 - i from the centre
+    first = w[0] @ torch.zeros_like(a) + w[1] @ a + w[2] @ b + model.bias
+    second = w[0] @ a + w[1] @ b + w[2] @ torch.zeros_like(a) + model.bias
+    pooled = (torch.nn.functional.gelu(first) + torch.nn.functional.gelu(second)) / 2
+    pooled = pooled * (2 / 48) ** 0.5  # pooling: root
+    want = torch.sigmoid(model.head[-1].weight[0] @ pooled + model.head[-1].bias)
+    assert_close(model.score_ids(torch.tensor([[5, 9]]), torch.ones(1, 2)), want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "want"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+@pytest.mark.parametrize("kind", ["bag", "trunk"])
+def test_scores_are_float32_or_wider(kind, dtype, want):
+    model = build(kind, HeadSettings(channels=4), dtype)
+    ids, mask, _ = batch()
+    score = model.score_ids(ids, mask)
+    assert score.dtype == want and ((score > 0) & (score < 1)).all()
+    # Soft tokens may be wider than the base.
+    assert model(model.backbone.embed(ids).to(want), mask).dtype == want
+
+
+def test_an_empty_sequence_is_nan_and_not_a_score():
+    model = build("bag", HeadSettings(channels=4))
+    ids, mask, _ = batch()
+    mask[1] = 0
+    assert torch.isnan(model.score_ids(ids, mask)).tolist() == [False, True, False]
+
+
+# --- saving and loading
+
+
+def bare(seed=0, words=WORDS, dtype=torch.float32, **changes):
+    torch.manual_seed(seed)
+    config = tiny_config(vocab_size=len(words), eos_token_id=0, bos_token_id=0, **changes)
+    return Backbone(AutoModelForCausalLM.from_config(config, dtype=dtype), word_tokenizer(words))
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+def test_saved_and_loaded_scores_are_identical(tmp_path, kind, settings):
+    backbone = bare()
+    model = RewardModel(kind, backbone, FitSettings(**settings.model_dump(), lr=0.5))
+    model.standardise(*table_moments(backbone))
+    model.save(tmp_path / "reward")
+    assert sorted(p.name for p in (tmp_path / "reward").iterdir()) == ["reward.json", "reward.safetensors"]
+    loaded = load_reward(tmp_path / "reward", backbone)
+    ids, mask, _ = batch(len(WORDS))
+    assert torch.equal(loaded.score_ids(ids, mask), model.score_ids(ids, mask))
+    assert not any(p.requires_grad for p in loaded.parameters()) and not loaded.training
+    half = bare(dtype=torch.bfloat16)  # the same base, rounded, is still the same base
+    assert load_reward(tmp_path / "reward", half).score_ids(ids, mask).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: bare(words=[*WORDS, "new"]), "vocab_size"),
+        (lambda: bare(hidden_size=32), "hidden_size"),
+        (lambda: bare(words=[*WORDS[:-2], "scene", "one"]), "tokenizer"),
+        (lambda: bare(initializer_range=0.2), "embedding_rms"),
+    ],
+)
+def test_another_base_is_refused_and_says_why(tmp_path, other, message):
+    RewardModel("bag", bare(), HeadSettings(channels=4)).save(tmp_path)
+    with pytest.raises(InputError, match=f"{message} of the base.*trained on"):
+        load_reward(tmp_path, other())
+
+
+@pytest.mark.parametrize("damage", ["missing", "no_weights", "bad_json", "bad_weights", "wrong_shapes", "not_a_dict"])
+def test_missing_and_corrupt_files_are_one_clear_error(tmp_path, damage):
+    backbone = bare()
+    RewardModel("bag", backbone, HeadSettings(channels=4)).save(tmp_path)
+    config, weights = tmp_path / "reward.json", tmp_path / "reward.safetensors"
+    if damage == "missing":
+        config.unlink()
+    elif damage == "no_weights":
+        weights.unlink()
+    elif damage == "bad_json":
+        config.write_text(config.read_text()[:30])
+    elif damage == "bad_weights":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    elif damage == "not_a_dict":
+        config.write_text("[1]")
+    else:
+        about = json.loads(config.read_text())
+        about["settings"]["channels"] = 5
+        config.write_text(json.dumps(about))
+    with pytest.raises(InputError, match="reward model"):
+        load_reward(tmp_path, backbone)
+
+
+def test_unknown_kind_and_even_kernel_are_refused():
+    with pytest.raises(InputError, match="kind: got 'lstm'; allowed: bag or trunk"):
+        RewardModel("lstm", bare(), HeadSettings())
+    with pytest.raises(InputError, match="kernel"):
+        RewardModel("bag", bare(), HeadSettings(kernel=2))
+
+
+# --- training
+
+
+def reviews(n, seed):
+    """Reviews of 8-20 words; one in four words carries the sentiment."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for i in range(n):
+        label = i % 2
+        length = int(torch.randint(8, 21, (), generator=generator))
+        picks = torch.randint(0, 1000, (length,), generator=generator).tolist()
+        tone = WORDS[1:5] if label else WORDS[5:9]
+        words = [tone[p % 4] if j % 4 == 0 else WORDS[9 + p % (len(WORDS) - 9)] for j, p in enumerate(picks)]
+        out.append(Review(" ".join(words), label))
+    return out
+
+
+def config(seed=0, **changes):
+    fit = dict(
+        channels=8, hidden=0, dropout=0.1, lr=0.02, weight_decay=0.01, epochs=15, patience=5, batch_size=16,
+        min_tokens=4, max_tokens=12,
+    )  # fmt: skip
+    fit |= changes
+    return RewardConfig.parse({"bag": fit, "trunk": fit, "eval_tokens": [4, 12], "feature_batch_size": 7, "seed": seed})
+
+
+def test_setting_one_key_keeps_the_kinds_other_defaults():
+    made = RewardConfig.load(overrides=["trunk.train_size=10", "bag.lr=0.5"])
+    assert made.trunk == RewardConfig().trunk.model_copy(update={"train_size": 10}) and made.trunk.hidden > 0
+    assert made.bag == RewardConfig().bag.model_copy(update={"lr": 0.5})
+
+
+@pytest.mark.parametrize(("kind", "channels"), [("bag", 0), ("bag", 8), ("trunk", 0)])
+def test_training_learns_and_leaves_the_base_alone(kind, channels):
+    backbone = bare()
+    before = [p.clone() for p in backbone.parameters()]
+    state = torch.get_rng_state()
+    model, report = train_reward(kind, config(channels=channels), backbone, reviews(120, 0), reviews(40, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(before, backbone.parameters(), strict=True))
+    test = evaluate_reward(model, reviews(100, 2), [4, 12])
+    assert test["accuracy_12"] > 0.75  # 3 of 12 words carry the label; chance is 0.5 with a standard error of 0.05
+    p = test["accuracy_4"]
+    assert test["accuracy_4_stderr"] == pytest.approx((p * (1 - p) / 100) ** 0.5) and test["n"] == 100
+    assert report["train_n"] == 120 and report["validation_n"] == 40
+    assert 1 <= report["best_epoch"] <= report["epochs"] <= 15
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["bag", "trunk"])
+def test_same_seed_same_model_other_seed_another(kind):
+    def run(seed):
+        return train_reward(kind, config(seed, epochs=2), bare(), reviews(40, 0), reviews(10, 1))[0].head[-1].weight
+
+    assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
+
+
+@pytest.mark.parametrize("channels", [0, 8])
+def test_early_stopping_returns_the_best_epoch(channels):
+    """At a far too large rate the first epochs are the best: the returned weights must be those that were reported."""
+    validation = reviews(40, 1)
+    model, report = train_reward(
+        "bag", config(lr=3.0, patience=2, channels=channels), bare(), reviews(60, 0), validation
+    )
+    assert report["epochs"] == report["best_epoch"] + 2 < 15
+    seen = evaluate_reward(model, validation, [4, 12])
+    assert (seen["log_loss_4"] + seen["log_loss_12"]) / 2 == pytest.approx(report["validation_log_loss"], rel=1e-5)
+    assert seen["accuracy_12"] == report["validation_accuracy"]
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [("bag", "mean"), ("bag", "root"), ("trunk", "mean")])
+def test_prefix_means_are_the_means_of_truncated_texts(kind, pooling):
+    model = RewardModel(kind, bare(dtype=torch.float64), HeadSettings(pooling=pooling))
+    sequences = encode(model.backbone, reviews(5, 0), 20)
+    means = prefix_means(model, sequences, [3, 10, 20], batch_size=2)
+    for i, sequence in enumerate(sequences):
+        for j, length in enumerate([3, 10, 20]):
+            ids, mask = right_pad([sequence[:length]])
+            assert_close(means[i, j], model.pool(model.backbone.embed(ids), mask)[0])
+
+
+@pytest.mark.parametrize("kind", ["bag", "trunk"])
+def test_prefix_logits_are_the_scores_of_truncated_texts(kind):
+    model = RewardModel(kind, bare(dtype=torch.float64), HeadSettings(channels=4, kernel=3))
+    sequences = encode(model.backbone, reviews(5, 0), 20)
+    ids, mask = right_pad([s[:6] for s in sequences])
+    want = model.score_ids(ids, mask)
+    assert_close(prefix_logits(model, sequences, [6, 9], batch_size=2)[:, 0].sigmoid(), want)
+
+
+def test_calibration_error_by_hand():
+    # bin 0.2-0.3: mean score 0.25, 1 of 2 positive -> gap 0.25; bin 0.7-0.8: 0.75 against 1 -> 0.25; weights 2/3, 1/3
+    score, labels = torch.tensor([0.25, 0.25, 0.75]), torch.tensor([1.0, 0.0, 1.0])
+    assert calibration_error(score, labels) == pytest.approx(0.25)
+    assert calibration_error(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0])) == 0  # 1.0 falls in the last bin
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda r: [], "reviews"),
+        (lambda r: [*r, Review("", 1)], "review: got ''"),
+        (lambda r: [*r, Review("good", 2)], "label: got 2"),
+    ],
+)
+def test_bad_reviews_are_refused(change, match):
+    with pytest.raises(InputError, match=match):
+        train_reward("bag", config(), bare(), change(reviews(20, 0)), reviews(10, 1))
+
+
+def test_crop_range_and_non_finite_base_are_refused():
+    with pytest.raises(InputError, match="min_tokens"):
+        train_reward("bag", config(min_tokens=13), bare(), reviews(20, 0), reviews(10, 1))
+    for kind in ("bag", "trunk"):
+        broken = bare()
+        broken.embedding_weight.data[3] = float("nan")
+        with pytest.raises(InputError, match=f"{kind} reward features"):
+            train_reward(kind, config(), broken, reviews(20, 0), reviews(10, 1))
+    with pytest.raises(InputError, match="bag reward loss"):
+        train_reward("bag", config(lr=1e30), bare(), reviews(60, 0), reviews(10, 1))
