@@ -85,17 +85,26 @@ def read_values(paths: Iterable[str | Path] = (), overrides: Iterable[str] = ())
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping.
+    """Read a YAML file that holds a mapping, over the file that its key ``over`` names, if it has one.
 
     Args:
         path: The file.
 
     Returns:
-        Its content; an empty file is an empty mapping.
+        Its content over that of the other file; nested mappings are merged, an empty file is an empty mapping.
 
     Raises:
-        InputError: If the file is missing, is not YAML, or holds something else than a mapping.
+        InputError: If a file is missing, is not YAML, or holds something else than a mapping.
     """
+    content = _read_one(path)
+    if "over" not in content:
+        return content
+    values = read_yaml(Path(path).parent / str(content.pop("over")))
+    _merge(values, content)
+    return values
+
+
+def _read_one(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -7,29 +7,41 @@ standard error or a fitted exponent. Saving is left to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from grade.errors import InputError
 
-METHOD_COLORS = {
-    "ste": "#D55E00",
-    "gumbel": "#0072B2",
-    "ste_legacy": "#E69F00",
-    "gumbel_legacy": "#56B4E9",
-    "ste_trunk": "#CC79A7",
-    "gumbel_trunk": "#009E73",
-    "unrolled": "#666666",
-    "checkpointed": "#882255",
-    "replay": "#332288",
-}
-METHOD_MARKERS = dict(zip(METHOD_COLORS, "osv^DPX<h", strict=True))
-OTHER = "#000000"  # a method that has no colour of its own
-NEUTRAL = "#9AA5B1"  # what is no method
+_COLORS = {
+    # relaxed methods and estimators
+    "ste": "#D55E00", "gumbel": "#0072B2", "gumbel_rao": "#009E73", "reinmax": "#CC79A7",
+    "ste_legacy": "#E69F00", "gumbel_legacy": "#56B4E9", "ste_trunk": "#AA4499", "gumbel_trunk": "#117733",
+    # policy gradients
+    "rloo": "#222222", "grpo": "#6A3D9A", "ppo": "#8C510A", "reinforce": "#7F7F7F", "remax": "#B8860B",
+    "trl_grpo": "#5AB4AC",
+    # engines
+    "replay": "#332288", "unrolled": "#666666", "checkpointed": "#882255",
+    # what a byte is for: what a step adds is warm or dark, what is always there is grey or green
+    "weights": "#BBBBBB", "adapter": "#88CCEE", "gradients": "#44AA99", "optimizer": "#117733",
+    "activations": "#D55E00", "logits": "#CC79A7", "kv cache": "#332288", "rollout": "#0072B2", "temporary": "#DDCC77",
+    # phases of a step that are no category as well
+    "forward": "#D55E00", "reference": "#888888", "reward": "#CC79A7", "scoring": "#CC79A7", "backward": "#332288",
+    # what is no method: a reference line, what is left over, text on a figure
+    "neutral": "#9AA5B1", "line": "#888888", "text": "#444444", "good": "#0072B2", "bad": "#D55E00",
+}  # fmt: skip
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
+"""Colours in order, for series that have no name of their own."""
+GIB = 2**30
+_MARKERS = dict(zip(
+    ("ste", "gumbel", "gumbel_rao", "reinmax", "ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk",
+     "rloo", "grpo", "ppo", "reinforce", "remax", "trl_grpo", "replay", "unrolled", "checkpointed"),
+    "osv^DPX<" "oshD^v" "h8p", strict=True,
+))  # fmt: skip
 _STYLE = {
     "figure.figsize": (6.4, 4.0),
     "figure.dpi": 100,
@@ -51,6 +63,29 @@ _STYLE = {
 }
 
 
+def color(name: str) -> str:
+    """The one colour of a method, engine, category, phase or role.
+
+    A setting of a method has the method's: ``gumbel_rao_m8_tau1`` is ``gumbel_rao``.
+
+    >>> color("ste"), color("gumbel_rao_m8_tau1") == color("gumbel_rao")
+    ('#D55E00', True)
+    """
+    return _COLORS[_known(name, _COLORS)]
+
+
+def marker(name: str) -> str:
+    """The mark of a method or engine; see `color`."""
+    return _MARKERS[_known(name, _MARKERS)]
+
+
+def _known(name: str, table: dict[str, str]) -> str:
+    found = [key for key in table if name == key or name.startswith(f"{key}_")]
+    if not found:
+        raise InputError("name of a colour or mark", name, f"one of {', '.join(table)}, or a setting of one")
+    return max(found, key=len)
+
+
 def use_style() -> None:
     """Make this project's style matplotlib's default. Call once, before the first figure."""
     mpl.rcParams.update(_STYLE)
@@ -69,3 +104,56 @@ def require_columns(frames: Iterable[pd.DataFrame], columns: list[str]) -> None:
         missing = [column for column in columns if column not in frame]
         if missing:
             raise InputError("columns", list(frame.columns), f"a frame that also has {', '.join(missing)}")
+
+
+def plot_categories(ax: Axes, table: pd.DataFrame, budget: int | None = None) -> Axes:
+    """One stacked bar for each configuration: bytes at the peak by category, in GiB.
+
+    Args:
+        ax: Where to draw.
+        table: Columns configuration, category and bytes; configurations are drawn from top to bottom, categories in
+            the order in which they are first seen, those under 0.5 % of the largest peak without a name.
+        budget: Draw a line at this many bytes.
+
+    Returns:
+        The axes.
+    """
+    require_columns([table], ["configuration", "category", "bytes"])
+    wide = table.pivot_table("bytes", "configuration", "category", "sum", fill_value=0, sort=False) / GIB
+    left = np.zeros(len(wide))
+    for category, sizes in wide.items():
+        label = category if sizes.max() > 0.005 * wide.sum(1).max() else None
+        ax.barh(wide.index, sizes, left=left, color=color(str(category)), label=label, height=0.7)
+        left += sizes.to_numpy()
+    for y, total in enumerate(left):
+        ax.annotate(f"{total:.1f}" if total >= 10 else f"{total:.2f}", (total, y), xytext=(4, 0),
+                    textcoords="offset points", va="center", fontsize=9)  # fmt: skip
+    if budget is not None:
+        ax.axvline(budget / GIB, color=color("text"), linestyle="--", linewidth=1)
+        where = dict(ha="right", va="bottom", fontsize=9, xytext=(-3, 0), textcoords="offset points")
+        ax.annotate(f"{budget / GIB:.0f} GiB", (budget / GIB, -0.55), **where)
+    ax.invert_yaxis()
+    ax.set_xlabel("bytes at the peak, GiB (traced)")
+    ax.set_xlim(0, 1.12 * max(left.max(), (budget or 0) / GIB))
+    ax.grid(False, axis="y")
+    ax.figure.legend(loc="outside lower center", ncols=6)  # of the figure: the axes may be narrow beside long names
+    return ax
+
+
+def plot_timelines(axes: Sequence[Axes], table: pd.DataFrame) -> None:
+    """Live bytes over the allocations of one step, each phase in its own colour; equal axes from 0.
+
+    Args:
+        axes: One for each configuration, in the table's order.
+        table: Columns configuration, phase and bytes, one row for each allocation in order, of all layers.
+    """
+    require_columns([table], ["configuration", "phase", "bytes"])
+    top = 1.05 * table["bytes"].max() / GIB
+    for ax, (configuration, rows) in zip(axes, table.groupby("configuration", sort=False), strict=True):
+        live, index = rows["bytes"].to_numpy() / GIB, np.arange(len(rows))
+        for phase in rows.phase.unique():
+            own = np.where(rows.phase == phase, live, np.nan)
+            ax.plot(index, own, color=color(phase), label=phase, linewidth=1.2)
+        ax.set(title=configuration, ylim=(0, top), xlabel="allocations of one optimizer step")
+        ax.set_ylabel("live bytes, GiB (traced)")
+        ax.legend()

@@ -9,7 +9,7 @@ FLOORS = {
     "": 0, "models": 1, "pipeline": 1, "gradients": 2, "rewards": 2, "data": 2, "training": 3, "memory": 3,
     "entropy": 4, "experiments": 5, "cli": 6,
 }  # fmt: skip
-SHARED = ("claims", "setting")  # what experiments share; otherwise none imports another
+SHARED = ("claims", "measured", "run", "setting")  # what experiments share; otherwise none imports another
 LONGEST_CHAIN = 10
 MOST_LINES = 400
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from grade.cli.options import add_config_options
 from grade.config import read_yaml
 from grade.errors import InputError
 from grade.experiments.claims import read_claims, to_markdown, verdict_counts, write_claims
+from grade.experiments.measured import measure_all
 from grade.pipeline.notebook import NotebookError, execute
 from grade.results import environment, replacing, write_history, write_metrics
 
@@ -40,6 +43,30 @@ def run_notebook(args: argparse.Namespace) -> None:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
     print(f"wrote {args.output}")
+
+
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("experiment", help="a folder of grade/experiments")
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="measured/ and timings/ are written here")
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file of its parameters")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one value over the files'")
+
+
+def run_measure(args: argparse.Namespace) -> None:
+    """Measure every table of an experiment."""
+    name = f"grade.experiments.{args.experiment}.measure.tables"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # a package that is missing, not the experiment
+        raise InputError("experiment", args.experiment, "a folder of grade/experiments") from None
+    settings = module.Measurements.Settings.load(args.config, args.set)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("GRADE_PROGRESS", "0")
+    measure_all(module.Measurements(settings), args.output_dir)
+    print(f"wrote {args.output_dir}")
 
 
 def add_claims_arguments(parser: argparse.ArgumentParser) -> None:

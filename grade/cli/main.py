@@ -28,6 +28,7 @@ COMMANDS = {
     "gold": ("data", "fit the gold judge, which training never sees"),
     "reward": ("models", "train a reward model on the frozen base"),
     "peers": ("experiments", "train the same task with TRL, and compare time and memory"),
+    "measure": ("experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments", "execute a notebook with parameters"),
 }
 

@@ -39,6 +39,7 @@ class Claim:
             tensors), ``derived`` (arithmetic, or read in the published code; the note says which).
         verdict: ``confirmed``, ``refuted``, ``partly`` or ``not testable``.
         note: What explains the verdict, with the figures that go with it.
+        timed: Whether figure or note hold times, which differ from run to run.
     """
 
     seed: str
@@ -49,6 +50,13 @@ class Claim:
     how: str
     verdict: str
     note: str
+    timed: bool = False
+
+    def without_times(self) -> Claim:
+        """The same verdict; a timed one refers to the file of times instead of giving its figure."""
+        if not self.timed:
+            return self
+        return dataclasses.replace(self, found="timed", unit="", note="see timings/claims.csv")
 
     def check(self) -> None:
         """Check what a reader relies on.
@@ -66,7 +74,7 @@ class Claim:
             raise InputError(f"found for {self.claim!r}", self.found, "a finite number, or text")
 
 
-COLUMNS = tuple(field.name for field in dataclasses.fields(Claim))
+COLUMNS = tuple(field.name for field in dataclasses.fields(Claim) if field.name != "timed")
 
 
 def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
@@ -90,7 +98,7 @@ def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
     for claim in claims:
         claim.check()
         found = claim.found if isinstance(claim.found, str) else _number(claim.found, digits)
-        rows.append(dataclasses.asdict(claim) | {"found": found})
+        rows.append({name: getattr(claim, name) for name in COLUMNS} | {"found": found})
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 

@@ -107,7 +107,7 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
     failed = output.with_name(f"{output.stem}.failed.ipynb")
     temporary = output.with_name(f".{output.stem}.{os.getpid()}.ipynb")
     try:
-        with _importing_this_package():
+        with _kernel_environment():
             papermill.execute_notebook(
                 str(notebook),
                 str(temporary),
@@ -167,19 +167,19 @@ def _item(name: str, value: Any, defaults: list[Any]) -> Any:
 
 
 @contextmanager
-def _importing_this_package() -> Iterator[None]:
+def _kernel_environment() -> Iterator[None]:
     # The kernel starts in the notebook's folder, where `import grade` would find an installed copy. It has to use the
     # same one as this process: a pipeline workspace runs its own.
-    before = os.environ.get("PYTHONPATH")
+    before = dict(os.environ)
     root = str(Path(grade.__file__).resolve().parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *([before] if before else [])])
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *([path] if path else [])])
+    os.environ |= {"GRADE_EXECUTED": "1", "GRADE_PROGRESS": "0"}  # what the copy shows must not depend on time
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _tidy(path: Path) -> None:

@@ -23,11 +23,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grade.config import read_yaml
 from grade.errors import InputError
+from grade.pipeline.params import DEFAULT_PROFILE, SUITE, profile_values, resolved_files
 from grade.pipeline.schedule import Schedule, duration, read_stages, wanted_stages
 
-DEFAULT_PROFILE = "cpu"
 VARS_FILE = "params/{}/suite.yaml"
 
 
@@ -52,10 +51,7 @@ def run(
     root = root.resolve()
     if not (root / "dvc.yaml").is_file():
         raise InputError("working folder", str(root), "the project's root, the folder with dvc.yaml")
-    profiles = sorted(path.parent.name for path in root.glob(VARS_FILE.format("*")))
-    if profile not in profiles:
-        raise InputError("profile", profile, f"one of {', '.join(profiles)}")
-    suite = read_yaml(root / VARS_FILE.format(profile))
+    suite = profile_values(root, profile, SUITE)
     jobs = min(suite.get("jobs", 1), os.cpu_count() or 1) if jobs is None else jobs
     if jobs < 1:
         raise InputError("jobs", jobs, "at least 1")
@@ -95,10 +91,13 @@ def prepare_workspace(root: Path, profile: str) -> Path:
     if manifest.exists():
         for name in set(manifest.read_text(encoding="utf-8").splitlines()) - set(files):
             (workspace / name).unlink(missing_ok=True)
+    own = f"params/{profile}/"
     for name in files:
-        if name != "dvc.yaml":
+        if name != "dvc.yaml" and not name.startswith(own):
             (workspace / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, workspace / name)  # with its time, by which DVC knows what not to hash again
+    for name, text in resolved_files(root, profile).items():
+        _write_if_changed(workspace / own / name, text)
     _write_if_changed(workspace / "dvc.yaml", _with_profile((root / "dvc.yaml").read_text(encoding="utf-8"), profile))
     # Inside the project's git checkout, but none of git's business: what is ignored there may be an output here.
     settings = f"[core]\n    no_scm = true\n[cache]\n    dir = {_cache_folder(root)}\n"
@@ -126,6 +125,7 @@ def copy_results(workspace: Path, root: Path, outputs: str) -> None:
     target = root / outputs
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    results += sorted((workspace / outputs).glob("**/timings*"))  # in git as well, but nothing that DVC compares
     for source in results:
         copy = partial / source.relative_to(workspace / outputs)
         copy.parent.mkdir(parents=True, exist_ok=True)

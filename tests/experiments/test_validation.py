@@ -4,8 +4,9 @@ import matplotlib.pyplot as plt
 import pytest
 
 from grade.entropy.tiny import random_direction, random_prompts, tiny_policy
-from grade.experiments.validation import study as validation
 from grade.experiments.validation.figures import plot_first_order, plot_importance
+from grade.experiments.validation.measure import study as validation
+from grade.experiments.validation.metrics import slope
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +19,10 @@ def test_every_way_of_predicting_has_slope_one_and_meets_the_truth(policy):
     assert float(vector.norm()) == pytest.approx(1)
     table = validation.first_order_table(policy, prompts, 2, vector, [1e-4, 1e-5, 1e-6])
     for way in ("forward", "reverse", "two_batch"):
-        assert validation.slope(table, way) == pytest.approx(1, abs=0.02)
+        assert slope(table, way) == pytest.approx(1, abs=0.02)
         assert abs(table[way].iloc[-1] / table.exact.iloc[-1] - 1) <= 1e-4
     wrong = table.assign(forward=table.forward**2)
-    assert validation.slope(wrong, "forward") == pytest.approx(2, abs=0.04)
+    assert slope(wrong, "forward") == pytest.approx(2, abs=0.04)
     fig, ax = plt.subplots()
     assert len(plot_first_order(ax, table).lines) == 4  # three ways and the diagonal
     plt.close(fig)

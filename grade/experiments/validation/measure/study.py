@@ -50,11 +50,6 @@ def first_order_table(
     return pd.DataFrame(rows)
 
 
-def slope(table: pd.DataFrame, way: str) -> float:
-    """Log-log slope of the prediction against the true change over the step sizes."""
-    return float(np.polyfit(np.log(table.exact.abs()), np.log(table[way].abs()), 1)[0])
-
-
 def coverage(
     policy: Backbone, length: int, batch: int, group: int, repetitions: int, pool: int = 64, seed: int = 0
 ) -> dict[str, float]:

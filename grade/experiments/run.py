@@ -1,0 +1,161 @@
+"""What every experiment's notebook does around its story: settings, tables, figures, verdicts, files.
+
+An experiment is a folder with
+
+- ``measure/tables.py``: `Settings`, a config of everything that its numbers depend on, whose defaults are a smoke test,
+  and a `Measurements`, each of whose tables is a method. Nothing here knows a figure, so a colour never costs a
+  measurement;
+- ``metrics.py``, ``figures.py``, ``claims.py``: what is computed from the tables, drawn and judged in seconds.
+
+The notebook opens a `Run`. It reads the tables from ``measured_dir`` where a stage of the pipeline has written them,
+and measures them itself where it has not. Times differ from run to run; whatever holds one goes to a folder ``timings``
+of its own, and everything else stays the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from grade.config import read_values
+from grade.experiments.claims import Claim, claims_table, write_claims
+from grade.experiments.measured import Measurements, Tables, write_environment, write_table
+from grade.pipeline.params import profile_values
+from grade.results import write_metrics
+
+TOY = "Toy sizes: every figure below shows that the code runs, and means nothing else."
+
+
+class Run:
+    """One execution of an experiment's notebook.
+
+    Attributes:
+        settings: The experiment's, from the parameters cell or from a profile.
+        tables: Its tables.
+        toy: Whether these are the sizes of a smoke test.
+    """
+
+    def __init__(self, measurements: type[Measurements], parameters: Mapping[str, Any]) -> None:
+        """Open a run; the working folder becomes the project's, to which every path in a parameter is relative.
+
+        Args:
+            measurements: The experiment's class.
+            parameters: The notebook's names (``globals()``): ``profile``, ``measured_dir``, ``output_dir``, and a value
+                for each field of the settings.
+
+        Raises:
+            InputError: For an unknown profile or a value that the settings refuse.
+        """
+        self.name = measurements.__module__.split(".")[2]  # grade.experiments.<name>.measure...
+        _enter_project()
+        values = {name: parameters[name] for name in measurements.Settings.model_fields}
+        self.profile, measured_dir = parameters["profile"], parameters["measured_dir"]
+        if self.profile:
+            values |= profile_values(Path.cwd(), self.profile, self.name)
+            if "runs_dir" in values and not values["runs_dir"]:
+                values["runs_dir"] = f"{_outputs(self.profile)}/train"
+            measured_dir = measured_dir or _existing(f"{_outputs(self.profile)}/{self.name}/measured")
+        self.settings = measurements.Settings.parse(values, f"{self.name}.yaml")
+        self.toy = self.profile == "smoke" or self.settings == measurements.Settings()
+        self.folder = Path(parameters["output_dir"])
+        self.tables = Tables(measurements(self.settings), measured_dir)
+        if self.toy:
+            self._say(f"> **{TOY}**")
+
+    def show(self, figure: Any, name: str, timed: bool = False) -> None:
+        """Save a figure as ``figures/<name>.png`` and show it.
+
+        A timed one is saved below ``timings`` and shown as a link to that file, so that the executed notebook stays
+        the same when times differ.
+
+        Args:
+            figure: A matplotlib figure.
+            name: Its file's name.
+            timed: Whether it shows times.
+        """
+        import matplotlib.pyplot as plt
+
+        place = self.folder / ("timings" if timed else "figures") / f"{name}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(place)
+        if timed and self._executed:
+            self._say(f"![{name}](timings/{name}.png)")
+        else:
+            _display(figure)
+        plt.close(figure)
+
+    def show_timed(self, table: Any, name: str) -> None:
+        """Show a table of times; in an executed notebook a link to ``timings/<name>.csv`` stands in its place."""
+        if self._executed:
+            write_table(self.folder / "timings" / name, table)
+            self._say(f"[{name}.csv](timings/{name}.csv): times of this machine")
+        else:
+            _display(table)
+
+    def verdicts(self, claims: Iterable[Claim]) -> None:
+        """Show the verdicts; none are given on toy sizes, and the figures of timed ones stand below ``timings``."""
+        if self.toy:
+            self._say("No verdicts: these are toy sizes. Set `profile = \"cpu\"` in the parameters cell.")
+            return
+        table = claims_table([claim.without_times() if self._executed else claim for claim in claims])
+        with pd.option_context("display.max_colwidth", None, "display.max_rows", None):
+            _display(table)
+            _display(table.verdict.value_counts())
+
+    def finish(
+        self, metrics: Mapping[str, Any], timed: Mapping[str, Any] | None = None, claims: Iterable[Claim] = ()
+    ) -> None:  # fmt: skip
+        """Write ``metrics.json`` and ``claims.csv``, and what holds times below ``timings``.
+
+        Args:
+            metrics: Figures by name, which are the same in every run.
+            timed: Figures that are not.
+            claims: Verdicts; an experiment that judges no document has none.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_metrics(self.folder / "metrics.json", metrics)
+        if timed:
+            write_metrics(self.folder / "timings" / "metrics.json", timed)
+        claims = list(claims)
+        write_claims(self.folder / "claims.csv", [claim.without_times() for claim in claims])
+        if any(claim.timed for claim in claims):
+            write_claims(self.folder / "timings" / "claims.csv", [claim for claim in claims if claim.timed])
+        write_environment(self.folder / "timings" / "environment.json")
+
+    @cached_property
+    def _executed(self) -> bool:
+        """Whether the pipeline executes the notebook (a person looks at it otherwise)."""
+        return os.environ.get("GRADE_EXECUTED") == "1"
+
+    @staticmethod
+    def _say(text: str) -> None:
+        from IPython.display import Markdown
+
+        _display(Markdown(text))
+
+
+def _display(value: Any) -> None:
+    from IPython.display import display
+
+    display(value)
+
+
+def _enter_project() -> None:
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "dvc.yaml").is_file():
+            os.chdir(folder)
+            return
+
+
+def _outputs(profile: str) -> str:
+    return read_values([f"params/{profile}/suite.yaml"]).get("outputs", "outputs")
+
+
+def _existing(folder: str) -> str:
+    return folder if Path(folder).is_dir() else ""

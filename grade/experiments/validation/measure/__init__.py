@@ -1,0 +1,1 @@
+"""What the validation measures; nothing here knows a figure."""
