@@ -59,6 +59,35 @@ def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
         file.write("\n")
 
 
+def write_results(path: str | Path, flat: Mapping[str, Value]) -> None:
+    """Write metrics, with what differs from run to run in ``timings.json`` beside them.
+
+    Results stay the same bytes when they are made again: names that end in seconds or memory of the process, and the
+    environment, stand apart.
+
+    Args:
+        path: The metrics file, see `write_metrics`.
+        flat: Names to values. Those whose last level holds ``seconds`` or ``peak_memory`` go to ``timings.json``.
+
+    Raises:
+        InputError: As `write_metrics`.
+    """
+    timed = {name: value for name, value in flat.items() if is_timed(name)}
+    write_metrics(path, {name: value for name, value in flat.items() if name not in timed})
+    about = {f"environment/{name}": value for name, value in environment().items()}
+    write_metrics(Path(path).with_name("timings.json"), timed | about)
+
+
+def is_timed(name: str) -> bool:
+    """Whether a metric differs from run to run.
+
+    >>> is_timed("fit/feature_seconds"), is_timed("peak_memory_bytes"), is_timed("val/reward_mean")
+    (True, True, False)
+    """
+    leaf = name.rpartition("/")[2]
+    return "seconds" in leaf or "peak_memory" in leaf
+
+
 def read_metrics(path: str | Path) -> dict[str, Value]:
     """Read metrics back to flat names: the inverse of `write_metrics`.
 

@@ -1,19 +1,18 @@
 """Rules that every notebook keeps, checked without running it (nbval does that)."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import nbformat
 import pytest
-import yaml
-from dvc.repo import Repo
 from nbstripout import strip_output
 
 from grade.pipeline.notebook import check_parameters, default_parameters
+from grade.pipeline.params import profile_values, profiles
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PROFILES = sorted(path.parent.name for path in ROOT.glob("params/*/suite.yaml"))
 MAX_FUNCTION_LINES = 5
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -59,20 +58,38 @@ def test_it_narrates_and_the_library_computes(path):
                 assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{node.name} belongs in grade/"
 
 
-def notebook_stages():
-    with Repo(str(ROOT)) as repo:
-        commands = {stage.name: stage.cmd.split() for stage in repo.index.stages}
-    return {name: words for name, words in commands.items() if words[:4] == ["python", "-m", "grade", "notebook"]}
+# --- experiments ---
+
+EXPERIMENTS = sorted(path.parent.parent.name for path in ROOT.glob("grade/experiments/*/measure/tables.py"))
+OF_THE_RUN = {"profile", "measured_dir", "output_dir"}  # parameters that no number depends on
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+def settings_of(experiment):
+    return importlib.import_module(f"grade.experiments.{experiment}.measure.tables").Measurements.Settings
+
+
+def test_every_notebook_but_the_tutorial_is_an_experiments():
+    assert [path.stem for path in NOTEBOOKS] == sorted([*EXPERIMENTS, "tutorial"])
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_notebooks_parameters_are_the_settings_defaults(experiment):
+    given = default_parameters(ROOT / "notebooks" / f"{experiment}.ipynb")
+    assert list(given)[:3] == ["profile", "measured_dir", "output_dir"]
+    defaults = settings_of(experiment)().model_dump()
+    assert {name: value for name, value in given.items() if name not in OF_THE_RUN} == defaults
+
+
+@pytest.mark.parametrize("profile", profiles(ROOT))
 def test_every_profile_gives_only_parameters_that_the_notebook_has(profile):
-    stages = notebook_stages()
-    assert stages
-    for words in stages.values():
-        options = list(zip(words[6::2], words[7::2], strict=True))
-        given = {}
-        for file in (value for option, value in options if option == "--params"):
-            given |= yaml.safe_load((ROOT / file.replace("params/cpu/", f"params/{profile}/")).read_text()) or {}
-        given |= dict(value.split("=", 1) for option, value in options if option == "--set")
-        check_parameters(ROOT / words[4], given)
+    suite = profile_values(ROOT, profile, "suite")
+    for key, experiment in (suite["alone"] | suite["experiments"]).items():
+        values = profile_values(ROOT, profile, key)
+        settings_of(experiment).parse(values, f"{profile}/{key}.yaml")
+        check_parameters(ROOT / "notebooks" / f"{experiment}.ipynb", values)
+
+
+@each_notebook
+def test_bookkeeping_is_not_in_the_cells(path):
+    source = "\n".join(cell.source for cell in code(nbformat.read(path, as_version=4)))
+    assert "|=" not in source and "environment()" not in source

@@ -55,12 +55,13 @@ class Run:
         _enter_project()
         values = {name: parameters[name] for name in measurements.Settings.model_fields}
         self.profile, measured_dir = parameters["profile"], parameters["measured_dir"]
-        if self.profile:
+        if self.profile and not measured_dir:  # the pipeline gives both, and the values of the key that it runs
             values |= profile_values(Path.cwd(), self.profile, self.name)
             if "runs_dir" in values and not values["runs_dir"]:
                 values["runs_dir"] = f"{_outputs(self.profile)}/train"
             measured_dir = measured_dir or _existing(f"{_outputs(self.profile)}/{self.name}/measured")
-        self.settings = measurements.Settings.parse(values, f"{self.name}.yaml")
+        source = f"{self.name}.yaml of profile {self.profile}" if self.profile else "parameters"
+        self.settings = measurements.Settings.parse(values, source)
         self.toy = self.profile == "smoke" or self.settings == measurements.Settings()
         self.folder = Path(parameters["output_dir"])
         self.tables = Tables(measurements(self.settings), measured_dir)
@@ -100,7 +101,7 @@ class Run:
     def verdicts(self, claims: Iterable[Claim]) -> None:
         """Show the verdicts; none are given on toy sizes, and the figures of timed ones stand below ``timings``."""
         if self.toy:
-            self._say("No verdicts: these are toy sizes. Set `profile = \"cpu\"` in the parameters cell.")
+            self._say('No verdicts: these are toy sizes. Set `profile = "cpu"` in the parameters cell.')
             return
         table = claims_table([claim.without_times() if self._executed else claim for claim in claims])
         with pd.option_context("display.max_colwidth", None, "display.max_rows", None):

@@ -1,4 +1,4 @@
-"""Run the pipeline in one of its profiles: ``python -m grade.pipeline [cpu|smoke|full|h100] [stages] [--jobs N]``.
+"""Run the pipeline in one of its profiles: ``grade repro [cpu|smoke|full|h100] [stages] [--jobs N]``.
 
 Profile ``cpu`` is ``dvc repro`` in place. Every other profile runs in a copy of the project, ``.workspaces/<profile>``,
 whose ``dvc.yaml`` names that profile, so the project's own ``dvc.lock`` stays true for ``cpu`` and nobody edits a file
@@ -14,11 +14,9 @@ one stage at a time.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,8 +57,8 @@ def run(
     started = time.monotonic()
     options = [word for word in dvc_arguments if word.startswith("-")]
     stages = wanted_stages(read_stages(place), [word for word in dvc_arguments if not word.startswith("-")])
-    code = Schedule(place, stages, options, jobs).run()
     outputs = suite["outputs"]
+    code = Schedule(place, stages, options, jobs, outputs).run()
     if code == 0 and place != root and profile != "smoke":
         copy_results(place, root, outputs)
     if code == 0:
@@ -134,28 +132,6 @@ def copy_results(workspace: Path, root: Path, outputs: str) -> None:
     os.replace(partial, target)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of this module.
-
-    Args:
-        arguments: Without the program's name; default: of this process.
-
-    Returns:
-        The exit code: that of ``dvc repro``, or 2 for bad input.
-    """
-    parser = argparse.ArgumentParser(prog="python -m grade.pipeline", description="Run the pipeline in a profile.")
-    parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help="folder under params/ (default: cpu)")
-    parser.add_argument("stages", nargs="*", help="stages to bring up to date, with all that they need (default: all)")
-    parser.add_argument("--jobs", type=int, help="stages at once (default: as in the profile's suite.yaml)")
-    parser.epilog = "Other options are passed to `dvc repro`: --force, --dry."
-    known, options = parser.parse_known_args(arguments)
-    try:
-        return run(Path.cwd(), known.profile, [*known.stages, *options], known.jobs)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
 def _cache_folder(root: Path) -> str:
     from dvc.repo import Repo
 
@@ -186,6 +162,3 @@ def _write_if_changed(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
-
-if __name__ == "__main__":
-    sys.exit(main())

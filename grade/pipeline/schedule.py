@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grade.errors import InputError
+from grade.results import replacing
 
-_EVENTS = (
-    (re.compile(r"Running stage '.+':$"), "runs"),
-    (re.compile(r"Stage '.+' didn't change, skipping$"), "unchanged"),
-    (re.compile(r"Stage '.+' is cached - skipping run, checking out outputs$"), "from the cache"),
-)
-_ADVICE = re.compile(
-    r"Updating lock file|Use `dvc push`|To track the changes|\tgit add |To enable auto staging|\tdvc config "
-)
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""Unit of the system's peak resident memory: bytes on macOS, KiB on Linux."""
 
+TIMINGS = "timings.json"
+"""Seconds and peak memory of every stage the last time it ran, in the profile's folder of results."""
 
 @dataclass(frozen=True)
 class Stage:
@@ -48,6 +45,7 @@ class Schedule:
     stages: Mapping[str, Stage]
     options: Sequence[str]
     jobs: int
+    outputs: str = "outputs"
     seen: int = 0
     code: int = 0
     printing: threading.Lock = field(default_factory=threading.Lock)
@@ -58,10 +56,9 @@ class Schedule:
         Returns:
             0, or the first exit code that is not; then what was running has ended, and nothing new was started.
         """
-        todo = self._outdated()
-        for name in self.stages:
-            if name not in todo:
-                self._announce(name, "unchanged")
+        todo, timings = self._outdated(), Timings(self.place / self.outputs / TIMINGS)
+        self.seen = len(self.stages) - len(todo)
+        self._print(f"{len(todo)} of {len(self.stages)} stages to run{timings.expected(todo, self.jobs)}")
         running: dict[Future, str] = {}
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
@@ -69,7 +66,7 @@ class Schedule:
                     busy = todo | set(running.values())
                     ready = [n for n in self._urgent_first(todo) if not self.stages[n].needs & busy]
                     for name in ready[: 0 if self.code else self.jobs - len(running)]:
-                        running[pool.submit(self._repro, name)] = name
+                        running[pool.submit(self._repro, name, timings)] = name
                         todo.remove(name)
                     for ended in wait(running, return_when=FIRST_COMPLETED).done:
                         del running[ended]
@@ -100,9 +97,11 @@ class Schedule:
                 depth[needed] = max(depth.get(needed, 0), depth[name] + 1)
         return sorted((name for name in self.stages if name in todo), key=lambda name: -depth[name])
 
-    def _repro(self, name: str) -> int:
+    def _repro(self, name: str, timings: Timings) -> int:
+        started, number = time.monotonic(), self._announce(name)
         process = subprocess.Popen(
-            [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", *self.options, name],
+            # Quiet: what is heard is the stage's own command.
+            [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "-q", "--single-item", *self.options, name],
             cwd=self.place,
             env=self._environment(),
             stdout=subprocess.PIPE,
@@ -110,26 +109,24 @@ class Schedule:
             text=True,
             errors="replace",
         )
-        started, number = time.monotonic(), 0
         for line in process.stdout:
-            event = next((event for pattern, event in _EVENTS if pattern.match(line)), None)
-            if event == "runs":
-                started, number = time.monotonic(), self._announce(name, self.stages[name].description)
-            elif event:
-                self._announce(name, event)
-            elif line.strip() and not _ADVICE.match(line):
+            if line.strip():
                 self._print(f"{name} | {line.rstrip()}" if self.jobs > 1 else line.rstrip())
-        code = process.wait()
-        if number:
-            word = "took" if code == 0 else "stopped after"
-            self._print(f"[{number}/{len(self.stages)}] {name} {word} {duration(time.monotonic() - started)}")
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = code = os.waitstatus_to_exitcode(status)
+        seconds = time.monotonic() - started
+        if code == 0 and not {"--dry"} & set(self.options):
+            with self.printing:
+                timings.record(name, seconds, usage.ru_maxrss * MAXRSS_BYTES)
+        word = "took" if code == 0 else "stopped after"
+        self._print(f"[{number}/{len(self.stages)}] {name} {word} {duration(seconds)}")
         return code
 
-    def _announce(self, name: str, what: str) -> int:
+    def _announce(self, name: str) -> int:
         with self.printing:
             self.seen += 1
             total = len(self.stages)
-            print(f"[{self.seen}/{total}] {name}: {what}; {total - self.seen} left", flush=True)
+            print(f"[{self.seen}/{total}] {name}: {self.stages[name].description}", flush=True)
             return self.seen
 
     def _print(self, line: str) -> None:
@@ -187,3 +184,51 @@ def duration(seconds: float) -> str:
     """Seconds as people say them."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+class Timings:
+    """How long each stage took and what memory it needed when it last ran: read, told in advance, written.
+
+    A stage that DVC found up to date, or in its cache, after all is not recorded: it took a moment and says nothing.
+    """
+
+    SHORTEST = 3.0
+    """Seconds. DVC itself takes about one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.known = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self.known = {}
+
+    def expected(self, names: Collection[str], jobs: int) -> str:
+        """Minutes and memory for some stages, as far as they are known.
+
+        Args:
+            names: The stages.
+            jobs: Stages at once.
+
+        Returns:
+            Text that continues a sentence; empty where nothing is known.
+        """
+        known = [self.known[name] for name in names if name in self.known]
+        if not known:
+            return ""
+        seconds = max(sum(row["seconds"] for row in known) / jobs, max(row["seconds"] for row in known))
+        memory = sum(sorted(row["peak_memory_bytes"] for row in known)[-jobs:]) / 2**30
+        return f": about {duration(seconds)} with {jobs} at once, at most {memory:.1f} GiB of memory"
+
+    def record(self, name: str, seconds: float, peak_memory_bytes: int) -> None:
+        """Keep what a stage took, if it ran at all.
+
+        Args:
+            name: The stage.
+            seconds: Wall time.
+            peak_memory_bytes: Largest resident memory of one of its processes.
+        """
+        if seconds < self.SHORTEST:
+            return
+        self.known[name] = {"seconds": round(seconds, 1), "peak_memory_bytes": peak_memory_bytes}
+        with replacing(self.path) as file:
+            file.write(json.dumps(self.known, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,69 @@
+"""`grade check`: figures within their tolerance pass, a changed one does not."""
+
+import json
+import subprocess
+
+import pytest
+
+from grade.cli.main import main
+from grade.errors import InputError
+from grade.experiments import headline
+from grade.experiments.headline import FIGURES, AtMost, Figure, Relative, StandardErrors, as_text, check
+from grade.experiments.headline import headline as headline_of
+from grade.results import write_metrics
+
+TOY = (
+    Figure("gain", "gain", "a/metrics.json", "gain", StandardErrors(2, "gain_stderr", "noise")),
+    Figure("peak", "peak", "a/metrics.json", "peak", Relative(0.01, "traced")),
+    Figure("", "error", "b/metrics.json", "x/error", AtMost(0.1, "claimed")),
+)
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    monkeypatch.setattr(headline, "FIGURES", TOY)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params/cpu").mkdir(parents=True)
+    (tmp_path / "params/cpu/suite.yaml").write_text("profile: cpu\noutputs: outputs\n")
+    write_metrics("outputs/a/metrics.json", {"gain": 0.3, "gain_stderr": 0.01, "peak": 100})
+    write_metrics("outputs/b/metrics.json", {"x/error": 0.05})
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m"]):
+        subprocess.run(["git", *command], check=True)
+    return tmp_path
+
+
+def test_what_is_published_passes_and_a_changed_figure_fails(published, capsys):
+    assert main(["check"]) == 0
+    assert "3 of 3 figures are within their tolerance" in capsys.readouterr().out
+    write_metrics("outputs/a/metrics.json", {"gain": 0.34, "gain_stderr": 0.01, "peak": 100})
+    with pytest.raises(SystemExit, match="1"):
+        main(["check"])
+    out = capsys.readouterr().out
+    assert "2 of 3" in out and out.count("OUT") == 1
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_tolerances_by_hand(published):
+    # 2 sqrt(2) 0.01 = 0.0283 around 0.3; 1 % of 100; a bound that does not depend on what was published
+    lines = check("outputs")
+    assert [(round(line.low, 4), round(line.high, 4)) for line in lines[:2]] == [(0.2717, 0.3283), (99, 101)]
+    assert lines[2].high == 0.1 and lines[2].holds
+    for gain, holds in ((0.328, True), (0.329, False), (0.272, True), (0.271, False)):
+        write_metrics("outputs/a/metrics.json", {"gain": gain, "gain_stderr": 0.5, "peak": 100})
+        assert check("outputs")[0].holds == holds
+    assert "at most 0.1" in as_text(lines)
+
+
+def test_a_figure_that_is_gone_and_a_revision_without_results_are_one_error(published):
+    write_metrics("outputs/b/metrics.json", {"x/other": 0.05})
+    with pytest.raises(InputError, match="b/metrics.json: figure: got 'x/error'"):
+        check("outputs")
+    with pytest.raises(InputError, match="revision: got 'HEAD'"):
+        check("elsewhere")
+
+
+def test_the_headline_is_small_and_named(published):
+    assert headline_of("outputs") == {"gain": 0.3, "peak": 100}
+    names = [figure.name for figure in FIGURES if figure.name]
+    assert len(names) <= 8 and len(set(names)) == len(names)
+    assert json.dumps(names)

@@ -1,0 +1,216 @@
+"""dvc.yaml holds what it promises, in every profile."""
+
+import ast
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from dvc.repo import Repo
+from dvc.utils.serialize import load_yaml as load_yaml_as_dvc
+from imports import ROOT, closure, imported_modules, module_path
+
+from grade.cli.main import COMMANDS
+from grade.pipeline.params import profile_values, profiles, resolved_files
+
+PROFILES = profiles(ROOT)
+PARAMS = sorted(ROOT.glob("params/*/*.yaml"))
+MOST_LINES = 300
+
+# What no result depends on: input checks, writing of files, and what only finds and starts a command.
+NEUTRAL = ("grade/errors.py", "grade/config.py", "grade/results.py", "grade/cli/", "grade/pipeline/")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage as DVC resolves it."""
+
+    cmd: str
+    desc: str
+    deps: frozenset[str]
+    params: frozenset[str]
+    outs: tuple[tuple[str, bool], ...]
+
+
+@cache
+def stages(profile, folder):
+    """Stages of a profile: dvc.yaml and the profile's resolved parameters in a folder of their own."""
+    text = (ROOT / "dvc.yaml").read_text().replace("params/cpu/suite.yaml", f"params/{profile}/suite.yaml")
+    (folder / "dvc.yaml").write_text(text)
+    for name, content in resolved_files(ROOT, profile).items():
+        path = folder / "params" / profile / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    Repo.init(str(folder), no_scm=True).close()
+    found = {}
+    with Repo(str(folder)) as repo:
+        for stage in repo.index.stages:
+            paths = [(Path(dep.fs_path).relative_to(folder).as_posix(), "params" in type(dep).__module__ or
+                      type(dep).__name__ == "ParamsDependency") for dep in stage.deps]  # fmt: skip
+            outs = tuple((Path(out.fs_path).relative_to(folder).as_posix(), out.use_cache) for out in stage.outs)
+            found[stage.name] = Stage(
+                stage.cmd, stage.desc, frozenset(path for path, is_params in paths if not is_params),
+                frozenset(path for path, is_params in paths if is_params), outs,
+            )  # fmt: skip
+    return found
+
+
+@pytest.fixture(scope="module", params=PROFILES)
+def pipeline(request, tmp_path_factory):
+    return request.param, stages(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory):
+    return stages("cpu", tmp_path_factory.mktemp("default"))
+
+
+# --- dependencies ---
+
+
+def needed_code(stage):
+    """Files of grade that a command executes: what its two functions use, a notebook's imports, what is measured."""
+    words = stage.cmd.split()
+    assert words[:3] == ["python", "-m", "grade"]
+    start = used_modules(f"grade.cli.{COMMANDS[words[3]][0]}", {f"run_{words[3]}", f"add_{words[3]}_arguments"})
+    if words[3] == "measure":
+        start.add(f"grade.experiments.{words[4]}.measure.tables")
+    for word in words:
+        if word.startswith("notebooks/"):
+            start |= imported_modules(ast.parse(notebook_source(ROOT / word)))
+    files = {module_path(module) for module in closure(start)}
+    return {file for file in files if not file.startswith(NEUTRAL) and not file.endswith("__init__.py")}
+
+
+def used_modules(module, functions):
+    """Modules of grade from which some functions of a module take names, helpers of the same module included."""
+    tree = ast.parse((ROOT / module_path(module)).read_text())
+    bodies = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    todo, seen, names, found = set(functions), set(), set(), set()
+    while todo:
+        body = bodies[todo.pop()]
+        seen.add(body.name)
+        names |= {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
+        found |= imported_modules(body)
+        todo |= (names & set(bodies)) - seen
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and names & {alias.asname or alias.name for alias in node.names}:
+            found |= imported_modules(node)
+    return found
+
+
+def notebook_source(path):
+    cells = json.loads(path.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+def covers(dependency, file):
+    return file == dependency or file.startswith(dependency + "/")
+
+
+def test_a_stage_depends_on_the_wings_that_it_imports_and_a_family_on_no_other(default):
+    wrong, family_needs, family_lists = {}, {}, {}
+    for name, stage in default.items():
+        needed, listed = needed_code(stage), {dep for dep in stage.deps if dep.startswith("grade")}
+        missing = sorted(file for file in needed if not any(covers(dep, file) for dep in listed))
+        wrong |= {name: missing} if missing else {}
+        family = name.partition("@")[0]  # members share one list; what one of them needs is not needless
+        family_needs.setdefault(family, set()).update(needed)
+        family_lists.setdefault(family, set()).update(listed)
+    assert not wrong
+    for family, listed in family_lists.items():
+        needless = {dep for dep in listed if not any(covers(dep, file) for file in family_needs[family])}
+        assert not needless, family
+
+
+def test_the_dependencies_of_a_command_are_those_of_its_functions(default):
+    assert "grade/data/fetch.py" in needed_code(default["fetch"])
+    assert not any("models" in file for file in needed_code(default["fetch"]) | needed_code(default["data"]))
+    assert {"grade/gradients/replay.py", "grade/rewards/gold.py"} <= needed_code(default["train@ste-0"])
+
+
+def test_a_drawing_never_costs_a_measurement(default):
+    for name, stage in default.items():
+        if name.startswith("measure"):
+            drawing = ("plotting.py", "figures.py", "claims.py", "metrics.py")
+            assert not {file for file in needed_code(stage) if file.endswith(drawing)}
+
+
+def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
+    roots = ("data/", "models/", "notebooks/", "params/")
+    for name, stage in pipeline[1].items():
+        known = stage.deps | stage.params | {out for out, _ in stage.outs}
+        for word in stage.cmd.split():
+            if word.startswith(roots):
+                assert any(covers(path, word) for path in known), f"{name}'s command reads {word}"
+
+
+def test_a_stage_says_what_it_does_and_is_skipped_when_nothing_changed():
+    raw = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    for entry in raw.values():
+        stage = entry.get("do", entry)
+        assert stage["desc"]
+        assert not {"always_changed", "frozen"} & set(stage)
+
+
+def test_it_is_a_page_that_one_can_read():
+    assert len((ROOT / "dvc.yaml").read_text().splitlines()) <= MOST_LINES
+    assert (ROOT / "dvc.yaml").read_text().count("params/cpu/suite.yaml") == 1  # the line that names the profile
+
+
+# --- outputs ---
+
+
+def is_ignored(path, checkout):
+    return subprocess.run(["git", "check-ignore", "-q", path], cwd=checkout).returncode == 0
+
+
+def test_small_results_can_be_committed_and_big_ones_cannot(pipeline, tmp_path):
+    # The rules in a checkout of their own: whatever is tracked by now, and wherever the project lies.
+    profile, found = pipeline
+    if profile == "smoke":
+        pytest.skip("its results stay in its workspace")
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    outs = [out for stage in found.values() for out in stage.outs]
+    assert outs and [path for path, cached in outs if is_ignored(path, tmp_path) != cached] == []
+
+
+def test_no_out_holds_times(pipeline):
+    # Times differ from run to run: a stage that depended on them would never be up to date.
+    ignored = (ROOT / ".dvcignore").read_text()
+    assert "/outputs/**/timings*" in ignored
+    assert not [out for stage in pipeline[1].values() for out, _ in stage.outs if "timings" in out]
+
+
+# --- params ---
+
+
+def test_a_profile_names_itself_and_its_folder(pipeline):
+    profile, found = pipeline
+    suite = profile_values(ROOT, profile, "suite")
+    assert suite["profile"] == profile
+    assert suite["outputs"] == ("outputs" if profile == "cpu" else f"outputs/{profile}")
+    assert found["results"].cmd.endswith(f" --profile {profile}")
+
+
+@pytest.mark.parametrize("profile", [profile for profile in PROFILES if profile != "cpu"])
+def test_a_profile_holds_only_what_differs(profile):
+    for path in (ROOT / "params" / profile).glob("*.yaml"):
+        own = yaml.safe_load(path.read_text()) or {}
+        below = own.pop("over", None)
+        assert own, f"{path}: nothing differs, so the file can go"
+        if below:
+            base = yaml.safe_load((path.parent / below).read_text())
+            assert {key for key in own if own[key] == base.get(key)} <= {"profile"}, path
+
+
+@pytest.mark.parametrize("path", PARAMS, ids=lambda path: path.relative_to(ROOT / "params").as_posix())
+def test_a_params_file_reads_the_same_everywhere(path):
+    # YAML 1.1 (PyYAML: ours) and 1.2 (ruamel: DVC's) differ: 1e-5 is text to one and a number to the other.
+    ours, dvcs = yaml.safe_load(path.read_text()) or {}, load_yaml_as_dvc(str(path))
+    assert json.dumps(ours, sort_keys=True) == json.dumps(dvcs, sort_keys=True)
