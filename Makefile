@@ -56,7 +56,8 @@ test: env ## lint, unit tests, doctests, notebooks, and the smoke pipeline besid
 # One thread is the fastest at these sizes: two wait for each other more than they compute.
 lab: export OMP_NUM_THREADS ?= 1
 lab: env ## JupyterLab on the notebooks
-	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks
+	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/tutorial.ipynb \
+		--FileContentsManager.pre_save_hook=grade.pipeline.notebook.strip_on_save
 
 clean: ## remove the environment, caches and the smoke workspace; never results
 	rm -rf $(VENV) .workspaces/smoke .pytest_cache .ruff_cache .hypothesis *.egg-info

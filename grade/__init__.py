@@ -1,27 +1,52 @@
 """Reward gradients through generated text: train a policy by backpropagating a reward through what it writes.
 
 Shapes everywhere: B batch, P prompt tokens, T completion tokens, V vocabulary, K support (top-k), D hidden, G samples
-per prompt. The public names below are imported when first used, so that ``import grade`` is instant.
+per prompt. The public names below are imported on first use, so that ``import grade`` takes no time.
+
+>>> import grade
+>>> "replay" in dir(grade), grade.RelaxationConfig().estimator
+(True, 'ste')
 """
 
 from importlib import import_module
 
 _PUBLIC = {
+    # a policy and its prompts
     "Backbone": "grade.models.backbone",
     "LoraSettings": "grade.models.adapter",
-    "InputError": "grade.errors",
+    "encode_prompts": "grade.models.prompts",
+    "decode": "grade.models.prompts",
+    "generate": "grade.models.sampling",
+    # a reward
+    "RewardModel": "grade.rewards.model",
+    "load_reward": "grade.rewards.model",
+    "GoldJudge": "grade.rewards.gold",
+    # a gradient
     "Objective": "grade.gradients.objective",
-    "checkpointed": "grade.gradients.unrolled",
+    "RelaxationConfig": "grade.gradients.estimators",
+    "relax": "grade.gradients.estimators",
+    "sample": "grade.gradients.rollout",
     "replay": "grade.gradients.replay",
     "unrolled": "grade.gradients.unrolled",
-    "GoldJudge": "grade.rewards.gold",
-    "MemoryTracker": "grade.memory.tracker",
-    "encode_prompts": "grade.models.prompts",
-    "RelaxationConfig": "grade.gradients.estimators",
-    "load_reward": "grade.rewards.model",
-    "generate": "grade.models.sampling",
-    "sample": "grade.gradients.rollout",
+    "checkpointed": "grade.gradients.unrolled",
+    "read_completions": "grade.gradients.completions",
+    "score": "grade.gradients.objective",
+    # a training run
     "TrainConfig": "grade.training.config",
+    "train": "grade.training.loop",
+    "load_task": "grade.training.load",
+    "toy_task": "grade.training.toy",
+    "evaluate": "grade.training.evaluate",
+    # the memory of a step
+    "StepConfig": "grade.memory.step",
+    "trace": "grade.memory.trace",
+    "plan": "grade.memory.plan",
+    "parse_bytes": "grade.memory.plan",
+    "MemoryTracker": "grade.memory.tracker",
+    # the entropy of a policy
+    "EntropyProbe": "grade.entropy.probe",
+    # what bad input raises
+    "InputError": "grade.errors",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -31,3 +56,7 @@ def __getattr__(name: str):
     if name not in _PUBLIC:
         raise AttributeError(f"module 'grade' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -27,12 +27,13 @@ class Config(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], source: str = "") -> Self:
+    def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
         """Build a config from a mapping.
 
         Args:
             values: Field names and values.
             source: Where they come from (a file name), put before the field in an error.
+            sources: Fields that come from elsewhere, as ``a.b``, and from where.
 
         Returns:
             The validated config.
@@ -43,15 +44,23 @@ class Config(pydantic.BaseModel):
         try:
             return cls.model_validate(dict(values))
         except pydantic.ValidationError as error:
-            raise _as_input_error(cls, error, source) from None
+            first = _as_input_error(cls, error)
+            source = _source_of(first.field, sources or {}, f"{source}:" if source else "")
+            raise InputError(f"{source} {first.field}".strip(), first.value, first.allowed) from None
 
     @classmethod
-    def load(cls, paths: Iterable[str | Path] = (), overrides: Iterable[str] = ()) -> Self:
-        """Build a config from YAML files (later over earlier), then ``key=value`` overrides.
+    def load(
+        cls, paths: Iterable[str | Path] = (), overrides: Iterable[str] = (), options: Iterable[str] = (),
+        section: str = "",
+    ) -> Self:  # fmt: skip
+        """Build a config from YAML files (later over earlier), then ``key=value`` overrides, then options.
 
         Args:
             paths: YAML files, each a mapping of field names; nested mappings are merged.
-            overrides: Strings ``key=value``; ``a.b=1`` sets field ``b`` of the nested config ``a``.
+            overrides: Strings ``key=value``; ``a.b=1`` sets field ``b`` of the nested config ``a``. An error in one
+                names ``--set``.
+            options: The same, from options of the command line that have a name of their own.
+            section: A file that has this key holds the fields below it, beside what is no field of this config.
 
         Returns:
             The validated config.
@@ -59,16 +68,21 @@ class Config(pydantic.BaseModel):
         Raises:
             InputError: For a missing or unreadable file, a malformed override or a wrong field.
         """
-        paths = list(paths)
-        return cls.parse(read_values(paths, overrides), " + ".join(Path(p).name for p in paths))
+        paths, overrides, options = list(paths), list(overrides), list(options)
+        values = read_values(paths, [*overrides, *options], section)
+        sources = {_key(text): "--set" for text in overrides} | {_key(text): "" for text in options}
+        return cls.parse(values, " + ".join(Path(p).name for p in paths), sources)
 
 
-def read_values(paths: Iterable[str | Path] = (), overrides: Iterable[str] = ()) -> dict[str, Any]:
+def read_values(
+    paths: Iterable[str | Path] = (), overrides: Iterable[str] = (), section: str = ""
+) -> dict[str, Any]:  # fmt: skip
     """What `Config.load` reads, not yet checked.
 
     Args:
         paths: YAML files, later over earlier.
         overrides: Strings ``key=value``.
+        section: As in `Config.load`.
 
     Returns:
         Field names and values.
@@ -78,7 +92,9 @@ def read_values(paths: Iterable[str | Path] = (), overrides: Iterable[str] = ())
     """
     values: dict[str, Any] = {}
     for path in paths:
-        _merge(values, read_yaml(path))
+        content = read_yaml(path)
+        inner = content.get(section) if section else None
+        _merge(values, inner if isinstance(inner, dict) else content)
     for override in overrides:
         _merge(values, _parse_override(override))
     return values
@@ -133,9 +149,21 @@ def _parse_override(text: str) -> dict[str, Any]:
             value = float(value)
         except ValueError:
             pass
-    for part in reversed(key.strip().split(".")):
+    for part in reversed(_key(text).split(".")):
         value = {part: value}
     return value
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _source_of(field: str, sources: Mapping[str, str], default: str) -> str:
+    """Where a field's value comes from: the last override of it, of a part of it or of what it is a part of."""
+    for key, source in reversed(sources.items()):
+        if f"{field}.".startswith(f"{key}.") or f"{key}.".startswith(f"{field}."):
+            return source
+    return default
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
@@ -146,11 +174,11 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _as_input_error(cls: type[Config], error: pydantic.ValidationError, source: str) -> InputError:
+def _as_input_error(cls: type[Config], error: pydantic.ValidationError) -> InputError:
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InputError):  # raised by a cross-field check of our own: already says everything
-        return InputError(f"{source}: {cause.field}" if source else cause.field, cause.value, cause.allowed)
+        return cause
     location = [str(part) for part in first["loc"]]
     field = ".".join(location)
     if first["type"] == "extra_forbidden":
@@ -162,15 +190,26 @@ def _as_input_error(cls: type[Config], error: pydantic.ValidationError, source: 
     elif first["type"] in ("float_type", "int_type") and isinstance(first["input"], str):
         allowed = "a number (YAML reads 1e-5 as text: write 1.0e-5)"
     elif first["type"] == "literal_error":
-        allowed = first["ctx"]["expected"]
-        close = difflib.get_close_matches(str(first["input"]), re.findall(r"'([^']*)'", allowed), n=1)
-        allowed += f" (did you mean {close[0]!r}?)" if close else ""
+        allowed = allowed_names(first["input"], re.findall(r"'([^']*)'", first["ctx"]["expected"]))
     else:
         allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     value = "nothing" if first["type"] == "missing" else first["input"]
     if first["type"] == "extra_forbidden":
         value = location[-1]
-    return InputError(f"{source}: {field}" if source else field, value, allowed)
+    return InputError(field, value, allowed)
+
+
+def allowed_names(value: object, names: Iterable[str]) -> str:
+    """The names as an error lists them, with the one that was probably meant.
+
+    >>> allowed_names("stee", ["gumbel", "ste"])
+    "'gumbel' or 'ste' (did you mean 'ste'?)"
+    """
+    names = list(names)
+    *others, last = map(repr, names)
+    close = difflib.get_close_matches(str(value), names, n=1)
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return listed + (f" (did you mean {close[0]!r}?)" if close else "")
 
 
 def _fields_at(cls: type[pydantic.BaseModel], location: list[str]) -> list[str]:

@@ -37,6 +37,8 @@ _COLORS = {
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
 """Colours in order, for series that have no name of their own."""
 GIB = 2**30
+UNITS = {"GiB": GIB, "GB": 10**9}
+"""Bytes of a binary and of a decimal gigabyte."""
 _MARKERS = dict(zip(
     ("ste", "gumbel", "gumbel_rao", "reinmax", "ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk",
      "rloo", "grpo", "ppo", "reinforce", "remax", "trl_grpo", "replay", "unrolled", "checkpointed"),
@@ -106,20 +108,22 @@ def require_columns(frames: Iterable[pd.DataFrame], columns: list[str]) -> None:
             raise InputError("columns", list(frame.columns), f"a frame that also has {', '.join(missing)}")
 
 
-def plot_categories(ax: Axes, table: pd.DataFrame, budget: int | None = None) -> Axes:
-    """One stacked bar for each configuration: bytes at the peak by category, in GiB.
+def plot_categories(ax: Axes, table: pd.DataFrame, budget: int | None = None, unit: str = "GiB") -> Axes:
+    """One stacked bar for each configuration: bytes at the peak by category.
 
     Args:
         ax: Where to draw.
         table: Columns configuration, category and bytes; configurations are drawn from top to bottom, categories in
             the order in which they are first seen, those under 0.5 % of the largest peak without a name.
         budget: Draw a line at this many bytes.
+        unit: ``GiB``, or ``GB`` (decimal).
 
     Returns:
         The axes.
     """
     require_columns([table], ["configuration", "category", "bytes"])
-    wide = table.pivot_table("bytes", "configuration", "category", "sum", fill_value=0, sort=False) / GIB
+    size = UNITS[unit]
+    wide = table.pivot_table("bytes", "configuration", "category", "sum", fill_value=0, sort=False) / size
     left = np.zeros(len(wide))
     for category, sizes in wide.items():
         label = category if sizes.max() > 0.005 * wide.sum(1).max() else None
@@ -129,31 +133,33 @@ def plot_categories(ax: Axes, table: pd.DataFrame, budget: int | None = None) ->
         ax.annotate(f"{total:.1f}" if total >= 10 else f"{total:.2f}", (total, y), xytext=(4, 0),
                     textcoords="offset points", va="center", fontsize=9)  # fmt: skip
     if budget is not None:
-        ax.axvline(budget / GIB, color=color("text"), linestyle="--", linewidth=1)
+        ax.axvline(budget / size, color=color("text"), linestyle="--", linewidth=1)
         where = dict(ha="right", va="bottom", fontsize=9, xytext=(-3, 0), textcoords="offset points")
-        ax.annotate(f"{budget / GIB:.0f} GiB", (budget / GIB, -0.55), **where)
+        ax.annotate(f"{budget / size:.0f} {unit}", (budget / size, -0.55), **where)
     ax.invert_yaxis()
-    ax.set_xlabel("bytes at the peak, GiB (traced)")
-    ax.set_xlim(0, 1.12 * max(left.max(), (budget or 0) / GIB))
+    ax.set_xlabel(f"bytes at the peak, {unit} (traced)")
+    ax.set_xlim(0, 1.12 * max(left.max(), (budget or 0) / size))
     ax.grid(False, axis="y")
     ax.figure.legend(loc="outside lower center", ncols=6)  # of the figure: the axes may be narrow beside long names
     return ax
 
 
-def plot_timelines(axes: Sequence[Axes], table: pd.DataFrame) -> None:
+def plot_timelines(axes: Sequence[Axes], table: pd.DataFrame, unit: str = "GiB") -> None:
     """Live bytes over the allocations of one step, each phase in its own colour; equal axes from 0.
 
     Args:
         axes: One for each configuration, in the table's order.
         table: Columns configuration, phase and bytes, one row for each allocation in order, of all layers.
+        unit: ``GiB``, or ``GB`` (decimal).
     """
     require_columns([table], ["configuration", "phase", "bytes"])
-    top = 1.05 * table["bytes"].max() / GIB
+    top = 1.05 * table["bytes"].max() / UNITS[unit]
     for ax, (configuration, rows) in zip(axes, table.groupby("configuration", sort=False), strict=True):
-        live, index = rows["bytes"].to_numpy() / GIB, np.arange(len(rows))
+        live, index = rows["bytes"].to_numpy() / UNITS[unit], np.arange(len(rows))
         for phase in rows.phase.unique():
             own = np.where(rows.phase == phase, live, np.nan)
             ax.plot(index, own, color=color(phase), label=phase, linewidth=1.2)
-        ax.set(title=configuration, ylim=(0, top), xlabel="allocations of one optimizer step")
-        ax.set_ylabel("live bytes, GiB (traced)")
+        ax.set(title=configuration, ylim=(0, top), xlabel="one optimizer step, in order of its allocations")
+        ax.set_xticks([])  # places in a step, of which long ones are thinned out
+        ax.set_ylabel(f"live bytes, {unit} (traced)")
         ax.legend()

@@ -56,6 +56,23 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired:
     return Paired(difference, t, float(2 * stats.t.sf(abs(t), len(seeds) - 1)))
 
 
+def jackknife_stderr(without: np.ndarray | Tensor) -> float:
+    """Jackknife standard error ``sqrt((R - 1) / R sum_r (x_r - mean(x))^2)`` of a statistic.
+
+    Args:
+        without: [R], the statistic with each of R rows left out.
+
+    Returns:
+        The standard error.
+
+    >>> x = np.array([1.0, 2.0, 6.0])                       # the mean's is s / sqrt(n)
+    >>> bool(np.isclose(jackknife_stderr((x.sum() - x) / 2), x.std(ddof=1) / 3**0.5))
+    True
+    """
+    rows = len(without)
+    return math.sqrt((rows - 1) / rows * ((without - without.mean()) ** 2).sum())
+
+
 class Interval(NamedTuple):
     """An estimate with a jackknife's standard error and 95 % interval.
 
@@ -94,7 +111,7 @@ def interval(values: np.ndarray, geometric: bool = False) -> Interval:
     if not np.isfinite(values).all() or (geometric and not (values > 0).all()):
         return Interval(value, None, None, None, rows)
     scale = np.log(values) if geometric else values
-    stderr = math.sqrt((rows - 1) / rows * ((scale[1:] - scale[1:].mean()) ** 2).sum())
+    stderr = jackknife_stderr(scale[1:])
     reach = float(student.ppf(0.975, rows - 1)) * stderr
     ends = (scale[0] - reach, scale[0] + reach)
     low, high = (float(np.exp(np.clip(end, -700, 700))) if geometric else float(end) for end in ends)

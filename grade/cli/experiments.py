@@ -6,17 +6,14 @@ import argparse
 import importlib
 import os
 import sys
-from pathlib import Path
 
 import yaml
 
 from grade.cli.options import add_config_options
 from grade.config import read_yaml
 from grade.errors import InputError
-from grade.experiments.claims import read_claims, to_markdown, verdict_counts, write_claims
 from grade.experiments.measured import measure_all
 from grade.pipeline.notebook import NotebookError, execute
-from grade.results import environment, replacing, write_history, write_metrics
 
 
 def add_notebook_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,25 +66,9 @@ def run_measure(args: argparse.Namespace) -> None:
     print(f"wrote {args.output_dir}")
 
 
-def add_claims_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("files", nargs="+", metavar="CLAIMS.CSV", help="claims of each document")
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="claims.csv and claims.md go here")
-
-
-def run_claims(args: argparse.Namespace) -> None:
-    """Join the documents' claims into one table."""
-    claims = sorted((c for file in args.files for c in read_claims(file)), key=lambda c: c.seed)
-    write_claims(Path(args.output_dir) / "claims.csv", claims)
-    counts = verdict_counts(claims)
-    with replacing(Path(args.output_dir) / "claims.md") as file:
-        file.write("# Claims of the source documents and verdicts\n\n" + counts + "\n" + to_markdown(claims))
-    print(counts, end="")
-
-
 def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    from grade.experiments.compare.peers import PeersConfig
+    from grade.experiments.compare.measure.peers import PeersConfig
 
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="metrics.json and curves.csv go here")
     add_config_options(parser, PeersConfig)
@@ -95,11 +76,11 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_peers(args: argparse.Namespace) -> None:
     """Train our methods and TRL's GRPOTrainer on the same task, each in a process of its own."""
-    from grade.experiments.compare.peers import PeersConfig, compare_peers
+    from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
+    from grade.experiments.compare.peers import peer_figures, write_peers
 
-    curves, figures = compare_peers(PeersConfig.load(args.config, args.set))
-    about = {f"environment/{k}": v for k, v in environment().items()}
-    write_history(Path(args.output_dir) / "curves.csv", curves.to_dict("records"))
-    write_metrics(Path(args.output_dir) / "metrics.json", figures | about)
+    curves, costs, settings = compare_peers(PeersConfig.load(args.config, args.set))
+    figures = peer_figures(curves, costs) | settings
+    write_peers(args.output_dir, curves, figures)
     for name, value in sorted(figures.items()):
         print(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")

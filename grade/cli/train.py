@@ -39,7 +39,7 @@ def run_train(args: argparse.Namespace) -> None:
         values = read_values(args.config, args.set)
         configs = [TrainConfig.parse(TrainConfig.values_for(method, values)) for method in METHODS]
     else:
-        configs = [TrainConfig.load(args.config, args.set + ([f"method={args.method}"] if args.method else []))]
+        configs = [TrainConfig.load(args.config, args.set, [f"method={args.method}"] if args.method else [])]
     for config in configs:
         output = Path(args.output_dir) / config.method if args.method == "all" else Path(args.output_dir)
         with _progress(config) as log:

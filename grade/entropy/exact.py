@@ -11,7 +11,7 @@ from torch import Tensor
 from grade.entropy.samples import Samples
 from grade.errors import InputError
 from grade.models.backbone import Backbone
-from grade.models.parameters import moved, trained_parameters
+from grade.models.parameters import flatten, moved, trained_parameters
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 
@@ -65,7 +65,7 @@ def completion_logps(backbone: Backbone, prompts: PromptBatch, length: int, temp
     ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
     rows = []
     for n in range(len(prompts)):
-        many = PromptBatch(prompts.ids[[n] * len(ids)], prompts.mask[[n] * len(ids)])
+        many = prompts[n : n + 1].repeat(len(ids))
         logp = (backbone.head(predicting_hidden(backbone, many, ids)) / temperature).log_softmax(-1)  # [N, T, V]
         rows.append((logp.gather(2, ids.unsqueeze(2)).squeeze(2) * mask).sum(1))
     return torch.stack(rows)
@@ -91,7 +91,7 @@ def exact_gradient(backbone: Backbone, prompts: PromptBatch, length: int, temper
     """``grad H`` [P] by enumeration."""
     parameters = trained_parameters(backbone)
     grads = torch.autograd.grad(exact_entropy(backbone, prompts, length, temperature), parameters)
-    return torch.cat([g.flatten() for g in grads])
+    return flatten(grads)
 
 
 def exact_change(

@@ -94,7 +94,8 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
         The terms.
 
     Raises:
-        InputError: If the vector does not fit, or the attention has no forward mode.
+        ValueError: If the vector does not fit.
+        InputError: If the attention has no forward mode.
     """
     implementation = backbone.model.config._attn_implementation
     if implementation not in ("sdpa", "eager"):

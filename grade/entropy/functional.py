@@ -69,7 +69,7 @@ def scores_at(
         The scores.
 
     Raises:
-        InputError: If the vector does not fit.
+        ValueError: If the vector does not fit.
     """
     module, exchanged = HiddenStates(backbone), {}
     if vector is not None:

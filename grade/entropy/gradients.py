@@ -18,7 +18,7 @@ from grade.entropy.samples import Samples
 from grade.errors import InputError
 from grade.gradients.losses import rloo
 from grade.models.backbone import Backbone
-from grade.models.parameters import trained_parameters
+from grade.models.parameters import flatten, trained_parameters
 from grade.models.scoring import score
 
 
@@ -81,13 +81,14 @@ def prompt_gradients(
         For each set, [B, P] in float32 (float64 for a float64 model) on the CPU, P the number of trained parameters.
 
     Raises:
-        InputError: If a coefficient is not finite or a size does not fit.
+        ValueError: If coefficients are not [B, G].
+        InputError: If a coefficient is not finite or the microbatch is empty.
     """
     if microbatch < 1:
         raise InputError("microbatch size", microbatch, "at least 1")
     for c in coefficients:
         if c.shape != samples.ids.shape[:2]:
-            raise InputError("coefficients", list(c.shape), f"the completions' [B, G], {list(samples.ids.shape[:2])}")
+            raise ValueError(f"coefficients have shape {list(c.shape)}, not [B, G] = {list(samples.ids.shape[:2])}")
         if not torch.isfinite(c).all():
             raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
     parameters = trained_parameters(backbone, allow_full)
@@ -101,6 +102,6 @@ def prompt_gradients(
             for i, c in enumerate(coefficients):
                 weights = c[n, rows].to(logps)
                 grads = torch.autograd.grad(logps, parameters, weights, retain_graph=i + 1 < len(coefficients))
-                sums[i][n] += torch.cat([g.flatten() for g in grads]).cpu()
+                sums[i][n] += flatten(grads).cpu()
             del logps
     return sums

@@ -71,15 +71,15 @@ class EntropyProbe:
             The report.
 
         Raises:
-            InputError: If there are too few prompts, both or neither of reward and gradient, or a reward is not finite.
+            ValueError: If both or neither of reward and gradient are given, or ``gradient`` leaves no gradient.
+            InputError: If there are too few prompts or a reward is not finite.
         """
         b, one = self.config.batch_config.B, self.config.probe_config.one_batch
         if len(prompts) < b * (2 - one):
             allowed = f"at least {b}: B" if one else f"at least {2 * b}: B to evaluate on and B to update on"
             raise InputError("prompts", len(prompts), allowed)
         if (reward is None) == (gradient is None):
-            given = "neither" if reward is None else "both"
-            raise InputError("reward and gradient", given, "one of them: what the update follows")
+            raise ValueError("the update follows a reward or a gradient: give one of them")
         generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
         size = self.config.memory_config.importance_microbatch_size
         with self._phase("sampling"):
@@ -111,8 +111,7 @@ class EntropyProbe:
 
     def _draw(self, prompts: PromptBatch, rows: slice, generator: torch.Generator) -> Samples:
         c = self.config
-        some = PromptBatch(prompts.ids[rows], prompts.mask[rows])
-        return draw(self.policy, some, c.batch_config.G, c.generation.max_new_tokens, generator,
+        return draw(self.policy, prompts[rows], c.batch_config.G, c.generation.max_new_tokens, generator,
                     c.generation.temperature, c.batch_config.rollout_batch_size)  # fmt: skip
 
     def _update(
@@ -128,9 +127,9 @@ class EntropyProbe:
             try:
                 for p in parameters:
                     p.grad = None
-                gradient(PromptBatch(prompts.ids[rows], prompts.mask[rows]).to(self.policy.device), generator)
+                gradient(prompts[rows].to(self.policy.device), generator)
                 if any(p.grad is None for p in parameters):
-                    raise InputError("gradient", "none for a trained parameter", "a function that runs backward")
+                    raise ValueError("gradient left a trained parameter without .grad: it must run backward")
                 return None, [p.grad for p in parameters], None
             finally:
                 snapshot.restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from grade.errors import InputError
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import tau_at
 from grade.gradients.methods import RELAXED
-from grade.gradients.objective import Objective, RewardScope, score
+from grade.gradients.objective import Objective, RewardScope
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_prompts, prompt_text
@@ -52,8 +53,8 @@ def reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainCo
     def run(prompts: PromptBatch, generator: torch.Generator) -> None:
         for start in range(0, len(prompts), config.batch_size):
             rows = slice(start, start + config.batch_size)
-            some = PromptBatch(prompts.ids[rows], prompts.mask[rows])
-            engine(policy, some, objective, relaxation, generator, len(some) / len(prompts))
+            part = prompts[rows]
+            engine(policy, part, objective, relaxation, generator, len(part) / len(prompts))
 
     return run
 
@@ -101,9 +102,8 @@ def probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, d
     reward_model = load_reward(config.reward, policy).to(policy.device)
     if config.follow:
         return prompts, {"gradient": reward_gradient(policy, reward_model, TrainConfig.load(config.follow))}
-    return prompts, {
-        "reward": lambda p, ids, mask: score(reward_model, policy, p, ids, mask, config.reward_scope)
-    }  # fmt: skip
+    objective = Objective(reward_model, scope=config.reward_scope)
+    return prompts, {"reward": partial(objective.score, policy)}
 
 
 def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path | None) -> torch.optim.AdamW:

@@ -34,20 +34,20 @@ class Samples:
         """Check shapes and that no completion is empty.
 
         Raises:
-            InputError: Otherwise.
+            ValueError: If shapes do not fit or a completion is empty.
+            InputError: If the temperature is out of range.
         """
         if self.ids.ndim != 3 or self.ids.shape != self.mask.shape or len(self.ids) != len(self.prompts):
-            allowed = f"[{len(self.prompts)}, G, T] for ids and mask"
-            raise InputError("completions", f"{list(self.ids.shape)} and {list(self.mask.shape)}", allowed)
+            shapes = f"{list(self.ids.shape)} and {list(self.mask.shape)}"
+            raise ValueError(f"completions have ids and mask of shapes {shapes}, not [{len(self.prompts)}, G, T]")
         if not self.mask.bool().any(-1).all():
-            raise InputError("completions", "an empty one", "at least one token each")
+            raise ValueError("a completion is empty: each needs at least one token")
         if not 0 < self.temperature < float("inf"):
             raise InputError("temperature", self.temperature, "a finite number above 0")
 
     def of_prompts(self, rows: slice) -> Samples:
         """The samples of some prompts."""
-        prompts = PromptBatch(self.prompts.ids[rows], self.prompts.mask[rows])
-        return Samples(prompts, self.ids[rows], self.mask[rows], self.temperature)
+        return Samples(self.prompts[rows], self.ids[rows], self.mask[rows], self.temperature)
 
     def microbatches(
         self, size: int, device: torch.device | str
@@ -68,8 +68,7 @@ class Samples:
         ids, mask = self.ids.reshape(-1, length), self.mask.reshape(-1, length)
         for start in range(0, batch * group, size):
             rows = slice(start, min(start + size, batch * group))
-            prompts = PromptBatch(self.prompts.ids[owner[rows]], self.prompts.mask[owner[rows]])
-            yield rows, prompts.to(device), ids[rows].to(device), mask[rows].to(device)
+            yield rows, self.prompts[owner[rows]].to(device), ids[rows].to(device), mask[rows].to(device)
 
 
 @torch.no_grad()
@@ -107,8 +106,8 @@ def draw(
     owner = torch.arange(len(prompts)).repeat_interleave(group)
     ids, masks = [], []
     for rows in owner.split(microbatch):
-        some = PromptBatch(prompts.ids[rows], prompts.mask[rows]).to(backbone.device)
-        one, mask = generate(backbone, some, max_new_tokens, generator, temperature, stop_early=False)
+        part = prompts[rows].to(backbone.device)
+        one, mask = generate(backbone, part, max_new_tokens, generator, temperature, stop_early=False)
         ids.append(one.cpu())
         masks.append(mask.cpu())
     shape = (len(prompts), group, max_new_tokens)

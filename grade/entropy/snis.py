@@ -20,6 +20,7 @@ from scipy.stats import genpareto
 from torch import Tensor
 
 from grade.errors import InputError
+from grade.stats import jackknife_stderr
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,12 @@ def reweighted_change(
         The estimates. Units of the standard error are prompts, or samples if there is only one prompt.
 
     Raises:
-        InputError: If shapes differ, a value is not finite, or there are fewer than two samples.
+        ValueError: If shapes differ or there are fewer than two samples.
+        InputError: If a value is not finite.
     """
     parts = [old_logps, new_logps, old, new, *([] if lengths is None else [lengths])]
     if len({p.shape for p in parts}) > 1 or old.ndim != 2 or old.numel() < 2:
-        raise InputError("samples", [list(p.shape) for p in parts], "equal shapes [B, G], at least two samples")
+        raise ValueError(f"{[list(p.shape) for p in parts]} are not equal shapes [B, G] with at least two samples")
     if not all(torch.isfinite(p).all() for p in parts):
         raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
     parts = [p.double() for p in parts]
@@ -104,11 +106,12 @@ def prefix_change(old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor
         [B, G].
 
     Raises:
-        InputError: If shapes differ or a value is not finite.
+        ValueError: If shapes differ.
+        InputError: If a value is not finite.
     """
     parts = [old_logps, new_logps, old, new]
     if len({p.shape for p in parts}) > 1 or old.ndim != 3:
-        raise InputError("samples", [list(p.shape) for p in parts], "equal shapes [B, G, T]")
+        raise ValueError(f"{[list(p.shape) for p in parts]} are not equal shapes [B, G, T]")
     if not all(torch.isfinite(p).all() for p in parts):
         raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
     old_logps, new_logps, old, new = (p.double() for p in parts)
@@ -139,8 +142,7 @@ def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
         raise InputError("prompts", batch, "at least 3: the jackknife leaves one out")
     a, b = linear.double().mean(1), change.double().mean(1)
     without = (a.sum() - a) / (b.sum() - b)
-    stderr = ((batch - 1) / batch * (without - without.mean()).square().sum()).sqrt()
-    return float(a.sum() / b.sum()) - 1, float(stderr)
+    return float(a.sum() / b.sum()) - 1, jackknife_stderr(without)
 
 
 def _weights(old_logps: Tensor, new_logps: Tensor, clip: float | None) -> tuple[Tensor, float]:

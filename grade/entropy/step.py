@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grade.models.backbone import Backbone
-from grade.models.parameters import trained_parameters
+from grade.models.parameters import set_values, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, bit by bit."""
-        for p, value, grad in zip(trained_parameters(self.backbone), self.parameters, self.gradients, strict=True):
-            p.copy_(value)
+        parameters = trained_parameters(self.backbone)
+        set_values(parameters, self.parameters)
+        for p, grad in zip(parameters, self.gradients, strict=True):
             p.grad = grad
         self.optimizer.load_state_dict(self.state)
         torch.set_rng_state(self.random[0])

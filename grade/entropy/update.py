@@ -64,6 +64,7 @@ def adamw_update(
         The step and its parts, in the parameters' type.
 
     Raises:
+        ValueError: If a parameter is not the optimizer's.
         InputError: If it is another optimizer, has an option that is not covered, lacks state, or a gradient is not
             finite.
     """
@@ -83,7 +84,7 @@ def adamw_update(
     parts: dict[str, list[Tensor]] = {"momentum": [], "gradient": [], "decay": []}
     for p, g in zip(parameters, gradients, strict=True):
         if id(p) not in groups:
-            raise InputError("parameters", f"one of shape {list(p.shape)}", "parameters of the optimizer")
+            raise ValueError(f"a parameter of shape {list(p.shape)} is none of the optimizer's parameters")
         group, state = groups[id(p)], optimizer.state.get(p, {})
         if not state and not allow_fresh:
             raise InputError("optimizer", "no state", "one that has stepped; allow_fresh takes its moments as 0")

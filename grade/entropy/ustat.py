@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from grade.errors import InputError
+from grade.stats import jackknife_stderr
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class UStatistic:
         rows: r_n [B], whose mean is U.
         plug_in: Plug-in standard error, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1.
         jackknife: Jackknife standard error, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``; None for B = 2.
-        plain: ``Xbar . Ybar``, which is biased by ``Cov / B``: what one gets who forgets the diagonal.
+        plain: ``Xbar . Ybar``, the naive estimate, diagonal included: biased by ``Cov / B``.
     """
 
     value: float
@@ -51,7 +52,8 @@ def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
         The estimate, computed in float64.
 
     Raises:
-        InputError: If shapes differ or B < 2.
+        ValueError: If shapes differ.
+        InputError: If B < 2.
 
     >>> import torch
     >>> x, y = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[1.0], [0.0], [3.0]])
@@ -59,7 +61,7 @@ def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
     2.5
     """
     if x.shape != y.shape or x.ndim != 2:
-        raise InputError("x and y", f"{list(x.shape)} and {list(y.shape)}", "the same shape [B, P]")
+        raise ValueError(f"x and y have shapes {list(x.shape)} and {list(y.shape)}, not the same [B, P]")
     batch = len(x)
     if batch < 2:
         raise InputError("prompts of the U-statistic", batch, "at least 2: it pairs different prompts")
@@ -71,7 +73,7 @@ def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
     jackknife = None
     if batch > 2:
         without = (batch * value - 2 * rows) / (batch - 2)
-        jackknife = float(((batch - 1) / batch * ((without - without.mean()) ** 2).sum()).sqrt())
+        jackknife = jackknife_stderr(without)
     return UStatistic(float(value), rows, float(plug_in), jackknife, float(sum_x @ sum_y / batch**2))
 
 
@@ -121,14 +123,15 @@ def two_batch(x: Tensor, y: Tensor) -> TwoBatch:
         The estimate, computed in float64.
 
     Raises:
-        InputError: If the widths differ or a batch has fewer than two prompts.
+        ValueError: If the widths differ.
+        InputError: If a batch has fewer than two prompts.
 
     >>> import torch
     >>> two_batch(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]]))   # 2 * 2; X: var 2, times 4, over 2
     TwoBatch(value=4.0, stderr=2.0, stderr_given_y=2.0)
     """
     if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
-        raise InputError("x and y", f"{list(x.shape)} and {list(y.shape)}", "two matrices of the same width")
+        raise ValueError(f"x and y have shapes {list(x.shape)} and {list(y.shape)}, not the same width")
     if min(len(x), len(y)) < 2:
         raise InputError("prompts of a batch", min(len(x), len(y)), "at least 2, for a standard error")
     x, y = x.double(), y.double()

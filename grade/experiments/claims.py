@@ -192,6 +192,15 @@ def size_verdict(found: float, low: float, high: float | None = None) -> str:
     return "confirmed" if about(found, low, high) else "refuted"
 
 
+def confirmed_if(holds: bool, otherwise: str = "refuted") -> str:
+    """``confirmed`` where the condition holds, another verdict where it does not.
+
+    >>> confirmed_if(True), confirmed_if(False), confirmed_if(False, "partly")
+    ('confirmed', 'refuted', 'partly')
+    """
+    return "confirmed" if holds else otherwise
+
+
 def _number(value: float, digits: int) -> str:
     """Significant digits without an exponent where one can do without: 147456, not 1.475e+05."""
     if value != 0 and abs(value) >= 10**digits:

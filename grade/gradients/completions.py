@@ -1,9 +1,9 @@
-"""Completions that were sampled elsewhere: a text file with one JSON object a line.
+"""Completions sampled by another engine, read from a text file with one JSON object per line.
 
-Straight-through estimators need a token only, not the noise that chose it (`grade.gradients.rollout.condition`), so
-another engine may sample: ``replay(..., completions=(ids, mask))`` gives their gradient. Each line names a
-``prompt`` and either ``completion_ids``, the tokens that were sampled, or ``completion``, text that is tokenised here.
-Only the former is exact: text may be tokenised in another way than it was sampled.
+Straight-through estimators need only the tokens, not the noise that chose them (`grade.gradients.rollout.condition`),
+so any engine may sample: ``replay(..., completions=(ids, mask))`` gives the gradient. Each line has a ``prompt`` and
+either ``completion_ids``, the sampled tokens, or ``completion``, text that is tokenised here. Only the ids are exact:
+tokenising the text need not give back the tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def read_completions(
     Args:
         path: The file.
         policy: Its tokenizer reads the text.
-        max_prompt_tokens: Prompts are cut to this many tokens, P.
-        max_new_tokens: Completions are cut to this many, T; None: not cut.
+        max_prompt_tokens: P; longer prompts are cut.
+        max_new_tokens: T; longer completions are cut. None: no limit.
 
     Returns:
         Prompts, and ids and mask of the completions [B, T], padded on the right.
 
     Raises:
-        InputError: If the file is missing, not UTF-8 or without a line, a line is no such object, or a completion is
-            empty or has a token that the policy's tokenizer does not know.
+        InputError: If the file is missing, empty or not UTF-8, if a line is malformed, or if a completion is empty or
+            has a token that the policy's tokenizer does not know.
     """
     source = Path(path)
     if not source.is_file():
-        raise InputError("completions", str(path), "a file with one JSON object a line")
+        raise InputError("completions", str(path), "a file with one JSON object per line")
     try:
         lines = source.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -73,7 +73,7 @@ def _row(line: str, place: str, policy: Backbone) -> tuple[str, list[int]]:
         if not isinstance(text, str):
             raise InputError(f"{place}, completion", text, "text")
         ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
-        unknown = policy.tokenizer.unk_token_id  # some tokenizers name the end of a text so
+        unknown = policy.tokenizer.unk_token_id  # some tokenizers use one token for both
         if unknown in ids and unknown not in policy.eos_token_ids:
             raise InputError(f"{place}, completion", text, "text that the policy's tokenizer knows")
     else:

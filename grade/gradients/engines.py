@@ -1,11 +1,11 @@
-"""Three ways to one gradient, by name.
+"""Three engines that compute the same gradient, by name.
 
-Every engine draws its completions, computes ``L = mean_b(-R_b + beta KL_b)`` with ``KL_b`` the mean over the
-completion's positions, and adds ``dL/dtheta`` to ``.grad`` of the adapter's parameters. They have one signature,
-`grade.gradients.objective.Engine`, and agree: the same seed gives the same noise, tokens, loss and gradient.
+Every engine samples completions, computes ``L = mean_b(-R_b + beta KL_b)`` with ``KL_b`` the mean over the
+completion's positions, and adds ``dL/dtheta`` to ``.grad`` of the adapter's parameters. All have the signature
+`grade.gradients.objective.Engine`, and they agree: the same seed gives the same noise, tokens, loss and gradient.
 
-- `replay` (default): sample on a cache, then one parallel pass and K-hop feedback;
-- `unrolled`: the original (`gumbel_legacy`, `ste_legacy`): re-run the prefix at each step and keep the graph;
+- `replay` (default): samples on a cache, then makes one parallel pass with K-hop feedback;
+- `unrolled`: the original (`gumbel_legacy`, `ste_legacy`): re-runs the prefix at each step and keeps the graph;
 - `checkpointed`: the source document's optimised loop (Experiment 6), with its KL fixed.
 """
 

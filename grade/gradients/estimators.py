@@ -1,4 +1,4 @@
-"""The relaxation of one token: Gumbel noise, supports and estimators.
+"""Relaxation of one token: Gumbel noise, supports, and the registry of estimators.
 
 At one position the policy's logits ``l`` [V] and Gumbel noise ``g`` give ``z = l[I] + g[I]`` on a support ``I`` of K
 token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
@@ -11,7 +11,10 @@ token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
   accurate (`ste` is first-order).
 
 All but `gumbel` are straight-through: the text is hard, and what backward needs follows from logits and token alone
-(`draw_given`). So their completions may come from anywhere; only `gumbel` needs the noise that drew them.
+(`draw_given`). Their completions may therefore come from any sampler; only `gumbel` needs the noise that drew them.
+
+Each is a subclass of `Estimator` in `ESTIMATORS`. Everything else (engines, method names, which settings are read)
+asks the registry, so a new estimator is one class here.
 
 Two supports: `top_k` takes the K largest logits and then draws noise for them (the source document's);
 `perturbed_top_k` draws noise for the whole vocabulary and takes the K largest ``l + g``. With the second the hard token
@@ -19,36 +22,49 @@ Two supports: `top_k` takes the K largest logits and then draws noise for them (
 policy truncated to its K most likely tokens. ``gumbel_topk = 0`` is the full vocabulary.
 
 ``tau`` is the Gumbel temperature; the sampling temperature is always 1. Noise is float32 whatever the model's type:
-drawn in bfloat16 it has exact zeros, a mean of 0.557 instead of 0.577 and no values above 5.5.
+in bfloat16 it would have exact zeros, a mean of 0.557 instead of 0.577, and no values above 5.5.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
-from grade.config import Config
+from grade.config import Config, allowed_names
 from grade.errors import InputError
 from grade.models.noise import exponential_noise, gumbel_noise
 
-Estimator = Literal["gumbel", "ste", "gumbel_rao", "reinmax"]
 Support = Literal["top_k", "perturbed_top_k"]
 
 
-class RelaxationConfig(Config):
-    """How generated tokens are relaxed."""
+def known_estimator(name: str) -> str:
+    """The name, if there is an estimator of that name.
 
-    estimator: Estimator = Field(
+    Raises:
+        InputError: Otherwise.
+    """
+    if name not in ESTIMATORS:
+        raise InputError("estimator", name, allowed_names(name, ESTIMATORS))
+    return name
+
+
+EstimatorName = Annotated[str, AfterValidator(known_estimator)]
+
+
+class RelaxationConfig(Config):
+    """Settings of the relaxation."""
+
+    estimator: EstimatorName = Field(
         "ste",
         description="gumbel: soft tokens; ste: hard tokens, soft gradient; gumbel_rao: ste averaged over noise given "
         "the token; reinmax: second-order straight-through",
     )
     support: Support = Field(
         "perturbed_top_k",
-        description="tokens that are mixed: top_k (largest logits), or perturbed_top_k (largest logits + noise: exact "
+        description="tokens that may be mixed: top_k (largest logits), or perturbed_top_k (largest logits + noise: exact "
         "samples for any K)",
     )
     gumbel_topk: int = Field(256, ge=0, description="size K of the support; 0 = the full vocabulary")
@@ -98,8 +114,8 @@ def draw_support(logits: Tensor, config: RelaxationConfig, generator: torch.Gene
 def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
     """Gumbel noise given that ``argmax(logits + noise)`` is a given entry.
 
-    ``-(l + g)`` is the log of a time of arrival at rate ``exp(l)``. The first of all arrivals comes at rate
-    ``Z = sum exp(l)``, whichever entry it is, and the others start anew from there:
+    ``-(l + g)`` is the log of an arrival time at rate ``exp(l)``. The first arrival comes at rate ``Z = sum exp(l)``,
+    independently of which entry it is, and the remaining ones restart from there (memoryless):
 
         z_c = log Z - log E_c,    z_j = log Z - log(E_j Z / exp(l_j) + E_c),    E ~ Exp(1) independent.
 
@@ -107,7 +123,7 @@ def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator
 
     Args:
         logits: [N, K], -inf for what cannot be drawn.
-        chosen: Position of the drawn entry in each row [N].
+        chosen: Index of the drawn entry in each row [N].
         generator: Source of the noise.
 
     Returns:
@@ -121,42 +137,45 @@ def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator
     return torch.where(logits == float("-inf"), 0.0, z - logits)
 
 
+def likeliest_support(logits: Tensor, token: Tensor, k: int) -> Tensor:
+    """Token ids [B, k] of the k largest logits; where the token is not among them, it replaces the last.
+
+    Args:
+        logits: [B, V].
+        token: Tokens [B].
+        k: Size of the support; 0 or V: the whole vocabulary in order.
+    """
+    batch, vocab = logits.shape
+    if k in (0, vocab):
+        return torch.arange(vocab, device=logits.device).expand(batch, vocab)
+    return logits.scatter(1, token.unsqueeze(1), float("inf")).topk(k).indices
+
+
 @torch.no_grad()
-def draw_given(
-    logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Support and noise of one position given its token, whoever sampled it: what straight-through backward needs.
+def conditional_draws(
+    logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator, draws: int = 1
+) -> list[tuple[Tensor, Tensor]]:
+    """M independent draws of support and noise at one position, given its token.
 
     The supports are those of `draw_support`, given the token: with `perturbed_top_k` each draw of noise has its own;
-    with `top_k` the likeliest tokens, the last of which makes room for the token where it is not among them.
-    `reinmax` uses no noise, so its support is always of the second kind.
+    with `top_k` all have `likeliest_support`.
 
     Args:
         logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
         token: Tokens [B].
-        config: Estimator, kind and size of the support, draws M.
+        config: Kind and size of the support.
         generator: Source of the noise.
+        draws: M.
 
     Returns:
-        Token ids and noise, each [B, K], or [B, M, K] with `gumbel_rao`. The token has the largest ``l + noise``
-        (but with `reinmax`, whose noise is 0).
-
-    Raises:
-        InputError: For `gumbel`.
+        M pairs of token ids and noise, each [B, K]. The token has the largest ``l + noise``.
     """
-    if config.estimator == "gumbel":
-        raise InputError("estimator", "gumbel", "ste, gumbel_rao or reinmax: soft tokens are not determined by text")
-    batch, vocab = logits.shape
+    vocab = logits.shape[1]
     k = config.gumbel_topk or vocab
-    perturbed = k < vocab and config.support == "perturbed_top_k" and config.estimator != "reinmax"
-    if k == vocab:
-        fixed = torch.arange(vocab, device=logits.device).expand(batch, vocab)
-    elif not perturbed:
-        fixed = logits.scatter(1, token.unsqueeze(1), float("inf")).topk(k).indices
-    if config.estimator == "reinmax":
-        return fixed, torch.zeros_like(fixed, dtype=logits.dtype)
-    supports, noises = [], []
-    for _ in range(config.rao_draws if config.estimator == "gumbel_rao" else 1):
+    perturbed = k < vocab and config.support == "perturbed_top_k"
+    fixed = None if perturbed else likeliest_support(logits, token, k)
+    pairs = []
+    for _ in range(draws):
         if perturbed:
             noise = conditional_noise(logits, token, generator)
             support = (logits + noise).topk(k).indices
@@ -165,11 +184,8 @@ def draw_given(
             support = fixed
             chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
             noise = conditional_noise(logits.gather(1, support), chosen, generator)
-        supports.append(support)
-        noises.append(noise)
-    if config.estimator == "ste":
-        return supports[0], noises[0]
-    return torch.stack(supports, 1), torch.stack(noises, 1)
+        pairs.append((support, noise))
+    return pairs
 
 
 def reinmax(logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
@@ -210,7 +226,149 @@ class _ReinMax(torch.autograd.Function):
         return 2 * first - second / 2, None, None
 
 
-def relax(z: Tensor, tau: float, estimator: Estimator) -> Tensor:
+def straight_through(z: Tensor, tau: float) -> Tensor:
+    """One-hot of the argmax forward, ``softmax(z / tau)``'s gradient backward.
+
+    Args:
+        z: Perturbed logits [..., K].
+        tau: Gumbel temperature.
+
+    Returns:
+        Exactly one-hot weights [..., K].
+    """
+    return _StraightThrough.apply((z / tau).softmax(-1))
+
+
+class _StraightThrough(torch.autograd.Function):
+    # The usual (hard - soft).detach() + soft is one-hot only up to rounding; this is exact.
+    @staticmethod
+    def forward(ctx, soft: Tensor) -> Tensor:
+        return torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Estimator:
+    """How a token is relaxed. The base class is straight-through; subclasses override what differs.
+
+    To add an estimator, subclass this and add an instance to `ESTIMATORS`. That also creates the training method
+    ``<name>`` (replay engine) and, unless it redraws, ``<name>_legacy`` (the original engine).
+
+    Attributes:
+        hard: Whether the forward token is one-hot. Only hard text can be sampled elsewhere (`draw_given`).
+        redraws: Whether backward uses supports and noise redrawn given the token (`draw_given`) instead of those that
+            chose it. Only the replay engine supports that.
+        options: Settings that only this estimator reads; with other methods they are an error.
+    """
+
+    hard: bool = True
+    redraws: bool = False
+    options: tuple[str, ...] = ()
+
+    def draw(self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Support and noise that choose the token of one position; see `draw_support`."""
+        return draw_support(logits, config, generator)
+
+    def draw_given(
+        self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Support and noise that backward needs, given the token; see the function `draw_given`."""
+        if not self.hard:
+            hard = ", ".join(name for name, other in ESTIMATORS.items() if other.hard)
+            raise InputError("estimator", config.estimator, f"{hard}: soft tokens are not determined by text")
+        return conditional_draws(logits, token, config, generator)[0]
+
+    def relax(self, z: Tensor, tau: float) -> Tensor:
+        """Relaxed token [..., K] of perturbed logits ``z = l + g`` [..., K]; see the function `relax`."""
+        return straight_through(z, tau)
+
+    def relax_given(self, logits: Tensor, noise: Tensor, support: Tensor, token: Tensor, tau: float) -> Tensor:
+        """Relaxed tokens [N M, K] on the supports of a rollout, for the replayed pass.
+
+        Args:
+            logits: Policy logits on the supports [N M, K]; the M draws of a position are consecutive rows.
+            noise: [N M, K].
+            support: Token ids [N M, K].
+            token: The hard tokens [N].
+            tau: Gumbel temperature.
+        """
+        return self.relax(logits + noise, tau)
+
+
+class GumbelSoftmax(Estimator):
+    """``y = softmax(z / tau)``, forward and backward."""
+
+    hard = False
+
+    def relax(self, z: Tensor, tau: float) -> Tensor:  # noqa: D102
+        return (z / tau).softmax(-1)
+
+
+class RaoBlackwellised(Estimator):
+    """Straight-through, its gradient averaged over M draws of the noise given the token."""
+
+    redraws, options = True, ("rao_draws",)
+
+    @torch.no_grad()
+    def draw_given(  # noqa: D102
+        self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        pairs = conditional_draws(logits, token, config, generator, config.rao_draws)
+        supports, noises = zip(*pairs, strict=True)
+        return torch.stack(supports, 1), torch.stack(noises, 1)
+
+
+class ReinMax(Estimator):
+    """Second-order straight-through, without noise: the support is the likeliest tokens, the token among them."""
+
+    redraws = True
+
+    @torch.no_grad()
+    def draw_given(  # noqa: D102
+        self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        support = likeliest_support(logits, token, config.gumbel_topk)
+        return support, torch.zeros_like(support, dtype=logits.dtype)
+
+    def relax_given(  # noqa: D102
+        self, logits: Tensor, noise: Tensor, support: Tensor, token: Tensor, tau: float
+    ) -> Tensor:
+        return reinmax(logits, support == token.unsqueeze(1), tau)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gumbel": GumbelSoftmax(),
+    "ste": Estimator(),
+    "gumbel_rao": RaoBlackwellised(),
+    "reinmax": ReinMax(),
+}
+
+
+@torch.no_grad()
+def draw_given(
+    logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Support and noise of one position given its token: what the straight-through backward pass needs.
+
+    Args:
+        logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
+        token: Tokens [B].
+        config: Estimator, kind and size of the support, draws M.
+        generator: Source of the noise.
+
+    Returns:
+        Token ids and noise, each [B, K], or [B, M, K] with `gumbel_rao`. The token has the largest ``l + noise``
+        (except for `reinmax`, whose noise is 0).
+
+    Raises:
+        InputError: For an estimator with soft tokens.
+    """
+    return ESTIMATORS[config.estimator].draw_given(logits, token, config, generator)
+
+
+def relax(z: Tensor, tau: float, estimator: str) -> Tensor:
     """Relaxed token ``y`` of perturbed logits.
 
     Args:
@@ -227,19 +385,7 @@ def relax(z: Tensor, tau: float, estimator: Estimator) -> Tensor:
     >>> torch.equal(*(torch.autograd.grad(relax(z, 1.0, e)[0], z)[0] for e in ("ste", "gumbel")))
     True
     """
-    soft = (z / tau).softmax(-1)
-    return soft if estimator == "gumbel" else _StraightThrough.apply(soft)
-
-
-class _StraightThrough(torch.autograd.Function):
-    # The usual (hard - soft).detach() + soft is one-hot only up to rounding; this is exact.
-    @staticmethod
-    def forward(ctx, soft: Tensor) -> Tensor:
-        return torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1.0)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad
+    return ESTIMATORS[estimator].relax(z, tau)
 
 
 def tau_at(step: int, start: float, end: float, anneal_steps: int) -> float:

@@ -8,8 +8,8 @@ Every method ascends the same objective, ``E[R(y) - beta * mean_t KL_t]``, whose
 
     E[A(y) sum_t grad log pi(y_t)] - beta E[mean_t grad KL_t],        A(y) = R(y) - beta * mean_t KL_t - baseline,
 
-unbiased for each baseline that does not depend on y. Sums over tokens, not means: a mean over each completion's tokens
-is another direction (it weighs short completions more; Liu et al. 2025, arXiv:2503.20783).
+unbiased for every baseline that does not depend on y. Tokens are summed, not averaged: averaging over each completion's
+tokens changes the direction (it gives short completions more weight; Liu et al. 2025, arXiv:2503.20783).
 
 Left out: entropy bonuses, and a clipped ratio of whole sequences (GSPO).
 """
@@ -33,8 +33,8 @@ STD_EPSILON = 1e-4
 def ema_baseline(means: Sequence[float], momentum: float = 0.9) -> float:
     """Exponential moving average of earlier steps' mean returns, 0 before the first (Williams 1992).
 
-    ``b = sum_i m^(k-i) r_i / sum_i m^(k-i)``: normalised, so that it is not drawn towards 0 in the first steps. It
-    never contains the step that it is subtracted from, so it costs no bias.
+    ``b = sum_i m^(k-i) r_i / sum_i m^(k-i)``: normalised, so it is not biased towards 0 in the first steps. It never
+    includes the step that it is subtracted from, so the gradient stays unbiased.
 
     Args:
         means: Mean return of each earlier step, oldest first.
@@ -76,7 +76,7 @@ def remax(returns: Tensor, greedy: Tensor) -> Tensor:
 
     Args:
         returns: [N, G].
-        greedy: Return of each prompt's greedy completion [N], which no sample influences.
+        greedy: Return of each prompt's greedy completion [N], independent of the samples.
 
     Returns:
         [N, G].
@@ -89,8 +89,8 @@ def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
 
     With ``normalize_std``, as published: ``(r_g - mean) / (std + eps)``. Without, Dr. GRPO's ``r_g - mean``
     (arXiv:2503.20783) times ``G / (G - 1)``: a completion's own return is part of the mean, which shrinks the expected
-    gradient by ``1 - 1/G``, and this factor takes that back. What remains is `rloo`, unbiased. Dividing by the
-    standard deviation is not: it weighs a prompt more the less its completions differ.
+    gradient by ``1 - 1/G``, and the factor undoes that. The result is `rloo`, which is unbiased. Dividing by the
+    standard deviation is biased: it gives more weight to prompts whose completions differ less.
 
     Args:
         returns: [N, G].
@@ -111,12 +111,12 @@ def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
 def _group(returns: Tensor) -> int:
     group = returns.shape[1]
     if group < 2:
-        raise InputError("num_generations", group, "at least 2: the baseline is made of a prompt's other completions")
+        raise InputError("num_generations", group, "at least 2: the baseline is the mean of a prompt's other completions")
     return group
 
 
 def token_rewards(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """The penalised return spread over tokens: ``-beta KL_t / length`` at each, the reward at the last.
+    """The penalised return, token by token: ``-beta KL_t / length`` at each, plus the reward at the last.
 
     Args:
         reward: [B].
@@ -137,15 +137,15 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over time (Schulman et al. 2016, arXiv:1506.02438, equation 16).
 
-    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}``, each completion alone; after
-    its last token value and advantage are 0.
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}`` within each completion; value
+    and advantage are 0 after its last token.
 
     Args:
         rewards: [B, T].
         values: V of the state before each token [B, T].
-        mask: [B, T], 1s first.
+        mask: [B, T], ones and then zeros.
         gamma: Discount.
-        gae_lambda: 1: the whole return minus V; 0: one step.
+        gae_lambda: 1: the full return minus V; 0: one-step advantages.
 
     Returns:
         Advantages and targets of the value function ``A + V``, each [B, T], 0 where masked.
@@ -162,7 +162,7 @@ def gae(
 
 
 def moments(values: Tensor, mask: Tensor) -> Tensor:
-    """``(n, sum x, sum x^2)`` [3] of the valid entries in float64; those of several microbatches add up."""
+    """``(n, sum x, sum x^2)`` [3] of the valid entries in float64, additive over microbatches."""
     kept = values.double() * mask
     return torch.stack([mask.double().sum(), kept.sum(), (kept * kept).sum()])
 
@@ -179,14 +179,14 @@ def whiten(values: Tensor, mask: Tensor, over: Tensor | None = None) -> tuple[Te
         Whitened values, 0 where masked, and the factor ``1 / std``.
 
     Raises:
-        InputError: If fewer than two entries are valid or all are equal: nothing to divide by.
+        InputError: If fewer than two entries are valid or all are equal.
     """
     n, total, squares = (moments(values, mask) if over is None else over).tolist()
     if n < 2:
         raise InputError("values to whiten", int(n), "at least 2: one value has no standard deviation")
     mean = total / n
     variance = (squares - n * mean * mean) / (n - 1)
-    # Equal values leave rounding of the squares' size, which must not become a divisor.
+    # For equal values only rounding error of the squares' size is left, which must not become a divisor.
     if variance <= 1e-14 * squares / n:
         raise InputError("values to whiten", f"{int(n)} equal ones", "values that differ")
     factor = variance**-0.5
@@ -194,14 +194,14 @@ def whiten(values: Tensor, mask: Tensor, over: Tensor | None = None) -> tuple[Te
 
 
 def policy_gradient_loss(weighted: Tensor, mask: Tensor) -> Tensor:
-    """``-mean_b sum_t x_bt``: the loss of tokens' contributions, ``A log pi`` or a `clipped_surrogate`.
+    """``-mean_b sum_t x_bt``: the loss, from each token's term, ``A log pi`` or `clipped_surrogate`.
 
     Args:
         weighted: [B, T].
         mask: [B, T].
 
     Returns:
-        A scalar; losses of equal microbatches average to the big batch's.
+        A scalar. The mean over microbatches of equal size is the loss of the whole batch.
     """
     return -(weighted * mask).sum(-1).mean()
 
@@ -213,7 +213,7 @@ def clipped_surrogate(logps: Tensor, old_logps: Tensor, advantages: Tensor, epsi
 
     Args:
         logps: Log-probabilities now [B, T], with gradient.
-        old_logps: Those of the policy that sampled [B, T].
+        old_logps: Log-probabilities under the policy that sampled [B, T].
         advantages: [B, T], or [B, 1].
         epsilon: Clip range.
 
@@ -249,12 +249,12 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, epsilon: flo
 def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLEstimate) -> Tensor:
     """Estimates of ``KL(pi || ref)`` from the sampled token, with ``log r = log ref - log pi`` (Schulman 2020).
 
-    ``k1 = -log r`` (unbiased, of either sign), ``k2 = (log r)^2 / 2`` (biased, small variance) and
+    ``k1 = -log r`` (unbiased, either sign), ``k2 = (log r)^2 / 2`` (biased, small variance) and
     ``k3 = r - 1 - log r`` (unbiased, at least 0).
 
     Args:
-        logps: Log-probabilities [B, T] of the policy that sampled, with gradient where wanted.
-        ref_logps: Those of the reference [B, T].
+        logps: Log-probabilities [B, T] under the policy that sampled.
+        ref_logps: Log-probabilities [B, T] under the reference.
         kind: k1, k2 or k3.
 
     Returns:

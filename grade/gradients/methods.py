@@ -1,21 +1,21 @@
-"""Methods by name: a relaxed one is a choice of estimator and engine, a policy gradient one of baseline.
+"""Methods by name: a relaxed one is an estimator with an engine, a policy gradient a row of `PolicyGradientMethod`.
 
-`OPTIONS` says which settings of a run belong to some methods only; `grade.training.config` refuses them elsewhere.
+`OPTIONS` lists the settings that only some methods have; `grade.training.config` rejects them for the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field
+from torch import Tensor
 
 from grade.config import Config
-from grade.gradients.estimators import Estimator
+from grade.gradients import losses
+from grade.gradients.estimators import ESTIMATORS
 
-RelaxedName = Literal["gumbel", "ste", "gumbel_rao", "reinmax", "gumbel_legacy", "ste_legacy"]
-PolicyGradientName = Literal["reinforce", "rloo", "remax", "grpo", "ppo"]
-MethodName = Literal[RelaxedName, PolicyGradientName]
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 
 
@@ -28,44 +28,111 @@ class Method:
         engine: How the gradient is computed.
     """
 
-    estimator: Estimator
+    estimator: str
     engine: EngineName
 
 
-RELAXED: dict[str, Method] = {
-    "gumbel": Method("gumbel", "replay"),
-    "ste": Method("ste", "replay"),
-    "gumbel_rao": Method("gumbel_rao", "replay"),
-    "reinmax": Method("reinmax", "replay"),
-    "gumbel_legacy": Method("gumbel", "unrolled"),
-    "ste_legacy": Method("ste", "unrolled"),
+RELAXED: dict[str, Method] = {name: Method(name, "replay") for name in ESTIMATORS} | {
+    f"{name}_legacy": Method(name, "unrolled") for name, estimator in ESTIMATORS.items() if not estimator.redraws
 }
-POLICY_GRADIENTS: tuple[str, ...] = get_args(PolicyGradientName)
-METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS)
-GROUPED = ("rloo", "grpo")
-"""Methods whose baseline is made of the prompt's other completions."""
 
-_SETTINGS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
-    (tuple(RELAXED), ("hops", "hop_tolerance", "gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps")),
-    (("gumbel", "ste", "gumbel_rao", "reinmax", *POLICY_GRADIENTS), ("gradient_checkpointing",)),
-    (("gumbel_rao",), ("rao_draws",)),
-    (POLICY_GRADIENTS, ("num_generations", "kl_estimator")),
-    (("reinforce",), ("baseline_momentum",)),
-    (("grpo", "ppo"), ("clip_epsilon", "epochs", "minibatches")),
-    (("grpo",), ("normalize_std", "self_certainty_reward")),
-    (("ppo",), ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages")),
-]
-OPTIONS: dict[str, tuple[str, ...]] = {option: methods for methods, options in _SETTINGS for option in options}
-"""Settings that only some methods have, and those methods; any other setting is every method's."""
+
+@dataclass(frozen=True)
+class Returns:
+    """Inputs of an advantage of whole completions.
+
+    Attributes:
+        grouped: Penalised returns [N, G].
+        config: Settings of the method.
+        earlier: Mean return of each earlier step, oldest first.
+        greedy: Samples each prompt's greedy completion and returns its penalised return [N].
+    """
+
+    grouped: Tensor
+    config: PolicyGradientConfig
+    earlier: Sequence[float]
+    greedy: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class PolicyGradientMethod:
+    """A policy gradient.
+
+    Attributes:
+        advantage: Advantages [N, G] of whole completions; None: token by token, from the value head.
+        options: Settings that only this method reads.
+        grouped: Whether the baseline is the mean of the prompt's other completions.
+        clipped: Whether the loss is the clipped surrogate, which several updates per step need.
+        value_head: Whether it learns a value function.
+        greedy: Whether it samples a greedy completion of each prompt as well.
+        running_mean: Whether the baseline is an average of earlier steps' returns.
+        passes: Passes over a step's completions unless the settings say otherwise.
+    """
+
+    advantage: Callable[[Returns], Tensor] | None
+    options: tuple[str, ...] = ()
+    grouped: bool = False
+    clipped: bool = False
+    value_head: bool = False
+    greedy: bool = False
+    running_mean: bool = False
+    passes: int = 1
+
+
+POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
+    "reinforce": PolicyGradientMethod(
+        lambda r: r.grouped - losses.ema_baseline(r.earlier, r.config.baseline_momentum),
+        ("baseline_momentum",), running_mean=True,
+    ),
+    "rloo": PolicyGradientMethod(lambda r: losses.rloo(r.grouped), grouped=True),
+    "remax": PolicyGradientMethod(lambda r: losses.remax(r.grouped, r.greedy()), greedy=True),
+    "grpo": PolicyGradientMethod(
+        lambda r: losses.grpo(r.grouped, r.config.normalize_std),
+        ("normalize_std", "self_certainty_reward"), grouped=True, clipped=True,
+    ),
+    "ppo": PolicyGradientMethod(
+        None, ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages"),
+        clipped=True, value_head=True, passes=4,
+    ),
+}  # fmt: skip
+POLICY_GRADIENTS: tuple[str, ...] = tuple(POLICY_GRADIENT_METHODS)
+METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS)
+GROUPED: tuple[str, ...] = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if method.grouped)
+"""Methods whose baseline is the mean of the prompt's other completions."""
+
+RelaxedName = Literal[tuple(RELAXED)]
+PolicyGradientName = Literal[POLICY_GRADIENTS]
+MethodName = Literal[METHODS]
+
+
+def _options() -> dict[str, tuple[str, ...]]:
+    replayed = tuple(name for name, method in RELAXED.items() if method.engine == "replay")
+    clipped = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if method.clipped)
+    rows: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+        (
+            tuple(RELAXED),
+            ("hops", "hop_tolerance", "gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps"),
+        ),
+        ((*replayed, *POLICY_GRADIENTS), ("gradient_checkpointing",)),
+        *(((name,), estimator.options) for name, estimator in ESTIMATORS.items()),
+        (POLICY_GRADIENTS, ("num_generations", "kl_estimator")),
+        (clipped, ("clip_epsilon", "epochs", "minibatches")),
+        *(((name,), method.options) for name, method in POLICY_GRADIENT_METHODS.items()),
+    ]
+    return {option: methods for methods, options in rows for option in options}
+
+
+OPTIONS: dict[str, tuple[str, ...]] = _options()
+"""Settings that only some methods have, with those methods. Any other setting applies to every method."""
 
 
 class PolicyGradientConfig(Config):
-    """Settings of a policy gradient; a training run adds the relaxed methods' and its own."""
+    """Settings of a policy gradient; `grade.training.config.TrainConfig` adds those of the relaxed methods and the run."""
 
     method: MethodName = Field(
         "ste",
-        description="gumbel, ste, gumbel_rao, reinmax: the replay engine; *_legacy: the original's; reinforce, rloo, "
-        "remax, grpo, ppo: policy gradients. A setting of some methods only is refused with the others",
+        description=f"{', '.join(ESTIMATORS)}: the replay engine; *_legacy: the original's; "
+        f"{', '.join(POLICY_GRADIENTS)}: policy gradients. A setting that a method does not have is an error",
     )
     batch_size: int = Field(
         8, ge=1, description="completions in a microbatch, B, of B / num_generations prompts (relaxed methods: of B)"
@@ -75,7 +142,6 @@ class PolicyGradientConfig(Config):
     gradient_checkpointing: bool = Field(
         False, description="recompute layers in backward (replay engine, policy gradients)"
     )
-
 
     num_generations: int | None = Field(
         None,
@@ -91,10 +157,10 @@ class PolicyGradientConfig(Config):
     epochs: int | None = Field(
         None,
         ge=1,
-        description="grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (where nothing clips)",
+        description="grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (no clipping then)",
     )
     minibatches: int = Field(
-        1, ge=1, description="grpo, ppo: updates in a pass; each takes an equal share of every microbatch"
+        1, ge=1, description="grpo, ppo: updates per pass; each uses an equal share of every microbatch"
     )
     normalize_std: bool = Field(
         False, description="grpo: divide advantages by the group's standard deviation, as published; biased"
@@ -102,11 +168,16 @@ class PolicyGradientConfig(Config):
     self_certainty_reward: bool = Field(
         False, description="grpo: the completion's self-certainty is the reward (Intuitor)"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="ppo: discount; 1 is the objective of the other methods")
+    gamma: float = Field(1.0, gt=0, le=1, description="ppo: discount; 1 gives the same objective as the other methods")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="ppo: lambda of generalised advantage estimation")
     value_learning_rate: float = Field(1e-3, gt=0, description="ppo: AdamW learning rate of the value head")
     value_clip: float = Field(0.2, gt=0, description="ppo: clip range of the value, in units of reward")
     whiten_advantages: bool = Field(True, description="ppo: whiten the advantages of a step")
+
+    @property
+    def policy_gradient(self) -> PolicyGradientMethod | None:
+        """The method's row, if it is a policy gradient."""
+        return POLICY_GRADIENT_METHODS.get(self.method)
 
     @property
     def group(self) -> int:
@@ -116,7 +187,7 @@ class PolicyGradientConfig(Config):
     @property
     def passes(self) -> int:
         """Passes of the update over a step's completions."""
-        return self.epochs or (4 if self.method == "ppo" else 1)
+        return self.epochs or (self.policy_gradient.passes if self.policy_gradient else 1)
 
     @property
     def batch_prompts(self) -> int:
@@ -125,5 +196,6 @@ class PolicyGradientConfig(Config):
 
     @property
     def batch_completions(self) -> int:
-        """Completions generated and scored for a microbatch; remax's greedy ones are among them."""
-        return self.batch_size + (self.batch_prompts if self.method == "remax" else 0)
+        """Completions generated and scored for a microbatch, greedy ones included."""
+        greedy = self.policy_gradient is not None and self.policy_gradient.greedy
+        return self.batch_size + (self.batch_prompts if greedy else 0)

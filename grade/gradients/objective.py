@@ -1,4 +1,4 @@
-"""What the engines share: the objective, the result and the signature."""
+"""What all engines share: the objective, the result, and the signature."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Objective:
     Attributes:
         reward_model: Maps embeddings [B, L, D] and mask [B, L] to rewards [B].
         beta: Weight of KL, in reward per nat and token (the documents' ``kl_coef``).
-        scope: What is scored; the same for every method.
+        scope: Which text is scored; the same for every method.
     """
 
     reward_model: Reward
@@ -48,10 +48,17 @@ class Objective:
             embeds, mask = torch.cat([prompt_embeds, embeds], 1), torch.cat([prompts.mask, mask], 1)
         return self.reward_model(embeds, mask)
 
+    def score(self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """Reward [B] of hard completions [B, T], on exactly the text that training scores."""
+        embeds = backbone.embed(ids)
+        if self.scope == "completion":
+            return self.reward_model(embeds, mask)
+        return self.reward(backbone.embed(prompts.ids), prompts, embeds, mask)
+
 
 @dataclass(frozen=True)
 class GradientStep:
-    """What one call of an engine found; the gradient itself is in ``.grad`` of the adapter's parameters.
+    """Result of one call of an engine; the gradient itself is in ``.grad`` of the adapter's parameters.
 
     Attributes:
         completion_ids: Hard tokens [B, T].
@@ -59,9 +66,9 @@ class GradientStep:
         reward: Rewards [B].
         kl: KL at each position [B, T] in nats, 0 where masked.
         loss: The loss, a scalar.
-        residual: Relative size of the last correction to the adjoint, ``|u_n - u_{n-1}| / |u_n|``; None where there
-            was no correction (hops = 0, or an engine that is exact).
-        hops: Feedback hops used; None for an engine that is exact.
+        residual: Relative size of the last correction to the adjoint, ``|a_n - a_{n-1}| / |a_n|``; None if there was
+            no correction (hops = 0, or an exact engine).
+        hops: Feedback hops used; None for an exact engine.
     """
 
     completion_ids: Tensor
@@ -94,17 +101,18 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         values: [B, T].
-        mask: [B, T]; at least one valid position a row.
+        mask: [B, T], at least one valid position per row.
 
     Returns:
-        [B]. Sequences count equally whatever their length, so gradients of microbatches add up to the big batch's.
+        [B]. Sequences of different length have equal weight, so the gradients of microbatches add up to the gradient
+        of the whole batch.
     """
     mask = mask.to(values.dtype)
     return (values * mask).sum(-1) / mask.sum(-1)
 
 
 def check_finite(reward: Tensor, loss: Tensor) -> None:
-    """Refuse NaN and infinity before they reach a gradient.
+    """Reject NaN and infinity before they reach a gradient.
 
     Raises:
         InputError: Naming reward or loss.
@@ -117,9 +125,5 @@ def check_finite(reward: Tensor, loss: Tensor) -> None:
 def score(
     reward_model: Reward, backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, scope: RewardScope
 ) -> Tensor:
-    """Reward [B] of hard completions [B, T], on exactly the text that training scores."""
-    embeds = backbone.embed(ids)
-    if scope == "prompt_and_completion":
-        embeds = torch.cat([backbone.embed(prompts.ids), embeds], 1)
-        mask = torch.cat([prompts.mask, mask], 1)
-    return reward_model(embeds, mask)
+    """`Objective.score` without a KL weight: reward [B] of hard completions [B, T]."""
+    return Objective(reward_model, scope=scope).score(backbone, prompts, ids, mask)

@@ -1,22 +1,22 @@
 """Policy gradients on the shared base: `reinforce`, `rloo`, `remax`, `grpo` and `ppo`.
 
-Completions are sampled on the key-value cache and scored by the same reward model, on the same text, as everywhere
-else; one teacher-forced pass then gives log-probabilities and KL in row chunks, so that no [B, T, V] tensor exists. All
-ascend the objective of the relaxed methods (`grade.gradients.objective`), ``E[R - beta * mean_t KL_t]``. Its gradient
+Completions are sampled on the key-value cache and scored by the same reward model, on the same text, as with the
+relaxed methods. One teacher-forced pass then gives log-probabilities and KL in row chunks, so no [B, T, V] tensor
+exists. All methods ascend the objective of the relaxed ones (`grade.gradients.objective`), ``E[R - beta * mean_t KL_t]``. Its gradient
 has two terms: the score function weighted by the *penalised* return, because KL depends on which tokens were sampled,
-and KL's own gradient at the sampled positions. Both are there, so `reinforce`, `rloo`, `remax` and `grpo` without its
-options are unbiased.
+and KL's own gradient at the sampled positions. Both are included, so `reinforce`, `rloo`, `remax` and `grpo` with its
+default options are unbiased.
 
 | method | advantage of completion y |
 |---|---|
 | reinforce | penalised return minus an average of earlier steps' returns |
 | rloo | minus the mean of the prompt's other completions |
 | remax | minus the greedy completion's, also penalised |
-| grpo | rloo's, or divided by the group's standard deviation; ratio clipped if a step has several updates |
+| grpo | as rloo, optionally divided by the group's standard deviation; ratio clipped if a step has several updates |
 | ppo | token by token: generalised advantage estimation over time with a learned value, whitened over the step |
 
-A step with one update needs one pass with gradient; with several, completions are scored first without. The value head
-reads the policy's hidden states and does not move them. With ``self_certainty_reward`` (Intuitor) the reward is the
+A step with one update needs one pass with gradient; with several updates, completions are first scored without
+gradient. The value head reads the policy's hidden states but sends no gradient into them. With ``self_certainty_reward`` (Intuitor) the reward is the
 policy's own self-certainty, a constant of the update.
 
 Left out: entropy bonuses, adaptive beta, sampling by another engine, shuffling between passes.
@@ -26,15 +26,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grade.gradients import losses
-from grade.gradients.methods import PolicyGradientConfig
+from grade.gradients.methods import PolicyGradientConfig, Returns
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.gradients.objective import score as score_reward
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
@@ -58,26 +58,25 @@ class Completions:
     mask: Tensor
 
     def rows(self, rows: slice) -> Completions:
-        """Some of them."""
-        prompts = PromptBatch(self.prompts.ids[rows], self.prompts.mask[rows])
-        return Completions(prompts, self.ids[rows], self.mask[rows])
+        """The selected rows."""
+        return Completions(self.prompts[rows], self.ids[rows], self.mask[rows])
 
 
 @dataclass(frozen=True)
 class Experience:
-    """Completions with all that an update takes as given, without gradient.
+    """Completions with everything that an update treats as constant.
 
     Attributes:
         completions: Samples.
-        reference: The reference's hidden states [B, T, D], or its log-probabilities [B, T] for k3.
+        reference: Hidden states of the reference [B, T, D], or for k3 its log-probabilities [B, T].
         logps: Log-probabilities under the policy that sampled [B, T].
         kl: KL, or its estimate, under that policy [B, T].
         reward: [B].
-        values: V of the state before each token [B, T], with ppo.
-        advantages: [B, T], or [B, 1] where all tokens have the same.
-        targets: Targets of the value head [B, T], with ppo.
-        kl_factor: Factor on KL's own gradient: 1, or that of the whitening, which would otherwise tip the balance of
-            reward and KL.
+        values: With a value head: V of the state before each token [B, T].
+        advantages: [B, T], or [B, 1] if all tokens share one.
+        targets: With a value head: its targets [B, T].
+        kl_factor: Factor on KL's own gradient: 1, or the whitening factor, so that whitening does not change the
+            balance of reward and KL.
     """
 
     completions: Completions
@@ -91,18 +90,18 @@ class Experience:
     kl_factor: float = 1.0
 
     def rows(self, rows: slice) -> Experience:
-        """Some of them."""
+        """The selected rows."""
         parts = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, completions=self.completions.rows(rows), **parts)
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a learner needs to know of the training loop.
+    """What a learner needs from the training loop.
 
     Attributes:
-        microbatches: Microbatches of a step, of all processes.
-        apply: Takes an optimizer step with the gradients as they are.
+        microbatches: Microbatches per step, over all processes.
+        apply: Takes an optimizer step with the current gradients.
         total: Sums a tensor over processes.
     """
 
@@ -112,7 +111,7 @@ class StepContext:
 
 
 class ValueHead(nn.Module):
-    """``V(h) = w . layer_norm(h) + b``, 0 at first. Normalised, because hidden states have a few very large entries."""
+    """``V(h) = w . layer_norm(h) + b``, initially 0. Normalised, because a few entries of hidden states are very large."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -127,35 +126,35 @@ class ValueHead(nn.Module):
 
 
 class PolicyGradient:
-    """One of the methods, with what it keeps between steps: a baseline, or a value head.
+    """One of the methods, with its state between steps: a running baseline or a value head.
 
     Args:
-        config: The run; its method decides.
+        config: Settings, which name the method.
         backbone: Policy and reference.
     """
 
     def __init__(self, config: PolicyGradientConfig, backbone: Backbone) -> None:
-        self.config, self.backbone = config, backbone
+        self.config, self.backbone, self.method = config, backbone, config.policy_gradient
         self.means: list[float] = []
-        self.value_head = ValueHead(backbone) if config.method == "ppo" else None
+        self.value_head = ValueHead(backbone) if self.method.value_head else None
         self.figures: dict[str, list[Tensor]] = {}
 
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters beside the adapter's."""
+        """Trained parameters other than the adapter's."""
         return [] if self.value_head is None else list(self.value_head.parameters())
 
     def step(
         self, microbatches: Iterable[tuple[PromptBatch, torch.Generator]], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        """Sample, and update as often as the method does.
+        """Sample completions and take the method's updates.
 
         Args:
-            microbatches: This process's prompts, each once, and the source of their completions' noise.
+            microbatches: This process's prompts, each once, with the generator for their completions.
             objective: Reward and KL weight.
             context: The training loop.
 
         Returns:
-            What each microbatch found, under the policy that sampled it.
+            One result per microbatch, under the policy that sampled it.
 
         Raises:
             InputError: For a reward that is not finite, or advantages that cannot be whitened.
@@ -164,8 +163,7 @@ class PolicyGradient:
 
     def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
         """G completions of each prompt."""
-        owner = torch.arange(len(prompts), device=prompts.ids.device).repeat_interleave(self.config.group)
-        return self._generate(PromptBatch(prompts.ids[owner], prompts.mask[owner]), generator)
+        return self._generate(prompts.repeat(self.config.group), generator)
 
     def _generate(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
         most, least = self.config.max_new_tokens, self.config.min_new_tokens
@@ -178,32 +176,32 @@ class PolicyGradient:
         """`step` on completions that exist already."""
         self.figures = {}
         scale, several = 1 / context.microbatches, self.config.passes * self.config.minibatches > 1
-        if several or self.config.method == "ppo":
+        if several or self.method.value_head:
             steps = self._update_often(microbatches, objective, context, scale)
         else:
             steps = [self.accumulate(completions, objective, scale) for completions in microbatches]
             context.apply()
-        if self.config.method == "reinforce":
+        if self.method.running_mean:
             means = torch.stack([-step.loss for step in steps]).sum() * scale
             self.means.append(float(context.total(means)))
         return steps
 
     def accumulate(self, completions: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
-        """Add ``scale`` times the gradient of the loss, minus the objective, in one pass; not for ppo.
+        """Add ``scale`` times the gradient of the loss (the negative objective) in one pass; not for ppo.
 
         Args:
-            completions: Of the policy as it is now.
+            completions: Samples of the current policy.
             objective: Reward and KL weight.
             scale: Factor on the gradient.
 
         Returns:
-            What was found.
+            The result.
         """
         logps, kl, hidden, reference = self._terms(completions, None)
         seen = self._experience(completions, objective, logps, kl, hidden, reference)
         seen = replace(seen, advantages=self._advantages(seen, objective))
         (self._loss(logps, kl, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
-        return self._found(seen, objective)
+        return self._result(seen, objective)
 
     def _update_often(
         self, microbatches: Iterable[Completions], objective: Objective, context: StepContext, scale: float
@@ -228,12 +226,12 @@ class PolicyGradient:
                 for p in inputs:
                     p.grad = None
                 for seen in experience:
-                    some = seen.rows(slice(part, None, self.config.minibatches))
-                    logps, kl, hidden, _ = self._terms(some.completions, some.reference)
-                    loss = self._loss(logps, kl, some, objective) + self._value_loss(hidden, some)
+                    rows = seen.rows(slice(part, None, self.config.minibatches))
+                    logps, kl, hidden, _ = self._terms(rows.completions, rows.reference)
+                    loss = self._loss(logps, kl, rows, objective) + self._value_loss(hidden, rows)
                     (loss * scale).backward(inputs=inputs)
                 context.apply()
-        return [self._found(seen, objective) for seen in experience]
+        return [self._result(seen, objective) for seen in experience]
 
     def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probabilities and KL [B, T], hidden states [B, T, D] and the reference's part of KL."""
@@ -251,7 +249,7 @@ class PolicyGradient:
         return logps, losses.kl_estimate(logps, reference, "k3"), hidden, reference
 
     def _logps(self, hidden: Tensor, completions: Completions) -> Tensor:
-        # Of the distribution that was sampled: without end-of-sequence before min_new_tokens.
+        # Under the distribution that was sampled from: no end-of-sequence before min_new_tokens.
         least = self.config.min_new_tokens
         ids, mask = completions.ids, completions.mask
         return score_hidden(self.backbone, hidden, ids, mask, ("logps",), min_new_tokens=least).logps
@@ -270,24 +268,17 @@ class PolicyGradient:
     def _reward(self, completions: Completions, objective: Objective, hidden: Tensor) -> Tensor:
         prompts, ids, mask = completions.prompts, completions.ids, completions.mask
         if self.config.self_certainty_reward:
-            found = score_hidden(self.backbone, hidden, ids, mask, ("self_certainty",))
-            return completion_certainty(found.self_certainty, mask)
-        return score_reward(objective.reward_model, self.backbone, prompts, ids, mask, objective.scope)
+            scores = score_hidden(self.backbone, hidden, ids, mask, ("self_certainty",))
+            return completion_certainty(scores.self_certainty, mask)
+        return objective.score(self.backbone, prompts, ids, mask)
 
     @torch.no_grad()
     def _advantages(self, seen: Experience, objective: Objective) -> Tensor:
-        """Advantages [B, 1] of whole completions."""
+        """Advantages of whole completions [B, 1]."""
         returns = _penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
-        grouped, method = returns.view(-1, self.config.group), self.config.method
-        if method == "reinforce":
-            grouped = grouped - losses.ema_baseline(self.means, self.config.baseline_momentum)
-        elif method == "rloo":
-            grouped = losses.rloo(grouped)
-        elif method == "remax":
-            grouped = losses.remax(grouped, self._greedy_returns(seen.completions, objective))
-        else:
-            grouped = losses.grpo(grouped, self.config.normalize_std)
-        return grouped.reshape(-1, 1)
+        grouped = returns.view(-1, self.config.group)
+        given = Returns(grouped, self.config, self.means, partial(self._greedy_returns, seen.completions, objective))
+        return self.method.advantage(given).reshape(-1, 1)
 
     def _greedy_returns(self, completions: Completions, objective: Objective) -> Tensor:
         """Penalised return of each prompt's greedy completion [N]."""
@@ -307,7 +298,7 @@ class PolicyGradient:
 
     def _loss(self, logps: Tensor, kl: Tensor, seen: Experience, objective: Objective) -> Tensor:
         mask, epsilon = seen.completions.mask, self.config.clip_epsilon
-        if self.config.method in ("grpo", "ppo"):
+        if self.method.clipped:
             weighted = losses.clipped_surrogate(logps, seen.logps, seen.advantages, epsilon)
             self._note("clip_fraction", losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon))
         else:
@@ -326,7 +317,7 @@ class PolicyGradient:
     def _note(self, name: str, value: Tensor) -> None:
         self.figures.setdefault(name, []).append(value)
 
-    def _found(self, seen: Experience, objective: Objective) -> GradientStep:
+    def _result(self, seen: Experience, objective: Objective) -> GradientStep:
         mask = seen.completions.mask
         loss = -_penalised(seen.reward, seen.kl, mask, objective.beta).mean()
         return GradientStep(seen.completions.ids, mask, seen.reward, seen.kl, loss)

@@ -8,7 +8,7 @@ gives all hidden states ``h``, hence all ``z`` and ``y``. The full gradient flow
     a = r + J^T v,    v = D^T a + k,
 
 and ``dL/dtheta = (dh/dtheta)^T v``. Start from ``a = r`` and apply the right-hand side `hops` times: each is one
-vector-Jacobian product of the same graph to its inputs. ``J`` is nilpotent (a token cannot change earlier ones), so
+vector-Jacobian product of the same graph with respect to its inputs. ``J`` is nilpotent (a token cannot change earlier ones), so
 ``hops = T`` is exact; ``hops = 0`` cuts the feedback. A hop corrects the adjoint by the influence that passes through
 one more generated token.
 
@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.estimators import RelaxationConfig, reinmax, relax
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.rollout import Rollout, condition, noise_given, sample
 from grade.models.head import kl_divergence, support_logits, token_logps, weighted_embedding
+from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import forbid_eos
 
@@ -64,25 +65,25 @@ def replay(
         relaxation: Estimator, support, tau, lengths.
         generator: Source of the noise.
         scale: Factor on the gradient (1 / number of microbatches).
-        hops: Most feedback hops; T - 1 or more is the exact gradient.
-        tolerance: Stop when ``|a_n - a_{n-1}| <= tolerance |a_n|``; 0 takes all hops without looking.
+        hops: Maximum number of feedback hops; T - 1 or more gives the exact gradient.
+        tolerance: Stop when ``|a_n - a_{n-1}| <= tolerance |a_n|``; 0 always takes all hops.
         gradient_checkpointing: Recompute each layer in backward; one more forward per vector-Jacobian product.
-        rollout: Use this rollout of the same policy instead of drawing one.
-        completions: Ids and mask [B, T] of completions sampled elsewhere, instead of drawing some: see
+        rollout: A rollout of the same policy, instead of sampling one.
+        completions: Ids and mask [B, T] of completions sampled elsewhere, instead of sampling: see
             `grade.gradients.rollout.condition`. Straight-through estimators only.
 
     Returns:
         The step's reward, KL, loss, and the residual of the last hop.
 
     Raises:
-        InputError: If hops < 0, both a rollout and completions are given, completions do not fit the policy, or a
-            reward or the loss is not finite.
+        ValueError: If both a rollout and completions are given, or the completions' shapes do not fit.
+        InputError: If hops < 0, completions do not fit the policy, or a reward or the loss is not finite.
     """
     if hops < 0:
         raise InputError("hops", hops, "at least 0")
     if completions is not None:
         if rollout is not None:
-            raise InputError("completions", "a rollout as well", "one of the two")
+            raise ValueError("replay takes a rollout or completions, not both")
         rollout = condition(backbone, prompts, *completions, relaxation, generator)
     rollout = rollout or sample(backbone, prompts, relaxation, generator)
     graph = ReplayGraph(backbone, rollout, gradient_checkpointing)
@@ -97,10 +98,10 @@ def replay(
 
 
 class ReplayGraph:
-    """One teacher-forced pass over a rollout, and the vector-Jacobian products of which gradients are made.
+    """One teacher-forced pass over a rollout, and the VJPs that make up a gradient.
 
-    The graph depends on the rollout's inputs alone. So rewards, numbers of hops and, for hard tokens, estimators and
-    temperatures can share one: each takes its own products.
+    The graph depends only on the rollout's inputs. Different rewards, numbers of hops and, for hard tokens, estimators
+    and temperatures can therefore share it: each takes its own products.
 
     Args:
         backbone: The policy.
@@ -120,12 +121,12 @@ class ReplayGraph:
 
     @cached_property
     def h(self) -> Tensor:
-        """Hidden states that predict the completion [B, T, D], with graph: made when first used."""
+        """Hidden states that predict the completion [B, T, D], with graph; computed on first use."""
         with self.backbone.checkpointed_layers(self.gradient_checkpointing):
             return self.backbone.hidden(*self.inputs)[:, self.first :]
 
     def reward(self, objective: Objective) -> tuple[Tensor, Tensor]:
-        """Rewards [B], and ``r = d(-mean R)/de`` [B, T, D]. Before `h` is used, its graph is not alive beside h's."""
+        """Rewards [B], and ``r = d(-mean R)/de`` [B, T, D]. Call it before using `h`, so only one graph is alive."""
         reward = objective.reward(self.prompt_embeds, self.rollout.prompts, self.e, self.rollout.completion_mask)
         return reward.detach(), torch.autograd.grad(-reward.mean(), self.e)[0]
 
@@ -137,7 +138,7 @@ class ReplayGraph:
         return _kl_and_gradient(self.backbone, self.h, ref_hidden, self.rollout.completion_mask, beta)
 
     def given(self, relaxation: RelaxationConfig, generator: torch.Generator) -> Rollout:
-        """This rollout's hard tokens with supports and noise of another straight-through estimator."""
+        """This rollout's hard tokens, with supports and noise for another straight-through estimator."""
         ids, mask = self.rollout.completion_ids, self.rollout.completion_mask
         support, noise = noise_given(self.backbone, self.h.detach(), ids, mask, relaxation, generator)
         return replace(self.rollout, support=support, noise=noise)
@@ -145,7 +146,7 @@ class ReplayGraph:
     def policy(self, coefficients: Tensor) -> Tensor:
         """``v = d(sum_b c_b log pi(completion b)) / dh`` [B, T, D] for hard completions: a policy gradient's.
 
-        The same graph then gives the relaxed gradient and, for one more product, the policy gradient.
+        The graph of the relaxed gradient then also gives the policy gradient, for one more product.
 
         Args:
             coefficients: c [B], such as advantages / B.
@@ -159,7 +160,7 @@ class ReplayGraph:
         """``a -> D^T a``: from adjoints of relaxed embeddings [B, T, D] to adjoints of hidden states [B, T, D].
 
         Args:
-            rollout: This graph's, or another with the same inputs: other supports and noise for the same hard tokens.
+            rollout: This graph's rollout, or one with the same hard tokens but other supports and noise.
             relaxation: Estimator and tau.
         """
         return _relaxation_pullback(self.backbone, self.h, rollout, relaxation)
@@ -167,13 +168,13 @@ class ReplayGraph:
     def adjoint(
         self, r: Tensor, k: Tensor | float, pull: Pullback, hops: int, tolerance: float = 0.0
     ) -> tuple[Tensor, Tensor | None, int]:
-        """``v = D^T a + k`` after so many hops, with the residual of the last and how many were taken.
+        """``v = D^T a + k`` after the hops, with the last residual and the number of hops taken.
 
         Args:
             r: Adjoint of the embeddings without feedback [B, T, D].
-            k: Adjoint of the hidden states that does not pass through tokens [B, T, D].
+            k: Part of the hidden states' adjoint that does not pass through tokens [B, T, D].
             pull: From `pullback`.
-            hops: Most hops.
+            hops: Maximum number of hops.
             tolerance: See `replay`.
 
         Returns:
@@ -189,9 +190,8 @@ class ReplayGraph:
         return pull(a) + k, residual, used
 
     def parameter_gradient(self, v: Tensor) -> Tensor:
-        """``(dh/dtheta)^T v`` [P], the adapter's parameters flattened; the graph stays."""
-        grads = torch.autograd.grad(self.h, self.backbone.trainable_parameters(), v, retain_graph=True)
-        return torch.cat([g.flatten() for g in grads])
+        """``(dh/dtheta)^T v`` [P] over the flattened adapter parameters; the graph is kept."""
+        return flatten(torch.autograd.grad(self.h, self.backbone.trainable_parameters(), v, retain_graph=True))
 
 
 def replay_inputs(prompts: PromptBatch, prompt_embeds: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,9 +205,8 @@ def replay_inputs(prompts: PromptBatch, prompt_embeds: Tensor, e: Tensor) -> tup
     Returns:
         Inputs [B, P + T - 1, D] and their mask [B, P + T - 1].
     """
-    batch, length = e.shape[:2]
-    ones = prompts.mask.new_ones(batch, length - 1)
-    return torch.cat([prompt_embeds, e[:, :-1]], 1), torch.cat([prompts.mask, ones], 1)
+    mask = prompts.mask_with(e.shape[1] - 1)
+    return torch.cat([prompt_embeds, e[:, :-1]], 1), mask
 
 
 def _kl_and_gradient(
@@ -224,7 +223,7 @@ def _kl_and_gradient(
 def _relaxation_pullback(backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig) -> Pullback:
     leaf = h.detach().requires_grad_()
     (batch, length, dim), k = h.shape, rollout.support.shape[-1]
-    # Every draw of the noise is a row of its own, with its own support: [B T M, K].
+    # Each draw of the noise is a separate row with its own support: [B T M, K].
     draws = rollout.support.shape[2] if rollout.support.ndim == 4 else 1
     support, noise = rollout.support.reshape(-1, k), rollout.noise.reshape(-1, k)
     steps = torch.arange(length, device=h.device).repeat(batch).repeat_interleave(draws).unsqueeze(1)
@@ -232,10 +231,8 @@ def _relaxation_pullback(backbone: Backbone, h: Tensor, rollout: Rollout, config
         rows = leaf.flatten(0, 1)
         logits = support_logits(backbone.head, rows.repeat_interleave(draws, 0) if draws > 1 else rows, support)
         logits = forbid_eos(logits, support, steps, config.min_new_tokens, backbone.eos_token_ids)
-        if config.estimator == "reinmax":
-            y = reinmax(logits, support == rollout.completion_ids.view(-1, 1), config.tau)
-        else:
-            y = relax(logits + noise, config.tau, config.estimator)
+        token = rollout.completion_ids.flatten()
+        y = ESTIMATORS[config.estimator].relax_given(logits, noise, support, token, config.tau)
         e = weighted_embedding(backbone.embedding_weight, support, y).view(batch, length, draws, dim)
         e = e.mean(2) * backbone.embedding_scale
     valid = rollout.completion_mask.unsqueeze(-1).to(h.dtype)

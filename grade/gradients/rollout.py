@@ -1,12 +1,12 @@
 """Sampling without gradient, on a key-value cache.
 
 `sample` draws relaxed completions and keeps what is needed to replay them: the hard tokens, the support and its noise,
-each [B, T, K] or smaller ([B, T, M, K] with `gumbel_rao`). `generate` draws ordinary samples for evaluation. Both are
-one loop: at each position the policy's logits [B, V] exist for that position only. `condition` makes a rollout of
-completions that were sampled elsewhere.
+each [B, T, K] or smaller ([B, T, M, K] with `gumbel_rao`). The policy's logits [B, V] exist for one position at a time.
+`condition` makes a rollout of completions that were sampled elsewhere. Ordinary samples, for evaluation, come from
+`grade.models.sampling.generate`.
 
-A completion ends with a hard end-of-sequence token, which still counts. Later positions are masked; what is drawn there
-is seen by nothing that counts. Loops run the full T steps unless `stop_early`.
+A completion ends with a hard end-of-sequence token, which still counts. Later positions are masked; draws there affect
+no result. The loop always runs the full T steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.estimators import RelaxationConfig, draw_given, draw_support, relax
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, draw_given
 from grade.models.decode_linear import SkinnyLinear
 from grade.models.head import CHUNK_ROWS, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos
+from grade.models.scoring import check_shapes, predicting_hidden
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -36,9 +37,9 @@ class Rollout:
         prompts: The prompts.
         completion_ids: Hard tokens ``argmax z`` [B, T].
         completion_mask: [B, T], 1 up to and including the first end-of-sequence token, then 0.
-        support: Token ids of the supports [B, T, K]; with `gumbel_rao` one for each draw [B, T, M, K].
-        noise: Gumbel noise on the supports, same shape, float32 (given the token: in the type of the logits).
-        embeds: Relaxed embeddings ``e`` [B, T, D]; of the hard tokens, but with `gumbel`.
+        support: Token ids of the supports [B, T, K]; with `gumbel_rao` one per draw [B, T, M, K].
+        noise: Gumbel noise on the supports, same shape; float32, or the type of the logits if drawn given the token.
+        embeds: Embeddings ``e`` [B, T, D] of the hard tokens; for `gumbel`, of the soft ones.
     """
 
     prompts: PromptBatch
@@ -54,7 +55,7 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
     """Draw relaxed completions of the policy.
 
     Args:
-        backbone: Its adapter as it is now is the policy.
+        backbone: The policy.
         prompts: B prompts.
         config: Estimator, support, tau, lengths.
         generator: Source of the noise, on the backbone's device.
@@ -68,21 +69,21 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
 
 
 def _sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator) -> Rollout:
-    state = Decoder(backbone, prompts)
+    state, estimator = Decoder(backbone, prompts), ESTIMATORS[config.estimator]
     eos = backbone.eos_token_ids
     ids, masks, supports, noises, embeds = [], [], [], [], []
     alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
     for step in range(config.max_new_tokens):
         logits = forbid_eos(state.logits(), None, step, config.min_new_tokens, eos)  # [B, V]
-        support, noise = draw_support(logits, config, generator)  # [B, K]
-        y = relax(logits.gather(1, support) + noise, config.tau, config.estimator)
+        support, noise = estimator.draw(logits, config, generator)  # [B, K]
+        y = estimator.relax(logits.gather(1, support) + noise, config.tau)
         token = support.gather(1, y.argmax(-1, keepdim=True)).squeeze(1)  # [B]
-        if config.estimator == "gumbel":
-            e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
-        else:
+        if estimator.hard:
             e = backbone.embed(token)
-        if config.estimator in ("gumbel_rao", "reinmax"):
-            support, noise = draw_given(logits, token, config, generator)
+        else:
+            e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
+        if estimator.redraws:
+            support, noise = estimator.draw_given(logits, token, config, generator)
         for values, value in zip(
             (ids, masks, supports, noises, embeds), (token, alive, support, noise, e), strict=True
         ):
@@ -106,13 +107,13 @@ def condition(
     """A rollout of completions that were sampled elsewhere, for the straight-through estimators.
 
     One teacher-forced pass without gradient gives the logits of every position; supports and noise are drawn given the
-    tokens (`draw_given`). If the completions are samples of the policy, the rollout has the law of `sample`'s; from
-    another policy the gradient is off-policy, which nothing here corrects.
+    tokens (`draw_given`). For samples of the policy, the rollout has the same distribution as one of `sample`. For
+    samples of another policy the gradient is off-policy, which is not corrected here.
 
     Args:
-        backbone: Its adapter as it is now is the policy.
+        backbone: The policy.
         prompts: B prompts.
-        ids: Completions [B, T] in the policy's own tokens; what stands where masked is not read.
+        ids: Completions [B, T] in the policy's own tokens; masked entries are ignored.
         mask: [B, T], 1 up to and including the first end-of-sequence token (or the cut), then 0.
         config: Estimator, support, tau; ``max_new_tokens`` is not used.
         generator: Source of the noise, on the backbone's device.
@@ -121,15 +122,14 @@ def condition(
         The rollout.
 
     Raises:
-        InputError: For the estimator `gumbel`, or completions that are empty, malformed, too long, impossible under
-            ``min_new_tokens`` or not in the policy's tokens.
+        ValueError: For wrong shapes, or a mask that is not ones and then zeros.
+        InputError: For the estimator `gumbel`, or completions that are too long, impossible under ``min_new_tokens``
+            or not in the policy's tokens.
     """
     check_completions(backbone, prompts, ids, mask, config.min_new_tokens)
     check_length(backbone, prompts.ids.shape[1] + ids.shape[1])
     ids = ids * mask
-    inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
-    inputs_mask = torch.cat([prompts.mask, prompts.mask.new_ones(len(ids), ids.shape[1] - 1)], 1)
-    hidden = backbone.hidden(backbone.embed(inputs), inputs_mask)[:, prompts.ids.shape[1] - 1 :]
+    hidden = predicting_hidden(backbone, prompts, ids)
     support, noise = noise_given(backbone, hidden, ids, mask, config, generator)
     return Rollout(prompts, ids, mask.long(), support, noise, backbone.embed(ids))
 
@@ -149,10 +149,10 @@ def noise_given(
         generator: Source of the noise.
 
     Returns:
-        Token ids and noise, each [B, T, K] or [B, T, M, K]. Row chunks of the head: no [B, T, V] tensor exists.
+        Token ids and noise, each [B, T, K] or [B, T, M, K]. The head runs in row chunks: no [B, T, V] tensor exists.
     """
     rows, flat = hidden.flatten(0, 1), ids.flatten()
-    # Where masked, the token may be one that is forbidden there; nothing that counts sees what is drawn.
+    # A masked position may hold a token that is forbidden there. Draws there affect no result, so none is forbidden.
     steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)
     supports, noises = [], []
     for chunk in torch.arange(len(rows), device=ids.device).split(CHUNK_ROWS):
@@ -168,7 +168,7 @@ def noise_given(
 def check_completions(
     backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int = 0
 ) -> None:
-    """Refuse completions that the policy could not have written.
+    """Reject completions that the policy could not have written.
 
     Args:
         backbone: The policy.
@@ -178,16 +178,15 @@ def check_completions(
         min_new_tokens: End-of-sequence is not allowed before this many tokens.
 
     Raises:
-        InputError: For wrong shapes, a mask that is not ones and then zeros, an empty completion, a token that the
-            policy's tokenizer does not know, or a token after an end-of-sequence.
+        ValueError: For wrong shapes, or a mask that is not ones (at least one) and then zeros.
+        InputError: For a token that the policy's tokenizer does not know, a token after an end-of-sequence, or an
+            end-of-sequence that comes too early.
     """
-    if ids.ndim != 2 or ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
-        allowed = f"[{len(prompts)}, T] for ids and mask, T at least 1"
-        raise InputError("completions", f"{list(ids.shape)} and {list(mask.shape)}", allowed)
+    check_shapes(prompts, ids, mask)
     valid = mask.bool()
     for n, row in enumerate(mask.tolist()):
         if row != sorted((int(bool(m)) for m in row), reverse=True) or not row[0]:
-            raise InputError(f"completion mask, row {n}", row, "ones, at least one, and then zeros")
+            raise ValueError(f"completion mask, row {n}: {row} is not ones, at least one, and then zeros")
     tokenizer = backbone.tokenizer
     known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
     foreign = valid & ((ids < 0) | (ids >= known))

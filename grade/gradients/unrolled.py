@@ -2,12 +2,12 @@
 
 `unrolled` is the original trainer (`gumbel_legacy`, `ste_legacy`): full-vocabulary soft tokens, stored logits of policy
 and reference, a reference that re-reads its prefix. `checkpointed` is the source document's memory-efficient trainer
-(Experiment 6) with its eight optimisations. Each of them is one switch of `StepwiseOptions`, so that a notebook can
-turn them on alone.
+(Experiment 6) with its eight optimisations. Each is a switch of `StepwiseOptions`, so a notebook can turn it on by
+itself.
 
-Two things are put right, because the original's numbers could not be compared otherwise: KL compares policy and
-reference at the *same* position and is in the loss with its gradient (the original read the reference one position
-late and left KL out), and end-of-sequence is handled.
+Two things are fixed, because the results could not be compared otherwise. KL compares policy and reference at the *same*
+position and is part of the loss, with its gradient (the original read the reference one position late and left KL out
+of the loss). And end-of-sequence is handled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from grade.errors import InputError
-from grade.gradients.estimators import RelaxationConfig, draw_support, relax
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.head import kl_divergence, support_logits, weighted_embedding
 from grade.models.prompts import PromptBatch
@@ -42,7 +42,7 @@ class StepwiseOptions:
         reward_embedding: ``dense``: soft tokens [B, T, V] times the table; ``gathered``: gather rows [B, T, K, D] and
             sum (the document's "sparse" reward); ``bagged``: `embedding_bag`, neither.
         checkpoint: Recompute each step's forward pass in backward.
-        drop_lists: Forget each step's dense tensors at once; otherwise hold them to the end, as the original does.
+        drop_lists: Free each step's dense tensors at once; otherwise hold them to the end, as the original does.
         head_positions: ``all``: logits of the whole prefix, then the last row, as the original does; ``last``.
     """
 
@@ -80,17 +80,18 @@ def stepwise(
         generator: Source of the noise.
         scale: Factor on the gradient.
         options: Which optimisations are on.
-        backward: False returns before the backward pass, with the graph alive in ``loss`` (to measure what is kept).
+        backward: False returns before the backward pass, with the graph alive in ``loss`` (to measure what it keeps).
 
     Returns:
         The step's reward, KL and loss.
 
     Raises:
-        InputError: If the sequence is longer than the context, a reward or the loss is not finite, or the estimator is
-            one that only `replay` has.
+        InputError: If the sequence is longer than the context, a reward or the loss is not finite, or only `replay`
+            supports the estimator.
     """
-    if relaxation.estimator not in ("gumbel", "ste"):
-        raise InputError("estimator", relaxation.estimator, "gumbel or ste; the others need the replay engine")
+    if ESTIMATORS[relaxation.estimator].redraws:
+        allowed = " or ".join(name for name, estimator in ESTIMATORS.items() if not estimator.redraws)
+        raise InputError("estimator", relaxation.estimator, f"{allowed}; the others need the replay engine")
     check_length(backbone, prompts.ids.shape[1] + relaxation.max_new_tokens)
     loop = _Loop(backbone, prompts, relaxation, generator, options)
     for step in range(relaxation.max_new_tokens):
@@ -113,7 +114,7 @@ checkpointed = partial(stepwise, options=CHECKPOINTED)
 
 
 class _Loop:
-    """State of one generation: what the original keeps in lists."""
+    """State of one generation; the original keeps it in lists."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class _Loop:
         options: StepwiseOptions,
     ) -> None:
         self.backbone, self.prompts, self.config = backbone, prompts, config
-        self.generator, self.options = generator, options
+        self.generator, self.options, self.estimator = generator, options, ESTIMATORS[config.estimator]
         self.prompt_embeds = backbone.embed(prompts.ids).detach()
         self.mask = prompts.mask
         self.alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
@@ -137,7 +138,7 @@ class _Loop:
         self.logits: list[Tensor] = []  # policy logits [B, V]
         self.ref_logits: list[Tensor] = []
         self.kls: list[Tensor] = []  # [B]
-        self.unused: list[Tensor] = []  # what the original holds to the end without using it
+        self.unused: list[Tensor] = []  # held to the end but never used, as in the original
         self.ref_cache = backbone.new_cache() if options.reference_cache else None
 
     def step(self, step: int) -> None:
@@ -176,14 +177,14 @@ class _Loop:
         logits = backbone.head(h)[:, -1] if options.head_positions == "all" else backbone.head(last)  # [B, V]
         allowed = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
         if not draw:
-            draw.extend(draw_support(allowed.detach(), config, self.generator))
+            draw.extend(self.estimator.draw(allowed.detach(), config, self.generator))
         support, noise = draw
         if options.compact and options.head_positions == "last":
             at_support = support_logits(backbone.head, last, support)
             z = forbid_eos(at_support, support, step, config.min_new_tokens, backbone.eos_token_ids) + noise
         else:
             z = allowed.gather(1, support) + noise
-        y = relax(z, config.tau, config.estimator)
+        y = self.estimator.relax(z, config.tau)
         soft = None
         if options.compact:
             e = weighted_embedding(backbone.embedding_weight, support, y)
@@ -204,14 +205,14 @@ class _Loop:
             return self.backbone.decode(new, self.mask, self.ref_cache)[:, -1]
 
     def reward_embeds(self) -> Tensor:
-        """Completion embeddings [B, T, D] as the reward model makes them from the soft tokens."""
+        """Completion embeddings [B, T, D] for the reward model, from the soft tokens."""
         table, scale = self.backbone.embedding_weight, self.backbone.embedding_scale
         support, weights = torch.stack(self.supports, 1), torch.stack(self.weights, 1)  # [B, T, K]
         if self.options.reward_embedding == "bagged":
             e = weighted_embedding(table, support.flatten(0, 1), weights.flatten(0, 1))
             return e.view(*support.shape[:2], -1) * scale
         if self.options.reward_embedding == "gathered":
-            if self.soft:  # as the document's code does: it picks the weights out of the dense soft token
+            if self.soft:  # as in the document's code, which gathers the weights from the dense soft token
                 weights = torch.stack(self.soft, 1).gather(2, support)
             return gathered_embedding(table, support, weights) * scale
         if self.soft:
@@ -238,6 +239,6 @@ def gathered_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tenso
         weights: Weights [..., K].
 
     Returns:
-        [..., D]. Kept for backward: the gathered rows, K D numbers a token.
+        [..., D]. Kept for backward: the gathered rows, K D numbers per token.
     """
     return (weights.to(table.dtype).unsqueeze(-1) * table[support]).sum(-2)

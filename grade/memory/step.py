@@ -228,16 +228,18 @@ class StepConfig(TracedConfig):
 
     def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
         engine, relaxation, scale = self.make_engine(), self.relaxation(), 1 / self.gradient_accumulation_steps
-        objective, prompts = Objective(others[0], self.kl_coef), self.prompts(backbone)
+        reward_model, prompts = others[0], self.prompts(backbone)
         layers = self.gradient_checkpointing and self.engine_name == "unrolled"  # replay has a switch of its own
 
+        def reward(embeds: Tensor, mask: Tensor) -> Tensor:
+            with backbone.phase("reward"), _plain_layers(backbone):
+                return reward_model(embeds, mask)
+
+        objective = Objective(reward, self.kl_coef)
+
         def run(tracker: LiveTracker | None) -> None:
-            with (
-                _observed(backbone, objective, tracker) as watched,
-                self.casting(backbone),
-                backbone.checkpointed_layers(layers),
-            ):
-                engine(backbone, prompts, watched, relaxation, generator_on(backbone), scale)
+            with backbone.watched_by(tracker), self.casting(backbone), backbone.checkpointed_layers(layers):
+                engine(backbone, prompts, objective, relaxation, generator_on(backbone), scale)
 
         return run
 
@@ -251,50 +253,6 @@ def generator_on(backbone: Backbone) -> torch.Generator:
 def phase(tracker: LiveTracker | None, name: str) -> contextlib.AbstractContextManager[None]:
     """Name a phase, if somebody listens."""
     return tracker.during(name) if tracker else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _observed(backbone: Backbone, objective: Objective, tracker: LiveTracker | None) -> Iterator[Objective]:
-    """The objective, with the tracker told of rollout, reference and reward, and of key-value caches."""
-
-    def reward(*args):
-        with phase(tracker, "reward"), _plain_layers(backbone):
-            return objective.reward_model(*args)
-
-    watched = Objective(reward, objective.beta, objective.scope)
-    if tracker is None:
-        yield watched
-        return
-    merged, reference, new_cache = backbone.merged, backbone.reference, backbone.new_cache
-
-    def named(name: str, enter):
-        @contextlib.contextmanager
-        def run():
-            with tracker.during(name), enter():
-                tracker.tag(backbone.model.parameters(), "weights")  # copies that the adapter is folded into
-                yield
-
-        return run
-
-    def cache():
-        made = new_cache()
-
-        class Tagged(type(made)):  # a wrapper held by the cache itself would be a cycle, freed late
-            def update(self, *args, **kwargs):
-                result = super().update(*args, **kwargs)
-                tracker.tag(result, "kv cache")
-                return result
-
-        made.__class__ = Tagged
-        return made
-
-    # Attributes of this one object, which hide the methods of its class until they are deleted.
-    backbone.merged, backbone.reference = named("rollout", merged), named("reference", reference)
-    backbone.new_cache = cache
-    try:
-        yield watched
-    finally:
-        del backbone.merged, backbone.reference, backbone.new_cache
 
 
 @contextlib.contextmanager

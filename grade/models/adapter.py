@@ -1,6 +1,6 @@
 """The LoRA adapter: its settings, a new one, and one from a folder.
 
-Refused: adapters on the head or the embedding, and prompt-learning ones; both would change what policy, reference and
+Rejected: adapters on the head or the embedding, and prompt-learning ones. Both would change what policy, reference and
 reward share.
 """
 
@@ -21,7 +21,7 @@ from grade.errors import InputError
 
 
 class LoraSettings(Config):
-    """The adapter that is trained (Hu et al. 2021, arXiv:2106.09685)."""
+    """Settings of the trained adapter (Hu et al. 2021, arXiv:2106.09685)."""
 
     r: int = Field(16, ge=1, description="rank")
     alpha: int = Field(32, ge=1, description="scale is alpha / r")
@@ -92,7 +92,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
 
 
 def refuse_vocabulary_modules(model: PreTrainedModel, targets: Any, saved: Any = None) -> None:
-    """Refuse adapters on the head or the embedding: both are shared by policy, reference and reward."""
+    """Reject adapters on the head or the embedding, which policy, reference and reward share."""
     shared = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     names = [name for name, module in model.named_modules() if id(module) in shared]
     listed = [targets] if isinstance(targets, str) else list(targets)

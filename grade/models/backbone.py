@@ -6,7 +6,7 @@
 
 So there is one copy of the base in memory, and KL is exactly 0 while LoRA's B is 0. Any decoder-only causal language
 model of transformers that accepts `inputs_embeds` works: tied or untied head, absolute or rotary positions, scaled
-embeddings, head bias, logit scale and soft cap. `Backbone` checks this on a short probe when it is built, and refuses
+embeddings, head bias, logit scale and soft cap. `Backbone` verifies this on a short probe when it is built, and rejects
 what it cannot do exactly: remote code, pickled weights, LoRA on the head or the embedding, prompt-learning adapters.
 
 Dropout is off everywhere, LoRA's too: its mask is not part of a sample, so a replayed rollout could not repeat it.
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from peft import PeftModel
@@ -37,6 +37,16 @@ from grade.models.prompts import position_ids
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _PROBE_TOLERANCE = 1e-2
 """Largest relative error of the probe: far above bfloat16 rounding of a logit, far below any structural difference."""
+
+
+class Watcher(Protocol):
+    """Observer of a backbone's work, such as `grade.memory.live.LiveTracker`."""
+
+    def during(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """A context that covers a phase."""
+
+    def tag(self, tensors: Iterable[Tensor], category: Any) -> None:
+        """Say what tensors are for."""
 
 
 class Backbone(nn.Module):
@@ -77,7 +87,7 @@ class Backbone(nn.Module):
             self.peft = load_adapter(model, adapter)
         elif lora is not None:
             self.peft = new_adapter(model, lora, seed)
-        self._checkpointing = False
+        self._watcher: Watcher | None = None
 
     @classmethod
     def load(
@@ -165,7 +175,7 @@ class Backbone(nn.Module):
         return self.embedding(ids)
 
     def hidden(self, inputs_embeds: Tensor, mask: Tensor) -> Tensor:
-        """Last hidden states (after the final norm), all positions in one pass, with the adapter as it is now.
+        """Last hidden states (after the final norm) of all positions in one pass.
 
         Args:
             inputs_embeds: [B, L, D].
@@ -180,7 +190,7 @@ class Backbone(nn.Module):
         ).last_hidden_state
 
     def decode(self, inputs_embeds: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Hidden states of new positions, earlier ones in the key-value cache (which grows in place).
+        """Hidden states of new positions; earlier ones are in the key-value cache, which grows in place.
 
         Args:
             inputs_embeds: New positions [B, n, D].
@@ -198,29 +208,51 @@ class Backbone(nn.Module):
 
     def new_cache(self) -> DynamicCache:
         """An empty key-value cache."""
-        return DynamicCache(config=self.model.config)
+        if self._watcher is None:
+            return DynamicCache(config=self.model.config)
+        return _WatchedCache(self._watcher, config=self.model.config)
+
+    @contextlib.contextmanager
+    def watched_by(self, watcher: Watcher | None) -> Iterator[None]:
+        """Within this context a watcher is told which phase runs and which weights and caches are created.
+
+        Args:
+            watcher: The watcher; None: none.
+        """
+        before, self._watcher = self._watcher, watcher
+        try:
+            yield
+        finally:
+            self._watcher = before
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context that reports a phase to the watcher, if there is one."""
+        return self._watcher.during(name) if self._watcher else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
         """Within this context the adapter is off: the frozen base.
 
-        The adapter's parameters do not require gradients inside, so close it before a backward pass that should
-        reach them. Gradients to inputs flow as usual.
+        The adapter's parameters do not require gradients inside, so leave it before a backward pass that should reach
+        them. Gradients flow to inputs as usual.
         """
-        if self.peft is None:
+        off = contextlib.nullcontext() if self.peft is None else self.peft.disable_adapter()
+        with self.phase("reference"), off:
             yield
-        else:
-            with self.peft.disable_adapter():
-                yield
 
     @contextlib.contextmanager
     def merged(self) -> Iterator[None]:
         """Within this context the adapter is folded into the weights it adapts: the same policy, fewer products.
 
-        For sampling, where each step is a few rows and an adapter's small products cost as much time as the base's.
-        The adapted weights exist twice meanwhile; the originals come back untouched. A half-precision base is left as
-        it is: rounding ``W + B A`` to 8 bits would lose the adapter.
+        For sampling, where each step has few rows and the adapter's small products take as much time as the base's.
+        Meanwhile the adapted weights exist twice; the originals are put back unchanged. A half-precision base is not
+        merged: rounding ``W + B A`` to 8 bits would lose the adapter.
         """
+        with self.phase("rollout"), self._folded():
+            yield
+
+    @contextlib.contextmanager
+    def _folded(self) -> Iterator[None]:
         if self.peft is None or self.dtype not in (torch.float32, torch.float64):
             yield
             return
@@ -233,6 +265,8 @@ class Backbone(nn.Module):
                     originals.append((weight, weight.data))
                     delta = sum(layer.get_delta_weight(name) for name in layer.active_adapters)
                     weight.data = weight.data + delta.to(weight.dtype)
+                    if self._watcher:
+                        self._watcher.tag([weight], "weights")
             with self.reference():
                 yield
         finally:
@@ -277,6 +311,19 @@ class Backbone(nn.Module):
         self.peft.save_pretrained(str(folder))
 
 
+class _WatchedCache(DynamicCache):
+    """A key-value cache that reports its tensors to a watcher as they are created."""
+
+    def __init__(self, watcher: Watcher, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._watcher = watcher
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        result = super().update(*args, **kwargs)
+        self._watcher.tag(result, "kv cache")
+        return result
+
+
 def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "auto") -> tuple[PreTrainedModel, Any]:
     """Load model and tokenizer, safetensors only, no remote code, all dropout rates 0.
 
@@ -299,7 +346,7 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
         for key in vars(config):
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
                 setattr(config, key, 0.0)
-        logging.disable_progress_bar()  # a bar a model, in logs and notebooks too
+        logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
         model = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype, use_safetensors=True,
             attn_implementation=None if attention == "auto" else attention,
@@ -308,7 +355,7 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except InputError:
         raise
-    except Exception as error:  # transformers raises a dozen kinds; each means the same to the user
+    except Exception as error:  # transformers raises a dozen types, which mean the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else error.__class__.__name__
         allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
         raise InputError("backbone", name, f"{allowed} ({reason})") from None
@@ -337,7 +384,7 @@ def _head_of(model: PreTrainedModel) -> Head:
 
 @torch.no_grad()
 def _check_probe(backbone: Backbone) -> None:
-    """Refuse a model whose logits are not ``head(hidden(embed(ids)))`` or that looks ahead."""
+    """Reject a model whose logits are not ``head(hidden(embed(ids)))`` or that is not causal."""
     name = backbone.model.__class__.__name__
     ids = torch.arange(1, 7, device=backbone.device).remainder(backbone.vocab_size).view(1, -1)
     mask = torch.ones_like(ids)

@@ -1,11 +1,11 @@
-"""Everything that touches the vocabulary, in chunks of rows.
+"""All computations over the vocabulary, in chunks of rows.
 
 With hidden states ``h`` [N, D] and a head ``W`` [V, D], a tensor of logits is [N, V]: for a long completion and a
 large vocabulary it is the largest tensor of a step. Here it exists for `CHUNK_ROWS` rows at a time, and what is kept
 for backward is proportional to D or K, never to V. The head is frozen throughout this project, so no weight gradient
 is ever formed.
 
-Self-certainty, which needs the same, has a module of its own.
+Self-certainty uses the same scheme in its own module.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Head:
         return self._shape(F.linear(hidden, self.weight, self.bias).to(wide(hidden.dtype)))
 
     def rows(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Logits [n, K] at the token ids [n, K] only, for hidden states [n, D]: K D products a row instead of V D."""
+        """Logits [n, K] at the token ids [n, K] only, for hidden states [n, D]: K D products per row instead of V D."""
         logits = torch.bmm(self.weight[ids], hidden.unsqueeze(-1)).squeeze(-1)  # [n, K, D] x [n, D, 1]
         if self.bias is not None:
             logits = logits + self.bias[ids]
@@ -78,7 +78,7 @@ def support_logits(head: Head, hidden: Tensor, support: Tensor) -> Tensor:
     """Logits of each row's own support, with the gradient to the hidden state.
 
     ``l[n, k] = head(h[n])[support[n, k]]``; backward is ``dL/dh[n] = sum_k dL/dl[n, k] l'[n, k] W[support[n, k]]``,
-    one `embedding_bag`. Kept for backward: the support, and the logits [N, K] only if the head has a soft cap.
+    one `embedding_bag`. Kept for backward: the support and, only if the head has a soft cap, the logits [N, K].
 
     Args:
         head: The frozen head.
@@ -120,7 +120,7 @@ class _SupportLogits(torch.autograd.Function):
 def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tensor:
     """``e[n] = sum_k weights[n, k] table[support[n, k]]`` without the [N, K, D] tensor of gathered rows.
 
-    Differentiable in the weights; kept for backward are support and weights, proportional to K.
+    Differentiable in the weights. Kept for backward: support and weights, proportional to K.
 
     Args:
         table: Frozen table [V, D].
@@ -136,9 +136,9 @@ def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tenso
 
 
 def row_values(head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor) -> Tensor:
-    """One number for each row of logits, from hidden states; `CHUNK_ROWS` rows of logits exist at once.
+    """One number per row of logits, from hidden states; `CHUNK_ROWS` rows of logits exist at once.
 
-    Differentiable in ``hidden``. As the value is one number a row, its gradient [N, D] is formed in the forward pass,
+    Differentiable in ``hidden``. As there is one number per row, its gradient [N, D] is computed in the forward pass,
     while the chunk's logits exist, and only scaled in backward: no second product with the head, and nothing of size V
     is kept. Without gradient nothing is kept at all.
 
@@ -174,7 +174,7 @@ class _RowValues(torch.autograd.Function):
 
 
 def _chunk(head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, rest: list[Tensor]):
-    """Values [n] and their gradient in the hidden states [n, D]; a function of its own, so that all [n, V] go."""
+    """Values [n] and their gradient in the hidden states [n, D]; a separate function, so that every [n, V] is freed."""
     logits = [head(hidden)]
     inner = head.slope(logits[0]) if needed else 1.0
     value, grad = of_logits(logits.pop(), needed, rest)  # popped: the callee alone holds them, to drop
@@ -188,7 +188,7 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
     the *same* position. Differentiable in ``hidden`` (the reference is a constant):
     ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose terms are all
     >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then enters at
-    second order, so that equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
+    second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
 
     Args:
         head: The frozen head, shared by policy and reference.
@@ -216,7 +216,7 @@ def token_logps(
     head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.0, forbidden: tuple[int, ...] = (),
     where: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``log softmax(head(h) / t)`` at one token a row, from hidden states; see `row_values`.
+    """``log softmax(head(h) / t)`` at one token per row, from hidden states; see `row_values`.
 
     Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``, 0 at a forbidden v.
 
@@ -226,7 +226,7 @@ def token_logps(
         ids: Token ids [N].
         temperature: Sampling temperature t of the policy that is scored.
         forbidden: Token ids that could not be sampled: their logits are -inf.
-        where: Rows in which they could not [N]; None: in none.
+        where: Rows [N] in which they are forbidden; None: nowhere.
 
     Returns:
         Log-probabilities [N] in nats, float32 (float64 for a float64 model).

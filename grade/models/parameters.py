@@ -1,15 +1,48 @@
-"""Trainable parameters as one vector: listed, moved along a direction, split."""
+"""Trainable parameters as one vector: listed, flattened, split, moved along a direction, put back."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from grade.errors import InputError
-from grade.models.backbone import Backbone
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+
+
+def flatten(tensors: Iterable[Tensor]) -> Tensor:
+    """Tensors of any shapes, one after the other as one vector [P]."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@torch.no_grad()
+def set_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    """Overwrite parameters in place, one value for each.
+
+    Raises:
+        ValueError: If there are more or fewer values than parameters.
+    """
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+@contextlib.contextmanager
+def restoring(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within this context the parameters may change; afterwards they are as before, bit by bit.
+
+    Args:
+        parameters: Parameters.
+    """
+    before = [p.detach().clone() for p in parameters]
+    try:
+        yield
+    finally:
+        set_values(parameters, before)
 
 
 @contextlib.contextmanager
@@ -20,21 +53,17 @@ def moved(backbone: Backbone, vector: Tensor, eta: float) -> Iterator[None]:
         backbone: The policy.
         vector: v [P], in the order of `trained_parameters`.
         eta: Step size.
+
+    Raises:
+        ValueError: If the vector does not fit.
     """
     parameters = trained_parameters(backbone)
-    size = sum(p.numel() for p in parameters)
-    if vector.shape != (size,):
-        raise InputError("update vector", list(vector.shape), f"[{size}], one number for each trained parameter")
-    kept = [p.detach().clone() for p in parameters]
-    try:
+    parts = split_vector(backbone, vector)
+    with restoring(parameters):
         with torch.no_grad():
-            for p, part in zip(parameters, vector.split([p.numel() for p in parameters]), strict=True):
-                p.add_(part.view_as(p).to(p), alpha=eta)
+            for p, part in zip(parameters, parts, strict=True):
+                p.add_(part, alpha=eta)
         yield
-    finally:
-        with torch.no_grad():
-            for p, value in zip(parameters, kept, strict=True):
-                p.copy_(value)
 
 
 def split_vector(backbone: Backbone, vector: Tensor) -> list[Tensor]:
@@ -48,28 +77,28 @@ def split_vector(backbone: Backbone, vector: Tensor) -> list[Tensor]:
         One tensor for each parameter, in its type and on its device.
 
     Raises:
-        InputError: If the vector does not fit.
+        ValueError: If the vector does not fit.
     """
     parameters = trained_parameters(backbone)
     size = sum(p.numel() for p in parameters)
     if vector.shape != (size,):
-        raise InputError("update vector", list(vector.shape), f"[{size}], one number for each trained parameter")
+        raise ValueError(f"update vector has shape {list(vector.shape)}, not [{size}]: one number per parameter")
     parts = vector.split([p.numel() for p in parameters])
     return [part.view_as(p).to(p) for p, part in zip(parameters, parts, strict=True)]
 
 
 def trained_parameters(backbone: Backbone, allow_full: bool = False) -> list[nn.Parameter]:
-    """The parameters that gradients are taken of.
+    """The parameters that are trained.
 
     Args:
         backbone: The policy.
-        allow_full: Accept trained weights of the base.
+        allow_full: Also accept trained weights of the base.
 
     Returns:
         Its trainable parameters.
 
     Raises:
-        InputError: If there are none, or (by rule, not by number) one is not an adapter's.
+        InputError: If there are none, or one is not an adapter's and ``allow_full`` is off.
     """
     named = [(name, p) for name, p in backbone.model.named_parameters() if p.requires_grad]
     base = [name for name, _ in named if "lora_" not in name]

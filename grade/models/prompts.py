@@ -4,7 +4,8 @@ A prompt is the start of a held-out review, as in GRADE (arXiv 2601.11574): its 
 characters, at most ``max_prompt_tokens`` tokens. Prompts are padded on the left, so that every completion starts at
 the same column and the padding never stands between a prompt and its completion.
 
-Left out: chat templates (the policy continues a review, it does not answer) and batching (callers slice the texts).
+Left out: chat templates (the policy continues a review, it does not answer a question) and batching (callers slice
+the texts).
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
 from grade.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 def decode(tokenizer, ids: Tensor, mask: Tensor) -> str:
     """Text of the valid tokens, without special tokens."""
@@ -43,6 +43,18 @@ class PromptBatch:
     def __len__(self) -> int:
         """The number of prompts B."""
         return len(self.ids)
+
+    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> PromptBatch:
+        """The prompts of these rows, still a batch."""
+        return PromptBatch(self.ids[rows], self.mask[rows])
+
+    def repeat(self, times: int) -> PromptBatch:
+        """Each prompt ``times`` times in a row: the owners of its completions."""
+        return self[torch.arange(len(self), device=self.ids.device).repeat_interleave(times)]
+
+    def mask_with(self, new_tokens: int) -> Tensor:
+        """Attention mask [B, P + n] of the prompts followed by n further tokens."""
+        return torch.cat([self.mask, self.mask.new_ones(len(self), new_tokens)], 1)
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """The same batch on another device."""

@@ -56,7 +56,7 @@ def generate(
     """Ordinary samples: ``argmax(l / temperature + g)``, an exact sample of ``softmax(l / temperature)``.
 
     Args:
-        backbone: Its adapter as it is now is the policy.
+        backbone: The policy.
         prompts: B prompts.
         max_new_tokens: T.
         generator: Source of the noise.
@@ -101,7 +101,7 @@ def _generate(
 
 
 def check_length(backbone: Backbone, length: int) -> None:
-    """Refuse sequences longer than the model's context.
+    """Reject sequences longer than the model's context.
 
     Args:
         backbone: The model.
@@ -116,7 +116,7 @@ def check_length(backbone: Backbone, length: int) -> None:
 
 
 class Decoder:
-    """One position at a time on a key-value cache."""
+    """Decoding, one position at a time, on a key-value cache."""
 
     def __init__(self, backbone: Backbone, prompts: PromptBatch) -> None:
         self.backbone, self.mask, self.cache = backbone, prompts.mask, backbone.new_cache()

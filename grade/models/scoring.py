@@ -1,27 +1,22 @@
-"""Scores of completions that exist already: log-probabilities, entropy and self-certainty of every token.
+"""Scores of given completions: log-probability, entropy and self-certainty of every token.
 
-One teacher-forced pass, then row chunks of the head, so no [B, T, V] tensor exists. Used without gradient to score
-(old policy, reference, Intuitor's reward) and with gradient in a policy-gradient update. Aligned: the scores of token t
-are those of the distribution that *predicts* it.
+One teacher-forced pass, then the head in row chunks, so no [B, T, V] tensor exists. Used without gradient to score
+(old policy, reference, Intuitor's reward) and with gradient in a policy-gradient update. The scores of token t are
+those of the distribution that *predicts* it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch
-
-if TYPE_CHECKING:
-    pass
-from typing import Literal
-
 from grade.errors import InputError
+from grade.models.backbone import Backbone
 from grade.models.head import entropy, kl_divergence, token_logps
+from grade.models.prompts import PromptBatch
 from grade.models.sampling import is_eos
 from grade.models.self_certainty import self_certainty
 
@@ -40,7 +35,7 @@ Score = Literal["logps", "entropy", "self_certainty"]
 
 @dataclass(frozen=True)
 class Scores:
-    """What was asked for, each [B, T] in nats, 0 where masked; None otherwise.
+    """The requested scores, each [B, T] in nats, 0 where masked; the others are None.
 
     Attributes:
         logps: Log-probability of each token.
@@ -56,8 +51,19 @@ class Scores:
 def predicting_hidden(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Tensor:
     """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T]."""
     inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
-    mask = torch.cat([prompts.mask, prompts.mask.new_ones(ids.shape[0], ids.shape[1] - 1)], 1)
+    mask = prompts.mask_with(ids.shape[1] - 1)
     return backbone.hidden(backbone.embed(inputs), mask)[:, prompts.ids.shape[1] - 1 :]
+
+
+def check_shapes(prompts: PromptBatch, ids: Tensor, mask: Tensor) -> None:
+    """Check that ids and mask are [B, T], one completion of at least one token for each of B prompts.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if ids.ndim != 2 or ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
+        shapes = f"{list(ids.shape)} and {list(mask.shape)}"
+        raise ValueError(f"completions have ids and mask of shapes {shapes}, not [{len(prompts)}, T] with T >= 1")
 
 
 def score(
@@ -69,27 +75,26 @@ def score(
     temperature: float = 1.0,
     min_new_tokens: int = 0,
 ) -> Scores:
-    """Score completions under the policy as it is now (in `Backbone.reference`: the base).
+    """Score completions under the policy (within `Backbone.reference`: under the base).
 
     Args:
         backbone: The model.
         prompts: B prompts.
         ids: Completions [B, T].
         mask: [B, T], 1 at a token, end-of-sequence included.
-        what: Which scores; each is a pass over the head.
-        temperature: Sampling temperature t: of ``softmax(logits / t)``.
+        what: Which scores; each takes a pass over the head.
+        temperature: Sampling temperature t, as in ``softmax(logits / t)``.
         min_new_tokens: As in sampling: before this many tokens, log-probabilities are those of the distribution
-            without end-of-sequence. Entropy and self-certainty are of the whole distribution in any case.
+            without end-of-sequence. Entropy and self-certainty always use the whole distribution.
 
     Returns:
         The scores, with gradient where grad mode is on.
 
     Raises:
-        InputError: If shapes do not fit, the temperature is not positive, or a completion ends too early.
+        ValueError: If shapes do not fit.
+        InputError: If the temperature is not positive, or a completion ends too early.
     """
-    if ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
-        allowed = f"[{len(prompts)}, T] for ids and mask, T at least 1"
-        raise InputError("completions", f"{list(ids.shape)} and {list(mask.shape)}", allowed)
+    check_shapes(prompts, ids, mask)
     if not 0 < temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number above 0")
     hidden = predicting_hidden(backbone, prompts, ids)
@@ -105,8 +110,8 @@ def score_hidden(
     temperature: float = 1.0,
     min_new_tokens: int = 0,
 ) -> Scores:
-    """`score` from hidden states [B, T, D] that exist already, of `predicting_hidden`."""
-    hidden, eos, found = hidden.flatten(0, 1), backbone.eos_token_ids, {}
+    """`score` from the hidden states [B, T, D] of `predicting_hidden`."""
+    hidden, eos, scores = hidden.flatten(0, 1), backbone.eos_token_ids, {}
     if "logps" in what:
         early = None
         if min_new_tokens > 0 and eos:
@@ -114,12 +119,12 @@ def score_hidden(
             if (is_eos(ids, eos) & early & mask.bool()).any():
                 raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
             early = early.flatten()
-        found["logps"] = token_logps(backbone.head, hidden, ids.flatten(), temperature, eos, early)
+        scores["logps"] = token_logps(backbone.head, hidden, ids.flatten(), temperature, eos, early)
     if "entropy" in what:
-        found["entropy"] = entropy(backbone.head, hidden, temperature)
+        scores["entropy"] = entropy(backbone.head, hidden, temperature)
     if "self_certainty" in what:
-        found["self_certainty"] = self_certainty(backbone.head, hidden, temperature)
-    return Scores(**{name: values.view(mask.shape) * mask for name, values in found.items()})
+        scores["self_certainty"] = self_certainty(backbone.head, hidden, temperature)
+    return Scores(**{name: values.view(mask.shape) * mask for name, values in scores.items()})
 
 
 def token_kl(backbone: Backbone, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:
@@ -127,8 +132,8 @@ def token_kl(backbone: Backbone, hidden: Tensor, ref_hidden: Tensor, mask: Tenso
 
     Args:
         backbone: Gives the head.
-        hidden: Policy hidden states [B, T, D] of `predicting_hidden`, with gradient where wanted.
-        ref_hidden: Those of the reference, constants.
+        hidden: The policy's hidden states [B, T, D] from `predicting_hidden`.
+        ref_hidden: The reference's, constants.
         mask: [B, T].
 
     Returns:

@@ -8,8 +8,8 @@ and a completion's score is the mean over its tokens, each taken at the position
 2025, arXiv:2505.19590, section 3.2; the metric is Kang et al. 2025, arXiv:2502.18581). The published code leaves
 ``log V`` out: a constant, which cancels where a group mean is subtracted.
 
-Computed from hidden states in chunks of rows, exactly: a row needs all V logits, so chunking the vocabulary and
-averaging the chunks' values, as document 004 proposes, is another quantity (`chunked_over_vocabulary`).
+Computed exactly from hidden states, in chunks of rows. A row needs all V logits: chunking the vocabulary and averaging
+the chunks' values, as document 004 proposes, gives a different quantity.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def self_certainty(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tens
 
 
 def certainty_of_logits(logits: Tensor) -> Tensor:
-    """``logsumexp(l) - mean(l) - log V`` of logits [..., V] that exist already.
+    """``logsumexp(l) - mean(l) - log V`` of given logits [..., V].
 
     >>> import torch
     >>> certainty_of_logits(torch.zeros(4)).abs() < 1e-6                 # uniform
@@ -72,8 +72,8 @@ def completion_certainty(values: Tensor, mask: Tensor) -> Tensor:
         [B].
 
     Raises:
-        InputError: If a completion has no token.
+        ValueError: If a completion has no token.
     """
     if not mask.bool().any(-1).all():
-        raise InputError("completion mask", mask.sum(-1).tolist(), "at least one token in each completion")
+        raise ValueError(f"completions of {mask.sum(-1).tolist()} tokens: each needs at least one token")
     return (values * mask).sum(-1) / mask.sum(-1)

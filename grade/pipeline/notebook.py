@@ -27,6 +27,13 @@ from grade.errors import InputError
 VOLATILE_KEYS = ("metadata.papermill", "cell.metadata.papermill", "cell.metadata.execution")
 
 
+# What JupyterLab adds when it saves.
+FRONT_END_KEYS = ("metadata.language_info", *(f"cell.metadata.{key}" for key in ("execution", "editable", "slideshow")))
+
+SOURCES = "notebooks"
+"""Folder of the source notebooks, which are kept without outputs."""
+
+
 class NotebookError(RuntimeError):
     """A cell of a notebook raised: one line that names the cell, the exception and the partially executed copy."""
 
@@ -127,6 +134,28 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
         raise NotebookError(" ".join(message.split())) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def strip_on_save(model: dict[str, Any], path: str, contents_manager: Any = None, **_: Any) -> None:
+    """Jupyter's hook before saving: source notebooks are written as they are in git, whatever was run in them.
+
+    So Run All and save leaves git and DVC without a change. Executed copies elsewhere keep their outputs.
+
+    Args:
+        model: What is about to be written; a notebook's content is changed in place.
+        path: Where, relative to the server's folder.
+        contents_manager: Jupyter's, not used.
+    """
+    if model.get("type") == "notebook" and Path(path).parts[:1] == (SOURCES,):
+        model["content"] = stripped(nbformat.from_dict(model["content"]))
+
+
+def stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """A notebook without outputs, counts, random cell ids, and what a front end adds to its metadata."""
+    from nbstripout import strip_output
+
+    strip_output(content, keep_output=False, keep_count=False, keep_id=False, extra_keys=list(FRONT_END_KEYS))
+    return content
 
 
 def _read(notebook: str | Path) -> nbformat.NotebookNode:

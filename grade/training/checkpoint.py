@@ -1,4 +1,4 @@
-"""A training run at one step: adapter and optimizer state, held in memory until results are written."""
+"""Adapter and optimizer state at one step of a run, held in memory until results are written."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.models.backbone import Backbone
+from grade.models.parameters import restoring, set_values
 
 OPTIMIZER_FILE = "optimizer.pt"
 
@@ -31,43 +32,38 @@ class Checkpoint:
 
     @classmethod
     def of(cls, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Checkpoint:
-        """Copy adapter and optimizer state as they are now.
+        """Copy the present adapter and optimizer state.
 
         Args:
             backbone: The policy.
-            optimizer: Of its trained parameters.
+            optimizer: Its optimizer.
 
         Returns:
             The checkpoint.
         """
         parameters = [p.detach().to("cpu", copy=True) for p in backbone.trainable_parameters()]
-        # A deep copy: state_dict() shares its tensors with the optimizer, which goes on changing them.
+        # A deep copy: state_dict() shares its tensors with the optimizer, which keeps updating them.
         return cls(parameters, copy.deepcopy(optimizer.state_dict()))
 
-    @torch.no_grad()
     def save(self, backbone: Backbone, folder: str | Path) -> None:
         """Write the adapter as PEFT does, and ``optimizer.pt``.
 
         Args:
-            backbone: The policy, which is as before afterwards.
+            backbone: The policy; its own parameters are unchanged afterwards.
             folder: Target folder.
         """
-        now = [p.detach().clone() for p in backbone.trainable_parameters()]
-        try:
-            for p, value in zip(backbone.trainable_parameters(), self.parameters, strict=True):
-                p.copy_(value)
+        parameters = backbone.trainable_parameters()
+        with restoring(parameters):
+            set_values(parameters, self.parameters)
             backbone.save_adapter(folder)
-        finally:
-            for p, value in zip(backbone.trainable_parameters(), now, strict=True):
-                p.copy_(value)
         torch.save(self.optimizer, Path(folder) / OPTIMIZER_FILE)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
-    """Load a saved ``state_dict``, without running code that a file may hold.
+    """Load a saved ``state_dict`` without executing code from the file.
 
     Args:
-        optimizer: Of the adapter that the state belongs to; unchanged if the file does not fit.
+        optimizer: The optimizer of the adapter that was saved; unchanged if the file does not fit.
         path: The file.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Everything that a training run can be told: `TrainConfig`."""
+"""Settings of a training run: `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tracker = Literal["tensorboard", "wandb", "dvclive"]
 
 
 class TrainConfig(PolicyGradientConfig):
-    """One training run. Names follow the source documents where they have one."""
+    """Settings of one training run. Names follow the source documents where those have one."""
 
     seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
 
@@ -51,13 +51,13 @@ class TrainConfig(PolicyGradientConfig):
     max_steps: int = Field(20, ge=1, description="optimizer steps")
     gradient_accumulation_steps: int = Field(1, ge=1, description="microbatches in an optimizer step")
 
-    eval_every: int = Field(5, ge=0, description="evaluate every so many steps; 0 = only before and after")
+    eval_every: int = Field(5, ge=0, description="steps between evaluations; 0 = only before and after training")
     eval_prompts: int = Field(64, ge=2, description="held-out prompts of an evaluation during training")
     final_eval_prompts: int = Field(256, ge=2, description="held-out prompts before and after training")
-    kl_eval_prompts: int = Field(64, ge=2, description="of those, prompts on which KL is computed")
+    kl_eval_prompts: int = Field(64, ge=2, description="how many of those prompts KL is computed on")
     eval_batch_size: int = Field(64, ge=1, description="prompts sampled at once in an evaluation")
-    checkpoint_every: int = Field(0, ge=0, description="keep adapter and optimizer every so many steps; 0 = never")
-    samples: int = Field(8, ge=0, description="completions before and after that are kept as text")
+    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints of adapter and optimizer; 0 = none")
+    samples: int = Field(8, ge=0, description="completions before and after training that are kept as text")
     trackers: list[Tracker] = Field([], description="experiment trackers to log to, besides the files")
 
     @model_validator(mode="after")
@@ -72,7 +72,7 @@ class TrainConfig(PolicyGradientConfig):
             if self.method not in methods and value != type(self).model_fields[option].default:
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
         if self.method in GROUPED and self.group == 1:
-            raise InputError("num_generations", 1, f"at least 2 for {self.method}: a group is its baseline")
+            raise InputError("num_generations", 1, f"at least 2 for {self.method}: the baseline comes from the group")
         for name, value in (("num_generations", self.group), ("minibatches", self.minibatches)):
             if self.batch_size % value:
                 raise InputError(name, value, f"a divisor of batch_size = {self.batch_size}")
@@ -80,7 +80,7 @@ class TrainConfig(PolicyGradientConfig):
 
     @staticmethod
     def values_for(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that a method knows, ``method`` included, so that one file can serve several methods."""
+        """The values that apply to a method, with ``method`` set: one file can serve several methods."""
         return {k: v for k, v in values.items() if method in OPTIONS.get(k, (method,))} | {"method": method}
 
     @property

@@ -1,7 +1,7 @@
 """Held-out evaluation by ordinary sampling: reward, gold judge, KL.
 
 Prompts, noise and batch order are fixed by a seed, so two policies are compared on the same prompts and the same noise,
-and their difference can be paired. Every figure is a mean with its standard error and n.
+and their difference can be paired. Every metric is a mean with its standard error and n.
 
 Left out: perplexity and diversity.
 """
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from grade.gradients.objective import RewardScope, score, sequence_mean
+from grade.gradients.objective import Objective, RewardScope, sequence_mean
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, decode, encode_prompts
+from grade.models.prompts import decode, encode_prompts
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
 from grade.stats import Estimate
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from grade.rewards.gold import GoldJudge
     from grade.rewards.model import RewardModel
 
+
 @dataclass(frozen=True)
 class Evaluation:
     """Values of one policy on n held-out prompts, one completion each.
 
     Attributes:
-        prompts: Prompt texts, as the model saw them.
+        prompts: Prompt texts, as cut for the model.
         completions: Completion texts.
         reward: Trained reward [n].
         gold: Gold judge's P(positive) [n], NaN without a judge.
-        kl: Mean KL(policy || reference) over each completion's tokens, in nats a token, of the first m prompts [m].
-        kl_max: Largest absolute KL at any single position of those.
+        kl: Mean KL(policy || reference) over each completion's tokens, in nats per token, on the first m prompts [m].
+        kl_max: Largest absolute KL at any position of those completions.
     """
 
     prompts: list[str]
@@ -74,10 +75,10 @@ def evaluate(
     kl_prompts: int = 64,
     seed: int = 1,
 ) -> Evaluation:
-    """Sample one completion a prompt at temperature 1 and score it.
+    """Sample one completion per prompt at temperature 1 and score it.
 
     Args:
-        backbone: Its adapter as it is now is the policy.
+        backbone: The policy.
         texts: Prompt texts.
         reward_model: The reward that training sees.
         judge: The gold judge, which scores the decoded prompt and completion.
@@ -86,29 +87,30 @@ def evaluate(
         min_new_tokens: End-of-sequence is not sampled before this many tokens.
         scope: What the reward scores.
         batch_size: Prompts sampled at once.
-        kl_prompts: KL is computed on the first this many prompts (it needs a pass of the reference).
+        kl_prompts: Number of prompts, from the first, on which KL is computed (it needs a pass of the reference).
         seed: Seed of the noise.
 
     Returns:
         The values, prompt by prompt.
     """
     generator = torch.Generator(backbone.device).manual_seed(seed)
+    objective = Objective(reward_model, scope=scope)
     prompts_out, completions, rewards, golds, kls, kl_max = [], [], [], [], [], 0.0
     for start in range(0, len(texts), batch_size):
         chunk = list(texts[start : start + batch_size])
         prompts = encode_prompts(backbone.tokenizer, chunk, max_prompt_tokens).to(backbone.device)
         ids, mask = generate(backbone, prompts, max_new_tokens, generator, min_new_tokens=min_new_tokens)
-        rewards.append(score(reward_model, backbone, prompts, ids, mask, scope).cpu())
+        rewards.append(objective.score(backbone, prompts, ids, mask).cpu())
         before = [decode(backbone.tokenizer, i, m) for i, m in zip(prompts.ids, prompts.mask, strict=True)]
         after = [decode(backbone.tokenizer, i, m) for i, m in zip(ids, mask, strict=True)]
         prompts_out += before
         completions += after
         if judge is not None:
             golds.append(judge.score([p + c for p, c in zip(before, after, strict=True)]))
-        wanted = min(len(chunk), kl_prompts - start)
-        if wanted > 0:
-            rows = slice(0, wanted)
-            kl = sequence_kl(backbone, PromptBatch(prompts.ids[rows], prompts.mask[rows]), ids[rows], mask[rows])
+        with_kl = min(len(chunk), kl_prompts - start)
+        if with_kl > 0:
+            rows = slice(0, with_kl)
+            kl = sequence_kl(backbone, prompts[rows], ids[rows], mask[rows])
             kls.append(sequence_mean(kl, mask[rows]).cpu())
             kl_max = max(kl_max, float(kl.abs().max()))
     gold = np.concatenate(golds) if golds else np.full(len(texts), np.nan)

@@ -16,12 +16,12 @@ from grade.training.task import Task
 
 
 def load_task(config: TrainConfig, device: str | torch.device, adapter: str | None = None) -> Task:
-    """Load everything that a run needs.
+    """Load backbone, reward model, judge and prompts of a run.
 
     Args:
         config: Names of the folders.
         device: Where to put the models.
-        adapter: Continue from this adapter instead of a new one.
+        adapter: Folder of an adapter to continue from, instead of a new one.
 
     Returns:
         The task.

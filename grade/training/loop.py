@@ -34,13 +34,14 @@ from grade.gradients.objective import Objective, sequence_mean
 from grade.gradients.policy_gradient import PolicyGradient, StepContext
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_prompts
-from grade.results import environment, peak_memory, write_history, write_metrics
+from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training.checkpoint import Checkpoint
 from grade.training.config import TrainConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.load import load_task
 from grade.training.task import Task
+from grade.training.threads import use_fastest_threads
 
 
 @dataclass
@@ -83,6 +84,8 @@ def train(config: TrainConfig, output_dir: str | Path, log: Callable[[str], None
         raise InputError("device", "cuda", "cpu: this machine has no CUDA device")
     set_seed(config.seed)
     task = load_task(config, accelerator.device)
+    if accelerator.device.type == "cpu":
+        use_fastest_threads(task.backbone.hidden_size)
     if config.trackers:
         accelerator.init_trackers("grade", config=_flat(config.model_dump()))
     result = run_training(config, task, accelerator, log if accelerator.is_main_process else _silent)
@@ -252,8 +255,10 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         last = step == config.max_steps
         checkpoint.save(task.backbone, staging / ("adapter" if last else f"checkpoints/step-{step}"))
     (staging / "checkpoints").mkdir(exist_ok=True)
-    write_history(staging / "history.csv", result.history)
-    write_metrics(staging / "metrics.json", run_metrics(config, result, task.backbone))
+    for file, timed in (("history.csv", False), ("timings.csv", True)):
+        rows = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
+        write_history(staging / file, rows)
+    write_results(staging / "metrics.json", run_metrics(config, result, task.backbone))
     (staging / "samples.json").write_text(json.dumps(_samples(config, result), indent=1) + "\n", encoding="utf-8")
     output.mkdir(parents=True, exist_ok=True)
     for item in staging.iterdir():
@@ -295,7 +300,6 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
         "seconds_per_step": result.seconds / steps,
         "peak_memory_bytes": peak_memory(backbone.device),
         "dtype": config.dtype,
-        **{f"environment/{k}": v for k, v in environment().items()},
     }
 
 

@@ -11,7 +11,7 @@ from grade.rewards.model import RewardModel
 
 @dataclass
 class Task:
-    """What a run trains and is judged on."""
+    """Backbone, reward, judge and prompts of a run."""
 
     backbone: Backbone
     reward_model: RewardModel

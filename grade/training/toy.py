@@ -1,15 +1,20 @@
 """A whole task in memory, in seconds: invented reviews, a tiny random model, reward and judge.
 
 The notebooks' default parameters, the README's example and the tests use it, so they need no download. Its text is
-made from templates and its model is untrained: it exercises the code and says nothing about the method.
+made from templates and its model is untrained: it exercises the code and says nothing about the method. With
+``pretrain_steps`` the model first learns to write such text, so that a person can read what training changes.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from grade.data.base_model import BackboneConfig, tiny_model
+import numpy as np
+from transformers import PreTrainedModel
+
+from grade.data.base_model import BackboneConfig, tiny_model, train_tokenizer
 from grade.data.reviews import Review
+from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
 from grade.models.prompts import prompt_text
@@ -46,7 +51,9 @@ def toy_reviews(n: int, seed: int = 0) -> list[Review]:
     return reviews
 
 
-def toy_task(seed: int = 0, kind: str = "bag", dtype: str = "float32", lora: LoraSettings | None = None) -> Task:
+def toy_task(
+    seed: int = 0, kind: str = "bag", dtype: str = "float32", lora: LoraSettings | None = None, pretrain_steps: int = 0
+) -> Task:
     """A tiny policy with its reward model, judge and prompts.
 
     Args:
@@ -54,6 +61,7 @@ def toy_task(seed: int = 0, kind: str = "bag", dtype: str = "float32", lora: Lor
         kind: Kind of reward model, bag or trunk.
         dtype: Type of the base.
         lora: Settings of the adapter; a small default.
+        pretrain_steps: Optimizer steps in which the base learns to write the reviews; 0 leaves it random and smaller.
 
     Returns:
         The task.
@@ -63,8 +71,12 @@ def toy_task(seed: int = 0, kind: str = "bag", dtype: str = "float32", lora: Lor
     (True, True)
     """
     reviews = toy_reviews(400, seed)
-    config = BackboneConfig(source="tiny", vocab_size=300, hidden_size=32, layers=2, seed=seed)
-    model, tokenizer = tiny_model(config, [r.text for r in reviews])
+    texts = [r.text for r in reviews]
+    if pretrain_steps:
+        model, tokenizer = _writer(texts, pretrain_steps, seed)
+    else:
+        config = BackboneConfig(source="tiny", vocab_size=300, hidden_size=32, layers=2, seed=seed)
+        model, tokenizer = tiny_model(config, texts)
     backbone = Backbone(model.to(DTYPES[dtype]), tokenizer, lora or LoraSettings(r=4, alpha=8))
     fit = dict(epochs=5, patience=5, lr=1e-2, batch_size=32)
     reward_config = RewardConfig(bag=BagSettings(**fit), trunk=TrunkSettings(**fit), eval_tokens=[16])
@@ -72,3 +84,15 @@ def toy_task(seed: int = 0, kind: str = "bag", dtype: str = "float32", lora: Lor
     judge = GoldJudge.fit([r.text for r in reviews[280:]], [r.label for r in reviews[280:]])
     prompts = [prompt_text(r.text) for r in reviews]
     return Task(backbone, reward_model, judge, prompts[:200], prompts[200:])
+
+
+def _writer(texts: list[str], steps: int, seed: int) -> tuple[PreTrainedModel, Any]:
+    """A tiny model that has learned to write the texts, with a vocabulary that holds most of their words whole."""
+    config = PretrainConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=128, layers=2, context=32, steps=steps, warmup_steps=10,
+        seed=seed,
+    )  # fmt: skip
+    tokenizer = train_tokenizer(texts, config.vocab_size)
+    model = new_model(config, len(tokenizer))
+    fit(model, config, text_windows(tokenizer, texts, config.context), log=lambda _: None)
+    return model, tokenizer

@@ -220,10 +220,10 @@ def test_any_loss_can_be_the_update():
     assert torch.equal(seen[0], prompts().ids[4:])
     assert found.figures["delta_h1"] == pytest.approx(wanted.figures["delta_h1"], rel=1e-6)
     assert all(p.grad is None for p in probe.policy.parameters())
-    with pytest.raises(InputError, match="gradient"):
+    with pytest.raises(ValueError, match="gradient"):
         probe.run(prompts(), gradient=lambda some, generator: None)
     for both in ({}, {"reward": reward, "gradient": gradient}):
-        with pytest.raises(InputError, match="one of them"):
+        with pytest.raises(ValueError, match="one of them"):
             probe.run(prompts(), **both)
 
 
@@ -255,7 +255,7 @@ def test_what_cannot_be_probed_is_refused_and_nothing_changes():
     with pytest.raises(InputError, match="reward"):
         a_probe().run(prompts(), lambda p, ids, mask: torch.full((len(ids),), float("nan")))
     probe = EntropyProbe(a_policy(), torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]), settings())
-    with pytest.raises(InputError, match="parameters"):
+    with pytest.raises(ValueError, match="parameters"):
         probe.run(prompts(), reward)
     fresh = a_probe(stepped=False)
     fresh.allow_fresh = False

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,10 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.errors import InputError
+from grade.experiments.compare import figures
 from grade.experiments.compare import frontier as stats
-from grade.experiments.compare import runs as compare
-from grade.experiments.compare.runs import Run, Shared, run_all, run_config, search
-from grade.experiments.compare.text_quality import distinct_n, perplexity, reference_nats
+from grade.experiments.compare.measure import runs as compare
+from grade.experiments.compare.measure.runs import CURVES, FINALS, Run, Shared, run_all, run_config, search
+from grade.experiments.compare.measure.tables import Measurements, Settings
+from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
+from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
+from grade.experiments.measured import Tables, measure_all
 from grade.gradients.methods import METHODS
 from grade.stats import paired
 from grade.training.toy import toy_task
@@ -32,7 +37,7 @@ def curve(method, beta, seed, kls, rewards, golds=None):
 
 
 def curves(*runs):
-    return pd.DataFrame([row for run in runs for row in run], columns=list(stats.CURVES))
+    return pd.DataFrame([row for run in runs for row in run], columns=list(CURVES))
 
 
 # --- reward at equal KL ---
@@ -75,6 +80,17 @@ def test_policies_are_chosen_on_the_other_seeds():
         stats.reward_at_kl(lucky, 0.0)
 
 
+def test_the_frontiers_line_goes_through_the_tables_values():
+    table = curves(*(curve("ste", 0.1, seed, [0, 4, 8], [0.5, 0.7, 0.8]) for seed in (0, 1)))
+    levels = figures.frontier_levels([2.0, 6.0], n=4)
+    line = stats.frontier_table(table, levels)
+    assert line["kl"].tolist() == [0.0, *levels] and set(levels) >= {2.0, 6.0} and max(levels) == pytest.approx(7.2)
+    assert line.set_index("kl")["reward"][[0.0, 2.0, 6.0]].tolist() == pytest.approx([0.5, 0.6, 0.75])
+    for level in (2.0, 6.0):
+        values = list(stats.reward_at_kl(table, level)["ste"].values())
+        assert line.set_index("kl")["reward"][level] == pytest.approx(np.mean(values))
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
 def test_the_hull_is_above_every_point_and_every_mixture(points):
@@ -114,11 +130,11 @@ def test_final_figures_are_means_over_seeds_at_one_beta():
         ("ste", beta, seed, 2, 16, 1.0, 0.6, 0.5, 3.0, gain, 0.0, 40.0, 0.5, 0.9)
         for beta, seed, gain in ((0.1, 0, 0.2), (0.1, 1, 0.4), (0.3, 0, 0.9))
     ]
-    figures = stats.final_figures(pd.DataFrame(rows, columns=list(stats.FINALS)), 0.1)
+    figures = stats.final_figures(pd.DataFrame(rows, columns=list(FINALS)), 0.1)
     assert figures["gain/ste"] == pytest.approx(0.3) and figures["gain/ste_stderr"] == pytest.approx(0.1)
     assert (figures["gain/ste_n"], figures["final/ste/samples"], figures["final/ste/perplexity"]) == (2, 16, 40.0)
     with pytest.raises(InputError, match="beta"):
-        stats.final_figures(pd.DataFrame(rows, columns=list(stats.FINALS)), 0.2)
+        stats.final_figures(pd.DataFrame(rows, columns=list(FINALS)), 0.2)
 
 
 def test_overoptimisation_is_the_slope_of_gold_on_reward():
@@ -185,11 +201,10 @@ def test_runs_are_checked_before_the_first_one_starts(monkeypatch):
 
 
 def test_two_methods_start_from_the_same_policy_and_are_judged_alike():
-    lines = []
-    table, finals = run_all(TOY, [Run("ste", 0.1, 0, 1e-2), Run("rloo", 0.1, 0, 1e-2)], log=lines.append)
+    table, finals = run_all(TOY, [Run("ste", 0.1, 0, 1e-2), Run("rloo", 0.1, 0, 1e-2)])
     first = table[table["step"] == 0]
     assert first["reward"].nunique() == 1 and first["kl"].abs().max() <= 1e-5
-    assert finals["samples"].tolist() == [16, 16] and len(lines) == 2
+    assert finals["samples"].tolist() == [16, 16]
     last = table[table["step"] == 2]
     assert (last["kl"] > 1e-4).all()
     # The curve is over the first 8 prompts, the end over all 16: KL over the same 8.
@@ -198,10 +213,69 @@ def test_two_methods_start_from_the_same_policy_and_are_judged_alike():
 
 
 def test_a_learning_rate_is_chosen_by_the_objective_on_prompts_of_its_own():
-    rates, table = search(TOY, ["ste"], [1e-9, 1e-2], 0.0, 100, log=lambda line: None)
+    rates, table = search(TOY, ["ste"], [1e-9, 1e-2], 0.0, 100)
     assert rates == {"ste": 1e-2}  # without a penalty and without a step there is nothing to gain
     assert table["objective"].tolist() == table["reward"].tolist()
     assert search(TOY, ["ste"], [3e-3], 0.0, 100)[0] == {"ste": 3e-3}
     trained, judged = set(TOY.task(0).train_prompts), TOY.task(0).validation_prompts
     searched = compare.replace(TOY, on_search_prompts=True).task(0).validation_prompts
     assert searched != judged and len(searched) == 50 and len(trained) > 0
+
+
+# --- tables, figures ---
+
+
+def test_what_is_read_gives_the_same_figures_as_what_is_measured(tmp_path):
+    sizes = dict(methods=["ste", "rloo"], second_reward_dir="other", second_methods=["ste"], max_steps=2,
+                 eval_prompts=8, final_eval_prompts=8, gradient_repetitions=2, learning_rates=[1e-3, 1e-2],
+                 chosen_rates={"rloo": 3e-3})  # fmt: skip
+    chosen = Settings.parse(sizes)
+    measurements = Measurements(chosen)
+    measure_all(measurements, tmp_path, log=lambda line: None)
+    measured, read = Tables(measurements), Tables(measurements, str(tmp_path / "measured"))
+    assert "seconds" not in read["curves"] and "seconds" not in read["finals"]
+    found = metrics(read, chosen)
+    assert found == metrics(measured, chosen) and not any("seconds" in name for name in found)
+    timed = timed_metrics(read, chosen)
+    ends = run_seconds(read["seconds"], "toy", chosen.headline_beta)
+    assert timed["final/ste/seconds"] == ends[ends.method == "ste"].seconds.mean() > 0
+    assert {"second/final/ste/seconds", "final/rloo/seconds_n"} <= set(timed)
+    assert on_reward(read["rates"], "toy").set_index("method").learning_rate["rloo"] == 3e-3
+    assert sorted(set(read["searched"].trained_on)) == ["other", "toy"]  # only ste, whose rate was not given
+    assert set(read["searched"].method) == {"ste"} and len(read["searched"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"headline_beta": 0.7}, "headline_beta"),
+        ({"headline_level": 9.0}, "headline_level"),
+        ({"search_seed": 0}, "search_seed"),
+        ({"reward_dir": "a/bag", "second_reward_dir": "b/bag", "second_methods": ["ste"]}, "second_reward_dir"),
+        ({"seeds": [0]}, "seeds"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(values, message):
+    with pytest.raises(InputError, match=message):
+        Settings.parse(values)
+
+
+def test_figures_draw_tables():
+    runs = [curve(m, 0.1, seed, [0, 2 + seed, 5], [0.5, 0.7, 0.8], [0.5, 0.55, 0.6])
+            for m in ("ste", "ppo") for seed in (0, 1)]  # fmt: skip
+    table = curves(*runs)
+    fig, axes = plt.subplots(1, 2)
+    figures.plot_frontier(axes, stats.frontier_table(table, figures.frontier_levels([2.0])), [2.0])
+    assert axes[0].get_xscale() == "linear" and [ax.get_title() for ax in axes][0] == "relaxed gradients"
+    # The other panel's method in grey, the line and the dots.
+    assert [len(ax.lines) for ax in axes] == [3, 3]
+    assert [[t.get_text() for t in ax.get_legend().get_texts()] for ax in axes] == [["ste"], ["ppo"]]
+    fig, axes = plt.subplots(1, 2)
+    figures.plot_gold(axes, table)
+    assert len(fig.legends[0].get_texts()) == 2
+    fig, ax = plt.subplots()
+    assert len(figures.plot_against(ax, table, 0.1).lines) == 2 and ax.get_xlabel() == "completions generated"
+    fig, ax = plt.subplots()
+    figures.plot_gains(ax, {"gain/ste": 0.1, "gain/ppo": 0.2, "gain/ppo_stderr": 0.01}, "gain", ["ste", "ppo", "grpo"])
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["ppo", "ste"]
+    plt.close("all")

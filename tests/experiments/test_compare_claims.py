@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from grade.errors import InputError
-from grade.experiments.compare import defects
+from grade.experiments.compare import paper
 from grade.experiments.compare.claims import NEEDED, compare_claims
+from grade.experiments.compare.measure import defects
 from grade.experiments.setting import make_setting
 from grade.training.toy import toy_reviews, toy_task
 
@@ -26,18 +27,37 @@ def verdict(words, **changes):
     return found[0].verdict
 
 
+def comparison(difference, p, n, pair="ste_minus_ppo"):
+    return {f"paired__{pair}__kl5": difference, f"paired__{pair}__kl5_stderr": 0.01, f"paired__{pair}__kl5_n": n,
+            f"paired__{pair}__kl5_p": p}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("difference", "p", "want"), [(0.1, 0.01, "confirmed"), (-0.1, 0.01, "refuted"), (0.1, 0.05, "partly")]
+    ("difference", "p", "n", "want"),
+    [
+        (0.1, 0.01, 5, "confirmed"),
+        (-0.1, 0.01, 5, "refuted"),
+        (0.1, 0.0101, 5, "not testable"),  # another run may put it on the other side of any threshold
+        (0.1, 0.05, 5, "not testable"),
+        (-0.1, 0.0999, 5, "not testable"),
+        (0.1, 0.1, 5, "partly"),
+        (0.1, 0.001, 4, "not testable"),
+        (0.1, 0.02, 2, "not testable"),
+        (0.1, 0.9, 2, "not testable"),
+    ],
 )
-def test_a_difference_counts_if_the_paired_test_shows_it(difference, p, want):
+def test_a_comparison_is_decided_from_five_seeds_and_away_from_the_threshold(difference, p, n, want):
     words = "GRADE-STE beats PPO, 0.763 to 0.510: at a KL of 5"
-    given = {"paired__ste_minus_ppo__kl5": difference, "paired__ste_minus_ppo__kl5_stderr": 0.01,
-             "paired__ste_minus_ppo__kl5_n": 5, "paired__ste_minus_ppo__kl5_p": p}  # fmt: skip
-    assert verdict(words, **given) == want
+    assert verdict(words, **comparison(difference, p, n)) == want
     # The same test, stored the other way round.
-    turned = {k.replace("ste_minus_ppo", "ppo_minus_ste"): v for k, v in given.items()}
-    assert verdict(words, **turned | {"paired__ppo_minus_ste__kl5": -difference}) == want
+    assert verdict(words, **comparison(-difference, p, n, "ppo_minus_ste")) == want
     assert verdict(words) == "not testable"
+
+
+def test_an_undecided_comparison_still_gives_its_figures_and_the_reason():
+    given = {key.replace("__", "/"): value for key, value in comparison(0.1, 0.02, 2).items()}
+    (claim,) = (c for c in compare_claims(MEASURED | given, 5) if c.found == 0.1)
+    assert claim.note == "± 0.01 over n=2 seeds, paired, p = 0.02; 2 seeds, and a verdict needs 5"
 
 
 def test_a_gain_counts_from_three_standard_errors():
@@ -45,6 +65,11 @@ def test_a_gain_counts_from_three_standard_errors():
     assert verdict("PPO ends below", gain__ppo=0.04) == "refuted"
     assert verdict("PPO ends below", gain__ppo=-0.04) == "confirmed"
     assert verdict("GRADE-STE learns") == "confirmed"
+
+
+def test_a_gain_from_two_seeds_counts_from_ten():
+    assert verdict("PPO ends below", gain__ppo=0.09, gain__ppo_n=2) == "partly"
+    assert verdict("PPO ends below", gain__ppo=0.11, gain__ppo_n=2) == "refuted"
 
 
 def test_the_verdict_on_variance_is_on_noise_and_not_on_the_spread_of_norms():
@@ -61,7 +86,7 @@ def test_every_claim_can_be_written_and_a_missing_figure_is_named():
 
 
 def test_advantages_over_the_batch_leak_into_another_completion():
-    coded, meant = defects.gae_example(True), defects.gae_example(False)
+    coded, meant = paper.gae_example(True), paper.gae_example(False)
     # Row 1 (no reward, V = 0.5) has -0.5 everywhere; row 0: 0 + 0.99 * 0.5 - 0.5 + 0.99 * 0.95 * (-0.5) = -0.47525.
     assert coded.tolist() == pytest.approx([-0.47525] * 7 + [0.52475])
     # Over time the last advantage is 1 - 0.5; before it, 0.99 * 0.5 - 0.5 + 0.9405 * 0.5 = 0.46525, and so on.
@@ -69,9 +94,9 @@ def test_advantages_over_the_batch_leak_into_another_completion():
 
 
 def test_whitening_two_rewards_forgets_how_far_apart_they_are():
-    assert defects.whitened([0.9, 0.1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
-    assert defects.whitened([0.51, 0.5]) == pytest.approx(defects.whitened([0.9, 0.1]))
-    assert math.isnan(defects.whitened([0.7])[0])
+    assert paper.whitened([0.9, 0.1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert paper.whitened([0.51, 0.5]) == pytest.approx(paper.whitened([0.9, 0.1]))
+    assert math.isnan(paper.whitened([0.7])[0])
 
 
 def test_noise_over_signal_does_not_depend_on_the_scale():

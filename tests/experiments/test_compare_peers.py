@@ -1,23 +1,28 @@
-"""The peer: what it is told, what is made of it, and that its absence is one line."""
+"""The peer: its settings, its figures, and that its absence is one line."""
 
 import pandas as pd
 import pytest
 
 from grade.cli.main import main
 from grade.errors import InputError
-from grade.experiments.compare import peers
-from grade.experiments.compare.frontier import CURVES
-from grade.experiments.compare.runs import Run, run_config
+from grade.experiments.compare import peers as contest
+from grade.experiments.compare.measure import peers
+from grade.experiments.compare.measure.runs import CURVES, Run, run_config
+from grade.results import read_metrics
 
 VALUES = dict(max_steps=2, max_prompt_tokens=6, max_new_tokens=10, min_new_tokens=10, batch_size=8, eval_every=1)
 
 
-def test_the_peer_is_told_what_our_run_is_told():
+def test_the_peer_has_the_settings_of_our_run():
     config = run_config(Run("grpo", 0.5, 3, 2e-3), VALUES)
-    told = peers.settings(config)
-    assert (told["per_device_train_batch_size"], told["num_generations"], told["max_steps"]) == (8, 4, 2)
-    assert told["beta"] == 0.05  # ours divided by T = 10: its loss is a mean over tokens, ours a sum
-    assert (told["learning_rate"], told["seed"], told["scale_rewards"]) == (2e-3, 3, "group")
+    theirs = peers.settings(config)
+    assert (theirs["per_device_train_batch_size"], theirs["num_generations"], theirs["max_steps"]) == (8, 4, 2)
+    assert theirs["beta"] == 0.05  # ours divided by T = 10: its loss is a mean over tokens, ours a sum
+    assert (theirs["learning_rate"], theirs["seed"], theirs["scale_rewards"]) == (2e-3, 3, "group")
+
+
+def test_the_peer_has_one_name():
+    assert peers.PEER == contest.PEER
 
 
 def test_times_to_a_goal_that_all_reach():
@@ -25,7 +30,7 @@ def test_times_to_a_goal_that_all_reach():
     table = pd.DataFrame([(m, 0.1, 0, s, 8 * s, t, r, r, 0.0) for m, s, t, r in rows], columns=list(CURVES))
     costs = pd.DataFrame([("grpo", 0.2, 2**20, 0), (peers.PEER, 0.4, 2**21, 0)],
                          columns=["method", "seconds_per_sample", "peak_bytes", "start_bytes"])  # fmt: skip
-    found = peers.peer_figures(table, costs)
+    found = contest.peer_figures(table, costs)
     # Goal 0.5 + 0.5 * 0.2 = 0.6: ours after 2 * 0.1 / 0.4 = 0.5 s, the peer's after 10 * 0.1 / 0.2 = 5 s.
     assert found["peer/goal_reward"] == pytest.approx(0.6)
     assert found["peer/best_over_trl_seconds"] == pytest.approx(0.1) and found["peer/best_method"] == "ste"
@@ -34,10 +39,22 @@ def test_times_to_a_goal_that_all_reach():
     assert found[f"peer/peak_mib/{peers.PEER}"] == 2
 
 
+def test_what_differs_from_run_to_run_is_written_apart(tmp_path):
+    table = pd.DataFrame([("ste", 0.1, 0, 1, 8, 2.0, 0.9, 0.5, 0.1)], columns=list(CURVES))
+    figures = {"peer/end_reward/ste": 0.9, "peer/seconds_per_sample/ste": 0.2, "peer/best_method": "ste",
+               "peer/settings/seed": 0}  # fmt: skip
+    contest.write_peers(tmp_path, table, figures)
+    assert set(read_metrics(tmp_path / "metrics.json")) == {"peer/end_reward/ste", "peer/settings/seed"}
+    timed = read_metrics(tmp_path / "timings" / "metrics.json")
+    assert set(timed) == {"peer/seconds_per_sample/ste", "peer/best_method"}
+    assert "seconds" not in pd.read_csv(tmp_path / "curves.csv")
+    assert pd.read_csv(tmp_path / "timings" / "seconds.csv").seconds.tolist() == [2.0]
+
+
 def test_a_missing_extra_is_one_line_and_exit_code_2(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers, "have_peer", lambda: False)
     assert main(["peers", "--output-dir", str(tmp_path / "peers")]) == 2
-    assert "pip install 'grade[peers]'" in capsys.readouterr().err
+    assert "pip install -e '.[peers]'" in capsys.readouterr().err
     assert not (tmp_path / "peers").exists()
 
 

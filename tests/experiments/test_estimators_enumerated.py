@@ -8,16 +8,16 @@ from grade.entropy.exact import all_as_samples
 from grade.entropy.gradients import prompt_gradients
 from grade.entropy.tiny import random_direction, random_prompts, tiny_policy
 from grade.errors import InputError
-from grade.experiments.estimators.enumerated import (
+from grade.experiments.estimators.measure.enumerated import (
     exact_gradients,
     mse_ratio,
     quality_table,
-    tiny_rewards,
     variants,
     worst_bias,
 )
-from grade.experiments.estimators.moments import moments
-from grade.experiments.estimators.rows import KL, Setting, Variant, advantages, gradient_rows
+from grade.experiments.estimators.measure.moments import moments
+from grade.experiments.estimators.measure.rows import KL, Setting, Variant, advantages, gradient_rows
+from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
@@ -66,7 +66,7 @@ def test_the_enumerated_gradient_is_the_score_functions_expectation(setting, exa
 def test_the_enumerated_kl_gradient_is_that_of_a_difference(setting, exact):
     """Along one direction, central difference of the enumerated KL: truncation ~ eps^2, rounding ~ 1e-16 / eps."""
     from grade.entropy.exact import completion_logps, every_completion
-    from grade.experiments.estimators.enumerated import _kl
+    from grade.experiments.estimators.measure.enumerated import _kl
     from grade.models.parameters import moved
 
     ids, mask = every_completion(5, T, setting.backbone.eos_token_ids)

@@ -5,11 +5,16 @@ import math
 import matplotlib.pyplot as plt
 import pytest
 
-from grade.experiments.intuitor import study as intuitor
 from grade.experiments.intuitor.claims import intuitor_claims
 from grade.experiments.intuitor.figures import plot_peak_sweep, plot_peaks_by_length, plot_scores
+from grade.experiments.intuitor.measure import study as intuitor
+from grade.experiments.intuitor.measure.tables import Measurements
+from grade.experiments.intuitor.metrics import metrics, peaks_by_length
+from grade.experiments.measured import Tables
 from grade.experiments.setting import load_policy, text_sequences
+from grade.memory.plan import shard
 from grade.memory.shapes import QWEN25_1_5B
+from grade.memory.trace import trace
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def test_settings_are_answered_by_the_planner():
     table = intuitor.settings_fit("tiny", 32, (64, 64), 2, 10**12)
     assert table.fits.tolist() == table.needed.tolist() == [8, 8, 32, 32]
     small = intuitor.full_update("tiny", 32, 64, batch_size=2, logits="all", self_certainty=True)
-    budget = intuitor.shard(intuitor.trace(small), small, 2).peak
+    budget = shard(trace(small), small, 2).peak
     assert intuitor.settings_fit("tiny", 32, (64, 64), 2, budget).fits.iloc[0] == 2
 
 
@@ -74,14 +79,34 @@ def test_document_004_has_its_verdicts():
     assert judged["Intuitor needs 468 GB more than PPO"] == judged["Intuitor in all needs 481 GB"] == "confirmed"
 
 
-def test_figures(toy):
-    table, traces = intuitor.length_table("tiny", [96], gpus=2)
-    assert {step for _, step in traces} == set(table.step)
+@pytest.fixture(scope="module")
+def tables():
+    return Tables(Measurements(Measurements.Settings()))
+
+
+def test_the_tables_hold_every_figure(tables):
+    settings = Measurements.Settings()
+    figures = metrics(tables, settings)
+    assert figures["intuitor/completions"] == settings.measured_prompts * settings.group == len(tables["scores"])
+    assert figures["intuitor/aggressive_fits_chunked"] == 32
+    peaks = peaks_by_length(tables["lengths"])[96]
+    assert peaks["Intuitor, dense logits"] == figures["intuitor/peak_gb_96_intuitor_dense_logits"]
+    at_peak = tables["categories"].groupby("configuration")["bytes"].sum() / 1e9
+    assert at_peak.to_dict() == pytest.approx(peaks)
+
+
+def test_the_timelines_are_of_one_gpu_that_divides_nothing(tables):
+    top = tables["timelines"].groupby("configuration")["bytes"].max()
+    for step, config in intuitor.update_configs("tiny", 96).items():
+        if config.self_certainty:
+            assert top[step] == trace(config).peak
+
+
+def test_figures(tables):
     fig, axes = plt.subplots(1, 3)
-    plot_peaks_by_length(axes[0], table, {96: (1, 2)})
+    plot_peaks_by_length(axes[0], tables["lengths"], {96: (1, 2)})
     assert len(axes[0].lines) == 6  # two as stated, four traced
-    plot_peak_sweep(axes[1], intuitor.peak_sweep(64, [5, 35], chunk=8))
-    samples = intuitor.certainty_samples(toy[0], toy[1], 6, group=3)
-    plot_scores(axes[2], intuitor.certainty_figures(toy[0], *samples, chunk=16)[1])
-    assert len(axes[2].collections[0].get_offsets()) == 6
+    plot_peak_sweep(axes[1], tables["sweep"])
+    plot_scores(axes[2], tables["scores"])
+    assert len(axes[2].collections[0].get_offsets()) == len(tables["scores"])
     plt.close(fig)

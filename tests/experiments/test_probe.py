@@ -1,13 +1,18 @@
-"""Document 003: the gradient path's three ways give one gradient, and memory as claimed."""
+"""The probe on a policy, and document 003: three ways to one gradient, memory, verdicts that follow the figures."""
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
 
 from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps
+from grade.entropy.run import ProbeRunConfig
 from grade.entropy.samples import draw
+from grade.errors import InputError
+from grade.experiments.measured import Tables, read_table, write_table
 from grade.experiments.probe.claims import probe_claims
-from grade.experiments.probe.proposals import (
+from grade.experiments.probe.figures import plot_layers, plot_linearity, plot_phases, plot_precision, plot_sweep
+from grade.experiments.probe.measure.proposals import (
     ProbeStepConfig,
     held_gradient,
     missing_mask_error,
@@ -16,6 +21,8 @@ from grade.experiments.probe.proposals import (
     restore_errors,
     saved_by_log_probabilities,
 )
+from grade.experiments.probe.measure.tables import Measurements
+from grade.experiments.probe.metrics import metrics, timed_metrics
 from grade.memory.bench import measure
 from grade.memory.shapes import QWEN25_1_5B
 from grade.memory.trace import trace
@@ -87,3 +94,62 @@ def test_document_003_has_its_verdicts():
     assert claims[name].verdict == "refuted"
     lower = {c.claim: c.verdict for c in probe_claims(QWEN25_1_5B, figures | {"probe/traced_chunked_peak_gb": 5.0})}
     assert lower[name] == "confirmed"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return Tables(Measurements(Measurements.Settings()))
+
+
+def test_parts_sum_to_the_prediction_also_after_a_table_is_written_and_read(tables, tmp_path):
+    for name in ("predictions", "layers", "sequences", "extremes"):
+        write_table(tmp_path / name, tables[name])
+    step, layers, parts = (read_table(tmp_path / name) for name in ("predictions", "layers", "sequences"))
+    assert layers.part.sum() == pytest.approx(step.delta_h1.item(), rel=1e-9)
+    assert parts.part.mean() == pytest.approx(step.delta_h1_forward.item(), rel=1e-9)
+    assert read_table(tmp_path / "extremes").part.tolist() == sorted(parts.part)[:2] + sorted(parts.part)[-2:]
+
+
+def test_the_tables_hold_every_figure_and_seconds_stand_apart(tables):
+    settings = Measurements.Settings()
+    figures = metrics(tables, settings)
+    assert figures["study/samples"] == 16 == len(tables["sequences"])
+    assert figures["probe/large_over_small"] == pytest.approx(1, abs=0.05)
+    assert figures["study/step0/x0.1/delta_h"] == tables["sweep"].delta_h.iloc[0]
+    assert not any("seconds" in name for name in figures)
+    assert set(timed_metrics(tables)) == {
+        f"study/seconds/{phase.replace(' ', '_')}" for phase in tables["phases"].phase
+    }
+    assert set(tables["timelines"].configuration) == {"chunked: B=2, G=3", "streamed: B=2, G=3"}
+    peaks = tables["timelines"].groupby("configuration")["bytes"].max() / 1e9
+    assert peaks["chunked: B=2, G=3"] == figures["probe/traced_chunked_peak_gb"]
+
+
+def test_a_trained_policy_needs_a_run_that_kept_its_optimizer(tmp_path):
+    settings = Measurements.Settings(backbone_dir="base", runs_dir=str(tmp_path))
+    with pytest.raises(InputError, match="optimizer.pt"):
+        Measurements(settings).predictions()
+
+
+def test_the_command_reads_the_probes_section_of_the_experiments_parameters(tmp_path):
+    file = tmp_path / "probe.yaml"
+    file.write_text("model: tiny\nprobe:\n  batch_config: {B: 4}\n  learning_rate: 2.0e-3\n")
+    config = ProbeRunConfig.load([file], ["batch_config.G=3"], section="probe")
+    assert (config.batch_config.B, config.batch_config.G, config.learning_rate) == (4, 3, 2e-3)
+    (tmp_path / "own.yaml").write_text("learning_rate: 1.0e-3\n")
+    assert ProbeRunConfig.load([file, tmp_path / "own.yaml"], section="probe").learning_rate == 1e-3
+    with pytest.raises(InputError, match="model"):
+        ProbeRunConfig.load([file])
+
+
+def test_figures_show_signed_changes_with_whole_error_bars(tables):
+    fig, axes = plt.subplots(1, 5)
+    plot_sweep(axes[0], tables["sweep"])
+    assert axes[0].get_yscale() == plot_linearity(axes[1], tables["sweep"]).get_yscale() == "linear"
+    low, high = axes[0].get_ylim()
+    change, error = (tables["sweep"][name] / tables["sweep"].multiple for name in ("delta_h", "delta_h_stderr"))
+    assert low < (change - 2 * error).min() and (change + 2 * error).max() < high
+    assert len(plot_layers(axes[2], tables["layers"]).patches) == len(tables["layers"])
+    assert len(plot_precision(axes[3], tables["precision"]).lines) == 4  # predicted, two types, zero
+    assert len(plot_phases(axes[4], tables["phases"]).patches) == 5
+    plt.close(fig)

@@ -1,13 +1,17 @@
 """Noise, supports, estimators."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from conftest import make_backbone
 from scipy import stats
 
 from grade.errors import InputError
 from grade.gradients.estimators import (
+    ESTIMATORS,
+    Estimator,
     RelaxationConfig,
     conditional_noise,
     draw_given,
@@ -16,7 +20,12 @@ from grade.gradients.estimators import (
     relax,
     tau_at,
 )
+from grade.gradients.methods import OPTIONS, RELAXED
+from grade.gradients.objective import Objective
+from grade.gradients.replay import replay
+from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.noise import gumbel_noise
+from grade.models.parameters import flatten
 
 
 def generator(seed=0):
@@ -233,3 +242,52 @@ def test_a_support_larger_than_the_vocabulary_is_refused():
         RelaxationConfig(gumbel_topk=51).check(50)
     with pytest.raises(InputError, match="min_new_tokens: got 9"):
         RelaxationConfig(min_new_tokens=9, max_new_tokens=8, gumbel_topk=0).check(50)
+
+
+class Plain(Estimator):
+    """Straight-through without noise in backward: the softmax of the logits alone, at the token that was drawn."""
+
+    def relax_given(self, logits, noise, support, token, tau):
+        soft = (logits / tau).softmax(-1)
+        return soft + ((support == token.unsqueeze(1)).to(soft.dtype) - soft).detach()
+
+
+class Sharp(Estimator):
+    """Soft tokens at half the temperature."""
+
+    hard = False
+
+    def relax(self, z, tau):
+        return (2 * z / tau).softmax(-1)
+
+
+@pytest.mark.parametrize("engine", [replay, unrolled, checkpointed])
+@pytest.mark.parametrize("estimator", [Sharp(), Plain()])
+def test_a_new_estimator_needs_its_registration_only(estimator, engine, monkeypatch, backbone, prompts, reward):
+    monkeypatch.setitem(ESTIMATORS, "toy", estimator)
+    config = RelaxationConfig.parse({"estimator": "toy", "max_new_tokens": 3, "gumbel_topk": 4})
+    before = [p.detach().clone() for p in backbone.trainable_parameters()]
+    optimizer = torch.optim.AdamW(backbone.trainable_parameters(), lr=1e-2)
+    step = engine(backbone, prompts, Objective(reward, 0.1), config, generator())
+    optimizer.step()
+    assert step.completion_ids.shape == (3, 3) and torch.isfinite(step.loss)
+    assert all(not torch.equal(p, q) for p, q in zip(before, backbone.trainable_parameters(), strict=True))
+
+
+def test_engines_agree_on_a_new_estimator(monkeypatch, prompts, reward):
+    monkeypatch.setitem(ESTIMATORS, "toy", Sharp())
+    config = RelaxationConfig(estimator="toy", max_new_tokens=3, gumbel_topk=4)
+    gradients = []
+    for engine in (partial(replay, hops=3), unrolled, checkpointed):
+        backbone = make_backbone()
+        engine(backbone, prompts, Objective(reward, 0.1), config, generator())
+        gradients.append(flatten(p.grad for p in backbone.trainable_parameters()))
+    assert gradients[0].norm() > 0
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() < 1e-5 * gradients[0].norm()  # Llama's norms are float32
+
+
+def test_each_estimator_is_a_method_and_its_own_settings_are_refused_elsewhere():
+    assert set(ESTIMATORS) < set(RELAXED)
+    assert {name for name in RELAXED if name.endswith("_legacy")} == {"gumbel_legacy", "ste_legacy"}
+    assert OPTIONS["rao_draws"] == ("gumbel_rao",) and "baseline_momentum" in OPTIONS

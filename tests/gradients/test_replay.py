@@ -343,15 +343,20 @@ def test_completions_that_do_not_fit_are_refused(backbone, prompts, reward):
     hole[1, 2], ended[2, 1] = 0, EOS[0]
     for bad, message in (
         (lambda: run(ids + 18, ones), r"completion tokens: got \[23\]; allowed: ids of the policy's own .* 0 to 22"),
-        (lambda: run(ids, hole), "completion mask, row 1: got .*; allowed: ones, at least one, and then zeros"),
-        (lambda: run(ids, torch.zeros_like(ids)), "completion mask, row 0"),
-        (lambda: run(ids[:2], ones[:2]), r"completions: got .*; allowed: \[3, T\]"),
         (lambda: run(ended, ones), "completions: got 'a token after an end-of-sequence'"),
         (lambda: run(ids, ones, estimator="gumbel"), "estimator: got 'gumbel'; allowed: ste"),
         (lambda: run(ended[:, :2], ones[:, :2], min_new_tokens=2), "completions: .* none before min_new_tokens = 2"),
     ):
         with pytest.raises(InputError, match=message):
             bad()
+    for mistake, message in (  # of the caller, not of an input
+        (lambda: run(ids, hole), "completion mask, row 1: .* ones, at least one, and then zeros"),
+        (lambda: run(ids, torch.zeros_like(ids)), "completion mask, row 0"),
+        (lambda: run(ids[:2], ones[:2]), r"completions .* not \[3, T\]"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            mistake()
+        assert not isinstance(caught.value, InputError)
     assert all(p.grad is None for p in backbone.trainable_parameters())
 
 

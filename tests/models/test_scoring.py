@@ -58,8 +58,11 @@ def test_the_first_token_is_predicted_by_the_last_of_the_prompt():
     torch.testing.assert_close(predicting_hidden(backbone, prompts, ids), predicting_hidden(backbone, prompts, other))
 
 
-@pytest.mark.parametrize(("batch", "temperature", "named"), [(2, 1.0, "completions"), (3, 0.0, "temperature")])
-def test_what_does_not_fit_is_refused(batch, temperature, named):
+@pytest.mark.parametrize(
+    ("batch", "temperature", "error", "named"),
+    [(2, 1.0, ValueError, "completions"), (3, 0.0, InputError, "temperature")],
+)
+def test_what_does_not_fit_is_refused(batch, temperature, error, named):
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions(batch)
-    with pytest.raises(InputError, match=named):
+    with pytest.raises(error, match=named):
         score(backbone, prompts, ids, mask, temperature=temperature)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.errors import InputError
-from grade.experiments.intuitor.study import chunked_over_vocabulary
+from grade.experiments.intuitor.measure.study import chunked_over_vocabulary
 from grade.memory.saved import saved_bytes
 from grade.models.head import CHUNK_ROWS, Head
 from grade.models.self_certainty import certainty_of_logits, completion_certainty, self_certainty
@@ -83,7 +83,7 @@ def test_a_completion_scores_its_own_tokens():
     values = torch.tensor([[1.0, 3.0, 100.0], [2.0, 100.0, 100.0]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     assert completion_certainty(values, mask).tolist() == [2.0, 2.0]
-    with pytest.raises(InputError, match="at least one token"):
+    with pytest.raises(ValueError, match="at least one token"):
         completion_certainty(values, torch.zeros_like(mask))
 
 

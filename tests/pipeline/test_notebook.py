@@ -1,11 +1,14 @@
 """The notebook runner: strict parameters, the same bytes twice, and a clear failure."""
 
+import json
+
 import nbformat
 import pytest
+from imports import ROOT
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from grade.errors import InputError
-from grade.pipeline.notebook import NotebookError, check_parameters, default_parameters, execute
+from grade.pipeline.notebook import NotebookError, check_parameters, default_parameters, execute, strip_on_save
 
 PARAMETERS = """\
 lr = 1.0e-3  # step size
@@ -121,3 +124,36 @@ def test_a_failing_cell_is_one_line_and_the_old_output_stays(tmp_path):
     assert sorted(path.name for path in output.parent.iterdir()) == ["n.failed.ipynb", "n.ipynb"]
     text = (output.parent / "n.failed.ipynb").read_text()
     assert "before" in text and "Traceback" in text
+
+
+# --- saving in JupyterLab ---
+
+
+def lab_content(notebook):
+    """What JupyterLab sends after Run All."""
+    content = nbformat.read(notebook, as_version=4)
+    content.metadata["language_info"] = {"name": "python", "version": "3.11.7"}
+    for number, cell in enumerate(content.cells):
+        cell.id = f"random-{number}"
+        if cell.cell_type == "code":
+            cell.execution_count, cell.metadata["execution"] = number, {"iopub.status.busy": "2026-01-01"}
+            cell.metadata["editable"] = True
+            cell.outputs = [nbformat.v4.new_output("stream", text="0.8\n")]
+    return content
+
+
+def saved(path, content):
+    model = {"type": "notebook", "content": json.loads(nbformat.writes(content))}
+    strip_on_save(model, path, contents_manager=None)
+    return nbformat.writes(nbformat.from_dict(model["content"])).rstrip("\n") + "\n"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_run_all_and_save_leaves_the_source_as_it_was(path):
+    assert saved(f"notebooks/{path.name}", lab_content(path)) == path.read_text()
+
+
+def test_an_executed_copy_keeps_its_outputs():
+    content = lab_content(ROOT / "notebooks/validation.ipynb")
+    assert "0.8" in saved("outputs/validation/validation.ipynb", content)
+    assert strip_on_save({"type": "file", "content": "text"}, "notebooks/a.txt") is None

@@ -1,20 +1,19 @@
 """Statistics of a comparison over methods, weights of KL and seeds: pure functions of tidy tables.
 
-`CURVES` are evaluations along training, `FINALS` the ends of runs (`grade.experiments.compare.runs` makes
-both). A seed decides adapter,
+The tables are the measured `curves` (evaluations along training) and `finals` (ends of runs). A seed decides adapter,
 prompts and noise of every method alike, so methods are compared pair by pair over seeds. Evaluation prompts and their
 noise are the same for all runs: standard errors over seeds say how a method varies when it is trained again, not how
 the figures would change on other prompts.
 
 **Reward at equal KL.** A policy that follows one evaluated policy with probability p and another with 1 - p has the
 mean of their rewards and, as KL is convex, at most the mean of their KLs. So the upper concave hull of the evaluated
-(KL, reward), over all weights of KL and steps, is a frontier that can be had. Which two policies are mixed is chosen
-for each seed on the *other* seeds, so that the choice does not flatter a method.
+(KL, reward), over all weights of KL and steps, is attainable. Which two policies are mixed is chosen for each seed on
+the *other* seeds, so that the choice does not flatter a method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -22,25 +21,8 @@ import pandas as pd
 from grade.errors import InputError
 from grade.stats import Estimate, paired
 
-CURVES = ("method", "beta", "seed", "step", "samples", "seconds", "reward", "gold", "kl")
-FINALS = (*CURVES, "gain", "gold_gain", "perplexity", "distinct1", "distinct2")
-
-
-def first_crossing(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
-    """``y`` where ``x`` first reaches a level, linear between neighbours; None if it never does.
-
-    >>> first_crossing([0, 4, 3, 8], [0.5, 0.7, 0.7, 0.9], 2)
-    0.6
-    >>> first_crossing([0, 4], [0.5, 0.7], 5) is None
-    True
-    """
-    for i, value in enumerate(x):
-        if value >= level:
-            if i == 0:
-                return float(y[0])
-            part = (level - x[i - 1]) / (value - x[i - 1])
-            return float(y[i - 1] + part * (y[i] - y[i - 1]))
-    return None
+QUALITIES = ("reward", "gold", "kl", "perplexity", "distinct1", "distinct2")
+"""Columns of the ends of runs that are averaged over seeds."""
 
 
 def upper_hull(kl: Sequence[float], reward: Sequence[float]) -> list[int]:
@@ -72,13 +54,13 @@ def _above(kl: Sequence[float], reward: Sequence[float], a: int, b: int, c: int)
 
 
 def reward_at_kl(curves: pd.DataFrame, level: float) -> dict[str, dict[int, float]]:
-    """The most held-out reward that is had with a KL of at most ``level``, method by method; see the module's head.
+    """Highest held-out reward at KL <= ``level``, method by method; see the module's head.
 
     For each seed the hull of the other seeds' means says which two policies are mixed (by beta and step); the
     probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
 
     Args:
-        curves: `CURVES`, with the untrained policy at step 0.
+        curves: Evaluations, with the untrained policy at step 0.
         level: KL in nats a completion, above 0.
 
     Returns:
@@ -87,25 +69,56 @@ def reward_at_kl(curves: pd.DataFrame, level: float) -> dict[str, dict[int, floa
     Raises:
         InputError: If a method has a single seed, or the level is not positive.
     """
-    if not level > 0:
-        raise InputError("level", level, "a KL above 0")
-    found: dict[str, dict[int, float]] = {}
+    rewards: dict[str, dict[int, float]] = {}
+    for method, seed, values in _rewards_at_kl(curves, [level]):
+        rewards.setdefault(method, {})[seed] = values[0]
+    return rewards
+
+
+def frontier_table(curves: pd.DataFrame, levels: Sequence[float]) -> pd.DataFrame:
+    """The frontier itself: `reward_at_kl` along a grid of levels.
+
+    Args:
+        curves: Evaluations, with the untrained policy at step 0.
+        levels: KL in nats a completion, above 0.
+
+    Returns:
+        Columns ``method``, ``kl``, ``reward`` (mean over seeds) and ``stderr``; the first row of a method is its start.
+    """
+    rows: dict[str, list[list[float]]] = {}
+    for method, _, values in _rewards_at_kl(curves, levels):
+        rows.setdefault(method, []).append(values)
+    start = curves[curves["step"] == 0].groupby("method")["reward"].mean()
+    table = []
+    for method, seeds in rows.items():
+        table.append((method, 0.0, start[method], 0.0))
+        for level, values in zip(levels, zip(*seeds, strict=True), strict=True):
+            mean, stderr, _ = Estimate.of(values)
+            table.append((method, level, mean, stderr))
+    return pd.DataFrame(table, columns=["method", "kl", "reward", "stderr"])
+
+
+def _rewards_at_kl(curves: pd.DataFrame, levels: Sequence[float]) -> Iterator[tuple[str, int, list[float]]]:
+    """Method, seed, and its reward at each level."""
+    if not all(level > 0 for level in levels):
+        raise InputError("level", min(levels), "a KL above 0")
     for method, rows in curves.groupby("method", sort=False):
         tables = [rows.pivot(index=["beta", "step"], columns="seed", values=name).dropna() for name in ("kl", "reward")]
         if tables[0].shape[1] < 2:
-            raise InputError(
-                "seeds", tables[0].columns.tolist(), "at least two: policies are chosen on the other seeds"
-            )
-        found[method] = {}
+            allowed = "at least two: policies are chosen on the other seeds"
+            raise InputError("seeds", tables[0].columns.tolist(), allowed)
         for seed in tables[0].columns:
             kl, reward = (table.drop(columns=seed).mean(axis=1).tolist() for table in tables)
+            own = list(zip(*(table[seed].tolist() for table in tables), strict=True))
             hull = upper_hull(kl, reward)
-            last = next((place for place, i in enumerate(hull) if kl[i] >= level), len(hull))
-            pair = hull[max(last - 1, 0) : last + 1]  # the two around the level, or the last alone if none reaches it
-            points = [(tables[0][seed].iloc[i], tables[1][seed].iloc[i]) for i in pair]
-            start = (tables[0][seed].iloc[0], tables[1][seed].iloc[0])
-            found[method][int(seed)] = _mixed([start, *points], level)
-    return found
+            yield method, int(seed), [_own_reward(own, kl, hull, level) for level in levels]
+
+
+def _own_reward(own: Sequence[tuple[float, float]], kl: Sequence[float], hull: Sequence[int], level: float) -> float:
+    """One seed's reward at the level: a mixture of two of its policies, chosen by the other seeds' hull."""
+    last = next((place for place, i in enumerate(hull) if kl[i] >= level), len(hull))
+    pair = hull[max(last - 1, 0) : last + 1]  # the two around the level, or the last alone if none reaches it
+    return _mixed([own[0], *(own[i] for i in pair)], level)
 
 
 def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
@@ -134,10 +147,10 @@ def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[s
     """Ends of the runs at one beta: means over seeds with standard errors and n.
 
     ``gain/<method>`` (held-out reward minus the untrained policy's), ``gold_gain/...``, and under ``final/<method>/``
-    ``reward``, ``gold``, ``kl``, ``perplexity``, ``distinct1``, ``distinct2``, ``samples`` and ``seconds``.
+    `QUALITIES` and ``samples``.
 
     Args:
-        finals: `FINALS`.
+        finals: Ends of runs.
         beta: Weight of KL.
         prefix: Put before each name.
 
@@ -154,7 +167,7 @@ def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[s
     for method, runs in rows.groupby("method", sort=False):
         for name in ("gain", "gold_gain"):
             figures |= estimate_figures(f"{prefix}{name}/{method}", runs[name].dropna())
-        for name in ("reward", "gold", "kl", "perplexity", "distinct1", "distinct2", "seconds"):
+        for name in QUALITIES:
             figures |= estimate_figures(f"{prefix}final/{method}/{name}", runs[name].dropna())
         figures[f"{prefix}final/{method}/samples"] = int(runs["samples"].iloc[0])
     return figures

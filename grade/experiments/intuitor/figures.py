@@ -1,22 +1,24 @@
-"""Figures of documents 002 and 004."""
+"""Figures of document 004."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-_COLORS = {"PPO": "#0072B2", "Intuitor": "#D55E00"}
+from grade.plotting import SERIES, color, plain_log_ticks
+
+_COLORS = {"PPO": color("ppo"), "Intuitor": SERIES[0]}
+_PUBLISHED, _DOCUMENT = SERIES[0], SERIES[1]  # self-certainty and the document's formula
 
 
 def plot_peaks_by_length(ax: Axes, table: pd.DataFrame, stated: Mapping[int, tuple[float, float]]) -> Axes:
-    """Traced peaks of PPO and Intuitor against length, beside the document's, in GB on a log axis.
+    """Traced peaks of PPO and Intuitor against length, beside the document's, in decimal GB on a log axis.
 
     Args:
         ax: Where to draw.
-        table: From `grade.experiments.intuitor.study.length_table`.
+        table: From `grade.experiments.intuitor.measure.study.length_table`.
         stated: Tokens to the document's GB of PPO and Intuitor; lengths that were not traced are left out.
 
     Returns:
@@ -27,16 +29,18 @@ def plot_peaks_by_length(ax: Axes, table: pd.DataFrame, stated: Mapping[int, tup
     for i, method in enumerate(("PPO", "Intuitor")):
         if known:
             ax.plot(known, [stated[n][i] for n in known], ":", color=_COLORS[method], label=f"{method}, as stated")
-        for kind, line, marker in (("dense logits", "--", "s"), ("logits in chunks", "-", "o")):
+        for kind, line, mark in (("dense logits", "--", "s"), ("logits in chunks", "-", "o")):
             rows = table[table.step == f"{method}, {kind}"]
-            # Both methods have the same peak: filled and larger below, open above, so that both are seen.
-            face, size = (_COLORS[method], 9) if method == "PPO" else ("none", 5)
-            ax.plot(rows.tokens, rows.peak_gb, line, marker=marker, markersize=size, markerfacecolor=face,
-                    color=_COLORS[method], linewidth=1.5, label=f"{method}, {kind}")  # fmt: skip
+            # Both methods have the same peak: PPO's marks are filled and larger, Intuitor's open, so that both show.
+            face, size, layer = (_COLORS[method], 6, 3) if method == "PPO" else ("none", 11, 2)
+            ax.plot(rows.tokens, rows.peak_gb, line, marker=mark, markersize=size, markerfacecolor=face, zorder=layer,
+                    markeredgewidth=1.5, color=_COLORS[method], linewidth=1.5, label=f"{method}, {kind}")  # fmt: skip
     ax.set_yscale("log")
+    plain_log_ticks(ax)
     ax.set_xticks(lengths, [f"{n / 1024:g}K" if n >= 1024 else str(n) for n in lengths])
+    ax.set_title("Traced, Intuitor needs no more memory than PPO")
     ax.set_xlabel("tokens of a sequence")
-    ax.set_ylabel("GB on one GPU (traced)")
+    ax.set_ylabel("peak of one GPU, GB")
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return ax
 
@@ -46,33 +50,38 @@ def plot_peak_sweep(ax: Axes, sweep: pd.DataFrame) -> Axes:
 
     Args:
         ax: Where to draw.
-        sweep: From `grade.experiments.intuitor.study.peak_sweep`.
+        sweep: From `grade.experiments.intuitor.measure.study.peak_sweep`.
 
     Returns:
         The axes.
     """
-    ax.plot(sweep.peak, sweep.published, marker="o", color="#0072B2", label="self-certainty + log V")
-    ax.plot(sweep.peak, sweep.document, marker="s", color="#D55E00", label="document's chunks")
-    ax.set_xlabel("one logit raised to")
-    ax.set_ylabel("score, nats")
+    ax.plot(sweep.peak, sweep.published, marker="o", color=_PUBLISHED, label="self-certainty + log V")
+    ax.plot(sweep.peak, sweep.document, marker="s", color=_DOCUMENT, label="document's formula")
+    ax.set_ylim(0, 1.08 * max(sweep.published.max(), sweep.document.max()))
+    ax.set_title("One confident token hardly moves the formula")
+    ax.set_xlabel("one logit, raised to")
+    ax.set_ylabel("score of the row, nats")
     ax.legend()
     return ax
 
 
 def plot_scores(ax: Axes, scores: pd.DataFrame) -> Axes:
-    """The document's score against self-certainty, one point a completion, each less its prompt's mean.
+    """The document's score against self-certainty, one point per completion, each less its prompt's mean.
 
     Args:
         ax: Where to draw.
-        scores: From `grade.experiments.intuitor.study.certainty_figures`.
+        scores: From `grade.experiments.intuitor.measure.study.certainty_figures`.
 
     Returns:
         The axes.
     """
     centred = scores - scores.groupby("group").transform("mean").reindex(columns=scores.columns, fill_value=0)
-    ax.scatter(centred.self_certainty, centred.document, s=14, alpha=0.6, color="#0072B2", linewidths=0)
-    low, high = (f(centred.self_certainty.min(), centred.self_certainty.max()) for f in (np.minimum, np.maximum))
-    ax.plot([low, high], [low, high], color="#888888", linewidth=1, linestyle="--")
-    ax.set_xlabel("self-certainty, less the prompt's mean")
-    ax.set_ylabel("document's score, less the mean")
+    ax.scatter(centred.self_certainty, centred.document, s=14, alpha=0.6, color=_DOCUMENT, linewidths=0,
+               label="one completion")  # fmt: skip
+    ends = [centred.self_certainty.min(), centred.self_certainty.max()]
+    ax.plot(ends, ends, color=color("line"), linewidth=1, linestyle="--", label="equal scores")
+    ax.set_title("On real text it scores on another scale")
+    ax.set_xlabel("self-certainty less the prompt's mean, nats")
+    ax.set_ylabel("formula less the prompt's mean, nats")
+    ax.legend()
     return ax

@@ -1,105 +1,112 @@
-"""Figures of the entropy probe: its validation, and what it finds."""
+"""Figures of the entropy probe: what it predicts of a policy, how precisely, and what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pandas as pd
 from matplotlib.axes import Axes
-from torch import Tensor
+from matplotlib.patches import Patch
 
-from grade.entropy.report import ProbeReport
+from grade.plotting import SERIES, color
 
-_STEP_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_UP, _DOWN = color("bad"), color("good")  # parts that raise the entropy, and that lower it
 
 
 def plot_sweep(ax: Axes, table: pd.DataFrame) -> Axes:
-    """True change against learning rate with two standard errors, and the prediction as a line; on log axes.
+    """Predicted and true change of entropy per size of step, against the learning rate.
 
-    Filled marks are increases, open marks decreases of the entropy; a mark of the other fill than its line's is a
-    change whose sign was predicted wrongly.
+    Both are divided by the step's multiple of the run's learning rate, so that a linear prediction is a level line, and
+    all step sizes share a signed linear axis. Bars: two standard errors.
 
     Args:
         ax: Where to draw.
-        table: From `grade.experiments.probe.study.sweep_table`.
+        table: From `grade.experiments.probe.measure.study.sweep_table`.
 
     Returns:
         The axes.
     """
-    for color, (step, rows) in zip(_STEP_COLORS, table.groupby("step"), strict=False):
-        up = rows.delta_h1_forward.iloc[0] > 0
-        ax.plot(rows.learning_rate, rows.delta_h1_forward.abs(), color=color, linewidth=1.5,
-                label=f"step {step}, {'up' if up else 'down'}")  # fmt: skip
-        for grows, fill in ((True, "full"), (False, "none")):
-            some = rows[(rows.delta_h > 0) == grows]
-            lower = (2 * some.delta_h_stderr).clip(upper=0.95 * some.delta_h.abs())  # log axes have no 0
-            ax.errorbar(some.learning_rate, some.delta_h.abs(), yerr=[lower, 2 * some.delta_h_stderr], fmt="o",
-                        color=color, fillstyle=fill, markersize=7, capsize=3, linewidth=1)  # fmt: skip
+    steps = table.groupby("step")
+    for i, (step, rows) in enumerate(steps):
+        shade, shift = SERIES[i % len(SERIES)], _shift(i, len(steps))
+        ax.plot(rows.learning_rate, rows.delta_h1_forward / rows.multiple, color=shade, linewidth=1.5,
+                label=f"training step {step}: predicted")  # fmt: skip
+        ax.errorbar(rows.learning_rate * shift, rows.delta_h / rows.multiple,
+                    yerr=2 * rows.delta_h_stderr / rows.multiple, fmt="o", color=shade, markersize=6, capsize=3,
+                    linewidth=1, label=f"training step {step}: true, ± 2 SE")  # fmt: skip
+    ax.axhline(0, color=color("line"), linewidth=1, linestyle="--")
     ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel("learning rate")
-    ax.set_ylabel("change of entropy, nats a completion")
-    ax.legend(title="lines: predicted")
+    ax.set_title("The true change agrees with the prediction")
+    ax.set_xlabel("learning rate of the step")
+    ax.set_ylabel("change / step size, nats a completion")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return ax
 
 
 def plot_linearity(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Linear over true change on the same samples, minus one, against learning rate, with two standard errors.
+    """Linear over true change on the same samples, minus one, against learning rate. Bars: two standard errors.
 
     Args:
         ax: Where to draw.
-        table: From `grade.experiments.probe.study.sweep_table`.
+        table: From `grade.experiments.probe.measure.study.sweep_table`.
 
     Returns:
         The axes.
     """
-    for i, (step, rows) in enumerate(table.groupby("step")):
-        ax.errorbar(rows.learning_rate * (1 + 0.06 * i), rows.linearity_error, yerr=2 * rows.linearity_error_stderr,
-                    fmt="o-", color=_STEP_COLORS[i % len(_STEP_COLORS)], capsize=3, linewidth=1,
-                    label=f"step {step}")  # fmt: skip
-    ax.axhline(0, color="#888888", linewidth=1, linestyle="--")
+    steps = table.groupby("step")
+    for i, (step, rows) in enumerate(steps):
+        ax.errorbar(rows.learning_rate * _shift(i, len(steps)), rows.linearity_error,
+                    yerr=2 * rows.linearity_error_stderr, fmt="o-", color=SERIES[i % len(SERIES)], capsize=3,
+                    linewidth=1, label=f"training step {step}, ± 2 SE")  # fmt: skip
+    ax.axhline(0, color=color("line"), linewidth=1, linestyle="--")
     ax.set_xscale("log")
-    ax.set_yscale("symlog", linthresh=0.1)
-    ax.set_xlabel("learning rate")
-    ax.set_ylabel("linear / true - 1, same samples")
-    ax.legend()
+    ax.set_title("The error vanishes with the step")
+    ax.set_xlabel("learning rate of the step")
+    ax.set_ylabel("predicted / true change - 1, same samples")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     return ax
 
 
-def plot_layers(ax: Axes, layers: Mapping[int, float]) -> Axes:
+def _shift(i: int, n: int) -> float:
+    """Factor that lets the bars of n training steps stand side by side on a log axis."""
+    return 1.08 ** (i - (n - 1) / 2)
+
+
+def plot_layers(ax: Axes, layers: pd.DataFrame) -> Axes:
     """Each layer's part of the predicted change.
 
     Args:
         ax: Where to draw.
-        layers: From `grade.entropy.report.ProbeReport.layers`.
+        layers: Columns layer (-1: modules outside the layers) and part, of one training step.
 
     Returns:
         The axes.
     """
-    colors = ["#D55E00" if value > 0 else "#0072B2" for value in layers.values()]
-    ax.bar([str(i) if i >= 0 else "rest" for i in layers], list(layers.values()), color=colors)
-    ax.axhline(0, color="#444444", linewidth=0.8)
+    names = ["rest" if layer < 0 else str(layer) for layer in layers.layer]
+    ax.bar(names, layers.part, color=[_UP if part > 0 else _DOWN for part in layers.part])
+    ax.axhline(0, color=color("text"), linewidth=0.8)
+    ax.set_title("Layers pull the entropy both ways")
     ax.set_xlabel("layer")
     ax.set_ylabel("part of the predicted change, nats")
     if len(layers) > 12:
         ax.set_xticks(range(0, len(layers), 5))
+    ax.legend(handles=[Patch(color=_UP, label="raises entropy"), Patch(color=_DOWN, label="lowers entropy")])
     return ax
 
 
-def plot_sequences(ax: Axes, sequences: Tensor) -> Axes:
-    """Each sample's part of the predicted change, in order, with their mean.
+def plot_sequences(ax: Axes, parts: pd.Series) -> Axes:
+    """Each completion's part of the predicted change, in order, with their mean.
 
     Args:
         ax: Where to draw.
-        sequences: From `grade.entropy.report.ProbeReport.sequences` [B, G].
+        parts: Of one training step.
 
     Returns:
         The axes.
     """
-    values = sequences.flatten().sort().values
-    ax.bar(range(len(values)), values, width=1, color=["#D55E00" if v > 0 else "#0072B2" for v in values])
-    ax.axhline(float(values.mean()), color="#444444", linewidth=1, linestyle="--", label="mean: the prediction")
-    ax.set_xlabel("completion, in order of its part")
+    values = sorted(parts)
+    ax.bar(range(len(values)), values, width=1, color=[_UP if value > 0 else _DOWN for value in values])
+    ax.axhline(parts.mean(), color=color("text"), linewidth=1, linestyle="--", label="mean: the prediction")
+    ax.set_title("The mean is small beside its parts")
+    ax.set_xlabel("completions, in order of their parts")
     ax.set_ylabel("part of the predicted change, nats")
     ax.legend()
     return ax
@@ -110,35 +117,37 @@ def plot_precision(ax: Axes, table: pd.DataFrame) -> Axes:
 
     Args:
         ax: Where to draw.
-        table: From `grade.experiments.probe.study.precision_table`.
+        table: From `grade.experiments.probe.measure.study.precision_table`.
 
     Returns:
         The axes.
     """
     first = table[table.dtype == table.dtype.iloc[0]]
-    ax.plot(first.multiple, first.predicted, color="#888888", linestyle="--", linewidth=1.5, label="predicted")
-    for color, marker, (name, rows) in zip(_STEP_COLORS, "osv", table.groupby("dtype", sort=False), strict=False):
-        ax.plot(rows.multiple, rows.delta_h, f"{marker}-", color=color, linewidth=1, label=name)
-    ax.axhline(0, color="#444444", linewidth=0.8)
+    ax.plot(first.multiple, first.predicted, color=color("line"), linestyle="--", linewidth=1.5, label="predicted")
+    for shade, mark, (name, rows) in zip(SERIES, "osv", table.groupby("dtype", sort=False), strict=False):
+        ax.plot(rows.multiple, rows.delta_h, f"{mark}-", color=shade, linewidth=1, label=f"measured in {name}")
+    ax.axhline(0, color=color("text"), linewidth=0.8)
     ax.set_xscale("log")
-    ax.set_xlabel("step, times the learning rate")
-    ax.set_ylabel("change of entropy, nats")
+    ax.set_title("bfloat16 is too coarse for small steps")
+    ax.set_xlabel("step size, times the learning rate")
+    ax.set_ylabel("change of entropy, nats a completion")
     ax.legend()
     return ax
 
 
-def plot_phases(ax: Axes, report: ProbeReport) -> Axes:
-    """Peak of live bytes in each phase of a probe, in MB above what was there before it.
+def plot_phases(ax: Axes, table: pd.DataFrame) -> Axes:
+    """Peak of live bytes in each phase of a probe, in decimal MB above those that were there before it.
 
     Args:
         ax: Where to draw.
-        report: Of a probe with ``memory_config.profile_memory``.
+        table: Columns phase and peak_bytes.
 
     Returns:
         The axes.
     """
-    peaks = {k.removeprefix("peak_bytes/"): v / 1e6 for k, v in report.figures.items() if k.startswith("peak_bytes/")}
-    ax.barh(list(peaks), list(peaks.values()), color="#332288")
+    ax.barh(table.phase, table.peak_bytes / 1e6, color=SERIES[0])
     ax.invert_yaxis()
-    ax.set_xlabel("peak, MB")
+    ax.grid(False, axis="y")
+    ax.set_title("Gradients need the most memory")
+    ax.set_xlabel("peak of live bytes, MB")
     return ax

@@ -1,0 +1,1 @@
+"""What the comparison measures; nothing here knows a figure."""

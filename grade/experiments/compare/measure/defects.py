@@ -1,0 +1,120 @@
+"""Defects of the GRADE paper (arXiv 2601.11574) that need a model to be shown, each measured on this project's task.
+
+Its code was read, not run. Left out: the arithmetic of its figures and code (`grade.experiments.compare.paper`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from grade.experiments.setting import Setting
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import PolicyGradient
+from grade.gradients.replay import replay
+from grade.models.prompts import encode_prompts
+from grade.stats import tensor_spread
+from grade.training.config import TrainConfig
+from grade.training.evaluate import evaluate
+from grade.training.task import Task
+
+
+def relative_variance(gradients: Tensor) -> float:
+    """Trace of the covariance over the squared norm of the mean, of repeated gradients at fixed weights and prompts.
+
+    Args:
+        gradients: [M, N], M repetitions.
+
+    Returns:
+        Noise over signal, the same whatever the scale. The squared mean is corrected for its own noise, and is taken as
+        no smaller than that noise: the figure is at most M, which then says that M repetitions show no signal.
+
+    >>> relative_variance(torch.tensor([[1.0], [3.0]]))  # trace 2, squared mean 4 - 2 / 2
+    0.6666666865348816
+    >>> relative_variance(torch.tensor([[1.0], [-1.0]]))
+    2.0
+    """
+    trace = gradients.var(0, correction=1).sum()
+    blur = trace / len(gradients)
+    return float(trace / torch.maximum(gradients.mean(0).square().sum() - blur, blur))
+
+
+def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions: int) -> tuple[Tensor, float]:
+    """Gradients of one batch of prompts at fixed weights, with fresh noise each time.
+
+    Args:
+        task: Policy, reward, prompts; the policy is not moved.
+        config: Method and lengths; ``reinforce`` gets the mean return of one draw as its baseline.
+        batch: B prompts.
+        repetitions: M.
+
+    Returns:
+        Gradients [M, N], and the paper's "variance" of the first one.
+    """
+    backbone, parameters = task.backbone, task.backbone.trainable_parameters()
+    objective = Objective(task.reward_model, config.kl_coef, config.reward_scope)
+    prompts = encode_prompts(backbone.tokenizer, task.train_prompts[:batch], config.max_prompt_tokens)
+    prompts = prompts.to(backbone.device)
+    learner = None if config.relaxed else PolicyGradient(config, backbone)
+    rows, spread = [], 0.0  # the first draw only makes the baseline
+    for i in range(repetitions + 1):
+        generator = torch.Generator(backbone.device).manual_seed(i)
+        backbone.zero_grad(set_to_none=True)
+        if learner is None:
+            replay(backbone, prompts, objective, config.relaxation(config.tau_start), generator, hops=config.hops)
+        else:
+            step = learner.accumulate(learner.sample(prompts, generator), objective)
+            if i == 0:
+                learner.means.append(-float(step.loss))
+        if i == 1:
+            # LoRA's A gets no gradient while B is 0: only tensors that have one count.
+            norms = torch.stack([p.grad.norm() for p in parameters])
+            spread = tensor_spread(norms[norms > 0].unsqueeze(0))
+        if i > 0:
+            rows.append(torch.cat([p.grad.flatten() for p in parameters]))
+    backbone.zero_grad(set_to_none=True)
+    return torch.stack(rows), float(spread)
+
+
+def scope_difference(task: Task, n: int, **lengths: int) -> float:
+    """Mean reward of the same completions with the prompt minus without: what the paper's methods were compared over.
+
+    Args:
+        task: Policy, reward, prompts.
+        n: Held-out prompts.
+        lengths: Of `grade.training.evaluate.evaluate`.
+
+    Returns:
+        A difference of rewards.
+    """
+    both, alone = (
+        evaluate(task.backbone, task.validation_prompts[:n], task.reward_model, kl_prompts=0, scope=scope, **lengths)
+        for scope in ("prompt_and_completion", "completion")
+    )
+    return float((both.reward - alone.reward).mean())
+
+
+def loss_plus_reward(setting: Setting, beta: float) -> float:
+    """Loss plus reward of one step of `ste`: 0 if KL is not in the loss, whatever the policy.
+
+    Args:
+        setting: Policy, prompts, reward; the policy is moved away from the reference for this step only.
+        beta: Weight of KL.
+
+    Returns:
+        ``beta`` times the mean KL.
+    """
+    parameters = setting.backbone.trainable_parameters()
+    start = [p.detach().clone() for p in parameters]
+    generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed)
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device))
+    step, _ = replace(setting, objective=replace(setting.objective, beta=beta)).run(partial(replay, hops=0))
+    with torch.no_grad():
+        for p, value in zip(parameters, start, strict=True):
+            p.copy_(value)
+    return float(step.loss + step.reward.mean())

@@ -1,0 +1,262 @@
+"""A peer on the same task: TRL's GRPOTrainer, with this project's model, prompts, reward, evaluation and sizes.
+
+Its code path is its own (tokenising, generating with transformers, loss, optimizer loop); its arguments are in
+`settings`. TRL is an optional extra: ``pip install -e ".[peers]"``. Each contestant runs in a fresh process of one
+thread, so that seconds and peak memory are its own; evaluations do not count.
+
+What cannot be made equal: TRL estimates KL from the sampled token (k3) where ours is exact, and its advantages are of
+the reward alone where ours are of the penalised return. Its loss is a mean over tokens where ours is a sum, so its
+beta is ours divided by T (AdamW does not see the common factor).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Self
+
+import pandas as pd
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from pydantic import Field, model_validator
+
+from grade.config import Config
+from grade.errors import InputError
+from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config, train_once
+from grade.gradients.methods import MethodName
+from grade.gradients.objective import score
+from grade.models.backbone import load_pretrained
+from grade.models.prompts import PromptBatch, encode_prompts
+from grade.results import peak_memory
+from grade.training.config import TrainConfig
+from grade.training.evaluate import evaluate
+from grade.training.task import Task
+
+PEER = "trl_grpo"
+MISSING = "the packages trl and datasets, installed: pip install -e '.[peers]'"
+
+
+class PeersConfig(Config):
+    """The contest: folders, the run, and who takes part."""
+
+    backbone: str = Field("models/tiny", description="folder of the base model")
+    reward: str = Field("models/reward/tiny/bag", description="folder of the reward model")
+    gold: str = Field("models/gold/judge.npz", description="the gold judge; empty for none")
+    reviews: str = Field("data/reviews", description="folder of the review splits")
+    methods: list[MethodName] = Field(["grpo", "ste"], min_length=1, description="ours; the first is the peer's match")
+    learning_rates: list[float] = Field([2e-3, 2e-3], min_length=1, description="of each; the peer has the first")
+    kl_coef: float = Field(0.1, ge=0, description="weight beta of KL, in reward per nat and token")
+    seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
+    max_prompt_tokens: int = Field(12, ge=1, description="P")
+    max_new_tokens: int = Field(24, ge=1, description="T; completions have this length")
+    gumbel_topk: int = Field(64, ge=0, description="size K of a relaxed token's support")
+    batch_size: int = Field(32, ge=4, description="completions a step")
+    max_steps: int = Field(40, ge=2, description="optimizer steps")
+    eval_every: int = Field(5, ge=1, description="evaluate every so many steps")
+    eval_prompts: int = Field(256, ge=2, description="held-out prompts of an evaluation")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.methods[0] != "grpo":
+            raise InputError("methods", self.methods, "grpo first: the peer's is that method")
+        if len(self.methods) != len(self.learning_rates):
+            raise InputError("learning_rates", self.learning_rates, f"one for each of {len(self.methods)} methods")
+        return self
+
+
+def have_peer() -> bool:
+    """Whether TRL is installed."""
+    return all(importlib.util.find_spec(name) for name in ("trl", "datasets"))
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """Every setting that TRL's GRPOConfig is given, for a run of our `grpo`.
+
+    Args:
+        config: The run that it is compared with.
+
+    Returns:
+        Keyword arguments; all others keep TRL's defaults.
+    """
+    return {
+        "learning_rate": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        "lr_scheduler_type": "constant",
+        "max_steps": config.max_steps,
+        "per_device_train_batch_size": config.batch_size,  # completions, as ours
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "num_generations": config.group,
+        "num_iterations": config.passes,
+        "max_completion_length": config.max_new_tokens,
+        "generation_kwargs": {"min_new_tokens": config.min_new_tokens},
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": config.kl_coef / config.max_new_tokens,
+        "epsilon": config.clip_epsilon,
+        "scale_rewards": "group" if config.normalize_std else "none",
+        "loss_type": "grpo",
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "bf16": False,
+        "use_cpu": True,
+        "seed": config.seed,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
+    """Train TRL's GRPOTrainer as `grade.experiments.compare.measure.runs.train_once` trains ours.
+
+    Args:
+        shared: Model, reward, judge, prompts, sizes.
+        run: A run of ``grpo``.
+
+    Returns:
+        Rows of `CURVES`, the untrained policy first.
+
+    Raises:
+        InputError: If TRL is not installed.
+    """
+    if not have_peer():
+        raise InputError("peer", PEER, MISSING)
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    config, task = run_config(run, shared.values), shared.task(run.seed)
+    # A copy of the base: two adapters on one base would wrap each other's layers.
+    model, tokenizer = load_pretrained(shared.backbone_dir, task.backbone.dtype)
+    tokenizer.padding_side = "left"
+    lora = LoraConfig(r=config.lora.r, lora_alpha=config.lora.alpha, lora_dropout=0.0,
+                      target_modules=config.lora.target_modules, task_type="CAUSAL_LM")  # fmt: skip
+
+    @torch.no_grad()
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        batch = encode_prompts(task.backbone.tokenizer, prompts, config.max_prompt_tokens)
+        ids, mask = _padded(completion_ids, config.max_new_tokens)
+        return score(task.reward_model, task.backbone, batch, ids, mask, config.reward_scope).tolist()
+
+    rows, clock = [], {"seconds": 0.0, "start": 0.0}
+
+    class Evaluator(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            clock["start"] = time.perf_counter()
+
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            clock["seconds"] += time.perf_counter() - clock["start"]
+            if state.global_step % max(1, config.eval_every) == 0 or state.global_step == config.max_steps:
+                set_peft_model_state_dict(task.backbone.peft, get_peft_model_state_dict(model))
+                rows.append(_row(config, run, task, state.global_step, clock["seconds"]))
+
+    # Named, because hashing the table's content fails with some versions of pyarrow.
+    texts = [_cut(task, text, config.max_prompt_tokens) for text in task.train_prompts]
+    prompts = InMemoryTable.from_pydict({"prompt": texts})
+    dataset = Dataset(prompts, fingerprint="prompts")
+    rows.append(_row(config, run, task, 0, 0.0))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=model, reward_funcs=reward, args=GRPOConfig(output_dir=folder, **settings(config)),
+            train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
+            callbacks=[Evaluator()],
+        )  # fmt: skip
+        trainer.train()
+    return rows
+
+
+def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -> dict[str, Any]:
+    n = config.final_eval_prompts if step in (0, config.max_steps) else config.eval_prompts
+    evaluation = evaluate(
+        task.backbone, task.validation_prompts[:n], task.reward_model, task.judge,
+        max_new_tokens=config.max_new_tokens, max_prompt_tokens=config.max_prompt_tokens,
+        min_new_tokens=config.min_new_tokens, scope=config.reward_scope, batch_size=config.eval_batch_size,
+        kl_prompts=config.kl_eval_prompts,
+    )  # fmt: skip
+    m = config.eval_prompts  # one n for the whole curve, as in `grade.training.loop`
+    values = (PEER, run.beta, run.seed, step, step * config.batch_size * config.gradient_accumulation_steps, seconds,
+              evaluation.reward[:m].mean(), evaluation.gold[:m].mean(),
+              evaluation.kl.mean() * config.max_new_tokens)  # fmt: skip
+    return dict(zip(CURVES, values, strict=True))
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
+    return ids, mask
+
+
+def _cut(task: Task, text: str, max_prompt_tokens: int) -> str:
+    batch: PromptBatch = encode_prompts(task.backbone.tokenizer, [text], max_prompt_tokens)
+    return task.backbone.tokenizer.decode(batch.ids[0][batch.mask[0].bool()].tolist(), skip_special_tokens=True)
+
+
+def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
+    """Run the contest.
+
+    Args:
+        config: Folders, the run, and who takes part.
+
+    Returns:
+        `CURVES` of all runs, the costs of `contest`, and TRL's settings as metrics ``peer/settings/...``.
+
+    Raises:
+        InputError: If TRL is not installed, or something does not fit; nothing is run then.
+    """
+    if not have_peer():
+        raise InputError("peer", PEER, MISSING)
+    names = ("max_prompt_tokens", "max_new_tokens", "gumbel_topk", "batch_size", "max_steps", "eval_every",
+             "eval_prompts")  # fmt: skip
+    values = {name: getattr(config, name) for name in names}
+    values |= {"min_new_tokens": config.max_new_tokens, "final_eval_prompts": config.eval_prompts,
+               "kl_eval_prompts": config.eval_prompts}  # fmt: skip
+    shared = Shared(config.backbone, config.reward, config.gold, config.reviews, values)
+    pairs = zip(config.methods, config.learning_rates, strict=True)
+    runs = [Run(method, config.kl_coef, config.seed, rate) for method, rate in pairs]
+    for run in runs:
+        run_config(run, values)
+    curves, costs = contest(shared, runs, runs[0])
+    theirs = settings(run_config(runs[0], values)).items()
+    return curves, costs, {f"peer/settings/{k}": v if isinstance(v, int | float) else str(v) for k, v in theirs}
+
+
+def contest(shared: Shared, runs: Sequence[Run], peer_run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Our runs and the peer's, one after the other, each in a fresh process of one thread.
+
+    Args:
+        shared: What all have in common.
+        runs: Ours.
+        peer_run: The run of ``grpo`` that the peer repeats.
+
+    Returns:
+        `CURVES` of all, and a table ``method``, ``seconds_per_sample`` (the median step would hide a slow first one: it
+        is the mean), ``peak_bytes`` of the process and ``start_bytes``, its memory before training.
+    """
+    curves, costs = [], []
+    for run, peer in [*((run, False) for run in runs), (peer_run, True)]:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context) as pool:
+            rows, start, peak = pool.submit(_alone, shared, run, peer).result()
+        curves += rows
+        last = rows[-1]
+        costs.append((last["method"], last["seconds"] / last["samples"], peak, start))
+    columns = ["method", "seconds_per_sample", "peak_bytes", "start_bytes"]
+    return pd.DataFrame(curves), pd.DataFrame(costs, columns=columns)
+
+
+def _alone(shared: Shared, run: Run, peer: bool) -> tuple[list[dict[str, Any]], int, int]:
+    torch.set_num_threads(1)
+    if peer:
+        import trl.trainer.grpo_trainer  # noqa: F401  its imports are not training
+    shared.task(run.seed)
+    start = peak_memory(torch.device("cpu"))
+    rows = train_peer(shared, run) if peer else train_once(shared, run)[0]
+    return rows, start, peak_memory(torch.device("cpu"))

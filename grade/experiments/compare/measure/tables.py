@@ -1,0 +1,189 @@
+"""The tables of the comparison, and the settings that they depend on."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import pandas as pd
+from pydantic import Field, model_validator
+
+from grade.config import Config
+from grade.errors import InputError
+from grade.experiments.compare.measure import defects, runs
+from grade.experiments.measured import Measurements as Base
+from grade.experiments.setting import kl_at_start, make_setting
+from grade.gradients.methods import MethodName
+from grade.results import read_metrics
+
+TOY = "toy"
+"""Name of the toy task's reward."""
+
+
+class Settings(Config):
+    """Models, methods and sizes of the comparison."""
+
+    backbone_dir: str = Field("", description="folder of the language model; empty: the toy task")
+    reward_dir: str = Field("", description="folder of the reward model that all methods train on")
+    second_reward_dir: str = Field("", description="folder of another one, for second_methods; empty: none")
+    gold_file: str = Field("", description="the gold judge")
+    reviews_dir: str = Field("", description="folder of the review splits")
+    peers_dir: str = Field("", description="what `python -m grade peers` wrote; empty: not shown")
+    methods: list[MethodName] = Field(
+        ["ste", "gumbel", "reinforce", "ppo"], min_length=1, description="methods that are compared"
+    )
+    second_methods: list[MethodName] = Field([], description="methods on the second reward")
+    betas: list[float] = Field([0.05], min_length=1, description="weights of KL, in reward per nat and token")
+    headline_beta: float = Field(0.05, description="the weight of KL at which ends of runs are tabled; one of betas")
+    seeds: list[int] = Field([0, 1], min_length=2, description="one run of each method and beta each")
+    kl_levels: list[float] = Field([0.05, 0.2], min_length=1, description="KL of the table, nats a completion")
+    headline_level: float = Field(0.05, description="KL of the verdicts; one of kl_levels")
+    learning_rates: list[float] = Field([1.0e-2], min_length=1, description="grid of the search; one: no search")
+    chosen_rates: dict[str, float] | None = Field(
+        None, description="method to learning rate, of an earlier search; the others are searched"
+    )
+    search_seed: int = Field(100, ge=0, description="a seed that the comparison does not use")
+    max_steps: int = Field(4, ge=1, description="optimizer steps of a run")
+    completions: int = Field(8, ge=2, description="completions a step, greedy ones included")
+    prompt_tokens: int = Field(6, ge=1, description="P")
+    new_tokens: int = Field(8, ge=1, description="T, the length of every completion")
+    support_size: int = Field(16, ge=0, description="K of the relaxed methods")
+    eval_every: int = Field(2, ge=1, description="steps between evaluations")
+    eval_prompts: int = Field(32, ge=2, description="held-out prompts of an evaluation")
+    final_eval_prompts: int = Field(64, ge=2, description="held-out prompts before and after")
+    gradient_repetitions: int = Field(4, ge=2, description="repeated gradients at fixed weights")
+    processes: int = Field(1, ge=1, description="worker processes of one thread each")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.headline_beta not in self.betas:
+            raise InputError("headline_beta", self.headline_beta, f"one of betas = {self.betas}")
+        if self.headline_level not in self.kl_levels:
+            raise InputError("headline_level", self.headline_level, f"one of kl_levels = {self.kl_levels}")
+        if self.search_seed in self.seeds:
+            raise InputError("search_seed", self.search_seed, f"none of seeds = {self.seeds}")
+        if self.has_second and self.second_reward == self.reward:
+            raise InputError("second_reward_dir", self.second_reward_dir, f"a folder not named {self.reward}")
+        return self
+
+    @property
+    def reward(self) -> str:
+        """Name of the reward, as in the tables' column ``trained_on``."""
+        return Path(self.reward_dir).name or TOY
+
+    @property
+    def second_reward(self) -> str:
+        """Name of the other reward."""
+        return Path(self.second_reward_dir).name
+
+    @property
+    def has_second(self) -> bool:
+        """Whether there are runs on the other reward."""
+        return bool(self.second_reward_dir and self.second_methods)
+
+    def values(self) -> dict[str, Any]:
+        """Fields of `grade.training.config.TrainConfig` that all runs share."""
+        return dict(
+            max_steps=self.max_steps, batch_size=self.completions, max_prompt_tokens=self.prompt_tokens,
+            max_new_tokens=self.new_tokens, min_new_tokens=self.new_tokens, gumbel_topk=self.support_size,
+            eval_every=self.eval_every, eval_prompts=self.eval_prompts, final_eval_prompts=self.final_eval_prompts,
+            kl_eval_prompts=self.eval_prompts,
+        )  # fmt: skip
+
+    def shared(self, reward_dir: str) -> runs.Shared:
+        """Models, prompts and settings of all runs on one reward."""
+        return runs.Shared(self.backbone_dir, reward_dir, self.gold_file, self.reviews_dir, self.values())
+
+
+class Measurements(Base[Settings]):
+    """Every method trained on the same model, reward and prompts, over weights of KL and seeds."""
+
+    Settings = Settings
+    tables = ("rates", "searched", "untrained", "curves", "finals", "defects", "peer")
+    timed = ("seconds", "peer_times")
+
+    def rates(self) -> pd.DataFrame:
+        """Learning rate of each method: ``trained_on``, ``method``, ``learning_rate``."""
+        rows = [(name, *rate) for name, (rates, _) in self._searches.items() for rate in rates.items()]
+        return pd.DataFrame(rows, columns=["trained_on", "method", "learning_rate"])
+
+    def searched(self) -> pd.DataFrame:
+        """What the searches tried: ``trained_on`` and `runs.SEARCHED`; no row where all rates were given."""
+        tables = [table.assign(trained_on=name) for name, (_, table) in self._searches.items() if len(table)]
+        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*runs.SEARCHED, "trained_on"])
+
+    def untrained(self) -> dict[str, float]:
+        """Figures of the policy before training; see `runs.untrained`."""
+        return runs.untrained(self.settings.shared(self.settings.reward_dir))
+
+    def curves(self) -> pd.DataFrame:
+        """Evaluations along training: `runs.CURVES` without seconds, and ``trained_on``."""
+        return self._runs[0].drop(columns="seconds")
+
+    def finals(self) -> pd.DataFrame:
+        """Ends of runs: `runs.FINALS` without seconds, and ``trained_on``."""
+        return self._runs[1].drop(columns="seconds")
+
+    def seconds(self) -> pd.DataFrame:
+        """Seconds of training alone up to each evaluation."""
+        return self._runs[0][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]]
+
+    def defects(self) -> dict[str, float]:
+        """The paper's defects on this task, each as a figure; ``loss_plus_reward`` with beta 0 and, to check, 1."""
+        s = self.settings
+        task = s.shared(s.reward_dir).task(s.seeds[0])
+        setting = make_setting(task.backbone, task.reward_model, task.validation_prompts, 4, min(4, s.prompt_tokens),
+                               s.new_tokens, s.support_size)  # fmt: skip
+        start = kl_at_start(setting)
+        figures = {"kl_aligned_max": start["kl_at_init_max"], "kl_late": start["kl_at_init_misaligned"]}
+        for method in ("ste", "reinforce"):
+            config = runs.run_config(runs.Run(method, 0.0, 0, 1e-3), s.values())
+            rows, spread = defects.repeated_gradients(task, config, s.completions, s.gradient_repetitions)
+            figures[f"spread_{method}"] = spread
+            figures[f"relative_variance_{method}"] = defects.relative_variance(rows)
+        lengths = dict(max_new_tokens=s.new_tokens, max_prompt_tokens=s.prompt_tokens, min_new_tokens=s.new_tokens)
+        figures["scope_difference"] = defects.scope_difference(task, s.eval_prompts, **lengths)
+        figures["loss_plus_reward"] = defects.loss_plus_reward(setting, beta=0.0)
+        return figures | {"loss_plus_reward_with_kl": defects.loss_plus_reward(setting, beta=1.0)}
+
+    def peer(self) -> dict[str, Any]:
+        """Metrics ``peer/...`` of TRL beside ours, as far as they are the same in every run."""
+        return self._peer_figures("metrics.json")
+
+    def peer_times(self) -> dict[str, Any]:
+        """Metrics ``peer/...`` of seconds and memory."""
+        return self._peer_figures("timings/metrics.json")
+
+    @cached_property
+    def _searches(self) -> dict[str, tuple[dict[str, float], pd.DataFrame]]:
+        """Reward to method to learning rate, and what was tried."""
+        s, chosen = self.settings, self.settings.chosen_rates or {}
+        open_methods = [method for method in s.methods if method not in chosen]
+        search = (s.learning_rates, s.headline_beta, s.search_seed, s.processes)
+        rates, table = runs.search(s.shared(s.reward_dir), open_methods, *search)
+        searches = {s.reward: ({method: (rates | chosen)[method] for method in s.methods}, table)}
+        if s.has_second:
+            searches[s.second_reward] = runs.search(s.shared(s.second_reward_dir), s.second_methods, *search)
+        return searches
+
+    @cached_property
+    def _runs(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Evaluations and ends of all runs, on both rewards."""
+        s = self.settings
+        parts = [(s.reward, s.reward_dir, s.methods, s.betas)]
+        if s.has_second:
+            parts.append((s.second_reward, s.second_reward_dir, s.second_methods, [s.headline_beta]))
+        curves, finals = [], []
+        for name, folder, methods, betas in parts:
+            rates, _ = self._searches[name]
+            plan = [runs.Run(m, beta, seed, rates[m]) for seed in s.seeds for beta in betas for m in methods]
+            for tables, table in zip((curves, finals), runs.run_all(s.shared(folder), plan, s.processes), strict=True):
+                tables.append(table.assign(trained_on=name))
+        return pd.concat(curves, ignore_index=True), pd.concat(finals, ignore_index=True)
+
+    def _peer_figures(self, name: str) -> dict[str, Any]:
+        file = Path(self.settings.peers_dir) / name
+        if not self.settings.peers_dir or not file.exists():
+            return {}
+        return {key: value for key, value in read_metrics(file).items() if key.startswith("peer/")}

@@ -1,0 +1,140 @@
+"""Figures of the comparison, from its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from grade.experiments.compare import frontier
+from grade.experiments.measured import Tables
+from grade.stats import Estimate
+
+if TYPE_CHECKING:
+    from grade.experiments.compare.measure.tables import Settings
+
+REFERENCES = ("ste", "reinforce", "rloo", "ppo")
+"""Methods that every other one is compared with, where they were run."""
+
+
+def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
+    """Every figure of the experiment but times.
+
+    Args:
+        tables: Tables of the comparison.
+        settings: Their settings.
+
+    Returns:
+        Names to values: ``untrained/...``, ``frontier/...``, ``gain/...``, ``gold_gain/...``, ``final/...``,
+        ``paired/...``, ``gold_slope/...``, the same below ``second/`` for the other reward, ``peer/...`` and
+        ``defects/...``. KL is in nats a completion, except for ``defects/kl_*``, in nats a token.
+    """
+    s = settings
+    curves, finals = (on_reward(tables[name], s.reward) for name in ("curves", "finals"))
+    figures = {f"untrained/{name}": value for name, value in tables["untrained"].items()}
+    figures |= frontier.frontier_figures(curves, s.kl_levels)
+    figures |= frontier.final_figures(finals, s.headline_beta)
+    figures |= _paired(curves, finals, s)
+    figures |= {f"gold_slope/{row.method}": row.slope for row in frontier.overoptimisation(curves).itertuples()}
+    if s.has_second:
+        curves, finals = (on_reward(tables[name], s.second_reward) for name in ("curves", "finals"))
+        figures |= frontier.frontier_figures(curves, s.kl_levels, "second/")
+        figures |= frontier.final_figures(finals, s.headline_beta, "second/")
+    figures |= {name: value for name, value in tables["peer"].items() if not name.startswith("peer/settings/")}
+    return figures | {
+        f"defects/{name}": value for name, value in tables["defects"].items() if name != "loss_plus_reward_with_kl"
+    }
+
+
+def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
+    """Figures of seconds and memory.
+
+    Args:
+        tables: Tables of the comparison.
+        settings: Their settings.
+
+    Returns:
+        ``final/<method>/seconds`` of training with ``_stderr`` and ``_n``, and ``peer/...``.
+    """
+    figures: dict[str, Any] = dict(tables["peer_times"])
+    parts = {"": settings.reward} | ({"second/": settings.second_reward} if settings.has_second else {})
+    for prefix, reward in parts.items():
+        ends = run_seconds(tables["seconds"], reward, settings.headline_beta)
+        for method, rows in ends.groupby("method", sort=False):
+            figures |= frontier.estimate_figures(f"{prefix}final/{method}/seconds", rows["seconds"])
+    return figures
+
+
+def on_reward(table: pd.DataFrame, reward: str) -> pd.DataFrame:
+    """The rows of runs on one reward, without the column ``trained_on``."""
+    return table[table["trained_on"] == reward].drop(columns="trained_on").reset_index(drop=True)
+
+
+def run_seconds(seconds: pd.DataFrame, reward: str, beta: float) -> pd.DataFrame:
+    """Seconds of training of each run at one weight of KL: ``method``, ``seed``, ``seconds``."""
+    rows = on_reward(seconds, reward)
+    rows = rows[rows["beta"] == beta].sort_values("step", kind="stable")
+    return rows.groupby(["method", "seed"], sort=False, as_index=False)["seconds"].last()
+
+
+def level_table(curves: pd.DataFrame, levels: list[float]) -> pd.DataFrame:
+    """Reward at each KL, method by method, as text with standard errors."""
+    columns = {}
+    for level in levels:
+        values = frontier.reward_at_kl(curves, level)
+        columns[f"KL {level:g}"] = {method: str(Estimate.of(seeds.values())) for method, seeds in values.items()}
+    return pd.DataFrame(columns)
+
+
+def final_table(finals: pd.DataFrame, beta: float) -> pd.DataFrame:
+    """Mean and standard error over seeds of the ends of runs at one weight of KL."""
+    columns = ["reward", "gain", "gold_gain", "kl", "perplexity", "distinct1", "distinct2"]
+    rows = finals[finals["beta"] == beta].groupby("method", sort=False)
+    return rows[columns].agg(["mean", "sem"]).round(4)
+
+
+def paired_table(figures: Mapping[str, float], names: Sequence[str]) -> pd.DataFrame:
+    """Differences of methods with their standard errors and p, each pair once.
+
+    >>> paired_table({"paired/b_minus_a/gain": 0.1, "paired/b_minus_a/gain_stderr": 0.02}, ["gain"]).iloc[0].to_dict()
+    {'difference': 'b - a', 'gain': 0.1, 'gain stderr': 0.02, 'gain p': None}
+    """
+    rows: dict[frozenset[str], dict[str, Any]] = {}
+    for key in figures:
+        kind, _, rest = key.partition("/")
+        if kind != "paired":
+            continue
+        pair = rest.split("/")[0]
+        row = {"difference": pair.replace("_minus_", " - ")}
+        for name in names:
+            row |= {f"{name}{label}": figures.get(f"paired/{pair}/{name}{end}")
+                    for label, end in (("", ""), (" stderr", "_stderr"), (" p", "_p"))}  # fmt: skip
+        rows.setdefault(frozenset(pair.split("_minus_")), row)
+    return pd.DataFrame(list(rows.values()))
+
+
+def peer_table(figures: Mapping[str, Any]) -> pd.DataFrame:
+    """Metrics ``peer/<name>/<method>`` as a table, one row a method; settings and single figures are left out.
+
+    >>> peer_table({"peer/end_kl/ste": 2.0, "peer/end_kl/grpo": 3.0, "peer/goal_reward": 0.6}).values.tolist()
+    [['ste', 2.0], ['grpo', 3.0]]
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for key, value in figures.items():
+        _, name, *method = key.split("/")
+        if method and name != "settings":
+            rows.setdefault(method[0], {"method": method[0]})[name] = value
+    return pd.DataFrame(list(rows.values()))
+
+
+def _paired(curves: pd.DataFrame, finals: pd.DataFrame, settings: Settings) -> dict[str, float]:
+    """Every method against each of `REFERENCES`: gains at equal samples, rewards at equal KL."""
+    ends = finals[finals["beta"] == settings.headline_beta]
+    gains = {method: rows.set_index("seed")["gain"].to_dict() for method, rows in ends.groupby("method")}
+    values = {"gain": gains} | {f"kl{level:g}": frontier.reward_at_kl(curves, level) for level in settings.kl_levels}
+    figures: dict[str, float] = {}
+    for against in (method for method in REFERENCES if method in gains):
+        for name, each in values.items():
+            figures |= frontier.paired_figures(each, against, name)
+    return figures

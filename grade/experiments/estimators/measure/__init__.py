@@ -1,0 +1,1 @@
+"""What is measured of gradient estimators; nothing here knows a figure."""

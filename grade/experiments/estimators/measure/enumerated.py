@@ -1,0 +1,152 @@
+"""Gradient estimators against the exact gradient, on a policy small enough to enumerate every completion.
+
+In float64, on the tiny random GPT-2 of `grade.entropy.tiny`, with two random reward models: ``bag`` (on the
+embedding table) and ``trunk`` (through the frozen layers). So bias is known, not estimated against another estimator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from grade.entropy.exact import completion_logps, every_completion
+from grade.experiments.estimators.measure.moments import moments
+from grade.experiments.estimators.measure.rows import KL, Rows, Setting, Variant
+from grade.gradients.objective import Objective, sequence_mean
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import predicting_hidden
+from grade.stats import Interval, interval
+
+
+def variants(full: int, taus: Sequence[float], topk: int, draws: Sequence[int]) -> list[Variant]:
+    """What is compared: every estimator over hops at tau 1; over tau, K and M at ``full`` hops.
+
+    Args:
+        full: Hops that are exact, T - 1.
+        taus: Temperatures.
+        topk: A support smaller than the vocabulary.
+        draws: M of `gumbel_rao`.
+
+    Returns:
+        The estimators, each once.
+    """
+    grid = []
+    for estimator in ("ste", "gumbel_rao", "reinmax", "gumbel"):
+        largest = max(draws)
+        grid += [Variant(estimator, 1.0, hops, draws=largest) for hops in sorted({0, 1, 2, full}) if hops <= full]
+        grid += [Variant(estimator, tau, full, draws=largest) for tau in taus]
+        grid += [Variant(estimator, 1.0, full, topk, largest)]
+    grid += [Variant("gumbel_rao", 1.0, full, draws=m) for m in draws]
+    return list(dict.fromkeys(grid))
+
+
+def exact_gradients(setting: Setting) -> dict[str, Tensor]:
+    """Exact gradient [P] of each expected reward, and of KL if the setting has it, by enumeration.
+
+    ``mean over prompts of sum_y pi(y) R(y)``, and the same with the completion's mean KL, which depends on the policy
+    itself as well.
+    """
+    backbone, prompts, found = setting.backbone, setting.prompts, {}
+    ids, mask = every_completion(backbone.vocab_size, setting.length, backbone.eos_token_ids)
+    probabilities = completion_logps(backbone, prompts, setting.length).exp()  # [B, N]
+    for name in [*setting.rewards, *([KL] if setting.kl else [])]:
+        values = []
+        for n in range(len(prompts)):
+            many = PromptBatch(prompts.ids[[n] * len(ids)], prompts.mask[[n] * len(ids)])
+            if name == KL:
+                values.append(_kl(backbone, many, ids, mask))
+            else:
+                objective = Objective(setting.rewards[name], 0.0, setting.scope)
+                values.append(objective.reward(backbone.embed(many.ids), many, backbone.embed(ids), mask).detach())
+        expected = (probabilities * torch.stack(values)).sum(1).mean()
+        grads = torch.autograd.grad(expected, backbone.trainable_parameters(), retain_graph=True)
+        found[name] = torch.cat([g.flatten() for g in grads])
+    return found
+
+
+def _kl(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+    """Mean KL over each completion's tokens [N], from dense logits, with gradient."""
+    logp = backbone.head(predicting_hidden(backbone, prompts, ids)).log_softmax(-1)
+    with torch.no_grad(), backbone.reference():
+        ref_logp = backbone.head(predicting_hidden(backbone, prompts, ids)).log_softmax(-1)
+    return sequence_mean((logp.exp() * (logp - ref_logp)).sum(-1), mask)
+
+
+def quality_table(rows: Rows, exact: dict[str, Tensor]) -> pd.DataFrame:
+    """Quality of each estimator, of one sample, relative to the exact gradient.
+
+    `grpo` is held against ``1 - 1/G`` of the gradient, its expectation (see `measure.rows.advantages`); for KL, where
+    only a part of the gradient shrinks, it is left out.
+
+    Args:
+        rows: From `gradient_rows`.
+        exact: From `exact_gradients`.
+
+    Returns:
+        One row per reward and estimator: bias2 and its standard error, both over ``|mu|^2``; along, the relative bias
+        along mu, ``<m, mu> / |mu|^2 - 1``, and its standard error; variance and mse over ``|mu|^2``; snr; cosine of one
+        sample and of the mean; n samples in all.
+    """
+    table = []
+    for (reward, estimator), gradients in rows.gradients.items():
+        if (reward, estimator) == (KL, "grpo"):
+            continue
+        truth = exact[reward] * (1 - 1 / rows.group if estimator == "grpo" else 1)
+        m = moments(gradients, truth, rows.size)
+        bias2, along = interval(m.bias2 / m.ref2), interval(m.inner / m.ref2 - 1)
+        table.append(dict(
+            reward=reward, estimator=estimator, bias2=bias2.value, bias2_stderr=bias2.stderr, along=along.value,
+            along_stderr=along.stderr, variance=m.noise[0] / m.ref2[0], mse=m.mse()[0] / m.ref2[0], snr=m.snr[0],
+            cosine=m.cosine()[0], cosine_mean=m.cosine(float("inf"))[0], n=len(gradients) * rows.size,
+        ))  # fmt: skip
+    return pd.DataFrame(table)
+
+
+def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:
+    """Largest bias of these estimators in standard errors, along the truth or squared, over rewards."""
+    rows = table[table.estimator.isin(estimators)]
+    return float(max((rows.along / rows.along_stderr).abs().max(), (rows.bias2 / rows.bias2_stderr).abs().max()))
+
+
+def mse_ratio(rows: Rows, exact: Tensor, reward: str, better: str, worse: str) -> Interval:
+    """Mean squared error of one sample of one estimator over another's, with its interval (geometric).
+
+    Args:
+        rows: From `gradient_rows`; the two share completions.
+        exact: The exact gradient [P].
+        reward: Name.
+        better: Name of the first estimator.
+        worse: Name of the second.
+
+    Returns:
+        The ratio.
+    """
+    first, second = (moments(rows.gradients[reward, name], exact, rows.size).mse() for name in (better, worse))
+    return interval(first / second, geometric=True)
+
+
+def mse_ratio_table(
+    rows: Rows, exact: dict[str, Tensor], rewards: Sequence[str], draws: Sequence[int], full: int
+) -> pd.DataFrame:
+    """Mean squared error of `gumbel_rao` over `ste`'s, both at tau 1.
+
+    Args:
+        rows: From `gradient_rows`.
+        exact: From `exact_gradients`.
+        rewards: Names.
+        draws: M of `gumbel_rao`.
+        full: Hops of both.
+
+    Returns:
+        Columns reward, draws, ratio, low and high (95 %).
+    """
+    ste, table = Variant("ste", 1.0, full).name, []
+    for reward in rewards:
+        for m in draws:
+            ratio = mse_ratio(rows, exact[reward], reward, Variant("gumbel_rao", 1.0, full, draws=m).name, ste)
+            table.append(dict(reward=reward, draws=m, ratio=ratio.value, low=ratio.low, high=ratio.high))
+    return pd.DataFrame(table)

@@ -1,0 +1,291 @@
+r"""Quality of gradient estimators: bias, variance, signal-to-noise, cosine with the truth, worth, and the best blend.
+
+An estimator's gradient from one sample has mean ``m`` and covariance ``C``; the truth is ``mu``. Averaged over n
+independent samples it is ``g_n`` with ``E|g_n|^2 = |m|^2 + tr C / n``. Everything here follows from four numbers,
+``<m, mu>``, ``|m|^2``, ``tr C`` and ``|mu|^2`` (`Moments`):
+
+    bias^2 = |m - mu|^2,    MSE_n = bias^2 + tr C / n,    SNR = |m|^2 / tr C,
+    cos_n = <m, mu> / (|mu| sqrt(E|g_n|^2)).
+
+``cos_n`` is the expected cosine with the norm's root mean square for the norm, and no approximation in another
+sense: at the best scale, the relative squared error of ``g_n`` is ``1 - cos_n^2``. So methods with equal cosine are
+equally good for an optimizer with the best step size.
+
+Estimates come from R rows, each the mean of ``size`` samples. Products of different rows are unbiased for products of
+means, ``sum_{i != j} x_i . y_j / (R (R - 1))``, where a product of the averages would add noise. Rows of several
+estimators may be paired (made from the same completions). Standard errors are jackknives over rows.
+
+How gradients are made is left to `measure.enumerated` and `measure.study`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grade.errors import InputError
+from grade.stats import Interval, interval, leave_one_out
+
+_CHUNK = 2**16
+"""Columns of gradients that are converted to float64 at once."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The four numbers of one estimator, for all rows and with each row left out in turn: arrays [1 + R].
+
+    Attributes:
+        inner: ``<m, mu>``.
+        norm2: ``|m|^2``.
+        noise: ``tr C``, of one sample.
+        ref2: ``|mu|^2``.
+    """
+
+    inner: np.ndarray
+    norm2: np.ndarray
+    noise: np.ndarray
+    ref2: np.ndarray
+
+    @property
+    def bias2(self) -> np.ndarray:
+        """``|m - mu|^2``, estimated without bias (so it may be negative)."""
+        return self.norm2 - 2 * self.inner + self.ref2
+
+    @property
+    def snr(self) -> np.ndarray:
+        """``|m|^2 / tr C`` of one sample."""
+        return self.norm2 / self.noise
+
+    def mse(self, n: float = 1) -> np.ndarray:
+        """Mean squared error of the mean of n samples."""
+        return self.bias2 + self.noise / n
+
+    def cosine(self, n: float = 1) -> np.ndarray:
+        """``cos_n``; with n = inf that of the means. NaN where a squared norm is estimated as negative."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.inner / np.sqrt(self.ref2 * (self.norm2 + self.noise / n))
+
+
+def gram(x: Tensor, y: Tensor) -> np.ndarray:
+    """Inner products [R, R'] of rows [R, P] and [R', P], summed in float64."""
+    total = torch.zeros(len(x), len(y), dtype=torch.float64)
+    for a, b in zip(x.split(_CHUNK, 1), y.split(_CHUNK, 1), strict=True):
+        total += (a.double() @ b.double().T).cpu()
+    return total.numpy()
+
+
+def moments(rows: Tensor, reference: Tensor, size: int = 1) -> Moments:
+    """Moments of an estimator against the truth.
+
+    Args:
+        rows: Gradients [R, P], each the mean of ``size`` independent samples; R at least 3.
+        reference: The exact gradient [P]; or rows [R, P] of an unbiased estimator, of which row i may depend on row i
+            of ``rows`` and on no other. It may be ``rows`` itself.
+        size: Samples in a row.
+
+    Returns:
+        The moments.
+
+    Raises:
+        InputError: If shapes do not fit, there are too few rows, or a number is not finite.
+    """
+    check_rows(rows)
+    if reference.ndim == 2 and len(reference) != len(rows) or reference.shape[-1] != rows.shape[-1]:
+        raise InputError("reference gradient", list(reference.shape), f"[P] or [R, P] with [R, P] = {list(rows.shape)}")
+    sets = leave_one_out(len(rows))
+    own = gram(rows, rows)
+    norm2, square = _off_diagonal(own, sets), sets @ own.diagonal() / sets.sum(1)
+    if reference.ndim == 1:
+        exact = reference.unsqueeze(0)
+        inner = sets @ gram(rows, exact)[:, 0] / sets.sum(1)
+        ref2 = np.full(len(sets), gram(exact, exact)[0, 0])
+    else:
+        inner, ref2 = (_off_diagonal(gram(other, reference), sets) for other in (rows, reference))
+    return Moments(inner, norm2, size * (square - norm2), ref2)
+
+
+def worth(moments: Moments, unbiased: Moments, n: float = 1) -> np.ndarray:
+    """How many samples of an unbiased estimator one sample is worth, in a batch of n.
+
+    ``N / n``, where N is the batch in which the unbiased estimator has the cosine that this one has at n. With
+    ``p = <m, mu> / (|m| |mu|)``, ``v = tr C / |m|^2`` and ``u = tr C_u / |mu|^2``:
+
+        N / n = u p^2 / (n (1 - p^2) + v).
+
+    It falls with n where there is bias (p < 1); at n = 1 it is the worth of a sample on its own.
+
+    Args:
+        moments: Of the estimator.
+        unbiased: Of the unbiased one.
+        n: Batch size; 0 for the limit of noisy gradients.
+
+    Returns:
+        [1 + R]; 0 where the estimator points away from the truth.
+    """
+    # In terms without a division by |m|^2 or |mu|^2, which noise may make small.
+    along = np.clip(moments.inner, 0, None) ** 2
+    left = n * (moments.norm2 * moments.ref2 - along) + moments.noise * moments.ref2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(left > 0, unbiased.noise * along / (left * moments.ref2), np.inf)
+
+
+def worth_interval(moments: Moments, unbiased: Moments, n: float = 1) -> Interval:
+    """`worth` with an interval that exists for gradients without a direction too.
+
+    On the logarithm where the cosine is more than three standard errors above 0; else on the signed square root, which
+    is proportional to ``<m, mu>`` and so nearly normal about 0; worth below 0 is 0.
+    """
+    left = n * (moments.norm2 * moments.ref2 - moments.inner**2) + moments.noise * moments.ref2
+    with np.errstate(invalid="ignore", divide="ignore"):
+        root = interval(moments.inner * np.sqrt(unbiased.noise / (left * moments.ref2)))
+    values = worth(moments, unbiased, n)
+    if root.stderr is None or root.value > 3 * root.stderr:
+        return interval(values, geometric=True)
+    low, high = (max(end, 0.0) ** 2 for end in (root.low, root.high))
+    return Interval(float(values[0]), low, high, root.stderr, root.rows)
+
+
+def crossover(moments: Moments, unbiased: Moments) -> np.ndarray:
+    """Batch size at which an unbiased estimator's cosine overtakes: where `worth` is 1.
+
+    ``n = (u p^2 - v) / (1 - p^2)`` in the notation of `worth`.
+
+    Returns:
+        [1 + R]; 0 if the unbiased one is better at every size, infinity if it never is.
+    """
+    along = np.clip(moments.inner, 0, None) ** 2
+    gain = unbiased.noise * along / moments.ref2 - moments.noise * moments.ref2
+    loss = moments.norm2 * moments.ref2 - along
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(gain <= 0, 0.0, np.where(loss > 0, gain / loss, np.inf))
+
+
+@dataclass(frozen=True)
+class PairMoments:
+    """First and second moments of an unbiased and a relaxed gradient from the same samples.
+
+    Attributes:
+        signal: ``<mu, mu>``, ``<mu, m>``, ``<m, m>``, [..., 3].
+        noise: ``tr`` of the covariances of one sample: unbiased, cross, relaxed [..., 3].
+    """
+
+    signal: np.ndarray
+    noise: np.ndarray
+
+    def second(self, n: float) -> np.ndarray:
+        """``E[g_i . g_j]`` of means over n samples [..., 2, 2]."""
+        return (self.signal + self.noise / n)[..., [0, 1, 1, 2]].reshape(*self.signal.shape[:-1], 2, 2)
+
+    def weights(self, n: float) -> np.ndarray:
+        """Weights ``(a, b) >= 0`` that minimise ``E|a g_pg + b g_relaxed - mu|^2`` in a batch of n.
+
+        Without the constraint they are ``M^-1 (|mu|^2, <mu, m>)``, ``M = E[g_i . g_j]``. Negative ones would be noise,
+        or the relaxed gradient as a control variate, which this does not attempt; the better gradient alone is then
+        best.
+
+        Returns:
+            [..., 2]; (1, 0) where no weights do better than nothing.
+        """
+        second, target = self.second(n), self.signal[..., :2]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            det = second[..., 0, 0] * second[..., 1, 1] - second[..., 0, 1] ** 2
+            swapped = np.stack([second[..., 1, 1], second[..., 0, 0]], -1)
+            both = (swapped * target - second[..., [0], [1]] * target[..., ::-1]) / det[..., None]
+            alone = target / np.stack([second[..., 0, 0], second[..., 1, 1]], -1)
+        gain = np.nan_to_num(alone * target, nan=-1.0) * (target > 0)
+        first = (gain[..., 0] >= gain[..., 1])[..., None]
+        single = np.where(first, [1.0, 0.0], [0.0, 1.0]) * np.clip(np.nan_to_num(alone), 0, None)
+        single = np.where((gain <= 0).all(-1)[..., None], [1.0, 0.0], single)
+        fits = (det > 0) & np.isfinite(both).all(-1) & (both >= 0).all(-1)
+        return np.where(fits[..., None], both, single)
+
+
+def pair_moments(unbiased: Tensor, relaxed: Tensor, size: int = 1) -> PairMoments:
+    """`PairMoments` from rows of disjoint microbatches: products of different rows are free of noise.
+
+    Args:
+        unbiased: Policy gradients [R, P], each the mean of ``size`` samples.
+        relaxed: Relaxed gradients of the same samples [R, P].
+        size: Samples in a row.
+
+    Returns:
+        Their moments, arrays [3].
+
+    Raises:
+        InputError: If shapes differ or R < 2.
+    """
+    grams = _pair_grams(unbiased, relaxed, 2)
+    return _pair_moments(grams, np.ones((1, len(unbiased))), size, squeeze=True)
+
+
+def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, folds: int = 4) -> Interval:
+    """Expected cosine of the blend over that of the better of its two parts, in a batch of n.
+
+    Cross-fitted: weights come from the other folds' rows, as they come from the past in training, so noise in them
+    counts against the blend. ``|mu|`` cancels in the ratio.
+
+    Args:
+        unbiased: Policy gradients [R, P], each the mean of ``size`` samples.
+        relaxed: Relaxed gradients of the same samples [R, P].
+        n: Batch size.
+        size: Samples in a row.
+        folds: Number of folds; each holds at least 3 rows.
+
+    Returns:
+        The ratio with its interval (geometric).
+
+    Raises:
+        InputError: If there are too few rows for the folds.
+    """
+    grams, rows = _pair_grams(unbiased, relaxed, 3 * folds), len(unbiased)
+    sets = leave_one_out(rows)
+    along, square = 0.0, 0.0
+    for fold in range(folds):
+        held = (np.arange(rows) % folds == fold).astype(float)
+        test = _pair_moments(grams, sets * held, size)
+        w = _pair_moments(grams, sets * (1 - held), size)
+        with np.errstate(invalid="ignore"):
+            w = w.weights(n) / np.sqrt(np.einsum("si,sij,sj->s", w.weights(n), w.second(n), w.weights(n)))[:, None]
+        along = along + (test.signal[:, :2] * w).sum(1)
+        square = square + np.einsum("si,sij,sj->s", w, test.second(n), w)
+    whole = _pair_moments(grams, sets, size)
+    parts = whole.signal[:, :2] / np.sqrt(whole.second(n)[:, [0, 1], [0, 1]])
+    with np.errstate(invalid="ignore"):
+        blend = along / folds / np.sqrt(square / folds)
+    return interval(blend / parts[:, parts[0].argmax()], geometric=True)
+
+
+def check_rows(rows: Tensor, least: int = 3) -> None:
+    """Reject rows too few or non-finite for an interval.
+
+    Raises:
+        InputError: If they are not [R, P] with R at least ``least``, or not finite.
+    """
+    if rows.ndim != 2 or len(rows) < least:
+        raise InputError("repeated gradients", list(rows.shape), f"[R, P] with R at least {least}")
+    if not torch.isfinite(rows).all():
+        raise InputError("repeated gradients", "NaN or infinity", "finite numbers")
+
+
+def _off_diagonal(products: np.ndarray, sets: np.ndarray) -> np.ndarray:
+    """Mean of the products of different rows in each set."""
+    count = sets.sum(1)
+    return (((sets @ products) * sets).sum(1) - sets @ products.diagonal()) / (count * (count - 1))
+
+
+def _pair_grams(unbiased: Tensor, relaxed: Tensor, least: int) -> list[np.ndarray]:
+    for rows in (unbiased, relaxed):
+        check_rows(rows, least)
+    if unbiased.shape != relaxed.shape:
+        raise InputError("relaxed gradients", list(relaxed.shape), f"the policy gradients' {list(unbiased.shape)}")
+    return [gram(unbiased, unbiased), gram(unbiased, relaxed), gram(relaxed, relaxed)]
+
+
+def _pair_moments(grams: list[np.ndarray], sets: np.ndarray, size: int, squeeze: bool = False) -> PairMoments:
+    signal = np.stack([_off_diagonal(g, sets) for g in grams], -1)
+    mean = np.stack([sets @ g.diagonal() / sets.sum(1) for g in grams], -1)
+    noise = size * (mean - signal)
+    return PairMoments(signal[0], noise[0]) if squeeze else PairMoments(signal, noise)

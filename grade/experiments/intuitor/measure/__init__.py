@@ -1,0 +1,1 @@
+"""What the experiment on Intuitor measures; nothing here knows a figure."""

@@ -1,0 +1,1 @@
+"""What the experiment with the probe measures; nothing here knows a figure."""

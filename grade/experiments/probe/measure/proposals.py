@@ -1,0 +1,180 @@
+"""Document 003's memory proposals: what each would change in the entropy probe's gradient path.
+
+The path is the gradient of the leave-one-out entropy loss over B prompts with G completions each, in one of three ways:
+all completions of a prompt in one pass (`whole`), in chunks whose graphs wait for one backward pass (`chunked`, the
+document's first proposal), or streamed in two passes (`streamed`, `grade.entropy.gradients`).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps
+from grade.entropy.samples import Samples
+from grade.memory.live import LiveTracker
+from grade.memory.saved import saved_bytes
+from grade.memory.step import Microbatch, TracedConfig, phase
+from grade.models.backbone import Backbone
+from grade.models.parameters import trained_parameters
+from grade.models.prompts import PromptBatch
+
+Way = Literal["whole", "chunked", "streamed"]
+
+
+class ProbeStepConfig(TracedConfig):
+    """The probe's gradient path as a step: ``batch_size`` prompts, ``num_generations`` completions each."""
+
+    way: Way = Field("streamed", description="whole, chunked or streamed")
+    num_generations: int = Field(4, ge=2, description="completions of a prompt, G")
+    microbatch_size: int = Field(2, ge=1, description="completions in a forward pass (chunked, streamed)")
+
+    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
+        prompts = self.prompts(backbone).to("cpu")
+        shape = (self.batch_size, self.num_generations, self.max_new_tokens)
+        ids = torch.randint(backbone.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        samples = Samples(prompts, ids, torch.ones_like(ids))
+
+        def run(tracker: LiveTracker | None) -> None:
+            with backbone.checkpointed_layers(self.gradient_checkpointing):
+                if self.way == "streamed":
+                    with phase(tracker, "scoring"):
+                        logps = sequence_logps(backbone, samples, self.microbatch_size)
+                    prompt_gradients(backbone, samples, [entropy_coefficients(logps)], self.microbatch_size)
+                else:
+                    held_gradient(backbone, samples, self.microbatch_size if self.way == "chunked" else None)
+
+        return run
+
+
+def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None) -> Tensor:
+    """The gradient as the document computes it: every chunk's graph waits for one backward pass.
+
+    Args:
+        backbone: The policy.
+        samples: Completions.
+        chunk: Completions in a forward pass; None: all of a prompt.
+
+    Returns:
+        ``sum_n X_n / B`` [P].
+    """
+    parameters, parts = trained_parameters(backbone), []
+    batch, group, length = samples.ids.shape
+    for _, prompts, ids, mask in samples.microbatches(chunk or group, backbone.device):
+        inputs = torch.cat([prompts.ids, ids], 1)
+        every = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
+        logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # all positions, as in the document
+        logps = logits[:, :-1].log_softmax(-1).gather(2, inputs[:, 1:].unsqueeze(2)).squeeze(2)
+        parts.append((logps[:, -length:] * mask).sum(1))
+    sums = torch.cat(parts)
+    c = entropy_coefficients(sums.detach().view(batch, group)) / batch
+    grads = torch.autograd.grad((c.flatten() * sums).sum(), parameters)
+    return torch.cat([g.flatten() for g in grads])
+
+
+def saved_by_log_probabilities(rows: int = 16, vocab: int = 4096) -> dict[str, float]:
+    """Bytes that token log-probabilities keep for backward, in units of the logits [rows, V].
+
+    Returns:
+        ``log_softmax`` (and gather) and ``cross_entropy``.
+    """
+    logits = torch.zeros(rows, vocab, requires_grad=True)
+    ids = torch.zeros(rows, dtype=torch.long)
+    exclude, unit = [logits, ids], rows * vocab * 4
+    plain = saved_bytes(lambda: logits.log_softmax(-1).gather(1, ids[:, None]), exclude=exclude)
+    cross = saved_bytes(lambda: F.cross_entropy(logits, ids, reduction="none"), exclude=exclude)
+    return {"log_softmax": plain / unit, "cross_entropy": cross / unit}
+
+
+def proposed_buffer_error() -> str:
+    """Name of the exception that the second proposal's own snippet raises; empty if it runs."""
+    parameter = torch.zeros(2, 3)
+    try:
+        torch.zeros(parameter.numel()).view_as(parameter, memory_format=torch.preserve_format)
+    except TypeError as error:
+        return type(error).__name__
+    return ""
+
+
+def restore_errors(steps: int = 2, learning_rate: float = 1e-2) -> dict[str, float]:
+    """What remains of an AdamW step after each way of undoing it, on one random parameter.
+
+    Returns:
+        ``as_coded``: largest change of the parameter after ``zero_grad``, which drops gradients, and then a restore
+        that needs them. ``parameters_only``: largest difference between two "identical" probe steps if only the
+        parameters are restored, as proposed. ``everything``: the same if the optimizer's state is restored too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    before, gradient = torch.randn(2, 50, generator=generator)
+
+    def fresh():
+        parameter = nn.Parameter(torch.ones(50))
+        return parameter, torch.optim.AdamW([parameter], lr=learning_rate)
+
+    def step(parameter, optimizer, gradient=gradient):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        return parameter.detach().clone()
+
+    parameter, optimizer = fresh()
+    start = parameter.detach().clone()
+    step(parameter, optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    if parameter.grad is not None:  # never: the published code drops the gradients first, too
+        parameter.data += learning_rate * parameter.grad
+    errors = {"as_coded": float((parameter.detach() - start).abs().max())}
+    for name in ("parameters_only", "everything"):
+        parameter, optimizer = fresh()
+        step(parameter, optimizer, before)
+        results = []
+        for _ in range(steps):
+            kept, state = parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())
+            results.append(step(parameter, optimizer))
+            parameter.data.copy_(kept)
+            if name == "everything":
+                optimizer.load_state_dict(state)
+        errors[name] = float((results[0] - results[1]).abs().max())
+    return errors
+
+
+@torch.no_grad()
+def narrow_log_probability_error(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> dict[str, float]:
+    """Error of log-probabilities that are computed from bfloat16 logits, as in both of the document's versions.
+
+    Returns:
+        ``token_max`` and ``sequence_max``: largest absolute error of a token and of a sequence, in nats.
+    """
+    inputs, every = torch.cat([prompts.ids, ids], 1), torch.cat([prompts.mask, torch.ones_like(ids)], 1)
+    logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))[:, prompts.ids.shape[1] - 1 : -1]
+    right = logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
+    narrow = logits.bfloat16().log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2).float()
+    return {
+        "token_max": float((narrow - right).abs().max()),
+        "sequence_max": float((narrow - right).sum(1).abs().max()),
+    }
+
+
+@torch.no_grad()
+def missing_mask_error(backbone: Backbone, prompts: PromptBatch, ids: Tensor, padding: int) -> float:
+    """Largest error of a sequence log-probability, in nats, when left padding is not masked.
+
+    Args:
+        backbone: The policy.
+        prompts: Prompts without padding.
+        ids: Completions.
+        padding: Padding tokens put before the prompts.
+    """
+    pad = torch.zeros(len(ids), padding, dtype=torch.long, device=ids.device)
+    inputs = torch.cat([pad, prompts.ids, ids], 1)
+    sums = []
+    for visible in (0, 1):  # padding hidden, padding seen
+        mask = torch.cat([pad + visible, prompts.mask, torch.ones_like(ids)], 1)
+        hidden = backbone.hidden(backbone.embed(inputs), mask)[:, -ids.shape[1] - 1 : -1]
+        logp = backbone.head(hidden).log_softmax(-1)
+        sums.append(logp.gather(2, ids.unsqueeze(2)).squeeze(2).sum(1))
+    return float((sums[1] - sums[0]).abs().max())
