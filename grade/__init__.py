@@ -30,7 +30,6 @@ _PUBLIC = {
     "unrolled": "grade.gradients.unrolled",
     "checkpointed": "grade.gradients.unrolled",
     "read_completions": "grade.gradients.completions",
-    "score": "grade.gradients.objective",
     # a training run
     "TrainConfig": "grade.training.config",
     "train": "grade.training.loop",

@@ -77,7 +77,7 @@ class Config(pydantic.BaseModel):
 def read_values(
     paths: Iterable[str | Path] = (), overrides: Iterable[str] = (), section: str = ""
 ) -> dict[str, Any]:  # fmt: skip
-    """What `Config.load` reads, not yet checked.
+    """The values that `Config.load` reads, before validation.
 
     Args:
         paths: YAML files, later over earlier.
@@ -110,7 +110,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         Its content over that of the other file; nested mappings are merged, an empty file is an empty mapping.
 
     Raises:
-        InputError: If a file is missing, is not YAML, or holds something else than a mapping.
+        InputError: If a file is missing, is not YAML, or holds anything but a mapping.
     """
     content = _read_one(path)
     if "over" not in content:
@@ -143,8 +143,8 @@ def _parse_override(text: str) -> dict[str, Any]:
     except yaml.YAMLError:
         raise InputError("--set", text, "a value that is valid YAML") from None
     if isinstance(value, str):
-        # YAML 1.1 reads 1e-5 as a string. On the command line, unlike in a file that DVC reads too, there is only
-        # one reader, so it can simply be understood.
+        # YAML 1.1 reads 1e-5 as a string. A file must mean the same to DVC, but only this code reads the command line,
+        # so here it can be accepted as a number.
         try:
             value = float(value)
         except ValueError:

@@ -1,8 +1,9 @@
-"""The one error a user's input can raise.
+"""The one error that bad input raises.
 
-Everything that a user can get wrong (a config value, a file, a model that cannot be supported) raises
-`InputError`. Its message is one line that names the field, the value and what is allowed; the command line prints
-that line and exits with code 2. Programming mistakes keep their ordinary exceptions and tracebacks.
+Bad input (a config value, a file, a model that cannot be supported, a reward that is not finite) raises `InputError`.
+Its message is one line that names the field, the value and what is allowed; the command line prints that line and
+exits with code 2. Mistakes of the calling code, such as tensors whose shapes do not fit, raise ordinary exceptions
+with a traceback.
 """
 
 
@@ -10,9 +11,9 @@ class InputError(ValueError):
     """Input that cannot be used: ``<field>: got <value>; allowed: <what is allowed>``.
 
     Args:
-        field: What was wrong, in the user's words: a config key, a file, an option.
-        value: What was given. Long values are shortened in the message.
-        allowed: What would have been accepted, and how to get there.
+        field: The wrong input as the user knows it: a config key, a file, an option.
+        value: The given value. Long values are shortened in the message.
+        allowed: What would be accepted, and how to get there.
 
     >>> raise InputError("tau", -1.0, "a number greater than 0")
     Traceback (most recent call last):

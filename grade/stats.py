@@ -74,14 +74,14 @@ def jackknife_stderr(without: np.ndarray | Tensor) -> float:
 
 
 class Interval(NamedTuple):
-    """An estimate with a jackknife's standard error and 95 % interval.
+    """An estimate with its jackknife standard error and 95 % interval.
 
     Attributes:
         value: The estimate.
         low: End of the interval; None where there is none (see `interval`).
         high: The other end.
         stderr: Standard error (of the logarithm, if the interval is geometric).
-        rows: R.
+        rows: R, the number of rows.
     """
 
     value: float
@@ -96,14 +96,14 @@ def interval(values: np.ndarray, geometric: bool = False) -> Interval:
 
     Args:
         values: [1 + R], the statistic of all rows and with each row left out, from `Moments`.
-        geometric: Take it on the logarithm (for ratios). There is no interval then if a value is not positive.
+        geometric: Compute it on the logarithm (for ratios); there is no interval if a value is not positive.
 
     Returns:
         The interval, with Student's quantile of R - 1 degrees of freedom.
 
     >>> x = np.array([1.0, 2.0, 6.0])                      # the mean: its jackknife is s / sqrt(n)
-    >>> found = interval(np.array([3.0, 4.0, 3.5, 1.5]))
-    >>> found.value, bool(np.isclose(found.stderr, x.std(ddof=1) / 3**0.5))
+    >>> mean = interval(np.array([3.0, 4.0, 3.5, 1.5]))
+    >>> mean.value, bool(np.isclose(mean.stderr, x.std(ddof=1) / 3**0.5))
     (3.0, True)
     """
     rows = len(values) - 1
@@ -121,8 +121,8 @@ def interval(values: np.ndarray, geometric: bool = False) -> Interval:
 def tensor_spread(norms: Tensor) -> float:
     """The GRADE paper's "gradient variance": sd over parameter tensors of their gradients' norms, mean over steps.
 
-    It says how unequal the layers' gradients are, in units of a norm, and nothing about their variance: it is not 0
-    for an exact gradient.
+    It measures how unequal the norms of different layers are, not the gradient's variance: it is not 0 for an exact
+    gradient.
 
     Args:
         norms: Norms of the parameter tensors' gradients [R, tensors].

@@ -76,8 +76,9 @@ def test_every_notebook_but_the_tutorial_is_an_experiments():
 def test_a_notebooks_parameters_are_the_settings_defaults(experiment):
     given = default_parameters(ROOT / "notebooks" / f"{experiment}.ipynb")
     assert list(given)[:3] == ["profile", "measured_dir", "output_dir"]
-    defaults = settings_of(experiment)().model_dump()
-    assert {name: value for name, value in given.items() if name not in OF_THE_RUN} == defaults
+    values, settings = {name: given[name] for name in given if name not in OF_THE_RUN}, settings_of(experiment)
+    assert set(values) == set(settings.model_fields)
+    assert settings.parse(values) == settings()
 
 
 @pytest.mark.parametrize("profile", profiles(ROOT))

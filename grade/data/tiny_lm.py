@@ -1,9 +1,10 @@
 """A tiny language model, pre-trained on the reviews, for experiments that need many seeds.
 
-Byte-level BPE and a Llama of about a million parameters. It writes review-like text, locally grammatical and with words
-of sentiment: enough for a policy, a reward and a reference, not for good text. Trained for a fixed number of steps, so
-that the result does not depend on the machine's speed. The layers' matrices are trained by `Muon`, embedding and norms
-by AdamW: after 300 steps of the default settings the training loss is 5.2 nats a token, with AdamW alone 5.6.
+A byte-level BPE and a Llama of about a million parameters. It writes review-like text, locally grammatical and with
+words of sentiment: enough for a policy, a reward and a reference, but not good text. It is trained for a fixed number
+of steps, so the result does not depend on the machine's speed. The layers' matrices are trained by `Muon`, embedding
+and norms by AdamW: after 300 steps of the default settings the training loss is 5.2 nats per token, with AdamW alone
+5.6.
 
 Left out: whatever takes longer than a few minutes on a CPU; contexts longer than a prompt with its completion.
 """
@@ -44,7 +45,7 @@ class PretrainConfig(Config):
     max_positions: int = Field(256, ge=8, description="longest context in tokens")
 
     context: int = Field(64, ge=4, description="tokens of a training window")
-    batch_size: int = Field(16, ge=1, description="windows a step")
+    batch_size: int = Field(16, ge=1, description="windows per step")
     steps: int = Field(1000, ge=2, description="optimizer steps")
     muon_lr: float = Field(0.01, gt=0, description="peak learning rate of the layers' matrices (Muon)")
     adamw_lr: float = Field(5e-3, gt=0, description="peak learning rate of embedding and norms (AdamW)")
@@ -62,7 +63,7 @@ def pretrain(
         config: Shape, text, optimisation.
         reviews_dir: Folder of the review splits.
         output_dir: Target folder; replaced.
-        log: Receives a line now and then.
+        log: Receives progress lines.
 
     Returns:
         Metrics: test loss with standard errors and n, sizes, tokens, seconds.
@@ -94,7 +95,7 @@ def pretrain(
         "steps": config.steps,
         "seconds": seconds,
     }
-    Backbone(model, tokenizer)  # refuses what cannot be supported, before anything is written
+    Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
     save_model(model, tokenizer, output_dir)
     return metrics
 
@@ -190,7 +191,7 @@ def text_windows(tokenizer: Any, texts: Sequence[str], context: int) -> Tensor:
         context: L.
 
     Returns:
-        Token ids [N, L + 1]: inputs are the first L columns, targets the last L. A rest at the end is dropped.
+        Token ids [N, L + 1]: inputs are the first L columns, targets the last L. A remainder at the end is dropped.
 
     Raises:
         InputError: If there is less text than one window.
@@ -210,10 +211,10 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
         model: The model.
         config: Optimisation.
         windows: Token ids [N, L + 1].
-        log: Receives a line now and then.
+        log: Receives progress lines.
 
     Returns:
-        Mean training loss of the last tenth of the steps, nats a token.
+        Mean training loss of the last tenth of the steps, in nats per token.
 
     Raises:
         InputError: If the loss is not finite.
@@ -271,9 +272,9 @@ def window_nats(model: PreTrainedModel, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch_size: int = 64) -> dict[str, float]:
-    """Loss a token and a character over windows, each window one independent value.
+    """Loss per token and per character over windows, each window an independent sample.
 
-    A character that a window's edge cuts counts as one.
+    A character that is cut by a window's edge counts as one.
 
     Args:
         model: The model.

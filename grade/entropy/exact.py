@@ -1,6 +1,6 @@
-"""Entropy by enumeration: every completion of a tiny vocabulary, and so H, its gradient and its true change, exactly.
+"""Exact entropy, its gradient and its true change, by enumerating every completion of a tiny vocabulary.
 
-The reference that estimators are held against. The number of completions grows as V^T: tens of thousands at most.
+The reference for the estimators. The number of completions grows as V^T, so tens of thousands at most.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 
 LARGEST = 100_000
-"""Completions that are still enumerated."""
+"""Largest number of completions that is enumerated."""
 
 
 def every_completion(vocab: int, length: int, eos: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def exact_gradient(backbone: Backbone, prompts: PromptBatch, length: int, temper
 def exact_change(
     backbone: Backbone, prompts: PromptBatch, length: int, vector: Tensor, eta: float, temperature: float = 1.0
 ) -> float:
-    """``H(theta + eta v) - H(theta)`` by enumeration; the parameters are as before afterwards.
+    """``H(theta + eta v) - H(theta)`` by enumeration; the parameters are restored.
 
     Args:
         backbone: A tiny policy.
@@ -120,7 +120,7 @@ def exact_change(
 def all_as_samples(
     backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0
 ) -> tuple[Samples, Tensor]:
-    """Every completion as if it had been drawn, with its probability [B, N]: expectations instead of means."""
+    """Every completion as a sample, with its probability [B, N]: for expectations instead of sample means."""
     ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
     batch = len(prompts)
     samples = Samples(prompts, ids.expand(batch, -1, -1), mask.expand(batch, -1, -1), temperature)

@@ -1,12 +1,12 @@
-"""The entropy's change along a direction in forward mode: no graph is kept, and no gradient is formed.
+"""The entropy's change along a direction in forward mode: without a graph or a gradient.
 
 With ``H_t`` the entropy of the distribution of token t given what precedes it (a Rao-Blackwellised integrand: exact
 over the vocabulary, sampled only over prefixes), ``H = E sum_t H_t`` and
 
     dH[v] = E sum_t ( dH_t[v] + (G_t - b_t) d log pi(y_t)[v] ),   G_t = sum_{k > t} H_k
 
-d.[v] is a directional derivative, had as a Jacobian-vector product of one forward pass. The baseline b_t does not
-depend on y_t. Per token, ``H_tok = E sum_t H_t / E L`` with L a completion's length, and by the quotient rule
+d.[v] is a directional derivative: a Jacobian-vector product of one forward pass. The baseline b_t does not depend
+on y_t. Per token, ``H_tok = E sum_t H_t / E L`` with L a completion's length, and by the quotient rule
 
     dH_tok[v] = ( dH[v] - H_tok dE[L][v] ) / E L,   dE[L][v] = E sum_t (L - t - c_t) d log pi(y_t)[v]
 """
@@ -28,7 +28,7 @@ from grade.models.backbone import Backbone
 from grade.models.parameters import split_vector
 
 ROWS = 64
-"""Rows of logits, with their tangents, that exist at once."""
+"""Rows of logits, with their tangents, computed at once."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _later(values: Tensor) -> Tensor:
 
 
 def _others(values: Tensor) -> Tensor:
-    """Mean over the prompt's other completions, 0 if there is none: a baseline that is independent of the token."""
+    """Mean over the prompt's other completions, 0 if there are none: a baseline independent of the token."""
     return (values.sum(1, keepdim=True) - values) / max(values.shape[1] - 1, 1)
 
 
@@ -82,13 +82,13 @@ def _others(values: Tensor) -> Tensor:
 def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch: int = 8) -> Directional:
     """Forward-mode derivatives along a vector.
 
-    Fused attention has no forward mode: torch's unfused implementation is chosen here, whatever the model has.
+    Fused attention has no forward mode, so torch's unfused implementation is used here, whatever the model's own.
 
     Args:
-        backbone: The policy; nothing in it changes.
+        backbone: The policy, unchanged.
         samples: Completions.
         vector: v [P], in the order of `trained_parameters`.
-        microbatch: Completions at once.
+        microbatch: Completions per forward pass.
 
     Returns:
         The terms.
@@ -100,18 +100,18 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
     implementation = backbone.model.config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise InputError("attention", implementation, "sdpa or eager: no other has a forward mode")
-    module, found = HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
+    module, terms = HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
     tangents = zip(module.trained().items(), split_vector(backbone, vector), strict=True)
     pairs = {name: (p.detach(), tangent) for (name, p), tangent in tangents}
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
         with fwd.dual_level(), sdpa_kernel(SDPBackend.MATH):
             dual = {name: fwd.make_dual(*pair) for name, pair in pairs.items()}
             hidden = functional_call(module, dual, (prompts, ids)).flatten(0, 1)
-            terms = [_row_terms(backbone, h, i, samples.temperature)
-                     for h, i in zip(hidden.split(ROWS), ids.flatten().split(ROWS), strict=True)]  # fmt: skip
-        for total, values in zip(found, zip(*terms, strict=True), strict=True):
+            chunks = [_row_terms(backbone, h, i, samples.temperature)
+                      for h, i in zip(hidden.split(ROWS), ids.flatten().split(ROWS), strict=True)]  # fmt: skip
+        for total, values in zip(terms, zip(*chunks, strict=True), strict=True):
             total.view(-1, total.shape[-1])[rows] = (torch.cat(values).view(mask.shape) * mask).double().cpu()
-    return Directional(*found)
+    return Directional(*terms)
 
 
 def _row_terms(backbone: Backbone, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

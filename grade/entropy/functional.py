@@ -1,4 +1,4 @@
-"""A policy's scores at other parameters, without touching the policy: `torch.func.functional_call`."""
+"""A policy's scores at other parameters, leaving the policy unchanged: `torch.func.functional_call`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grade.models.scoring import predicting_hidden, score_hidden
 
 
 class HiddenStates(nn.Module):
-    """`predicting_hidden` as a module whose parameters can be exchanged.
+    """`predicting_hidden` as a module whose parameters can be replaced for one call.
 
     Args:
         backbone: The policy.
@@ -25,18 +25,18 @@ class HiddenStates(nn.Module):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         self.model = backbone.model
-        # Out of sight: a backbone has its decoder under two names, and `functional_call`, which puts every name's
-        # parameter back, would leave the exchanged ones in a module that it sees twice.
-        self.out_of_sight = (backbone,)
+        # In a tuple, so that it is no submodule. A backbone has its decoder under two names, and `functional_call`
+        # restores parameters name by name: it would leave the replaced ones in a module registered twice.
+        self.hidden_backbone = (backbone,)
 
     def forward(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
         """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T]."""
-        return predicting_hidden(self.out_of_sight[0], prompts, ids)
+        return predicting_hidden(self.hidden_backbone[0], prompts, ids)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The trained parameters by the names that `functional_call` takes, in the order of `trained_parameters`."""
-        wanted = {id(p) for p in trained_parameters(self.out_of_sight[0])}
-        return {name: p for name, p in self.named_parameters() if id(p) in wanted}
+        trained = {id(p) for p in trained_parameters(self.hidden_backbone[0])}
+        return {name: p for name, p in self.named_parameters() if id(p) in trained}
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ def scores_at(
     """Log-probabilities and entropies at ``theta + eta v``.
 
     Args:
-        backbone: The policy; nothing in it changes.
+        backbone: The policy, unchanged.
         samples: Completions.
         vector: v [P]; None: at theta.
         eta: Step size.
-        microbatch: Completions at once.
+        microbatch: Completions per forward pass.
 
     Returns:
         The scores.
@@ -71,14 +71,14 @@ def scores_at(
     Raises:
         ValueError: If the vector does not fit.
     """
-    module, exchanged = HiddenStates(backbone), {}
+    module, replaced = HiddenStates(backbone), {}
     if vector is not None:
         parts = zip(module.trained().items(), split_vector(backbone, vector), strict=True)
-        exchanged = {name: p + eta * part for (name, p), part in parts}
+        replaced = {name: p + eta * part for (name, p), part in parts}
     logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
-        hidden = functional_call(module, exchanged, (prompts, ids))
-        found = score_hidden(backbone, hidden, ids, mask, ("logps", "entropy"), samples.temperature)
-        logps.view(-1, ids.shape[1])[rows] = found.logps.double().cpu()
-        entropies.view(-1, ids.shape[1])[rows] = found.entropy.double().cpu()
+        hidden = functional_call(module, replaced, (prompts, ids))
+        scores = score_hidden(backbone, hidden, ids, mask, ("logps", "entropy"), samples.temperature)
+        logps.view(-1, ids.shape[1])[rows] = scores.logps.double().cpu()
+        entropies.view(-1, ids.shape[1])[rows] = scores.entropy.double().cpu()
     return SampleScores(logps, entropies)

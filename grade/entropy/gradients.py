@@ -1,10 +1,10 @@
-"""Gradients of log-probabilities within the memory of one microbatch, whatever B and G are.
+"""Gradients of log-probabilities in the memory of one microbatch, for any B and G.
 
 Leave-one-out couples the completions of a prompt: each one's coefficient needs the log-probabilities of all. Chunking
 the forward pass therefore saves nothing while one backward pass waits for every chunk's graph. But the coefficients are
-constants, so they can be had first: pass 1 takes log-probabilities without gradient; pass 2 recomputes a microbatch,
-multiplies by its coefficients, runs backward and frees it. The same gradient, and a peak that depends on the
-microbatch alone. Accumulators are float32 on the CPU, one number for each trained parameter.
+constants, so they can be computed first: pass 1 takes log-probabilities without gradient; pass 2 recomputes a
+microbatch, multiplies by its coefficients, runs backward and frees it. This gives the same gradient, with a peak that
+depends on the microbatch alone. Accumulators are float32 on the CPU, one number per trained parameter and prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sequence_logps(backbone: Backbone, samples: Samples, microbatch: int = 8) ->
     """``S = sum_t log pi(y_t)`` at the samples' temperature, without gradient.
 
     Args:
-        backbone: The policy as it is now.
+        backbone: The policy.
         samples: Completions.
         microbatch: Completions scored at once.
 
@@ -44,7 +44,7 @@ def sequence_logps(backbone: Backbone, samples: Samples, microbatch: int = 8) ->
 def entropy_coefficients(logps: Tensor) -> Tensor:
     """Leave-one-out coefficients of ``X_n = sum_g c_ng grad S_ng``, whose expectation is ``-grad H``.
 
-    ``c_ng = (S_ng - mean_{g' != g} S_ng') / G``: the baseline is independent of completion g, so it costs no bias.
+    ``c_ng = (S_ng - mean_{g' != g} S_ng') / G``: the baseline is independent of completion g, so it adds no bias.
 
     Args:
         logps: S [B, G].
@@ -74,7 +74,7 @@ def prompt_gradients(
         backbone: The policy; its ``.grad`` fields are not touched.
         samples: Completions.
         coefficients: Sets c [B, G].
-        microbatch: Completions whose graph exists at once; a microbatch holds completions of one prompt.
+        microbatch: Completions whose graph exists at once, all of one prompt.
         allow_full: See `trained_parameters`.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The probe: sample, predict how the coming optimizer step will move the entropy, and check it.
+"""The probe: sample, predict how the coming optimizer step will change the entropy, and check the prediction.
 
-`EntropyProbe.run` leaves policy and optimizer as they were, bit by bit: the update is a vector, and the policy after it
-is visited by exchanged parameters, or by a real step that is undone.
+`EntropyProbe.run` restores policy and optimizer bit by bit: the update is a vector, and the policy after it is
+evaluated with replaced parameters, or by a real step that is undone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EntropyProbe:
 
     The step is AdamW's on a gradient of the update batch. By default that is the group-relative policy gradient
     ``A = R - mean_g R``, each completion weighted by ``A / (G T)``: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
-    RLOO's weights are ``A / (G - 1)`` (Ahmadian et al. 2024, arXiv:2402.14740). Any other loss is given as a function.
+    RLOO's weights are ``A / (G - 1)`` (Ahmadian et al. 2024, arXiv:2402.14740). Any other loss is passed as a function.
 
     Args:
         policy: With an adapter.
@@ -65,7 +65,7 @@ class EntropyProbe:
         Args:
             prompts: At least 2 B prompts: the first B are for evaluation, the next B for the update (one batch: B).
             reward: Scores completions of the update batch, for a policy gradient.
-            gradient: The update's own loss, instead.
+            gradient: Instead of a reward, a function that computes the gradient of the update's own loss.
 
         Returns:
             The report.
@@ -171,8 +171,8 @@ class EntropyProbe:
             return {}
         scaled = y.double() * scale.double().cpu()
         if not c.probe_config.one_batch:
-            found = two_batch(x, scaled)
-            return {"delta_h1_ascent": -lr * found.value, "delta_h1_ascent_stderr": lr * found.stderr}
+            product = two_batch(x, scaled)
+            return {"delta_h1_ascent": -lr * product.value, "delta_h1_ascent_stderr": lr * product.stderr}
         if c.probe_config.mode == "blocks":
             x, scaled = (blocks(z, c.probe_config.block_size) for z in (x, scaled))
         pairs = u_statistic(x, scaled)
@@ -204,29 +204,29 @@ class EntropyProbe:
         with after():
             new = scores_at(self.policy, evaluation, None if real else step, microbatch=size)
         lengths = evaluation.mask.sum(-1)
-        found = _reweighted(old, new, None, clip)
+        change = _reweighted(old, new, None, clip)
         tokens = _reweighted(old, new, lengths, clip)
         figures = {
-            "entropy": found.before,
-            "entropy_after": found.after,
-            "delta_h": found.change,
-            "delta_h_stderr": found.stderr,
+            "entropy": change.before,
+            "entropy_after": change.after,
+            "delta_h": change.change,
+            "delta_h_stderr": change.stderr,
             "entropy_per_token": tokens.before,
             "delta_h_per_token": tokens.change,
             "delta_h_per_token_stderr": tokens.stderr,
-            "ess": found.ess,
-            "clipped_weights": found.clipped,
+            "ess": change.ess,
+            "clipped_weights": change.clipped,
             "resampled": 0.0,
-            **({} if found.pareto_k is None else {"pareto_k": found.pareto_k}),
+            **({} if change.pareto_k is None else {"pareto_k": change.pareto_k}),
         }
         figures |= self._by_prefix(old, new, terms)
-        if self._low(found.ess, old) and c.importance_sampling.resample_on_low_ess:
+        if self._low(change.ess, old) and c.importance_sampling.resample_on_low_ess:
             with after() if real else moved(self.policy, step, 1.0):
                 figures |= self._sampled_anew(evaluation, old)
         return figures
 
     def _sampled_anew(self, evaluation: Samples, old: SampleScores) -> dict[str, float]:
-        """The change from completions of the policy as it is now, with the noise that drew those before the step."""
+        """The change from new completions of the current policy, with the noise of those drawn before the step."""
         generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
         fresh = self._draw(evaluation.prompts, slice(None), generator)
         new = scores_at(self.policy, fresh, microbatch=self.config.memory_config.importance_microbatch_size)
@@ -242,23 +242,23 @@ class EntropyProbe:
     def _at_multiple(
         self, multiple: float, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor
     ) -> dict[str, float]:
-        """Predicted and true change of a step of this multiple of the learning rate: AdamW's is proportional to it."""
+        """Predicted and true change for this multiple of the learning rate, which AdamW's step is proportional to."""
         size, clip = self.config.memory_config.importance_microbatch_size, self.config.importance_sampling.clip or None
         new = scores_at(self.policy, evaluation, step, multiple, size)
-        found = _reweighted(old, new, None, clip)
+        change = _reweighted(old, new, None, clip)
         return {
             "multiple": multiple,
             **_mean("delta_h1_forward", multiple * terms.per_sequence().mean(1)),
-            "delta_h": found.change,
-            "delta_h_stderr": found.stderr,
-            "ess_share": found.ess / old.logps[..., 0].numel(),
+            "delta_h": change.change,
+            "delta_h_stderr": change.stderr,
+            "ess_share": change.ess / old.logps[..., 0].numel(),
             **self._by_prefix(old, new, terms, multiple),
         }
 
     def _by_prefix(
         self, old: SampleScores, new: SampleScores, terms: Directional, multiple: float = 1.0
     ) -> dict[str, float]:
-        """The change with weights of prefixes, and from three prompts on how far the step is from small ones."""
+        """The change by weights of prefixes and, from three prompts on, its deviation from the linear prediction."""
         change = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
         figures = _mean("delta_h_prefix", change.mean(1))
         if len(change) >= 3:
@@ -280,18 +280,18 @@ class EntropyProbe:
         return ess < self.config.importance_sampling.ess_threshold * old.logps[..., 0].numel()
 
     def _warnings(self, figures: dict[str, float], rewards: Tensor | None) -> list[str]:
-        found, share = [], self.config.importance_sampling.ess_threshold
+        texts, share = [], self.config.importance_sampling.ess_threshold
         if figures["ess"] < share * figures["samples"]:
             source = "sampled anew" if figures["resampled"] else "not to be trusted"
-            found.append(f"effective sample size {figures['ess']:.0f} is below {share:g} of {figures['samples']:.0f}: "
+            texts.append(f"effective sample size {figures['ess']:.0f} is below {share:g} of {figures['samples']:.0f}: "
                          f"the step is too large for these samples, and the true change is {source}")  # fmt: skip
         if figures.get("pareto_k", 0.0) > 0.7 and not figures["resampled"]:
-            found.append(f"Pareto k {figures['pareto_k']:.2f} is above 0.7: the true change cannot be trusted")
+            texts.append(f"Pareto k {figures['pareto_k']:.2f} is above 0.7: the true change cannot be trusted")
         if rewards is not None and not (rewards != rewards[:, :1]).any():
-            found.append("all completions of each prompt have the same reward: the update is momentum and decay alone")
+            texts.append("all completions of each prompt have the same reward: the update is momentum and decay alone")
         if self.config.probe_config.one_batch:
-            found.append("one batch for update and evaluation: only delta_h1_pairs is without the bias of common noise")
-        return found
+            texts.append("one batch for update and evaluation: only delta_h1_pairs is free of the bias of common noise")
+        return texts
 
     def _notes(self) -> list[str]:
         if self.policy.model.config._attn_implementation == "sdpa":
@@ -310,8 +310,8 @@ class EntropyProbe:
 
 def _mean(name: str, prompts: Tensor) -> dict[str, float]:
     """``name`` and ``name_stderr``: mean and standard error over prompts [B]."""
-    found = Estimate.of(prompts)
-    return {name: found.mean, f"{name}_stderr": found.stderr}
+    estimate = Estimate.of(prompts)
+    return {name: estimate.mean, f"{name}_stderr": estimate.stderr}
 
 
 def _reweighted(old: SampleScores, new: SampleScores, lengths: Tensor | None, clip: float | None) -> Reweighted:

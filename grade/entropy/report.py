@@ -1,4 +1,4 @@
-"""What a probe found."""
+"""The report of a probe."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from grade.entropy.samples import Samples
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What a probe found; entropies in nats per completion, standard errors over prompts.
+    """Results of a probe; entropies in nats per completion, standard errors over prompts.
 
     Attributes:
-        figures: Plain numbers by name.
-        warnings: What makes them less than they seem.
-        notes: What was chosen by itself.
+        figures: Numbers by name.
+        warnings: Reasons to distrust a number.
+        notes: Choices made automatically.
         modules: Each module's part of the predicted change; they sum to ``delta_h1``.
         sequences: Each evaluation sample's part [B, G]; their mean is ``delta_h1_forward``.
-        sweep: One row for each step size: its multiple of the learning rate, predicted and true change.
+        sweep: One row per step size: its multiple of the learning rate, predicted and true change.
         samples: The evaluation batch.
         step: The update vector ``delta theta`` [P].
     """
@@ -39,8 +39,8 @@ class ProbeReport:
         """Each layer's part of the predicted change, by the layer's index; -1: modules outside the layers."""
         parts: dict[int, float] = {}
         for name, value in self.modules.items():
-            found = re.search(r"\.(\d+)\.", name)
-            layer = int(found[1]) if found else -1
+            match = re.search(r"\.(\d+)\.", name)
+            layer = int(match[1]) if match else -1
             parts[layer] = parts.get(layer, 0.0) + value
         return dict(sorted(parts.items()))
 

@@ -1,4 +1,4 @@
-"""The probe from a config: on a trained adapter, with its optimizer's state and its reward."""
+"""A probe from a config: of a trained adapter, with its optimizer's state and its reward."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from grade.training.config import TrainConfig
 
 
 def reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:
-    """A run's loss on the update's prompts: its method, relaxation, KL weight, and microbatch size.
+    """The gradient of a run's loss on the update's prompts: its method, relaxation, KL weight and microbatch size.
 
     Args:
         policy: The policy.
         reward_model: The reward.
         config: The run.
-        step: Its step, which tau depends on.
+        step: Step of the run, which sets tau.
 
     Returns:
         A function of prompts and a generator that leaves the gradient in the parameters' ``.grad``.
@@ -83,7 +83,7 @@ class ProbeRunConfig(ProbeConfig):
 
 
 def probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, dict[str, Any]]:
-    """Prompts, and what the update follows.
+    """Prompts, and the reward or gradient of the update.
 
     Args:
         config: Names of the files.
@@ -131,7 +131,7 @@ def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str 
     Args:
         config: Settings.
         folder: The adapter; None: a new one.
-        state: The optimizer's state; None: what is saved with the adapter, if anything.
+        state: File with the optimizer's state; None: the one saved with the adapter, if there is one.
 
     Returns:
         The report.

@@ -1,4 +1,4 @@
-"""Completions to estimate from: drawn from the policy, kept on the CPU, moved microbatch by microbatch."""
+"""Samples of the policy for the estimates: kept on the CPU, moved to the device microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Samples:
         prompts: B prompts.
         ids: Completions [B, G, T].
         mask: [B, G, T], 1 at a token, end-of-sequence included, 0 after it.
-        temperature: Sampling temperature; log-probabilities are taken at the same.
+        temperature: Sampling temperature; log-probabilities are taken at the same temperature.
     """
 
     prompts: PromptBatch
@@ -46,7 +46,7 @@ class Samples:
             raise InputError("temperature", self.temperature, "a finite number above 0")
 
     def of_prompts(self, rows: slice) -> Samples:
-        """The samples of some prompts."""
+        """The samples of the selected prompts."""
         return Samples(self.prompts[rows], self.ids[rows], self.mask[rows], self.temperature)
 
     def microbatches(
@@ -55,8 +55,8 @@ class Samples:
         """Consecutive rows of the flattened [B G] completions, moved to a device one microbatch at a time.
 
         Args:
-            size: Completions of a microbatch, at least 1.
-            device: Where to.
+            size: Completions per microbatch, at least 1.
+            device: Target device.
 
         Yields:
             Rows, their prompts, ids [n, T] and mask [n, T].

@@ -1,4 +1,4 @@
-"""Everything that a probe can be told: `ProbeConfig`. Groups and names follow document 003 where it has one."""
+"""Settings of a probe: `ProbeConfig`. Groups and names follow document 003 where it has one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GenerationConfig(Config):
     """Sampling."""
 
     max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probabilities are taken at the same")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature, also of log-probabilities")
 
 
 class EstimateConfig(Config):
@@ -36,7 +36,7 @@ class EstimateConfig(Config):
     block_size: int = Field(2, ge=1, description="prompts of a block (mode blocks); divides B")
     one_batch: bool = Field(False, description="evaluate on the update's own prompts: only pairs of prompts count then")
     update: PolicyGradientUpdate = Field(
-        "dr_grpo", description="policy gradient that the step follows, if no other gradient is given"
+        "dr_grpo", description="policy gradient of the update, if no other gradient is given"
     )
     multiples: list[PositiveFloat] = Field(
         [], description="check steps of these multiples of the learning rate as well"
@@ -62,15 +62,15 @@ class ImportanceConfig(Config):
     """The true change."""
 
     step: Literal["functional", "optimizer"] = Field(
-        "functional", description="visit theta + delta theta by exchanged parameters, or by a real step that is undone"
+        "functional", description="reach theta + delta theta by replaced parameters, or by a real step that is undone"
     )
-    clip: float = Field(0.0, ge=0, description="cut weights above this many times their mean; 0 = never")
+    clip: float = Field(0.0, ge=0, description="clip weights at this multiple of their mean; 0 = never")
     ess_threshold: float = Field(0.5, ge=0, le=1, description="effective sample size is low below this share")
-    resample_on_low_ess: bool = Field(True, description="sample anew after the step then; else only say so")
+    resample_on_low_ess: bool = Field(True, description="if so, sample again after the step; otherwise only warn")
 
 
 class ProbeConfig(Config):
-    """Everything that a probe can be told."""
+    """Settings of a probe."""
 
     batch_config: BatchConfig = Field(BatchConfig(), description="samples")
     generation: GenerationConfig = Field(GenerationConfig(), description="sampling")

@@ -6,8 +6,8 @@ With ``w_i = exp(S_new - S_old)``, normalised to sum to one in log space, and an
 
 per sequence; per token, ``sum w h / sum w L``. Standard errors come from influence functions over independent units.
 
-Token by token it can be had without bias and without normalising, because a token's entropy depends only on what
-precedes it: `prefix_change`.
+Token by token the change can be estimated without bias and without normalising, because a token's entropy depends
+only on its prefix: `prefix_change`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reweighted:
         change: after - before.
         stderr: Standard error of the change.
         ess: Effective sample size.
-        clipped: Fraction of weights that were cut.
+        clipped: Fraction of weights that were clipped.
         pareto_k: Shape of the generalised Pareto tail of the weights: above 0.7 the estimate cannot be trusted
             (Vehtari et al. 2024, arXiv:1507.02646); None with fewer than 50 samples or equal weights.
     """
@@ -59,7 +59,7 @@ def reweighted_change(
         old: Integrand before [B, G]: ``-S_old``, or the sum of token entropies.
         new: Integrand after [B, G].
         lengths: Tokens of each sample [B, G], for entropy per token; None: per sequence.
-        clip: Cut weights above this many times their mean, before normalising. Biases toward the old policy.
+        clip: Clip weights at this multiple of their mean, before normalising. Biases towards the old policy.
 
     Returns:
         The estimates. Units of the standard error are prompts, or samples if there is only one prompt.
@@ -88,7 +88,7 @@ def reweighted_change(
 
 
 def prefix_change(old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Each sample's part of the change of entropy per sequence, which is their mean, with weights of prefixes.
+    """Each sample's part of the change of entropy per sequence (their mean), with importance weights of prefixes.
 
         H_new - H_old = E sum_t ( (w_{<t} - 1) (h'_t - b_t) + h'_t - h_t ),   w_{<t} = prod_{s < t} pi_new / pi_old
 
@@ -124,8 +124,8 @@ def prefix_change(old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor
 def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
     """``mean(linear) / mean(change) - 1``: how far a step is from the limit of small ones, on the given samples.
 
-    Both have the same noise (see `prefix_change`), so the ratio is known far better than either, and tends to 1 as the
-    step goes to 0 whatever the samples are.
+    Both have the same noise (see `prefix_change`), so their ratio is far more precise than either, and for any samples
+    it tends to 1 as the step goes to 0.
 
     Args:
         linear: Each sample's part of the predicted change [B, G].
@@ -146,7 +146,7 @@ def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
 
 
 def _weights(old_logps: Tensor, new_logps: Tensor, clip: float | None) -> tuple[Tensor, float]:
-    """Weights of mean 1, and the fraction of them that was cut."""
+    """Weights of mean 1, and the fraction of them that was clipped."""
     log_w = new_logps - old_logps
     w, clipped = (log_w - log_w.max()).exp(), 0.0
     if clip is not None:

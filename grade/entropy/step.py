@@ -1,4 +1,4 @@
-"""A real optimizer step, and everything as it was after it: to see what a step does without having taken it."""
+"""A real optimizer step that is undone: to measure its effect without taking it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from grade.models.parameters import set_values, trained_parameters
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a step can change: parameters, their gradients, optimizer, random state, train and eval flags.
+    """Everything a step can change: parameters, their gradients, optimizer, random state, train and eval flags.
 
-    Copies are on the CPU, so that no second copy of the adapter takes memory of the device. The optimizer's state is
-    copied whole: ``state_dict()`` shares its tensors with the optimizer, which goes on changing them.
+    Copies are on the CPU, so no second copy of the adapter takes device memory. The optimizer's state is deep-copied:
+    ``state_dict()`` shares its tensors with the optimizer, which keeps updating them.
     """
 
     backbone: Backbone
@@ -37,7 +37,7 @@ class Snapshot:
 
         Args:
             backbone: The policy.
-            optimizer: Of its trained parameters.
+            optimizer: Its optimizer.
 
         Returns:
             The snapshot.
@@ -75,13 +75,13 @@ def stepped(
     gradients: Sequence[Tensor],
     max_grad_norm: float | None = None,
 ) -> Iterator[None]:
-    """Within this context the optimizer has taken its step; afterwards everything is as it was.
+    """Within this context the optimizer has taken its step; afterwards everything is restored.
 
     Args:
         backbone: The policy.
-        optimizer: Of its trained parameters.
-        gradients: Of the loss, one for each trained parameter.
-        max_grad_norm: Clip the norm over all gradients.
+        optimizer: Its optimizer.
+        gradients: Gradient of the loss for each trained parameter.
+        max_grad_norm: Clip the norm over all gradients to this; None: no clipping.
     """
     snapshot = Snapshot.of(backbone, optimizer)
     try:

@@ -13,13 +13,13 @@ from grade.models.prompts import PromptBatch
 
 
 def tiny_policy(vocab: int = 5, width: int = 16, layers: int = 2, seed: int = 0) -> Backbone:
-    """A random GPT-2 in float64 with a trained-looking adapter: B is not zero.
+    """A random GPT-2 in float64 with an adapter whose B is not zero.
 
     Args:
         vocab: V; token 2 ends a completion.
         width: D.
         layers: L.
-        seed: Of all weights.
+        seed: Seed of all weights.
 
     Returns:
         The policy, without a tokenizer.

@@ -1,12 +1,12 @@
-"""What an optimizer will really do, as a vector, without doing it.
+"""The step that an optimizer is about to take, as a vector, without taking it.
 
 AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with t the coming step and g the (clipped) gradient:
 
     m = beta1 m' + (1 - beta1) g        v = beta2 v' + (1 - beta2) g^2
     delta theta = -lr [ (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + wd theta ]
 
-The step is a sum of three parts that share one denominator: of the old momentum m', of the new gradient, and of weight
-decay.
+The step is the sum of three parts: from the old momentum m' and the new gradient, over the same denominator, and from
+weight decay.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class UpdateVector:
     """``delta theta`` and its parts, each [P].
 
     Attributes:
-        momentum: What the step would be with a zero gradient, its denominator kept.
-        gradient: The new gradient's part.
-        decay: Weight decay's part.
-        clipped: Factor that clipping multiplied the gradient by, 1 if it did nothing.
+        momentum: Part of the old momentum: the step for a zero gradient, with the same denominator.
+        gradient: Part of the new gradient.
+        decay: Part of weight decay.
+        clipped: Factor by which clipping scaled the gradient, 1 if it was not clipped.
     """
 
     momentum: Tensor
@@ -54,7 +54,7 @@ def adamw_update(
     """The step that ``optimizer.step()`` would take, without taking it.
 
     Args:
-        optimizer: AdamW; nothing in it changes.
+        optimizer: AdamW, unchanged.
         parameters: Parameters, all of them the optimizer's.
         gradients: Gradient of the loss for each.
         max_grad_norm: Clip the norm over all gradients, as `torch.nn.utils.clip_grad_norm_` does.
@@ -102,10 +102,10 @@ def adamw_update(
 
 @torch.no_grad()
 def preconditioner(optimizer: torch.optim.AdamW, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """What AdamW multiplies a gradient by, from its state before the coming step.
+    """AdamW's preconditioner, from its state before the coming step.
 
-    ``P = 1 / (sqrt(v' / (1 - beta2^t')) + eps)``, t' the steps taken. It does not depend on the coming gradient, so it
-    leaves products of independent gradients unbiased.
+    ``P = 1 / (sqrt(v' / (1 - beta2^t')) + eps)``, t' the steps taken. It does not depend on the coming gradient, so
+    products of independent gradients stay unbiased.
 
     Args:
         optimizer: AdamW.

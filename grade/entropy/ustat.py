@@ -1,4 +1,4 @@
-"""The cross-prompt U-statistic and its standard errors: pure functions of the prompts' gradients.
+"""The cross-prompt U-statistic and its standard errors, as functions of the prompts' gradients.
 
 For independent prompts with vectors X_n and Y_n [B, P], the mean of ``X_n . Y_m`` over pairs n != m is unbiased for
 ``E[X] . E[Y]``, though X_n and Y_n come from the same completions:
@@ -9,7 +9,7 @@ With ``r_n = (X_n . Ybar_{-n} + Y_n . Xbar_{-n}) / 2`` (so mean(r) = U), Hoeffdi
 ``Var(U) = 4 zeta_1 / B + 2 zeta_2 / (B (B - 1))``, with zeta_1 = Var(E[h | one prompt]) of the symmetric kernel
 ``h(n, m) = (X_n . Y_m + Y_n . X_m) / 2``.
 
-Left out: the second term, which standard errors here do not estimate; it is of the order 1 / B^2.
+Left out: the second term, of order 1 / B^2, which the standard errors here do not estimate.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
     Args:
         x: [B, P], B a multiple of ``size``.
-        size: Prompts of a block.
+        size: Prompts per block.
 
     Returns:
         [B / size, P].
@@ -104,7 +104,7 @@ class TwoBatch:
     Attributes:
         value: ``mu_X . mu_Y``.
         stderr: ``sqrt(V_X + V_Y)``, V_X the variance of the mean of ``X_n . mu_Y``, V_Y that of ``Y_n . mu_X``.
-        stderr_given_y: ``sqrt(V_X)``: of the estimate for this very update, mu_Y taken as given.
+        stderr_given_y: ``sqrt(V_X)``, for this very update: mu_Y taken as fixed.
     """
 
     value: float

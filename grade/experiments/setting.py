@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
-from grade.gradients.estimators import Estimator, RelaxationConfig
+from grade.gradients.estimators import EstimatorName, RelaxationConfig
 from grade.gradients.objective import Engine, GradientStep, Objective
 from grade.gradients.replay import replay, replay_inputs
 from grade.gradients.rollout import Rollout, sample
@@ -107,7 +107,7 @@ class Setting:
         changes = {"max_new_tokens": new, "min_new_tokens": min(self.relaxation.min_new_tokens, new)}
         return replace(self, relaxation=self.relaxation.model_copy(update=changes))
 
-    def estimator(self, estimator: Estimator) -> Setting:
+    def estimator(self, estimator: EstimatorName) -> Setting:
         """The same with another estimator."""
         return replace(self, relaxation=self.relaxation.model_copy(update={"estimator": estimator}))
 

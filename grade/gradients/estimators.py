@@ -35,6 +35,7 @@ from torch import Tensor
 
 from grade.config import Config, allowed_names
 from grade.errors import InputError
+from grade.gradients.surrogates import reinmax, straight_through
 from grade.models.noise import exponential_noise, gumbel_noise
 
 Support = Literal["top_k", "perturbed_top_k"]
@@ -64,7 +65,7 @@ class RelaxationConfig(Config):
     )
     support: Support = Field(
         "perturbed_top_k",
-        description="tokens that may be mixed: top_k (largest logits), or perturbed_top_k (largest logits + noise: exact "
+        description="tokens that are mixed: top_k (largest logits), or perturbed_top_k (largest logits + noise: exact "
         "samples for any K)",
     )
     gumbel_topk: int = Field(256, ge=0, description="size K of the support; 0 = the full vocabulary")
@@ -186,68 +187,6 @@ def conditional_draws(
             noise = conditional_noise(logits.gather(1, support), chosen, generator)
         pairs.append((support, noise))
     return pairs
-
-
-def reinmax(logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
-    """ReinMax: one-hot of the drawn token forward, a second-order accurate gradient backward.
-
-    With ``p = softmax(l)``, ``q = (onehot + softmax(l / tau)) / 2`` and the softmax's Jacobian
-    ``J(p) = diag(p) - p p^T``, backward is ``(2 J(q) - J(p) / 2) g``. At tau = 1 its expectation over the token is the
-    exact gradient of ``E f(onehot)`` for every quadratic f (Heun's method; straight-through is Euler's).
-
-    Args:
-        logits: [..., K], -inf for what cannot be drawn.
-        chosen: One-hot of the drawn token [..., K].
-        tau: Temperature of the softmax in q.
-
-    Returns:
-        ``chosen`` [..., K], in the logits' type.
-
-    Source: Liu et al. 2023, arXiv:2304.08612, algorithm 2.
-
-    >>> l = torch.zeros(2, requires_grad=True)               # p = (1/2, 1/2), q = (3/4, 1/4)
-    >>> y = reinmax(l, torch.tensor([1, 0]), 1.0)            # J(p) = +-1/4, J(q) = +-3/16
-    >>> y.tolist(), torch.autograd.grad(y[0], l)[0].tolist()  # 2 * 3/16 - 1/2 * 1/4
-    ([1.0, 0.0], [0.25, -0.25])
-    """
-    return _ReinMax.apply(logits, chosen.to(logits.dtype), tau)
-
-
-class _ReinMax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
-        ctx.save_for_backward(logits.softmax(-1), (chosen + (logits / tau).softmax(-1)) / 2)
-        return chosen.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        p, q = ctx.saved_tensors
-        first, second = (w * (grad - (w * grad).sum(-1, keepdim=True)) for w in (q, p))
-        return 2 * first - second / 2, None, None
-
-
-def straight_through(z: Tensor, tau: float) -> Tensor:
-    """One-hot of the argmax forward, ``softmax(z / tau)``'s gradient backward.
-
-    Args:
-        z: Perturbed logits [..., K].
-        tau: Gumbel temperature.
-
-    Returns:
-        Exactly one-hot weights [..., K].
-    """
-    return _StraightThrough.apply((z / tau).softmax(-1))
-
-
-class _StraightThrough(torch.autograd.Function):
-    # The usual (hard - soft).detach() + soft is one-hot only up to rounding; this is exact.
-    @staticmethod
-    def forward(ctx, soft: Tensor) -> Tensor:
-        return torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1.0)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad
 
 
 class Estimator:

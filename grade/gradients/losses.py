@@ -111,7 +111,7 @@ def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
 def _group(returns: Tensor) -> int:
     group = returns.shape[1]
     if group < 2:
-        raise InputError("num_generations", group, "at least 2: the baseline is the mean of a prompt's other completions")
+        raise InputError("num_generations", group, "at least 2: the baseline averages a prompt's other completions")
     return group
 
 

@@ -127,7 +127,7 @@ OPTIONS: dict[str, tuple[str, ...]] = _options()
 
 
 class PolicyGradientConfig(Config):
-    """Settings of a policy gradient; `grade.training.config.TrainConfig` adds those of the relaxed methods and the run."""
+    """Settings of a policy gradient; `TrainConfig` adds those of relaxed methods and of a run."""
 
     method: MethodName = Field(
         "ste",

@@ -120,10 +120,3 @@ def check_finite(reward: Tensor, loss: Tensor) -> None:
     for name, value in (("reward", reward), ("loss", loss)):
         if not torch.isfinite(value).all():
             raise InputError(name, value.detach().flatten().tolist()[:8], "finite numbers; nothing was updated")
-
-
-def score(
-    reward_model: Reward, backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, scope: RewardScope
-) -> Tensor:
-    """`Objective.score` without a KL weight: reward [B] of hard completions [B, T]."""
-    return Objective(reward_model, scope=scope).score(backbone, prompts, ids, mask)

@@ -2,10 +2,10 @@
 
 Completions are sampled on the key-value cache and scored by the same reward model, on the same text, as with the
 relaxed methods. One teacher-forced pass then gives log-probabilities and KL in row chunks, so no [B, T, V] tensor
-exists. All methods ascend the objective of the relaxed ones (`grade.gradients.objective`), ``E[R - beta * mean_t KL_t]``. Its gradient
-has two terms: the score function weighted by the *penalised* return, because KL depends on which tokens were sampled,
-and KL's own gradient at the sampled positions. Both are included, so `reinforce`, `rloo`, `remax` and `grpo` with its
-default options are unbiased.
+exists. All methods ascend the objective of the relaxed ones (`grade.gradients.objective`),
+``E[R - beta * mean_t KL_t]``. Its gradient has two terms: the score function weighted by the *penalised* return,
+because KL depends on which tokens were sampled, and KL's own gradient at the sampled positions. Both are included, so
+`reinforce`, `rloo`, `remax` and `grpo` with its default options are unbiased.
 
 | method | advantage of completion y |
 |---|---|
@@ -16,8 +16,8 @@ default options are unbiased.
 | ppo | token by token: generalised advantage estimation over time with a learned value, whitened over the step |
 
 A step with one update needs one pass with gradient; with several updates, completions are first scored without
-gradient. The value head reads the policy's hidden states but sends no gradient into them. With ``self_certainty_reward`` (Intuitor) the reward is the
-policy's own self-certainty, a constant of the update.
+gradient. The value head reads the policy's hidden states but sends no gradient into them. With
+``self_certainty_reward`` (Intuitor) the reward is the policy's own self-certainty, a constant of the update.
 
 Left out: entropy bonuses, adaptive beta, sampling by another engine, shuffling between passes.
 """
@@ -111,7 +111,7 @@ class StepContext:
 
 
 class ValueHead(nn.Module):
-    """``V(h) = w . layer_norm(h) + b``, initially 0. Normalised, because a few entries of hidden states are very large."""
+    """``V(h) = w . layer_norm(h) + b``, initially 0. Normalised, as a few entries of hidden states are very large."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()

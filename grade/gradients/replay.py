@@ -8,9 +8,9 @@ gives all hidden states ``h``, hence all ``z`` and ``y``. The full gradient flow
     a = r + J^T v,    v = D^T a + k,
 
 and ``dL/dtheta = (dh/dtheta)^T v``. Start from ``a = r`` and apply the right-hand side `hops` times: each is one
-vector-Jacobian product of the same graph with respect to its inputs. ``J`` is nilpotent (a token cannot change earlier ones), so
-``hops = T`` is exact; ``hops = 0`` cuts the feedback. A hop corrects the adjoint by the influence that passes through
-one more generated token.
+vector-Jacobian product of the same graph with respect to its inputs. ``J`` is nilpotent (a token cannot change earlier
+ones), so ``hops = T`` is exact; ``hops = 0`` cuts the feedback. Each hop adds the influence that passes through one
+more generated token.
 
 Policy tokens processed: P + T on the cache, then (P + T) x (forward + (hops + 1) vector-Jacobian products), linear in
 T, where re-running the prefix at each step takes sum_t (P + t). Kept for backward: one teacher-forced pass, or with

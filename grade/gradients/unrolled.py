@@ -5,9 +5,9 @@ and reference, a reference that re-reads its prefix. `checkpointed` is the sourc
 (Experiment 6) with its eight optimisations. Each is a switch of `StepwiseOptions`, so a notebook can turn it on by
 itself.
 
-Two things are fixed, because the results could not be compared otherwise. KL compares policy and reference at the *same*
-position and is part of the loss, with its gradient (the original read the reference one position late and left KL out
-of the loss). And end-of-sequence is handled.
+Two things are fixed, because the results could not be compared otherwise. KL compares policy and reference at the
+*same* position and is part of the loss, with its gradient (the original read the reference one position late and left
+KL out of the loss). And end-of-sequence is handled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What a step keeps in memory: counted by formula and measured on tensors, real or fake.
 
 Import the modules themselves (``grade.memory.tracker``, ``saved``, ``shapes``, ``formulas``): nothing is imported here,
-so that a pipeline stage that needs one of them does not depend on all.
+so importing one of them does not import all.
 """

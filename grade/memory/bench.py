@@ -1,4 +1,4 @@
-"""The same step run for real: a measured peak beside the traced one.
+"""Running the traced step for real: a measured peak beside the traced one.
 
 On a CPU the peak is that of live storages, counted by the same tracker on real tensors. On CUDA it is
 ``torch.cuda.max_memory_allocated``, and an out-of-memory error leaves a snapshot that was recorded from the start.
@@ -55,7 +55,7 @@ def standard_steps(device: str, model: str = "tiny") -> list[StepConfig]:
         StepConfig(**long, attention="eager"),
         StepConfig(**wide, max_new_tokens=4, adapter="full", base_copies=2),
     ]
-    # A 16-bit product is emulated where the processor has no instruction for it, so those completions are shorter.
+    # 16-bit products are slow on processors without instructions for them, so those completions are shorter.
     return [
         StepConfig(**long),
         StepConfig(**long, gradient_checkpointing=True),
@@ -84,7 +84,7 @@ def chosen(steps: Sequence[StepConfig], numbers: Sequence[int]) -> list[StepConf
 
 
 class BenchConfig(Config):
-    """What to measure on a CPU."""
+    """Settings of the measurement on a CPU."""
 
     models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
     steps: list[int] = Field([], description="numbers of the standard steps that are measured, from 0; empty: all")
@@ -101,7 +101,7 @@ TRACED = {
 
 
 def require_device(device: str) -> None:
-    """Refuse a device that is not there, before anything is traced.
+    """Reject a device that this machine lacks, before anything is traced.
 
     Raises:
         InputError: If there is no such device.
@@ -111,7 +111,7 @@ def require_device(device: str) -> None:
 
 
 def measure(config: TracedConfig, device: str = "cpu", snapshot: str | Path | None = None) -> dict[str, Any]:
-    """Run a step for real and report its peak: on CUDA that of a second one, as the first makes what is made once.
+    """Run a step for real and report its peak; on CUDA the second run's, without the first's one-time allocations.
 
     Args:
         config: The step.
@@ -169,11 +169,11 @@ def compare(
     Args:
         configs: The steps.
         device: Where to measure.
-        log: Receives a line each.
+        log: Receives one line per step.
         snapshots: Folder for CUDA snapshots of steps that run out of memory.
 
     Returns:
-        One row each: the configuration, traced and measured bytes, their ratio.
+        One row per step: its configuration, traced and measured bytes, and their ratio.
     """
     rows = []
     for number, config in enumerate(configs):

@@ -1,7 +1,7 @@
-"""Byte and token counts by explicit formula: what can be known with pencil and paper.
+"""Byte and token counts in closed form.
 
-Everything is exact for the tensors named. What a framework adds (saved activations of a layer, temporaries, the
-allocator) is measured elsewhere; `grade.memory.tracker` counts it.
+Each is exact for the tensors it names. What a framework adds (saved activations of a layer, temporaries, the
+allocator) is measured by `grade.memory.tracker`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def lora_parameters(shape: ModelShape, r: int = 16, every: bool = False) -> int:
 
 
 def adamw_bytes(parameters: int, itemsize: int = 4) -> int:
-    """Bytes of AdamW's two moments, in the parameters' own type; step counts not counted.
+    """Bytes of AdamW's two moments, in the parameters' own type, without the step counts.
 
     >>> adamw_bytes(7_372_800)
     58982400
@@ -126,7 +126,7 @@ def checkpoint_bytes(shape: ModelShape, batch: int, length: int, itemsize: int =
 
 
 def scores_bytes(shape: ModelShape, batch: int, length: int, itemsize: int = 2) -> int:
-    """Bytes of one layer's attention scores ``[B, heads, n, n]``, which fused attention never makes.
+    """Bytes of one layer's attention scores ``[B, heads, n, n]``, which fused attention never stores.
 
     >>> from grade.memory.shapes import QWEN25_3B
     >>> scores_bytes(QWEN25_3B, 2, 512)

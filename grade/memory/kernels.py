@@ -1,7 +1,7 @@
-"""The kernels of a device, on tensors without data.
+"""The attention kernels of a device, on tensors without data.
 
-On ``meta``, torch has no attention kernels and takes the unfused formula, which keeps the scores. Here fused attention
-is called as the device would: shapes of outputs and of what is kept for backward are the kernel's own. Left out: CUDA's
+On ``meta`` torch has no attention kernels and uses the unfused formula, which keeps the scores. Here fused attention is
+called as on the device: outputs and tensors saved for backward have the kernel's own shapes. Left out: CUDA's
 cuDNN attention, which some versions of torch prefer on some GPUs.
 """
 
@@ -21,7 +21,7 @@ from transformers import masking_utils
 from grade.models import decode_linear as skinny
 
 Device = Literal["cpu", "cuda"]
-_BLOCK = 16  # CUDA's memory-efficient kernel wants rows of a mask in multiples of this
+_BLOCK = 16  # CUDA's memory-efficient kernel needs rows of a mask in multiples of this
 
 
 def _cpu_attention(
@@ -54,14 +54,14 @@ def _cuda_attention(
 
 
 def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A Boolean mask as 0 and -inf, which is what torch makes of it before any kernel."""
+    """A Boolean mask as 0 and -inf, the form that torch passes to every kernel."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
 class _SmallBags(TorchDispatchMode):
-    """On a CPU a bag's sum keeps one number a bag, not one for every index, as on CUDA and on meta."""
+    """A bag's sum keeps one number per bag on a CPU; on CUDA and on meta it keeps one per index."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -72,10 +72,10 @@ class _SmallBags(TorchDispatchMode):
 
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
-    """Within this context a step on tensors without data takes the kernels of ``device``.
+    """Within this context a step on tensors without data uses the kernels of ``device``.
 
-    Attention is exchanged in `torch.nn.functional`, where models look it up, and not by a `TorchFunctionMode`: torch
-    leaves those while ``backward`` runs, and with it the recomputation of checkpointed layers. transformers drops the
+    Attention is replaced in `torch.nn.functional`, where models look it up, and not by a `TorchFunctionMode`: torch
+    leaves such modes while ``backward`` runs, and so while it recomputes checkpointed layers. transformers drops the
     mask of a batch without padding; a batch without data is taken to have some.
 
     Args:

@@ -1,4 +1,4 @@
-"""A tracker that remembers: which tensors were alive at the peak, what they were for, and who made them.
+"""A tracker that records which tensors were alive at the peak, what they were for, and what made them.
 
 `LiveTracker` extends `MemoryTracker` by one record for each storage and one live-byte count for each allocation. A
 storage's category is decided when the step is over, because only then is it known whether a tensor outlived its phase
@@ -26,8 +26,8 @@ Category = Literal[
     "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary"
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""What a byte is for. ``activations``: alive beyond the phase that made them, or packed by autograd; ``logits``: any
-tensor with a vocabulary-sized dimension, whatever it is kept for; ``temporary``: the rest."""
+"""Uses of memory. ``activations``: alive beyond the phase that made them, or saved by autograd; ``logits``: any tensor
+with a vocabulary-sized dimension, whatever its use; ``temporary``: the rest."""
 
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -41,13 +41,13 @@ class StorageRecord:
         shape: Shape of the first tensor seen on it.
         dtype: Its type.
         op: The operator that made it.
-        module: Name of the module whose forward made it, empty outside of modules (backward, losses).
+        module: Name of the module whose forward made it, empty outside modules (backward, losses).
         phase: Phase in which it was made.
         birth: Index of its allocation.
         death: Index of the allocation count when it was freed; None while alive.
         end_phase: Phase in which it was freed.
-        tag: Category named by the caller, if any.
-        saved: Whether autograd packed it for backward.
+        tag: Category given by the caller, if any.
+        saved: Whether autograd saved it for backward.
     """
 
     nbytes: int
@@ -109,7 +109,7 @@ class LiveTracker(MemoryTracker):
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Name a phase. Of nested ones the outermost counts."""
+        """A context that names a phase. Of nested phases the outermost counts."""
         self._stack.append(phase)
         try:
             yield
@@ -117,7 +117,7 @@ class LiveTracker(MemoryTracker):
             self._stack.pop()
 
     def tag(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
-        """Say what tensors are for; storages that are not counted are left out."""
+        """Set the category of tensors that have none; storages that are not counted are skipped."""
         for tensor in tensors:
             storage = None if tensor is None else storage_of(tensor)
             record = None if storage is None else self._open.get(storage._cdata)
@@ -152,7 +152,7 @@ class LiveTracker(MemoryTracker):
             after.remove()
 
     def category(self, record: StorageRecord, vocab: int) -> Category:
-        """What a storage was for; see `CATEGORIES`."""
+        """The category of a storage; see `CATEGORIES`."""
         if record.tag is not None:
             return record.tag
         if any(size >= vocab for size in record.shape):

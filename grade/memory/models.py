@@ -1,7 +1,7 @@
 """Models to trace: from a name to a backbone without data.
 
-A name, a hub id or a ``config.json`` becomes a transformers configuration, and that a backbone on fake tensors (to
-trace) or with random weights (to measure).
+A name, a hub id or a ``config.json`` becomes a transformers configuration, from which a backbone is built on fake
+tensors (to trace) or with random weights (to measure).
 
 Memory depends on shapes and types only, never on the values of weights, so a configuration is all that is needed.
 """
@@ -38,13 +38,13 @@ TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_lay
 
 
 class NoData(TorchDispatchMode):
-    """Lets code without data-dependent memory run on tensors without data (meta or fake).
+    """Lets code whose memory does not depend on data run on tensors without data (meta or fake).
 
-    A check (``if finite``, ``if any alive``) is answered with yes and a step count with 1, as in a step without error;
-    random numbers need no generator; what is copied to the CPU arrives as zeros. Whatever else asks for a value fails,
-    because then memory would depend on data.
+    A check (``if finite``, ``if any alive``) is true and a step count is 1, as in a step without error; random numbers
+    need no generator; copies to the CPU are zeros. Any other read of a value fails, because memory would then depend on
+    data.
 
-    What an operator makes of ``meta`` tensors is remembered (`grade.memory.recall`).
+    Outputs of operators on ``meta`` tensors are cached (`grade.memory.recall`).
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
@@ -72,7 +72,7 @@ def model_config(name: str) -> PretrainedConfig:
         A transformers configuration of a decoder-only model.
 
     Raises:
-        InputError: If it cannot be found or read, or lacks what a model needs.
+        InputError: If it cannot be found or read, or lacks a size.
     """
     if name == "tiny":
         return LlamaConfig(**TINY)
@@ -83,7 +83,7 @@ def model_config(name: str) -> PretrainedConfig:
         return shape_config(shape)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # transformers raises a dozen kinds; each means the same to the user
+    except Exception as error:  # transformers raises a dozen types, which mean the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else error.__class__.__name__
         allowed = f"{', '.join(sorted(shapes))}, a Hugging Face id, or a folder with config.json ({reason})"
         raise InputError("model", name, allowed) from None
@@ -114,7 +114,7 @@ def shape_config(shape: ModelShape) -> PretrainedConfig:
 
 
 def shape_of(name: str) -> ModelShape:
-    """The shape of a model that a closed form of `grade.memory.formulas` can be asked about.
+    """The shape of a model, for the closed forms of `grade.memory.formulas`.
 
     Args:
         name: As in `model_config`.
@@ -188,7 +188,7 @@ def build_backbone(
 def to_fake(backbone: Backbone, mode: FakeTensorMode, *others: nn.Module) -> None:
     """Replace every parameter and buffer on ``meta`` by an empty fake CPU tensor, tied ones once.
 
-    PEFT cannot be built inside a `FakeTensorMode`, and operators refuse to mix meta and fake tensors.
+    PEFT cannot be built inside a `FakeTensorMode`, and operators do not accept meta and fake tensors together.
 
     Args:
         backbone: On ``meta``; changed in place.

@@ -45,12 +45,12 @@ def parse_bytes(text: str, field: str = "fits") -> int:
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a configuration and what it would need.
+    """One change of a configuration and the memory it would need.
 
     Attributes:
-        name: What changes, readable.
-        peak: Peak bytes with it.
-        saved: Bytes less than without.
+        name: The change, in words.
+        peak: Peak bytes with the change.
+        saved: Bytes saved by it.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Fit:
     """The largest value of one quantity that fits.
 
     Attributes:
-        quantity: Which.
+        quantity: Its name.
         value: The largest that fits; None if not even the smallest does.
         peak: Peak bytes with it, or with the smallest.
     """
@@ -74,17 +74,17 @@ class Fit:
 
 
 def shard(found: Trace, config: TracedConfig, gpus: int) -> Trace:
-    """The same step on one of several data-parallel GPUs that divide what can be divided (ZeRO-3, FSDP full shard).
+    """The same step on one of several data-parallel GPUs that shard the model (ZeRO-3, FSDP full shard).
 
     Weights, adapter, gradients and optimizer state are divided by ``gpus``. Gathered whole at any time: the embedding
-    table (with an untied head), two layers (the one that runs and the next), and one layer's gradients if all
-    weights are trained. Each GPU runs its own microbatches, so the rest stays as it is. Left out: buffers of the
+    table (and an untied head), two layers (the one that runs and the next), and one layer's gradients if all weights
+    are trained. Each GPU runs its own microbatches, so the rest stays as it is. Left out: buffers of the
     communication library.
 
     Args:
         found: The step's trace on one GPU.
         config: The step.
-        gpus: How many.
+        gpus: Number of GPUs.
 
     Returns:
         A trace whose peaks are those of one GPU; largest tensors and timeline are not changed.
@@ -117,7 +117,7 @@ def _unit_bytes(config: TracedConfig) -> tuple[int, int]:
 
 
 def remembering(tracer: Callable[[TracedConfig], Trace]) -> Callable[[TracedConfig], Trace]:
-    """A tracer that traces no step twice: a plan and single changes have some in common."""
+    """A tracer that traces no step twice: a plan and single changes share some."""
     known: dict[str, Trace] = {}
 
     def found(config: TracedConfig) -> Trace:
@@ -140,11 +140,11 @@ def plan(
         budget: Bytes.
         overhead: Bytes that the trace leaves out (context, fragmentation), subtracted from the budget.
         quantities: What to vary. Hops cost time, not memory: they fit up to T - 1 or not at all.
-        most: Largest batch that is asked for.
-        tracer: How a configuration becomes a trace.
+        most: Largest batch to consider.
+        tracer: Traces a configuration.
 
     Returns:
-        One `Fit` a quantity.
+        One `Fit` per quantity.
 
     Raises:
         InputError: If the weights alone do not fit.
@@ -177,9 +177,9 @@ def changed(config: TracedConfig, **values: Any) -> TracedConfig:
 def _largest(
     config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer: Callable[[TracedConfig], Trace]
 ) -> tuple[int | None, int]:
-    """Largest value in [low, high] whose peak is at most ``room``; peaks grow with the value, and nearly on a line.
+    """Largest value in [low, high] whose peak is at most ``room``; peaks grow almost linearly with the value.
 
-    So each trial is where the line through two known points meets the budget; every third bisects, in case it bends.
+    So each trial is where the line through two known points meets the budget; every third one bisects instead.
     """
     known = {low: tracer(changed(config, **{quantity: low})).peak}
     if known[low] > room:
@@ -201,15 +201,15 @@ def _largest(
 
 
 def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig], Trace] = trace) -> list[Change]:
-    """What each single change of the configuration would need, the largest saving first.
+    """The memory that each single change of the configuration would need, largest saving first.
 
     Args:
         config: The step.
         base: Its trace.
-        tracer: How a configuration becomes a trace.
+        tracer: Traces a configuration.
 
     Returns:
-        Changes that save something.
+        Changes that save memory.
     """
     engine, lean = config.engine_name, dict(gradient_checkpointing=False, explicit_freeing=False)
     # name: whether it would be a change, and the change

@@ -1,8 +1,8 @@
-"""A policy-gradient step to trace or to measure: GRPO's scoring passes and update, with Intuitor's reward if asked for.
+"""A policy-gradient step to trace or to measure: GRPO's scoring passes and update, optionally with Intuitor's reward.
 
-Completions are there already (a separate engine sampled them); the step scores them without gradient under the policy
-and the reference, then backpropagates a clipped policy-gradient loss. Left out: the sampling engine's own weights and
-caches, and a critic.
+Completions are given (a separate engine sampled them). The step scores them without gradient under the policy and the
+reference, then backpropagates a clipped policy-gradient loss. Left out: the sampling engine's own weights and caches,
+and a critic.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PolicyStepConfig(TracedConfig):
         def logps(certain: bool = False) -> tuple[Tensor, Tensor | None]:
             if dense:
                 return self._dense(backbone, prompts, ids, certain)
-            found = score(backbone, prompts, ids, mask, ("logps", "self_certainty") if certain else ("logps",))
-            return found.logps, found.self_certainty
+            scores = score(backbone, prompts, ids, mask, ("logps", "self_certainty") if certain else ("logps",))
+            return scores.logps, scores.self_certainty
 
         def run(tracker: LiveTracker | None) -> None:
             with self.casting(backbone):

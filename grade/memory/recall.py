@@ -1,7 +1,7 @@
-"""Operators on ``meta`` tensors, remembered: what comes out depends on shapes, strides and types alone.
+"""A cache of operators on ``meta`` tensors: their outputs depend only on shapes, strides and types.
 
-torch's meta kernels of elementwise operators are written in Python and take some 0.2 ms, and a traced step calls the
-same few hundred ten thousands of times: every layer and every token anew. From the second time on only the outputs are
+torch's meta kernels of elementwise operators are written in Python and take about 0.2 ms. A traced step calls the same
+few hundred kernels tens of thousands of times, for every layer and token. After the first call only the outputs are
 made.
 """
 
@@ -32,7 +32,7 @@ class _New(NamedTuple):
 
 
 def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``, from memory if all tensors are on ``meta`` and the outputs are new ones.
+    """``func(*args, **kwargs)``, cached if all tensors are on ``meta`` and all outputs are new tensors.
 
     Args:
         func: The operator.
@@ -68,7 +68,7 @@ def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _describe(values: Any, parts: list[Any]) -> bool:
-    """Append to ``parts`` all that the outputs can depend on; False if there is a tensor with data."""
+    """Append to ``parts`` everything that the outputs can depend on; False if there is a tensor with data."""
     for value in values:
         kind = type(value)
         if isinstance(value, Tensor):
@@ -90,7 +90,7 @@ def _describe_named(kwargs: dict[str, Any], parts: list[Any]) -> bool:
 
 
 def _recipe(result: Any, args: tuple) -> Any:
-    """What `_make` makes the same outputs from, or `_NEVER`."""
+    """The recipe from which `_make` makes the same outputs, or `_NEVER`."""
     several = isinstance(result, tuple | list)
     values = result if several else (result,)
     parts = [_recipe_of_one(value) for value in values]

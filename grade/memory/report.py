@@ -40,7 +40,7 @@ def as_text(
         fits: From `grade.memory.plan.plan`.
         changes: From `grade.memory.plan.single_changes`.
         budget: The budget, if there is one.
-        gpus: Among how many the weights are divided.
+        gpus: Number of GPUs that share the weights.
 
     Returns:
         Lines of text.

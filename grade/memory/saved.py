@@ -1,7 +1,7 @@
 """Bytes that a computation keeps for its backward pass, counted in two ways.
 
-`saved_bytes` asks autograd what it packs. `kept_bytes` asks what is still alive afterwards, which also includes what
-autograd cannot know of: Python lists, caches, and the inputs that the closures of `torch.utils.checkpoint` hold.
+`saved_bytes` counts what autograd saves. `kept_bytes` counts what is still alive afterwards, including what autograd
+does not see: Python lists, caches, and the inputs held by the closures of `torch.utils.checkpoint`.
 Neither rounds sizes, so both can be compared with hand arithmetic.
 """
 
@@ -38,7 +38,7 @@ def saved_bytes(fn: Callable[[], object], exclude: Iterable[torch.Tensor] = ()) 
     128
     """
     excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
-    # The storages themselves are held until the end: an address that was freed could come back as another storage.
+    # Hold the storages until the end: a freed address could be used again for another storage.
     packed: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def kept_bytes(fn: Callable[[], Result], round_to: int = 1) -> tuple[Result, int
     Garbage in reference cycles is collected first, so it does not count.
 
     Args:
-        fn: Runs the computation and returns what is to be held: usually the loss, and through it the graph.
+        fn: Runs the computation and returns what to hold: usually the loss, and through it the graph.
         round_to: As in `MemoryTracker`.
 
     Returns:
@@ -69,7 +69,7 @@ def kept_bytes(fn: Callable[[], Result], round_to: int = 1) -> tuple[Result, int
     >>> kept                                                # 512 + 128 as above, and the loss: 4
     644
     """
-    gc.freeze()  # what is older does not count: a search through all of torch's objects would take most of the time
+    gc.freeze()  # older objects do not count, and searching all of torch's would take most of the time
     try:
         with MemoryTracker(round_to) as tracker:
             result = fn()

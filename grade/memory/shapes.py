@@ -1,7 +1,7 @@
-"""Shapes of the models that the documents speak of, and their exact parameter counts.
+"""Shapes of the models in the source documents, and their exact parameter counts.
 
-The figures are those of the published ``config.json`` files (torchtune's and litgpt's builders agree). Only the
-Llama-like family is covered: RMSNorm, gated MLP, grouped-query attention, no bias but on Qwen2.5's q, k and v.
+The sizes are those of the published ``config.json`` files (torchtune's and litgpt's builders agree). Only the
+Llama-like family is covered: RMSNorm, gated MLP, grouped-query attention, no bias except on Qwen2.5's q, k and v.
 LoRA parameters are not part of a shape.
 """
 
@@ -54,7 +54,7 @@ def parameter_count(shape: ModelShape) -> int:
     """Number of parameters, a tied head counted once.
 
     ``V D`` (twice if untied) ``+ L (D q + 2 D kv + q D + 3 D I + 2 D [+ q + 2 kv] [+ 2 head_dim]) + D``, with
-    ``q = heads * head_dim`` and ``kv = kv_heads * head_dim``: embedding, attention, MLP, two norms a layer, biases,
+    ``q = heads * head_dim`` and ``kv = kv_heads * head_dim``: embedding, attention, MLP, two norms per layer, biases,
     query and key norms, and the final norm.
 
     Args:

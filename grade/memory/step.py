@@ -1,8 +1,7 @@
 """One optimizer step to trace or to measure: its settings, and the trainers' own code on a backbone without a task.
 
-Everything that allocates is the library's: `grade.gradients`, the reward models, AdamW. Prompts are
-random ids and the reward head is random: memory does not depend on values. Policy-gradient steps are in
-`grade.memory.policy_step`.
+All code that allocates is the trainers': `grade.gradients`, the reward models, AdamW. Prompts and the reward head are
+random, as memory does not depend on values. Policy-gradient steps are in `grade.memory.policy_step`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from grade.models.sampling import check_length
 from grade.rewards.model import HeadSettings, RewardKind, RewardModel
 
 Microbatch = Callable[[LiveTracker | None], None]
-"""Adds one microbatch's gradient, telling the tracker, if there is one, which phase runs."""
+"""Adds one microbatch's gradient; a tracker, if there is one, is told which phase runs."""
 
 
 @dataclass
@@ -44,11 +43,11 @@ class Step:
 
     Attributes:
         backbone: Policy and reference.
-        optimizer: AdamW, its state already there: a run's first step has none, every later one has.
+        optimizer: AdamW with its state, as in every step of a run but the first.
         microbatch: Run ``microbatches`` times.
         microbatches: Gradient accumulation steps.
-        others: Further modules that are always there: a reward model.
-        copies: Further copies of the base, which do nothing but take memory.
+        others: Further modules that stay in memory: a reward model.
+        copies: Further copies of the base, which only take up memory.
     """
 
     backbone: Backbone
@@ -62,7 +61,7 @@ class Step:
         """Gradients of every microbatch, clipping and the optimizer's step, as `grade.training.loop` does them.
 
         Args:
-            tracker: Told which phase runs and what tensors are for.
+            tracker: Is told which phase runs and what tensors are for.
         """
         parameters = self.backbone.trainable_parameters()
         self.optimizer.zero_grad(set_to_none=True)
@@ -76,7 +75,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
 
     def existing(self) -> dict[Category, list[Tensor]]:
-        """Tensors that are there before a step begins, by category."""
+        """Tensors that exist before the step, by category."""
         parameters = self.backbone.trainable_parameters()
         lora = parameters if self.backbone.peft is not None else []
         adapter = {id(p) for p in lora}
@@ -87,7 +86,7 @@ class Step:
 
 
 class TracedConfig(Config):
-    """What the memory of any training step depends on. Names are those of `TrainConfig`."""
+    """Settings that the memory of any training step depends on, named as in `TrainConfig`."""
 
     model: str = Field("qwen3-4b", description="shipped shape, Hugging Face id, or folder with config.json")
     batch_size: int = Field(1, ge=1, description="sequences in a microbatch, B")
@@ -110,7 +109,7 @@ class TracedConfig(Config):
             device: Where to put them; meta has no data.
 
         Returns:
-            Both, frozen but for what is trained.
+            Both, frozen except for what is trained.
 
         Raises:
             InputError: If the model is not supported or a size does not fit it.
@@ -146,7 +145,7 @@ class TracedConfig(Config):
         return Step(backbone, optimizer, run, self.gradient_accumulation_steps, others, copies)
 
     def prompts(self, backbone: Backbone) -> PromptBatch:
-        """Random prompts, one of them padded as in real batches: transformers drops the mask of a batch without."""
+        """Random prompts, one of them padded: transformers drops the mask of a batch without padding."""
         shape = (self.batch_size, self.prompt_tokens)
         ids = torch.randint(backbone.vocab_size, shape, generator=generator_on(backbone), device=backbone.device)
         mask = torch.ones_like(ids)
@@ -162,7 +161,7 @@ class TracedConfig(Config):
 
 
 class StepConfig(TracedConfig):
-    """A step of `gumbel` or `ste` by any engine."""
+    """A step of a relaxed method, with any engine."""
 
     method: RelaxedName = Field("ste", description="training method")
     engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
@@ -245,19 +244,19 @@ class StepConfig(TracedConfig):
 
 
 def generator_on(backbone: Backbone) -> torch.Generator:
-    """A generator for a backbone's device; meta has none, so any will do there."""
+    """A generator on a backbone's device; for meta, which has none, on the CPU."""
     device = backbone.device
     return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(0)
 
 
 def phase(tracker: LiveTracker | None, name: str) -> contextlib.AbstractContextManager[None]:
-    """Name a phase, if somebody listens."""
+    """A context that names a phase to the tracker, if there is one."""
     return tracker.during(name) if tracker else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _plain_layers(backbone: Backbone) -> Iterator[None]:
-    """Layers not checkpointed: a reward's pass has the adapter off, and would be recomputed with it on."""
+    """Layers without checkpointing: a reward's pass has the adapter off but would be recomputed with it on."""
     layers = [m for m in backbone.model.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False

@@ -1,14 +1,14 @@
-"""Predict the peak memory of a training step without a GPU, without weights and without data.
+"""Predict the peak memory of a training step without a GPU, weights or data.
 
-The trainers' own step runs on meta tensors, which have shapes and types but no contents, under a `LiveTracker`. So the
-prediction follows the code: it says how many bytes are alive at the peak, what they are for, in which phase, and which
-modules made the largest tensors.
+The trainers' own step runs on meta tensors, which have shapes and types but no contents, under a `LiveTracker`. The
+prediction therefore follows the code: how many bytes are alive at the peak, what they are for, in which phase, and
+which modules made the largest tensors.
 
-The peak is *reserved by allocation*: storages rounded to 512 bytes, as CUDA's caching allocator does. Not in it: the
-allocator's fragmentation, the CUDA context, cuBLAS and cuDNN workspaces.
+Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: the allocator's fragmentation, the CUDA
+context, cuBLAS and cuDNN workspaces.
 
-Layers are alike, so live bytes at the same place of the step are linear in the number of layers. A deep model is
-traced with `BASE_LAYERS` layers, and each allocation site's peak is extrapolated; the largest decides. Tests compare
+Layers are alike, so live bytes at the same point of the step are linear in the number of layers. A deep model is
+traced with `BASE_LAYERS` layers and each allocation site's peak is extrapolated; the largest is the peak. Tests compare
 this with full traces.
 """
 
@@ -73,15 +73,15 @@ class LargeTensor:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one optimizer step needs.
+    """The memory of one optimizer step.
 
     Attributes:
         peak: Highest live bytes.
         categories: Bytes at the peak by category; they sum to ``peak``.
         phases: For each phase, in order, bytes by category at its own peak.
         peak_phase: Phase of the peak.
-        largest: The ten largest tensors at the peak that the step made (in the traced layers, where some were not).
-        timeline: Live bytes after each allocation, and the phase; of the traced layers only.
+        largest: The ten largest tensors at the peak that the step made (of the traced layers).
+        timeline: Live bytes after each allocation, and the phase (of the traced layers).
         layers: Layers of the model.
         traced_layers: Layers that were traced; fewer than ``layers`` if extrapolated.
         flops: Floating point operations of the step's products and attention.
@@ -101,7 +101,7 @@ class Trace:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes at the peak beyond weights, adapter and optimizer: what the step itself needs."""
+        """Bytes at the peak without weights, adapter and optimizer: what the step itself needs."""
         return self.peak - sum(self.categories[c] for c in FIXED)
 
 
@@ -110,15 +110,15 @@ def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = F
 
     Args:
         config: The step.
-        device: Where it would run: on a CPU, sampling in float32 multiplies few rows in another way.
+        device: Where it would run; on a CPU, float32 sampling uses another product for few rows.
         all_layers: Trace every layer, without extrapolation.
 
     Returns:
         The trace.
 
     Raises:
-        InputError: For an unknown model, sizes that do not fit it, or code that needs the contents of a tensor; the
-            message then names the line.
+        InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
+            message names the line).
     """
     start, model = time.perf_counter(), model_config(config.model)
     layers, vocab = model.num_hidden_layers, model.vocab_size
@@ -130,11 +130,11 @@ def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = F
 
 
 def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[str, Trace]:
-    """Trace many steps, on several processor cores if wanted: a trace runs on one.
+    """Trace many steps, in parallel if asked: one trace runs on one core.
 
     Args:
         configs: Steps by name.
-        processes: How many run at once. The first call takes seconds to start, which pays for models of billions of
+        processes: Number of parallel processes. Starting them takes seconds, which pays off for models of billions of
             parameters.
 
     Returns:
@@ -147,7 +147,7 @@ def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[s
         return {name: trace(config) for name, config in configs.items()}
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imported once, however many processes and calls there are
-    # What is imported stays: searching it for cycles again and again is a tenth of a trace's time.
+    # Exempt imported modules from garbage collection: searching them for cycles is a tenth of a trace's time.
     with ProcessPoolExecutor(processes, context, gc.freeze) as pool:
         return dict(zip(configs, pool.map(trace, configs.values()), strict=True))
 
@@ -161,7 +161,7 @@ def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> L
         device: As in `LiveTracker`.
 
     Returns:
-        The tracker, with everything that existed before counted too.
+        The tracker, which also counts what existed before the step.
     """
     tracker = LiveTracker(round_to, device)
     for category, tensors in step.existing().items():
@@ -175,8 +175,8 @@ def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> L
 def trace_layers(config: TracedConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
     """Trace all layers of ``model``, and return the tracker with every tensor in it; see `trace`."""
     backbone, others = config.build(model)
-    mode, counted = contextlib.nullcontext(), "meta" if device == "cuda" else None  # a GPU does not hold the CPU's
-    if config.autocast:  # goes by the type of a device, and meta has none; fake CPU tensors have, at twice the time
+    mode, counted = contextlib.nullcontext(), "meta" if device == "cuda" else None  # CPU tensors take no GPU memory
+    if config.autocast:  # autocast depends on the device, and meta has none; fake CPU tensors do, at twice the time
         counted = None
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         to_fake(backbone, mode, *others)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Stands for the size of a storage that is older than the tracker and not counted.
 _OLDER = -1
-# torch.tensor(data) builds its storage out of sight and shows it first as the *input* of one of these.
+# torch.tensor(data) creates its storage unseen, so it first appears as the *input* of one of these.
 _INTRODUCES_ITS_INPUT = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -33,20 +33,11 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings, load_adapter, new_adapter
 from grade.models.head import Head
 from grade.models.prompts import position_ids
+from grade.models.watcher import WatchedCache, Watcher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _PROBE_TOLERANCE = 1e-2
 """Largest relative error of the probe: far above bfloat16 rounding of a logit, far below any structural difference."""
-
-
-class Watcher(Protocol):
-    """Observer of a backbone's work, such as `grade.memory.live.LiveTracker`."""
-
-    def during(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """A context that covers a phase."""
-
-    def tag(self, tensors: Iterable[Tensor], category: Any) -> None:
-        """Say what tensors are for."""
 
 
 class Backbone(nn.Module):
@@ -210,7 +201,7 @@ class Backbone(nn.Module):
         """An empty key-value cache."""
         if self._watcher is None:
             return DynamicCache(config=self.model.config)
-        return _WatchedCache(self._watcher, config=self.model.config)
+        return WatchedCache(self._watcher, config=self.model.config)
 
     @contextlib.contextmanager
     def watched_by(self, watcher: Watcher | None) -> Iterator[None]:
@@ -309,19 +300,6 @@ class Backbone(nn.Module):
         if self.peft is None:
             raise InputError("adapter", None, "a backbone with a LoRA adapter")
         self.peft.save_pretrained(str(folder))
-
-
-class _WatchedCache(DynamicCache):
-    """A key-value cache that reports its tensors to a watcher as they are created."""
-
-    def __init__(self, watcher: Watcher, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._watcher = watcher
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        result = super().update(*args, **kwargs)
-        self._watcher.tag(result, "kv cache")
-        return result
 
 
 def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "auto") -> tuple[PreTrainedModel, Any]:

@@ -1,8 +1,8 @@
-"""Faster linear layers for a few rows on a CPU: what a decoding step consists of.
+"""Faster linear layers for a few rows on a CPU, as in a decoding step.
 
-With n rows, ``x W^T`` reads the whole weight for little arithmetic, and BLAS libraries tile that case for many rows.
-Computed as ``(W x^T)^T``, at most four columns at a time, the same product streams the weight at about twice the speed
-(float32, AVX2: 30 layers of 1536 x 576, 4 rows: 14.7 ms against 6.0 ms). The result differs by rounding only.
+With few rows, ``x W^T`` reads the whole weight for little arithmetic, but BLAS libraries tile for many rows. Computed
+as ``(W x^T)^T``, at most four columns at a time, the same product streams the weight at about twice the speed (float32,
+AVX2: 30 layers of 1536 x 576, 4 rows: 14.7 ms against 6.0 ms). The result differs by rounding only.
 """
 
 from __future__ import annotations

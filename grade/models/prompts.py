@@ -49,7 +49,7 @@ class PromptBatch:
         return PromptBatch(self.ids[rows], self.mask[rows])
 
     def repeat(self, times: int) -> PromptBatch:
-        """Each prompt ``times`` times in a row: the owners of its completions."""
+        """Each prompt ``times`` times in a row, one for each of its completions."""
         return self[torch.arange(len(self), device=self.ids.device).repeat_interleave(times)]
 
     def mask_with(self, new_tokens: int) -> Tensor:
@@ -97,22 +97,22 @@ def encode_prompts(
 ) -> PromptBatch:
     """Tokenise prompts, keep the first ``max_prompt_tokens`` tokens of each, pad them on the left.
 
-    The tokenizer decides about a token for the beginning of a text (BOS), which counts as a token; one for the end
-    (EOS) is removed, because a completion follows. Padding takes the id of the padding token, else of EOS, else 0: it
-    need not differ from a real token, since the mask decides.
+    Whether a text begins with BOS is up to the tokenizer; BOS counts as a token. A final EOS is removed, because a
+    completion follows. Padding uses the id of the padding token, else of EOS, else 0: it may be a real token's, since
+    the mask decides.
 
     Args:
         tokenizer: The policy's tokenizer.
         texts: B prompts.
-        max_prompt_tokens: The most tokens of a prompt, at least 1.
+        max_prompt_tokens: Maximum number of tokens per prompt, at least 1.
         pad_to: The width P. Default: the longest prompt of this batch.
 
     Returns:
         Ids and mask, int64 [B, P].
 
     Raises:
-        InputError: For no prompt at all, a prompt without text or without tokens, ``max_prompt_tokens`` less than 1,
-            or ``pad_to`` less than the longest prompt.
+        InputError: If there are no prompts, for a prompt without text or without tokens, or if ``max_prompt_tokens``
+            is less than 1 or ``pad_to`` less than the longest prompt.
     """
     if max_prompt_tokens < 1:
         raise InputError("max_prompt_tokens", max_prompt_tokens, "a whole number of at least 1")

@@ -1,4 +1,4 @@
-"""Arithmetic with a verifier: prompts that state sums, and the reward of a completion that gives the answer.
+"""Arithmetic with a verifier: prompts that state sums, and a reward for the right answer.
 
 Problems and verifier are reasoning-gym's (Stojanovski et al. 2025, arXiv:2505.24760): the optional extra
 ``arithmetic``.
@@ -38,7 +38,7 @@ class Problems:
 
         Args:
             number: Problems.
-            seed: Of the problems.
+            seed: Seed of the problems.
             terms: Numbers in a sum.
             digits: Digits of a number.
 
@@ -66,7 +66,7 @@ class Problems:
 
         Args:
             tokenizer: The policy's.
-            max_tokens: P; the prompts must fit, as a cut one has another answer.
+            max_tokens: P; prompts must fit, as a cut one would have another answer.
 
         Returns:
             The batch.
@@ -81,11 +81,11 @@ class Problems:
         return encode_prompts(tokenizer, texts, max_tokens)
 
     def reward(self, tokenizer: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """1 where the first number of a completion is the answer, as the verifier has it, else 0.
+        """1 where the first number of a completion is the verifier's answer, else 0.
 
         Args:
             tokenizer: The policy's.
-            prompts: Any of this task's, [n, P]: the problem is found by its text.
+            prompts: Prompts of this task [n, P]; each problem is looked up by its text.
             ids: Completions [n, T].
             mask: [n, T].
 
@@ -93,10 +93,10 @@ class Problems:
             [n] in float32.
         """
         by_expression = {entry["metadata"]["expression"]: entry for entry in self.entries}
-        found = []
+        rewards = []
         for p, p_mask, i, m in zip(prompts.ids, prompts.mask, ids, mask, strict=True):
             expression = decode(tokenizer, p, p_mask).rsplit("\n", 1)[-1].removesuffix(" =")
             number = re.search(r"-?\d+", decode(tokenizer, i, m))
             answer = number[0] if number else None
-            found.append(float(self.dataset.score_answer(answer, by_expression[expression]) == 1))
-        return torch.tensor(found, device=ids.device)
+            rewards.append(float(self.dataset.score_answer(answer, by_expression[expression]) == 1))
+        return torch.tensor(rewards, device=ids.device)

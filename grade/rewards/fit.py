@@ -1,9 +1,9 @@
 """Training and evaluation of reward models on labelled reviews.
 
-All see beginnings of random length, so that one model is calibrated from a few words to ``max_tokens``. The base is
-causal, so one pass gives the masked mean at *every* prefix: the means at a few prefix lengths are kept (n * lengths * D
-numbers), and training a head on them takes seconds. Only a `bag` with a convolution has nothing to keep; it sees crops
-from anywhere in a review, drawn anew in each epoch.
+Training texts are beginnings of reviews of random length, so that one model is calibrated from a few words to
+``max_tokens``. The base is causal, so one pass gives the masked mean at *every* prefix: the means at a few prefix
+lengths are kept (n * lengths * D numbers), and training a head on them takes seconds. Only a `bag` with a convolution
+has no such features: it sees crops from anywhere in a review, redrawn in each epoch.
 
 Early stopping is on validation log-loss averaged over `eval_tokens`; the best epoch's weights are kept.
 
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 
 class LabelledText(Protocol):
-    """What is used of a review."""
+    """A review as training needs it."""
 
     text: str
     label: int
 
 
 class FitSettings(HeadSettings):
-    """How one kind of reward model is trained."""
+    """Training settings of one kind of reward model."""
 
     lr: float = Field(1e-3, gt=0, description="AdamW learning rate")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay")
-    batch_size: int = Field(64, ge=1, description="reviews an update")
-    epochs: int = Field(60, ge=1, description="most passes over the reviews")
+    batch_size: int = Field(64, ge=1, description="reviews per update")
+    epochs: int = Field(60, ge=1, description="maximum number of passes over the reviews")
     patience: int = Field(10, ge=1, description="epochs without a better validation log-loss before stopping")
     train_size: int = Field(5000, ge=2, description="reviews to train on (the first ones)")
     validation_size: int = Field(2000, ge=2, description="reviews for early stopping (the first ones)")
@@ -56,7 +56,7 @@ class FitSettings(HeadSettings):
 class BagSettings(FitSettings):
     """`FitSettings` with the defaults of `bag`."""
 
-    batch_size: int = Field(256, ge=1, description="reviews an update")
+    batch_size: int = Field(256, ge=1, description="reviews per update")
     min_tokens: int = Field(24, ge=1, description="shortest training crop")
     max_tokens: int = Field(256, ge=1, description="longest training crop, and how much of a review is read")
 
@@ -95,7 +95,7 @@ def train_reward(
         validation: Other reviews, for early stopping.
 
     Returns:
-        The frozen model, and what training did: sizes, epochs, log-loss and accuracy on the validation reviews
+        The frozen model and a report of its training: sizes, epochs, log-loss and accuracy on the validation reviews
         (optimistic: they chose the epoch), seconds for features and for the head.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The gold judge: an independent opinion on sentiment, against which nothing is ever trained.
+"""The gold judge: an independent measure of sentiment that nothing is ever trained against.
 
-A policy that is optimised against a learned reward finds the reward's mistakes. The gold judge has other mistakes: it
-is a linear model of words and word pairs, fitted on reviews that neither the reward models nor the policy see. Where
+A policy that is optimised against a learned reward exploits its errors. The gold judge makes different errors: it is
+a linear model of words and word pairs, fitted on reviews that neither the reward models nor the policy see. Where
 the reward rises and the gold judge does not, the reward is being exploited (over-optimisation: Gao, Schulman and
 Hilton, arXiv 2210.10760). Fitted on the reward models' own split, the same class is their bag-of-words baseline.
 
@@ -64,7 +64,7 @@ class GoldJudge:
             labels: 1 positive, 0 negative, as many as ``texts``.
             c: Inverse strength of the L2 penalty.
             n_crops: Crops of every review.
-            seed: Of the crops.
+            seed: Seed of the crops.
 
         Returns:
             The fitted judge.

@@ -48,7 +48,7 @@ _NORM_TOLERANCE = 1e-2
 
 
 class HeadSettings(Config):
-    """What is trained on top of the frozen base."""
+    """Sizes of the head that is trained on top of the frozen base."""
 
     channels: int = Field(0, ge=0, description="bag: width of a token-level transform, 0 = none; trunk: not used")
     kernel: int = Field(1, ge=1, le=15, description="bag: tokens that the transform sees (odd)")
@@ -62,8 +62,8 @@ class HeadSettings(Config):
 class RewardModel(nn.Module):
     """``R = sigmoid(head(pool(embeds)))``, the probability of a positive review.
 
-    The backbone is used, never trained or copied: its parameters are not among this module's, and no gradient reaches
-    them. Embeddings are what the base's layers receive (`Backbone.embed`), so an embedding scale is already in them.
+    The backbone is neither trained nor copied: its parameters are not among this module's, and no gradient reaches
+    them. Embeddings are those that the base's layers receive (`Backbone.embed`), with any embedding scale applied.
 
     Args:
         kind: ``bag`` or ``trunk``.
@@ -137,7 +137,7 @@ class RewardModel(nn.Module):
         return self.head(pooled).squeeze(-1)
 
     def logits_of_ids(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Log-odds [B] of token ids [B, L], made for training: a convolution transforms each distinct token once."""
+        """Log-odds [B] of token ids [B, L], for training: a convolution transforms each distinct token once."""
         if not self.convolves:
             return self.logits(self.backbone.embed(ids), mask)
         distinct, inverse = ids.unique(return_inverse=True)
@@ -150,10 +150,10 @@ class RewardModel(nn.Module):
         return torch.cat([self(self.backbone.embed(i), m) for i, m in parts])
 
     def token_features(self, embeds: Tensor, mask: Tensor) -> Tensor:
-        """What is averaged, [B, L, D]: the embeddings (bag) or the frozen base's last hidden states (trunk).
+        """Features to average [B, L, D]: the embeddings (bag) or the frozen base's last hidden states (trunk).
 
-        Whatever the adapter is doing, it is off in here. Layers that are checkpointed here would be recomputed in
-        backward with the adapter on again: call it outside `Backbone.checkpointed_layers`.
+        The adapter is always off here. Checkpointed layers would be recomputed in backward with the adapter on: call
+        this outside `Backbone.checkpointed_layers`.
         """
         if self.kind == "bag":
             return embeds
@@ -246,7 +246,7 @@ def masked_mean(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: Type of sum and result: a mean over many positions loses digits in bfloat16.
 
     Returns:
-        [B, D]; NaN for a row whose mask is all 0 (refusing it here would make every step wait for the data).
+        [B, D]; NaN for a row whose mask is all 0 (checking here would make every step wait for the data).
 
     >>> masked_mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[1, 1, 0]]), torch.float32)
     tensor([[2.]])

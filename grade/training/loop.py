@@ -1,7 +1,7 @@
 """The training loop: prompts in, adapter and results out.
 
 One optimizer step is `gradient_accumulation_steps` microbatches of `batch_size` completions on each process; every
-microbatch adds ``1/N`` of its gradient, so N of them give the gradient of one big batch (their losses are means over
+microbatch adds ``1/N`` of its gradient, so N of them give the gradient of the whole batch (losses are means over
 sequences, see `grade.gradients.objective`). With several passes or minibatches (ppo, grpo) a step samples once and
 updates several times. A microbatch's noise is seeded by its place in the step, not by the process that runs it: with
 Accelerate, two processes give the gradients of one process with both batches.
@@ -46,10 +46,10 @@ from grade.training.threads import use_fastest_threads
 
 @dataclass
 class RunResult:
-    """What a run found; `train` writes it to files.
+    """Results of a run; `train` writes them to files.
 
     Attributes:
-        history: One row an optimizer step, evaluations included.
+        history: One row per optimizer step, with its evaluation if there is one.
         before: Evaluation of the untrained policy.
         after: Evaluation of the trained policy.
         seconds: Training time without evaluations.
@@ -71,7 +71,7 @@ def train(config: TrainConfig, output_dir: str | Path, log: Callable[[str], None
     Args:
         config: The run.
         output_dir: Target folder.
-        log: Receives one line a step.
+        log: Receives one line per step.
 
     Returns:
         History and evaluations.
@@ -102,7 +102,7 @@ def run_training(config: TrainConfig, task: Task, accelerator: Accelerator, log:
         config: The run.
         task: What to train.
         accelerator: Device and processes.
-        log: Receives one line a step.
+        log: Receives one line per step.
 
     Returns:
         History and evaluations.
@@ -144,7 +144,7 @@ def _optimizer_step(
     config: TrainConfig, task: Task, accelerator: Accelerator, optimizer: torch.optim.Optimizer,
     prompts: Iterator[PromptBatch], step: int, learner: PolicyGradient | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Sample, accumulate and update; the row of figures."""
+    """Sample, accumulate and update; returns the row of metrics."""
     objective = Objective(task.reward_model, config.kl_coef, config.reward_scope)
     local, total = config.gradient_accumulation_steps, config.gradient_accumulation_steps * accelerator.num_processes
     norms: list[float] = []
@@ -245,7 +245,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         output_dir: Target folder; its earlier results are replaced.
         config: The run.
         task: Holds the adapter.
-        result: What was found.
+        result: The run's results.
     """
     output = Path(output_dir)
     staging = output.with_name(output.name + ".partial")
@@ -274,7 +274,7 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
 
     Args:
         config: The run.
-        result: What was found.
+        result: The run's results.
         backbone: For device and type.
 
     Returns:

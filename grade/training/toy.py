@@ -1,4 +1,4 @@
-"""A whole task in memory, in seconds: invented reviews, a tiny random model, reward and judge.
+"""A complete task in memory, made in seconds: invented reviews, a tiny random model, reward and judge.
 
 The notebooks' default parameters, the README's example and the tests use it, so they need no download. Its text is
 made from templates and its model is untrained: it exercises the code and says nothing about the method. With
@@ -32,8 +32,8 @@ def toy_reviews(n: int, seed: int = 0) -> list[Review]:
     """Reviews made from templates, half of them positive.
 
     Args:
-        n: How many.
-        seed: Decides which.
+        n: Number of reviews.
+        seed: Seed of the choices.
 
     Returns:
         Reviews with labels 0 and 1.

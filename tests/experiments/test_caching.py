@@ -1,16 +1,23 @@
 """Document 002: options that must agree, measurements on a toy model, and verdicts that follow the figures."""
 
-
 import matplotlib.pyplot as plt
 import pytest
 import torch
 from conftest import make_backbone, make_prompts
 
 from grade.errors import InputError
-from grade.experiments.caching import options as caching
 from grade.experiments.caching.claims import caching_claims
-from grade.experiments.caching.figures import plot_layer_differences
+from grade.experiments.caching.figures import (
+    plot_layer_differences,
+    plot_layer_groups,
+    plot_option_timelines,
+    plot_options,
+)
+from grade.experiments.caching.measure import options as caching
+from grade.experiments.caching.measure.tables import Measurements, Settings
+from grade.experiments.caching.metrics import layer_parts, metrics, timed_metrics
 from grade.experiments.claims import to_markdown
+from grade.experiments.measured import Tables, measure_all
 from grade.experiments.setting import load_policy, text_sequences
 from grade.memory.shapes import QWEN25_3B
 
@@ -62,8 +69,8 @@ CACHING = {
     "caching/layer_bytes": 4 * 10**7, "caching/layer_eager_bytes": 8 * 10**7, "caching/forward_kept_gb": 5.0,
     **{f"caching/traced_{o}_step_gb": 1.0 for o in caching.OPTIONS},
     **{f"caching/measured_{o}_ref_max_abs_diff": 0.0 for o in caching.OPTIONS},
-    "caching/measured_dual_over_selected_seconds": 1.4, "caching/second_base_gb": 6.17,
-    "caching/stored_bytes_per_sample": 2044, "caching/last_layer_difference": 0.2, "caching/train_eval_difference": 0.0,
+    "caching/second_base_gb": 6.17, "caching/stored_bytes_per_sample": 2044,
+    "caching/last_layer_difference": 0.2, "caching/train_eval_difference": 0.0,
     "caching/kl_to_base": 0.7, "caching/kl_to_itself": 0.0,
 }  # fmt: skip
 
@@ -81,8 +88,56 @@ def test_document_002_has_its_verdicts():
     assert changed == {"option 2 is useless because eval and train mode differ (dropout, batch norm)"}
 
 
+@pytest.fixture(scope="module")
+def measurements():
+    return Measurements(Settings())
+
+
+def test_tables_read_again_give_the_same_metrics(measurements, tmp_path):
+    measure_all(measurements, tmp_path, log=lambda _: None)
+    read, live = Tables(measurements, str(tmp_path / "measured")), Tables(measurements)
+    figures = metrics(read, measurements.settings)
+    assert figures == metrics(live, measurements.settings)
+    assert timed_metrics(read)["caching/measured_selected_over_selected_seconds"] == 1
+    assert not any("seconds" in name for name in figures)
+    parts = layer_parts(read["layer"], "sdpa")
+    assert figures["caching/layer_bytes"] == parts.sum() < figures["caching/layer_eager_bytes"]
+
+
+def test_each_table_is_the_same_when_it_is_measured_alone(measurements):
+    Tables(measurements)["agreement"]  # runs steps on the policy that the others read
+    alone = Measurements(Settings())
+    assert alone.policy() == measurements.policy()
+    assert alone.layer_differences().equals(measurements.layer_differences())
+
+
+def test_the_claims_follow_from_the_metrics(measurements):
+    figures = metrics(Tables(measurements), measurements.settings)
+    assert len(caching_claims(QWEN25_3B, 2, 16, figures)) == 20
+
+
 def test_the_figure_of_the_layers(toy):
     fig, ax = plt.subplots()
     plot_layer_differences(ax, caching.layer_differences(*toy))
-    assert ax.get_xlabel() and ax.get_ylabel()
+    assert ax.get_xlabel() and ax.get_ylabel() and ax.get_ylim()[0] == 0
+    plt.close(fig)
+
+
+def test_a_part_has_one_colour_in_every_bar():
+    fig, ax = plt.subplots()
+    plot_layer_groups(ax, {"document": {"MLP": 2.0, "norms": 1.0}, "traced": {"MLP": 3.0, "adapter inputs": 1.5}})
+    bars = {c.get_label(): c for c in ax.containers}
+    assert [p.get_width() for p in bars["MLP"]] == [2, 3] and [p.get_width() for p in bars["norms"]] == [1, 0]
+    assert len({p.get_facecolor() for c in ax.containers for p in c}) == 4
+    assert [t.get_text() for t in ax.texts] == ["3", "4.5"]
+    plt.close(fig)
+
+
+def test_the_figures_of_the_options(measurements):
+    fig, axes = plt.subplots(1, 3)
+    plot_options(axes[0], measurements.categories())
+    assert [t.get_text() for t in axes[0].get_yticklabels()] == list(caching.OPTIONS.values())
+    assert "GB" in axes[0].get_xlabel() and "GiB" not in axes[0].get_xlabel()
+    plot_option_timelines(axes[1:], measurements.timelines())
+    assert axes[1].get_ylim() == axes[2].get_ylim() and axes[1].get_ylim()[0] == 0
     plt.close(fig)

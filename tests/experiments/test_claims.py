@@ -21,7 +21,8 @@ from grade.experiments.claims import (
     verdict_counts,
     write_claims,
 )
-from grade.experiments.exp6.claims import MEASURED_KEYS, exp6_claims, seed_000_counts
+from grade.experiments.exp6.claims import exp6_claims
+from grade.experiments.exp6.document import MEASURED_KEYS, seed_000_counts
 
 ROW = Claim("000", "4 GB of a|b", "4 GB", 8.192, "MB", "derived", "refuted", "1*64*32000*4\nbytes")
 
@@ -59,7 +60,7 @@ def test_the_csv_reads_back(tmp_path):
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS
-    assert rows[0] == dataclasses.asdict(ROW) | {"found": "8.192"}
+    assert rows[0] == {name: getattr(ROW, name) for name in COLUMNS} | {"found": "8.192"}
     assert [row["found"] for row in rows] == ["8.192", "147456", "none"]
 
 
@@ -227,7 +228,7 @@ def test_verdicts_of_arithmetic(claim, expected):
         ("~5 GB, 4x", {"policy_checkpointed_bytes": 5e8}, "confirmed"),
         ("~5 GB, 4x", {"policy_checkpointed_bytes": 3e9}, "refuted"),
         ("recomputes", {}, "confirmed"),
-        ("recomputes", {"checkpointed_over_replay": 7.0}, "partly"),
+        ("recomputes", {"checkpointed_over_replay": 7.0}, "confirmed"),
         ("recomputes", {"policy_checkpointed_bytes": 3e9}, "refuted"),
         ("accumulation", {}, "partly"),
         ("accumulation", {"accumulation_rel_error": 0.1}, "refuted"),

@@ -1,80 +1,96 @@
 """Experiment 4: configurations, token counts by hand, and verdicts that follow from the figures."""
 
-from dataclasses import replace
-
 import matplotlib.pyplot as plt
 import pytest
 
 from grade.experiments.claims import to_markdown
-from grade.experiments.exp4 import steps as exp4
 from grade.experiments.exp4.claims import exp4_claims
-from grade.memory.figures import plot_categories, plot_timeline
+from grade.experiments.exp4.figures import plot_configurations, plot_loop_and_replay
+from grade.experiments.exp4.measure import steps as exp4
+from grade.experiments.exp4.measure.tables import Measurements, Settings
+from grade.experiments.exp4.metrics import GIB, metrics, timed_metrics
+from grade.experiments.measured import Tables, measure_all
 from grade.memory.step import StepConfig
-from grade.memory.trace import trace
 
+SETTINGS = Settings(prompt_tokens=3)
 STEPS = exp4.configurations("tiny", 3, (2, 1), (2, 1))
 
 
 @pytest.fixture(scope="module")
-def traces():
-    return {name: trace(config) for name, config in STEPS.items()}
+def measurements():
+    return Measurements(SETTINGS)
 
 
 def test_the_documents_token_forwards_by_hand():
     steps = exp4.configurations("tiny", 32, (4, 2), (48, 32))
     # sum_{t<48} (32 + t) = 48 * 32 + 48 * 47 / 2 = 2664, and 1520 for 32 tokens
     assert exp4.token_forwards(steps["start"]) == 4 * 2664
-    assert exp4.token_forwards(steps["2 shorter completions"]) == 4 * 1520
-    assert exp4.token_forwards(steps["1 half the batch"]) == 2 * 2664
-    assert exp4.token_forwards(steps["4 layers checkpointed"]) == 2 * 4 * 2664
+    assert exp4.token_forwards(steps["shorter"]) == 4 * 1520
+    assert exp4.token_forwards(steps["half_batch"]) == 2 * 2664
+    assert exp4.token_forwards(steps["checkpointed"]) == 2 * 4 * 2664
     # replay: P + T - 1 on the cache, P + T - 1 in one pass; checkpointed once more for each of 2 hops and backward
-    assert exp4.token_forwards(steps["replay, one base"]) == 2 * (63 + 63)
-    assert exp4.token_forwards(steps["replay, one base, checkpointed"]) == 2 * (63 + 4 * 63)
+    assert exp4.token_forwards(steps["replay"]) == 2 * (63 + 63)
+    assert exp4.token_forwards(steps["replay_checkpointed"]) == 2 * (63 + 4 * 63)
 
 
 def test_each_change_changes_only_itself():
     start = STEPS["start"].model_dump()
     assert (start["base_copies"], start["dtype"], start["gumbel_topk"]) == (3, "float32", 0)
     for name, keys in {
-        "2 shorter completions": {"max_new_tokens"},
-        "3 bfloat16, eager": {"dtype", "attention"},
-        "4 layers checkpointed": {"gradient_checkpointing"},
-        "5 explicit freeing": {"explicit_freeing"},
-        "6 autocast": {"autocast"},
+        "shorter": {"max_new_tokens"},
+        "bfloat16": {"dtype", "attention"},
+        "checkpointed": {"gradient_checkpointing"},
+        "freeing": {"explicit_freeing"},
+        "autocast": {"autocast"},
     }.items():
         assert {k for k, v in STEPS[name].model_dump().items() if v != start[k]} == keys
 
 
-def test_what_helps_and_what_does_not(traces):
-    peak = {name: t.peak for name, t in traces.items()}
-    for name in ("1 half the batch", "2 shorter completions", "3 bfloat16, eager", "4 layers checkpointed"):
+def test_every_configuration_has_a_label_of_its_own():
+    assert list(STEPS) == list(exp4.LABELS) and len(set(exp4.LABELS.values())) == len(STEPS)
+
+
+def test_what_helps_and_what_does_not(measurements):
+    peak = measurements.configurations().set_index("configuration").peak_bytes
+    for name in ("half_batch", "shorter", "bfloat16", "checkpointed"):
         assert peak[name] < peak["start"]
     # Frozen float32 weights are cast anew in each pass and kept for backward.
-    assert peak["6 autocast"] > peak["start"]
-    assert peak["replay, one base"] < peak["bfloat16, sdpa, sizes of 1 and 2"]
+    assert peak["autocast"] > peak["start"]
+    assert peak["replay"] < peak["loop"]
 
 
-def test_every_claim_of_the_document_has_a_verdict_that_follows_its_figure(traces):
-    claims = exp4_claims(STEPS, traces)
+def test_every_claim_of_the_document_has_a_verdict_that_follows_its_figure(measurements):
+    table = measurements.configurations()
+    claims = exp4_claims(table)
     assert len(claims) == 14 and {c.seed for c in claims} == {"001"}
     assert to_markdown(claims).count("\n") == 16
-    by_name = {c.claim: c for c in claims}
-    weights = {"weights": 24_100_000_000}
-    fat = traces | {
-        "start": replace(traces["start"], categories=traces["start"].categories | {"weights": 48_300_000_000}),
-        "all six": replace(traces["all six"], categories=traces["all six"].categories | weights),
-    }
     claim = "weights of three models go from 48 to 24 GB"
-    assert by_name[claim].verdict == "refuted"
-    assert {c.claim: c.verdict for c in exp4_claims(STEPS, fat)}[claim] == "confirmed"
+    assert {c.claim: c.verdict for c in claims}[claim] == "refuted"
+    fat = table.set_index("configuration")
+    fat.loc["start", "weights_bytes"], fat.loc["all_six", "weights_bytes"] = 48_300_000_000, 24_100_000_000
+    assert {c.claim: c.verdict for c in exp4_claims(fat.reset_index())}[claim] == "confirmed"
 
 
-def test_figures_show_every_configuration(traces):
-    fig, axes = plt.subplots(1, 2)
-    plot_categories(axes[0], traces, budget=2**20)
-    assert [t.get_text() for t in axes[0].get_yticklabels()] == list(traces)
-    plot_timeline(axes[1], traces["replay, one base"])
-    labels = [t.get_text() for t in axes[1].get_legend().get_texts()]
+def test_tables_read_again_give_the_same_metrics(measurements, tmp_path):
+    measure_all(measurements, tmp_path, log=lambda _: None)
+    read, live = Tables(measurements, str(tmp_path / "measured")), Tables(measurements)
+    assert metrics(read, SETTINGS) == metrics(live, SETTINGS)
+    assert timed_metrics(read) == timed_metrics(live)
+    for name in measurements.tables:
+        assert read[name].equals(live[name]), name
+    start = read["configurations"].set_index("configuration").loc["start"]
+    assert metrics(read, SETTINGS)["exp4/legacy_fp32_peak_gib"] == start.peak_bytes / GIB
+
+
+def test_figures_show_every_configuration_that_fits_the_scale(measurements):
+    categories = measurements.categories()
+    fig, axes = plt.subplots(1, 3)
+    plot_configurations(axes[0], categories, budget=2**20)
+    far = {"autocast"}  # the tiny model's is beyond the scale as well
+    assert [t.get_text() for t in axes[0].get_yticklabels()] == [v for k, v in exp4.LABELS.items() if k not in far]
+    plot_loop_and_replay(axes[1:], measurements.timelines())
+    assert axes[1].get_ylim() == axes[2].get_ylim() and axes[1].get_ylim()[0] == 0
+    labels = [t.get_text() for t in axes[2].get_legend().get_texts()]
     assert {"rollout", "backward", "optimizer"} <= set(labels)
     plt.close(fig)
 

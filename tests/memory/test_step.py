@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grade.errors import InputError
-from grade.experiments.caching.inventory import layer_inventory
-from grade.experiments.caching.options import OPTIONS, CachingConfig
+from grade.experiments.caching.measure.inventory import layer_inventory
+from grade.experiments.caching.measure.options import OPTIONS, CachingConfig
 from grade.memory import formulas
 from grade.memory.bench import bench_figures, compare, measure
 from grade.memory.kernels import kernels_of

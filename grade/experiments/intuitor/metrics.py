@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from grade.experiments.intuitor.measure.tables import Settings
 from grade.experiments.measured import Tables
+
+if TYPE_CHECKING:
+    from grade.experiments.intuitor.measure.tables import Settings
 
 
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:

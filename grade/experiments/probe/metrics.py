@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from grade.experiments.measured import Tables
-from grade.experiments.probe.measure.tables import Settings
+
+if TYPE_CHECKING:
+    from grade.experiments.probe.measure.tables import Settings
 
 SWEEP = ("delta_h1_forward", "delta_h1_forward_stderr", "delta_h", "delta_h_stderr", "delta_h_prefix",
          "delta_h_prefix_stderr", "linearity_error", "linearity_error_stderr", "ess_share")  # fmt: skip

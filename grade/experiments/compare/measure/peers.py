@@ -28,7 +28,7 @@ from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config, train_once
 from grade.gradients.methods import MethodName
-from grade.gradients.objective import score
+from grade.gradients.objective import Objective
 from grade.models.backbone import load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.results import peak_memory
@@ -143,7 +143,7 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         batch = encode_prompts(task.backbone.tokenizer, prompts, config.max_prompt_tokens)
         ids, mask = _padded(completion_ids, config.max_new_tokens)
-        return score(task.reward_model, task.backbone, batch, ids, mask, config.reward_scope).tolist()
+        return Objective(task.reward_model, scope=config.reward_scope).score(task.backbone, batch, ids, mask).tolist()
 
     rows, clock = [], {"seconds": 0.0, "start": 0.0}
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from grade.experiments.measured import progress
 from grade.gradients import losses
-from grade.gradients.estimators import Estimator, RelaxationConfig
+from grade.gradients.estimators import EstimatorName, RelaxationConfig
 from grade.gradients.objective import Objective, RewardScope, sequence_mean
 from grade.gradients.replay import ReplayGraph
 from grade.gradients.rollout import sample
@@ -46,7 +46,7 @@ class Variant:
         draws: M of `gumbel_rao`.
     """
 
-    estimator: Estimator
+    estimator: EstimatorName
     tau: float = 1.0
     hops: int = 0
     topk: int = 0

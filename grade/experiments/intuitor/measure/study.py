@@ -130,8 +130,7 @@ def certainty_samples(
     Returns:
         Hidden states [N, T, D], logits [N, T, V] in float32, mask [N, T] and each sample's prompt [N], N = B G.
     """
-    index = torch.arange(len(prompts)).repeat_interleave(group)
-    many = PromptBatch(prompts.ids[index], prompts.mask[index])
+    index, many = torch.arange(len(prompts)).repeat_interleave(group), prompts.repeat(group)
     generator = torch.Generator(backbone.device).manual_seed(seed)
     ids, mask = generate(backbone, many, new, generator, min_new_tokens=min(4, new))
     hidden = predicting_hidden(backbone, many, ids)

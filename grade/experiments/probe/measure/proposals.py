@@ -66,8 +66,7 @@ def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None
     parameters, parts = trained_parameters(backbone), []
     batch, group, length = samples.ids.shape
     for _, prompts, ids, mask in samples.microbatches(chunk or group, backbone.device):
-        inputs = torch.cat([prompts.ids, ids], 1)
-        every = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
+        inputs, every = torch.cat([prompts.ids, ids], 1), prompts.mask_with(length)
         logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # all positions, as in the document
         logps = logits[:, :-1].log_softmax(-1).gather(2, inputs[:, 1:].unsqueeze(2)).squeeze(2)
         parts.append((logps[:, -length:] * mask).sum(1))
@@ -149,7 +148,7 @@ def narrow_log_probability_error(backbone: Backbone, prompts: PromptBatch, ids: 
     Returns:
         ``token_max`` and ``sequence_max``: largest absolute error of a token and of a sequence, in nats.
     """
-    inputs, every = torch.cat([prompts.ids, ids], 1), torch.cat([prompts.mask, torch.ones_like(ids)], 1)
+    inputs, every = torch.cat([prompts.ids, ids], 1), prompts.mask_with(ids.shape[1])
     logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))[:, prompts.ids.shape[1] - 1 : -1]
     right = logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
     narrow = logits.bfloat16().log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2).float()

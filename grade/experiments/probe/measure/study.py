@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +17,7 @@ from grade.entropy.run import ProbeRunConfig, make_optimizer
 from grade.entropy.samples import Samples
 from grade.entropy.snis import prefix_change
 from grade.errors import InputError
-from grade.gradients.objective import score
+from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.stats import Estimate
@@ -60,9 +61,7 @@ def toy_report(config: ProbeRunConfig, dtype: str = "float32") -> tuple[ProbeRep
     optimizer = make_optimizer(config, task.backbone, None)
     prompts = encode_prompts(task.backbone.tokenizer, task.validation_prompts[: 2 * config.batch_config.B], 8)
     probe = EntropyProbe(task.backbone, optimizer, config, allow_fresh=True)
-    report = probe.run(
-        prompts, lambda p, ids, mask: score(task.reward_model, task.backbone, p, ids, mask, "prompt_and_completion")
-    )
+    report = probe.run(prompts, partial(Objective(task.reward_model).score, task.backbone))
     return report, task.backbone
 
 

@@ -1,7 +1,7 @@
 """Document 002's options: what a training step keeps of the reference pass.
 
 The step is a policy gradient with KL to the base (k3 estimator), on completions that exist already. The options differ
-in how the reference's log-probabilities are had; all must give the same numbers and the same gradient.
+in how the reference's log-probabilities are obtained; all must give the same numbers and the same gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from peft.tuners.lora import LoraLayer
 from pydantic import Field
 from torch import Tensor, nn
 
+from grade.experiments.measured import progress
 from grade.memory.live import LiveTracker
 from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
 from grade.memory.tracker import MemoryTracker
@@ -27,14 +28,14 @@ from grade.models.scoring import predicting_hidden, score
 
 Option = Literal["selected", "clone", "activations", "dual", "hybrid", "stored"]
 OPTIONS: dict[Option, str] = {
-    "clone": "1 as coded: selected log-probs, and a clone of the reference's logits",
-    "selected": "1 as described: only the selected log-probs",
+    "clone": "1 as coded: also a clone of the logits",
+    "selected": "1 as described: selected log-probs",
     "activations": "2 the reference's activations",
-    "dual": "3 one pass, dual output: each sequence twice, the adapter on one half",
-    "hybrid": "4 selected log-probs, layers checkpointed",
-    "stored": "beyond: reference log-probs stored once per sample, layers checkpointed",
+    "dual": "3 one pass, dual output",
+    "hybrid": "4 selected, layers checkpointed",
+    "stored": "stored once, layers checkpointed",
 }
-"""The document's four options, its first one twice, and the one it leaves out."""
+"""The document's four options, its first one twice, and the one that it leaves out."""
 
 
 class CachingConfig(TracedConfig):
@@ -70,7 +71,7 @@ def update(
         backbone: Policy and reference.
         prompts: B prompts.
         ids: Completions [B, T].
-        option: How the reference's log-probabilities are had.
+        option: How the reference's log-probabilities are obtained.
         kl_coef: beta.
         stored: Reference log-probabilities [B, T], for the option ``stored``.
         tracker: Told which phase runs.
@@ -95,7 +96,7 @@ def update(
 
 
 def _reference(backbone: Backbone, prompts: PromptBatch, ids: Tensor, option: Option, stored: Tensor | None):
-    """Log-probabilities, and what an option keeps beside them."""
+    """Log-probabilities, and what an option keeps besides them."""
     if option == "stored":
         return stored, None
     if option == "clone":
@@ -127,7 +128,7 @@ def _both(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Tensor:
 def adapter_on_rows(backbone: Backbone, rows: int) -> Iterator[None]:
     """Within this context the adapter acts on the first ``rows`` sequences of a batch only.
 
-    PEFT's own ``adapter_names`` does the same with one product per group of rows, but in inference only.
+    PEFT's own ``adapter_names`` does the same with one product per group of rows, but only in inference.
     """
 
     def cut(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
@@ -151,17 +152,17 @@ def compare_options(
         backbone: Policy and reference; its gradients are cleared.
         prompts: B prompts.
         ids: Completions [B, T].
-        repeats: Each option is timed this often, the median counts.
+        repeats: How often each option is timed; the median counts.
         kl_coef: beta.
 
     Returns:
-        One row an option: ``seconds``, ``peak_bytes`` beyond what was there before, ``ref_max_abs_diff`` (nats) and
+        One row per option: ``seconds``, ``peak_bytes`` beyond what was there before, ``ref_max_abs_diff`` (nats) and
         ``grad_rel_diff`` against the option ``selected``.
     """
     with torch.no_grad(), backbone.reference():
         stored = score(backbone, prompts, ids, torch.ones_like(ids)).logps
-    parameters, rows, wanted = backbone.trainable_parameters(), [], None
-    for option in ("selected", *[o for o in OPTIONS if o != "selected"]):
+    parameters, rows, expected = backbone.trainable_parameters(), [], None
+    for option in progress(["selected", *[o for o in OPTIONS if o != "selected"]], "options"):
         times = []
         for _ in range(repeats):
             backbone.zero_grad(set_to_none=True)
@@ -169,7 +170,7 @@ def compare_options(
             ref = update(backbone, prompts, ids, option, kl_coef, stored)
             times.append(time.perf_counter() - start)
         grad = torch.cat([p.grad.flatten() for p in parameters]).double()
-        wanted = grad if wanted is None else wanted
+        expected = grad if expected is None else expected
         backbone.zero_grad(set_to_none=True)
 
         with MemoryTracker() as tracker:
@@ -179,7 +180,7 @@ def compare_options(
             "option": option, "seconds": sorted(times)[len(times) // 2],
             "peak_bytes": tracker.peak,
             "ref_max_abs_diff": float((ref - stored).abs().max()),
-            "grad_rel_diff": float((grad - wanted).norm() / wanted.norm()),
+            "grad_rel_diff": float((grad - expected).norm() / expected.norm()),
         })  # fmt: skip
     return pd.DataFrame(rows).set_index("option").loc[list(OPTIONS)].reset_index()
 
@@ -195,7 +196,7 @@ def layer_differences(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> 
 
     Returns:
         Columns layer (1 .. L) and relative_difference, ``|h_policy - h_base| / |h_base|`` over completion positions;
-        attribute ``dropout`` is the same between train and eval mode, adapter on (0 without dropout).
+        attribute ``dropout`` is the same ratio between train and eval mode, adapter on (0 without dropout).
     """
     policy = _layer_outputs(backbone, prompts, ids)
     with backbone.reference():
@@ -238,7 +239,7 @@ def reference_that_keeps_its_adapter(backbone: Backbone, prompts: PromptBatch, i
     """KL to the base, and to the document's fallback "reference": the same model with the adapter left on.
 
     Returns:
-        ``kl_to_base`` and ``kl_to_itself``: mean k3 estimates in nats a token.
+        ``kl_to_base`` and ``kl_to_itself``: mean k3 estimates in nats per token.
     """
     mask = torch.ones_like(ids)
     new, itself = (score(backbone, prompts, ids, mask).logps for _ in range(2))

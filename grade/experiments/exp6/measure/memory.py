@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from grade.experiments.measured import progress
 from grade.experiments.setting import Setting
 from grade.gradients.estimators import relax
 from grade.gradients.replay import replay_inputs
@@ -45,17 +46,18 @@ def kept_by_option(setting: Setting) -> pd.DataFrame:
         setting: Small: the original's graph is kept whole.
 
     Returns:
-        Table with columns option, bytes. Adapter and base are not counted.
+        Table with columns option, engine (unrolled, checkpointed, replay), bytes. Adapter and base are not counted.
     """
     full = setting.relaxation.model_copy(update={"gumbel_topk": 0})
     topk = setting.relaxation
     rows = []
-    for name, options in OPTIMISATIONS.items():
+    for name, options in progress(OPTIMISATIONS.items(), "bytes kept"):
         filtered = options.compact or "top-k" in name
         case = replace(setting, relaxation=topk if filtered else full)
-        rows.append(dict(option=name, bytes=_kept_by_stepwise(case, options)))
+        engine = "checkpointed" if options.checkpoint else "unrolled"
+        rows.append(dict(option=name, engine=engine, bytes=_kept_by_stepwise(case, options)))
     for name, checkpointing in (("replay", False), ("replay, layers checkpointed", True)):
-        rows.append(dict(option=name, bytes=kept_by_replay(setting, checkpointing)))
+        rows.append(dict(option=name, engine="replay", bytes=kept_by_replay(setting, checkpointing)))
     return pd.DataFrame(rows)
 
 
@@ -182,4 +184,49 @@ def freeing_peaks(setting: Setting) -> dict[str, float]:
         with MemoryTracker(round_to=1) as tracker:
             setting.run(partial(stepwise, options=options))
         figures[f"peak_{name}_freeing_bytes"] = tracker.peak
+    return figures
+
+
+def reference_forms(setting: Setting) -> dict[str, Callable[[], None]]:
+    """The reference over one completion without gradients, in two forms.
+
+    Args:
+        setting: B, P and T.
+
+    Returns:
+        ``uncached``, which runs the whole prefix again for each token, and ``cached``, on a KV cache.
+    """
+    backbone, prompts = setting.backbone, setting.prompts
+    inputs, mask = replay_inputs(prompts, backbone.embed(prompts.ids), setting.rollout().embeds)
+    first = prompts.ids.shape[1]
+
+    def uncached() -> None:
+        with torch.no_grad(), backbone.reference():
+            for end in range(first, inputs.shape[1] + 1):
+                backbone.head(backbone.hidden(inputs[:, :end], mask[:, :end])[:, -1])
+
+    def cached() -> None:
+        with torch.no_grad(), backbone.reference():
+            cache = backbone.new_cache()
+            backbone.head(backbone.decode(inputs[:, :first], mask[:, :first], cache)[:, -1])
+            for end in range(first + 1, inputs.shape[1] + 1):
+                backbone.head(backbone.decode(inputs[:, end - 1 : end], mask[:, :end], cache)[:, -1])
+
+    return {"uncached": uncached, "cached": cached}
+
+
+def reference_peaks(setting: Setting) -> dict[str, float]:
+    """Peak live bytes beyond the weights of the reference over one completion.
+
+    Args:
+        setting: B, P and T.
+
+    Returns:
+        Figures ``reference_<form>_peak_bytes`` for the forms of `reference_forms`.
+    """
+    figures = {}
+    for name, form in reference_forms(setting).items():
+        with MemoryTracker(round_to=1) as tracker:
+            form()
+        figures[f"reference_{name}_peak_bytes"] = tracker.peak
     return figures

@@ -1,7 +1,7 @@
-"""What Experiment 6 measures: parity of the engines, time of a gradient, probability mass of a support.
+"""Parity of the engines, time of a gradient, probability mass of a support.
 
-Every function returns plain numbers or a table; the notebook shows them. Times are wall-clock seconds on the device at
-hand and only meant as ratios within one run. Bytes kept for backward are in `grade.experiments.exp6.memory`.
+Every function returns plain numbers or a table. Times are wall-clock seconds on the device at hand and only meant as
+ratios within one run. Bytes are counted in `grade.experiments.exp6.measure.memory`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from grade.experiments.measured import progress
 from grade.experiments.setting import Setting
-from grade.gradients.estimators import Estimator
+from grade.gradients.estimators import EstimatorName
 from grade.gradients.objective import Engine, sequence_mean
-from grade.gradients.replay import replay, replay_inputs
+from grade.gradients.replay import replay
 from grade.gradients.rollout import Rollout
 from grade.gradients.unrolled import checkpointed, unrolled
-from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch
+from grade.models.parameters import restoring
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -32,7 +32,9 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def hop_errors(setting: Setting, hops: Sequence[int], estimators: Sequence[Estimator] = ("ste", "gumbel")):
+def hop_errors(
+    setting: Setting, hops: Sequence[int], estimators: Sequence[EstimatorName] = ("ste", "gumbel")
+) -> pd.DataFrame:
     """Relative gradient error of `replay` against `unrolled`, by estimator and number of hops.
 
     Args:
@@ -47,7 +49,7 @@ def hop_errors(setting: Setting, hops: Sequence[int], estimators: Sequence[Estim
     for estimator in estimators:
         case = setting.estimator(estimator)
         _, want = case.run(unrolled)
-        for n in hops:
+        for n in progress(hops, f"hops, {estimator}"):
             step, grad = case.run(partial(replay, hops=n))
             residual = None if step.residual is None else float(step.residual)
             rows.append(dict(estimator=estimator, hops=n, error=relative_error(grad, want), residual=residual))
@@ -65,29 +67,21 @@ def training_parity(setting: Setting, steps: int, learning_rate: float) -> pd.Da
     Returns:
         Table with columns step, and reward and kl (means over the batch) of each engine.
     """
-    parameters = setting.backbone.trainable_parameters()
-    start = [p.detach().clone() for p in parameters]
+    backbone, parameters = setting.backbone, setting.backbone.trainable_parameters()
     columns: dict[str, list[float]] = {}
     for name, engine in (("replay", partial(replay, hops=setting.relaxation.max_new_tokens)), ("legacy", unrolled)):
-        _restore(parameters, start)
-        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
-        for i in range(steps):
-            generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed + i)
-            optimizer.zero_grad(set_to_none=True)
-            step = engine(setting.backbone, setting.prompts, setting.objective, setting.relaxation, generator)
-            optimizer.step()
-            columns.setdefault(f"{name}_reward", []).append(float(step.reward.mean()))
-            kl = sequence_mean(step.kl, step.completion_mask).mean()
-            columns.setdefault(f"{name}_kl", []).append(float(kl))
-    _restore(parameters, start)
+        with restoring(parameters):
+            optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+            for i in progress(range(steps), f"training steps, {name}"):
+                generator = torch.Generator(backbone.device).manual_seed(setting.seed + i)
+                optimizer.zero_grad(set_to_none=True)
+                step = engine(backbone, setting.prompts, setting.objective, setting.relaxation, generator)
+                optimizer.step()
+                columns.setdefault(f"{name}_reward", []).append(float(step.reward.mean()))
+                kl = sequence_mean(step.kl, step.completion_mask).mean()
+                columns.setdefault(f"{name}_kl", []).append(float(kl))
+    backbone.zero_grad(set_to_none=True)
     return pd.DataFrame({"step": range(steps), **columns})
-
-
-def _restore(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for p, value in zip(parameters, values, strict=True):
-            p.copy_(value)
-            p.grad = None
 
 
 def accumulation_error(setting: Setting, hops: int = 1) -> float:
@@ -105,45 +99,11 @@ def accumulation_error(setting: Setting, hops: int = 1) -> float:
     total = torch.zeros_like(want)
     for i in range(len(setting.prompts)):
         row = slice(i, i + 1)
-        prompts = PromptBatch(setting.prompts.ids[row], setting.prompts.mask[row])
+        prompts = setting.prompts[row]
         parts = {k: v[row] for k, v in vars(whole).items() if k != "prompts"}
         one = replace(setting, prompts=prompts)
         total += one.run(partial(replay, hops=hops, rollout=Rollout(prompts, **parts)))[1] / len(setting.prompts)
     return relative_error(total, want)
-
-
-def reference_pass(setting: Setting) -> dict[str, float]:
-    """Seconds and peak bytes of the reference over one completion, re-running its prefix and on a cache, no gradient.
-
-    Args:
-        setting: B, P and T to measure at.
-
-    Returns:
-        Figures ``memory/reference_<form>_peak_bytes`` and ``speed/reference_<form>_seconds``.
-    """
-    backbone, prompts = setting.backbone, setting.prompts
-    e = setting.rollout().embeds
-    inputs, mask = replay_inputs(prompts, backbone.embed(prompts.ids), e)
-    first = prompts.ids.shape[1]
-
-    def uncached() -> None:
-        for end in range(first, inputs.shape[1] + 1):
-            backbone.head(backbone.hidden(inputs[:, :end], mask[:, :end])[:, -1])
-
-    def cached() -> None:
-        cache = backbone.new_cache()
-        backbone.head(backbone.decode(inputs[:, :first], mask[:, :first], cache)[:, -1])
-        for end in range(first + 1, inputs.shape[1] + 1):
-            backbone.head(backbone.decode(inputs[:, end - 1 : end], mask[:, :end], cache)[:, -1])
-
-    figures = {}
-    with torch.no_grad(), backbone.reference():
-        for name, form in (("uncached", uncached), ("cached", cached)):
-            with MemoryTracker(round_to=1) as tracker:
-                form()
-            figures[f"memory/reference_{name}_peak_bytes"] = tracker.peak
-            figures[f"speed/reference_{name}_seconds"] = seconds(form, backbone.device)
-    return figures
 
 
 def seconds(fn: Callable[[], object], device: torch.device) -> float:
@@ -181,7 +141,7 @@ def time_against_tokens(
     rows = []
     for name, lengths in tokens.items():
         engine, n = engines[name]
-        for length in lengths:
+        for length in progress(lengths, f"timing {name}"):
             rows.append(dict(engine=name, T=length, seconds=gradient_seconds(setting.tokens(length), engine, n)))
     return pd.DataFrame(rows)
 
@@ -204,7 +164,7 @@ def support_mass(
         positions), n (positions), texts.
     """
     per_text: dict[tuple[float, int], list[Tensor]] = {(tau, k): [] for tau in taus for k in ks}
-    for text in texts:
+    for text in progress(texts, "mass of the support"):
         ids = torch.tensor([backbone.tokenizer(text)["input_ids"][:max_tokens]], device=backbone.device)
         logits = backbone.head(backbone.hidden(backbone.embed(ids), torch.ones_like(ids))[0])  # [L, V]
         top = logits.topk(max(ks), -1).values

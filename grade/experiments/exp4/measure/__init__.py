@@ -1,0 +1,1 @@
+"""What the experiment measures: configurations of a step, and their tables."""

@@ -1,0 +1,1 @@
+"""What Experiment 6 measures: tables; nothing here draws or judges."""

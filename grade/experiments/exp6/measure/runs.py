@@ -1,0 +1,151 @@
+"""Finished training runs as tables, their adapters, and tiny runs for the smoke test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from accelerate import Accelerator
+from peft import set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from grade.errors import InputError
+from grade.models.backbone import Backbone
+from grade.results import read_metrics
+from grade.training.config import TrainConfig
+from grade.training.loop import run_training, write_run
+from grade.training.toy import toy_task
+
+TOY_TRAINING = dict(max_steps=6, max_prompt_tokens=6, max_new_tokens=8, min_new_tokens=2, learning_rate=1e-2,
+                    kl_coef=0.01, eval_every=2, eval_prompts=32, final_eval_prompts=64, kl_eval_prompts=32)  # fmt: skip
+
+
+def load_adapter(backbone: Backbone, folder: str | Path) -> None:
+    """Copy a saved adapter's values into a backbone that has an adapter of the same shape.
+
+    Args:
+        backbone: Its adapter is overwritten.
+        folder: A run's ``adapter``.
+
+    Raises:
+        InputError: If there is no adapter or it does not fit.
+    """
+    path = Path(folder) / "adapter_model.safetensors"
+    try:
+        state = load_file(path)
+        result = set_peft_model_state_dict(backbone.peft, state)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError("adapter", str(path), f"a saved adapter that fits this one ({reason})") from None
+    if result.unexpected_keys:
+        raise InputError("adapter", str(path), f"an adapter without {result.unexpected_keys[0]}")
+
+
+def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_trunk")) -> None:
+    """Train the toy task a few steps under each run name, so that the notebook has something to show.
+
+    Args:
+        folder: One folder ``<run>-0`` each is written here.
+        runs: Run names; one that ends in ``_trunk`` has the trunk reward.
+    """
+    for run in runs:
+        # The same base as the notebook's own, so that it can load a run's adapter.
+        task = toy_task(kind="trunk" if run.endswith("_trunk") else "bag")
+        config = TrainConfig(method=run.removesuffix("_trunk"), **TOY_TRAINING)
+        result = run_training(config, task, Accelerator(cpu=True), lambda line: None)
+        write_run(Path(folder) / f"{run}-0", config, task, result)
+
+
+def run_table(runs_dir: str | Path) -> pd.DataFrame:
+    """Finished runs: held-out reward, gold judge and KL before and after training.
+
+    Args:
+        runs_dir: A folder with ``<run>-<seed>/metrics.json``.
+
+    Returns:
+        One row per run, with standard errors over prompts (those of a gain are of the paired difference), ``z``, which
+        is gain over standard error, and the number of prompts ``n``.
+
+    Raises:
+        InputError: If there is no run.
+    """
+    rows = []
+    for folder in _folders(runs_dir):
+        m = read_metrics(folder / "metrics.json")
+        rows.append({
+            "run": folder.name, "samples": m["samples"],
+            "reward before": m["before/val/reward_mean"], "reward after": m["after/val/reward_mean"],
+            "reward stderr": m["gain/reward_stderr"], "reward z": m["gain/reward"] / m["gain/reward_stderr"],
+            "gold before": m["before/val/gold_mean"], "gold after": m["after/val/gold_mean"],
+            "gold stderr": m["gain/gold_stderr"], "gold z": m["gain/gold"] / m["gain/gold_stderr"],
+            "KL": m["after/val/kl"], "KL stderr": m["after/val/kl_stderr"], "n": m["gain/reward_n"],
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def curve_table(runs_dir: str | Path) -> pd.DataFrame:
+    """Histories of finished runs without their times.
+
+    Args:
+        runs_dir: A folder with ``<run>-<seed>/history.csv``.
+
+    Returns:
+        The histories, one below the other, with a first column ``run``.
+
+    Raises:
+        InputError: If there is no run.
+    """
+    histories = {folder.name: pd.read_csv(folder / "history.csv") for folder in _folders(runs_dir)}
+    table = pd.concat(histories, names=["run"]).reset_index("run").reset_index(drop=True)
+    return table.drop(columns=[column for column in table if "seconds" in column])
+
+
+def seconds_table(runs_dir: str | Path) -> pd.DataFrame:
+    """Seconds of training of finished runs, evaluations not counted.
+
+    Args:
+        runs_dir: A folder with ``<run>-<seed>/timings.csv``, or times in ``history.csv``, as older runs have.
+
+    Returns:
+        Columns run, step and seconds since the start.
+
+    Raises:
+        InputError: If there is no run.
+    """
+    tables = []
+    for folder in _folders(runs_dir):
+        file = folder / "timings.csv"
+        times = pd.read_csv(file if file.is_file() else folder / "history.csv")
+        tables.append(times[["step", "seconds"]].assign(run=folder.name))
+    return pd.concat(tables, ignore_index=True)[["run", "step", "seconds"]]
+
+
+def text_table(runs_dir: str | Path, rows: int = 3) -> pd.DataFrame:
+    """Completions before and after training, with the trained reward and the gold judge's score.
+
+    Args:
+        runs_dir: A folder with ``<run>-<seed>/samples.json``.
+        rows: Completions of each run.
+
+    Returns:
+        The runs' samples with a first column ``run``.
+
+    Raises:
+        InputError: If there is no run.
+    """
+    samples = [
+        {"run": folder.name, **sample}
+        for folder in _folders(runs_dir)
+        for sample in json.loads((folder / "samples.json").read_text(encoding="utf-8"))[:rows]
+    ]
+    return pd.DataFrame(samples)
+
+
+def _folders(runs_dir: str | Path) -> list[Path]:
+    folders = sorted(file.parent for file in Path(runs_dir).glob("*/history.csv"))
+    if not folders:
+        raise InputError("runs_dir", str(runs_dir), "a folder with <run>-<seed>/history.csv")
+    return folders

@@ -1,0 +1,209 @@
+"""The tables of Experiment 6, and the settings that they depend on."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from functools import cached_property, partial
+from pathlib import Path
+
+import pandas as pd
+from pydantic import Field
+from torch import Tensor
+
+from grade.config import Config
+from grade.experiments.exp6.measure import memory, runs, study
+from grade.experiments.measured import Measurements as Base
+from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
+from grade.gradients.unrolled import StepwiseOptions, stepwise
+from grade.models.backbone import Backbone
+from grade.models.parameters import set_values
+from grade.rewards.model import RewardModel
+
+SUPPORTS = (1, 4, 16, 64, 256, 1024, 4096)  # K whose mass is measured, as far as they are below V
+TAUS = (0.5, 1.0, 2.0)
+REWARD_SIZES = dict(tokens=64, k=256, hidden=2560, vocab=32_000)  # the document's, with the width of Qwen3-4B
+REFERENCE_REPEATS = 3  # a pass is short: one timing alone could turn the verdict
+
+
+class Settings(Config):
+    """Models and sizes of Experiment 6."""
+
+    backbone_dir: str = Field("", description="folder of the base model; empty: a tiny random one")
+    reward_dir: str = Field("", description="folder of the reward model of the parity and speed measurements")
+    reviews_dir: str = Field("", description="folder of the review splits")
+    device: str = Field("cpu", description="where to measure: cpu or cuda")
+    runs_dir: str = Field("", description="folder of finished training runs; empty: a few tiny steps are trained here")
+    trained_run: str = Field("ste-0", description="the run whose adapter is the trained policy")
+    support_size: int = Field(16, ge=1, description="K of parity, bytes and speed")
+    parity_batch: int = Field(2, ge=2, description="B of the parity measurements")
+    parity_prompt_tokens: int = Field(5, ge=1, description="P")
+    parity_new_tokens: int = Field(6, ge=2, description="T")
+    parity_tau: float = Field(2.0, gt=0, description="Gumbel temperature, that of the training runs")
+    parity_hops: list[int] = Field([0, 1, 2, 3], description="feedback hops whose error is measured; 2 among them")
+    parity_steps: int = Field(3, ge=1, description="optimizer steps, optimised against legacy")
+    parity_learning_rate: float = Field(1.0e-3, gt=0, description="of those steps")
+    bytes_prompt_tokens: int = Field(5, ge=1, description="P of the counted step of one prompt")
+    bytes_new_tokens: int = Field(4, ge=1, description="T")
+    speed_dtype: str = Field("float32", description="type of the base in the timings and for the support's mass")
+    speed_batch: int = Field(2, ge=1, description="B of the timings")
+    speed_prompt_tokens: int = Field(5, ge=1, description="P")
+    speed_new_tokens: int = Field(8, ge=2, description="T of the headline ratio")
+    speed_hops: int = Field(2, ge=0, description="feedback hops of the timings")
+    replay_tokens: list[int] = Field([4, 8, 12], description="T of replay's time curve, besides speed_new_tokens")
+    stepwise_tokens: list[int] = Field([4], description="T of the other engines' curves, besides speed_new_tokens")
+    repeats: int = Field(2, ge=1, description="replay is timed this often, the median counts")
+    mass_texts: int = Field(4, ge=1, description="held-out reviews on which the support's mass is measured")
+    mass_tokens: int = Field(32, ge=2, description="tokens of each")
+
+
+class Measurements(Base[Settings]):
+    """Training runs, parity of the engines, bytes and seconds of a step, probability mass of a support.
+
+    One model in float32 serves most tables; each puts the adapter that it needs in place, so the tables may be measured
+    in any order.
+    """
+
+    Settings = Settings
+    tables = ("runs", "curves", "texts", "kl_at_start", "hops", "parity", "accumulation", "kept", "bytes", "mass")
+    timed = ("time_against_tokens", "reference_seconds", "run_seconds")
+
+    @cached_property
+    def runs_dir(self) -> str:
+        """Folder of the training runs; tiny ones are trained where none is given."""
+        if self.settings.runs_dir:
+            return self.settings.runs_dir
+        self._toy_folder = tempfile.TemporaryDirectory()  # removed with this object
+        runs.toy_runs(self._toy_folder.name)
+        return self._toy_folder.name
+
+    @cached_property
+    def models(self) -> tuple[Backbone, RewardModel, list[str]]:
+        """Backbone in float32, reward model, held-out texts."""
+        s = self.settings
+        return load_models(s.backbone_dir, s.reward_dir, s.reviews_dir, device=s.device)
+
+    @cached_property
+    def _untrained_values(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.models[0].trainable_parameters()]
+
+    def _untrained(self) -> tuple[Backbone, RewardModel, list[str]]:
+        set_values(self.models[0].trainable_parameters(), self._untrained_values)
+        return self.models
+
+    def _trained(self) -> tuple[Backbone, RewardModel, list[str]]:
+        self._untrained_values  # noqa: B018 - kept before they are overwritten
+        runs.load_adapter(self.models[0], Path(self.runs_dir) / self.settings.trained_run / "adapter")
+        return self.models
+
+    @cached_property
+    def _other_type(self) -> tuple[Backbone, RewardModel, list[str]]:
+        s = self.settings
+        return load_models(s.backbone_dir, s.reward_dir, s.reviews_dir, s.speed_dtype, s.device)
+
+    def _timed_models(self) -> tuple[Backbone, RewardModel, list[str]]:
+        """The trained policy, or the base with a fresh adapter where the timings have another type."""
+        return self._trained() if self.settings.speed_dtype == "float32" else self._other_type
+
+    def _parity_setting(self, trained: bool) -> Setting:
+        s = self.settings
+        models = self._trained() if trained else self._untrained()
+        sizes = (s.parity_batch, s.parity_prompt_tokens, s.parity_new_tokens, s.support_size)
+        return make_setting(*models, *sizes, tau=s.parity_tau)
+
+    def _counted_setting(self) -> Setting:
+        s = self.settings
+        return make_setting(*self._trained(), 1, s.bytes_prompt_tokens, s.bytes_new_tokens, s.support_size)
+
+    def runs(self) -> pd.DataFrame:
+        """Finished training runs; see `runs.run_table`."""
+        return runs.run_table(self.runs_dir)
+
+    def curves(self) -> pd.DataFrame:
+        """Their histories; see `runs.curve_table`."""
+        return runs.curve_table(self.runs_dir)
+
+    def texts(self) -> pd.DataFrame:
+        """Text before and after training; see `runs.text_table`."""
+        return runs.text_table(self.runs_dir)
+
+    def run_seconds(self) -> pd.DataFrame:
+        """Seconds of training at each step; see `runs.seconds_table`."""
+        return runs.seconds_table(self.runs_dir)
+
+    def kl_at_start(self) -> dict[str, float]:
+        """KL of the untrained policy; see `grade.experiments.setting.kl_at_start`."""
+        return kl_at_start(self._parity_setting(trained=False))
+
+    def hops(self) -> pd.DataFrame:
+        """Gradient error of replay by policy, tau, estimator and hops; see `study.hop_errors`."""
+        s = self.settings
+        tables = [
+            study.hop_errors(self._parity_setting(trained), s.parity_hops).assign(policy=policy, tau=s.parity_tau)
+            for policy, trained in (("untrained", False), ("trained", True))
+        ]
+        cold = self._parity_setting(trained=True).at_tau(1.0)
+        tables.append(study.hop_errors(cold, [2, 3], ["ste"]).assign(policy="trained", tau=1.0))
+        columns = ["policy", "tau", "estimator", "hops", "error", "residual"]
+        return pd.DataFrame([row for table in tables for row in table.to_dict("records")])[columns]
+
+    def parity(self) -> pd.DataFrame:
+        """Optimised and legacy training, step by step; see `study.training_parity`."""
+        s = self.settings
+        return study.training_parity(self._parity_setting(trained=True), s.parity_steps, s.parity_learning_rate)
+
+    def accumulation(self) -> dict[str, float]:
+        """Difference between accumulated microbatches and one batch; see `study.accumulation_error`."""
+        return {"rel_error": study.accumulation_error(self._parity_setting(trained=True))}
+
+    def kept(self) -> pd.DataFrame:
+        """Bytes that each optimisation keeps for backward; see `memory.kept_by_option`."""
+        return memory.kept_by_option(self._counted_setting())
+
+    def bytes(self) -> dict[str, float]:
+        """Bytes of the relaxation, the reward's embeddings, the policy, a step and the reference pass."""
+        counted = self._counted_setting()
+        vocab = counted.backbone.vocab_size
+        return {
+            **memory.relaxation_bytes(vocab, min(256, vocab)),
+            **memory.reward_embedding_bytes(**REWARD_SIZES),
+            **memory.policy_bytes(counted),
+            **memory.freeing_peaks(counted),
+            **memory.reference_peaks(counted),
+        }
+
+    def reference_seconds(self) -> dict[str, float]:
+        """Seconds of the reference pass over one completion, ``uncached`` and ``cached``; the median of three."""
+        counted = self._counted_setting()
+        seconds = {}
+        for name, form in memory.reference_forms(counted).items():
+            form()  # the first call pays for set-up
+            times = [study.seconds(form, counted.backbone.device) for _ in range(REFERENCE_REPEATS)]
+            seconds[name] = statistics.median(times)
+        return seconds
+
+    def time_against_tokens(self) -> pd.DataFrame:
+        """Seconds of one gradient by engine and T; see `study.time_against_tokens`."""
+        s = self.settings
+        sizes = (s.speed_batch, s.speed_prompt_tokens, s.speed_new_tokens, s.support_size)
+        setting = make_setting(*self._timed_models(), *sizes)
+        stepwise_tokens = [*s.stepwise_tokens, s.speed_new_tokens]
+        tokens = {
+            "replay": sorted({*s.replay_tokens, s.speed_new_tokens}),
+            "unrolled": stepwise_tokens,
+            "checkpointed": stepwise_tokens,
+        }
+        times = study.time_against_tokens(setting, tokens, s.speed_hops, s.repeats)
+        last_only = partial(stepwise, options=StepwiseOptions(head_positions="last"))
+        last = dict(engine=LAST_POSITION, T=s.speed_new_tokens, seconds=study.gradient_seconds(setting, last_only))
+        return pd.concat([times, pd.DataFrame([last])], ignore_index=True)
+
+    def mass(self) -> pd.DataFrame:
+        """Probability mass of the K likeliest tokens; see `study.support_mass`."""
+        s, (backbone, _, texts) = self.settings, self._timed_models()
+        ks = [k for k in SUPPORTS if k < backbone.vocab_size]
+        return study.support_mass(backbone, texts[: s.mass_texts], TAUS, ks, s.mass_tokens)
+
+
+LAST_POSITION = "unrolled, last position"
+"""The unrolled engine with logits at the last position of each prefix only."""

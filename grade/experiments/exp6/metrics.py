@@ -1,0 +1,138 @@
+"""Figures of Experiment 6, from its tables: those that are the same in every run, and those made of seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from grade.experiments.exp6.measure.tables import LAST_POSITION, TAUS, Settings
+from grade.experiments.measured import Tables
+
+HOPS = 2  # the feedback hops of the headline error, those of the training runs
+
+
+def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
+    """Every figure that does not depend on the machine's speed.
+
+    Args:
+        tables: The experiment's.
+        settings: What they were measured with.
+
+    Returns:
+        Names to values: ``train/`` (P(positive), KL in nats per token), ``parity/``, ``memory/`` (bytes), ``support/``
+        and the sizes of the timings under ``speed/``.
+    """
+    names = ("batch", "prompt_tokens", "new_tokens", "hops", "dtype")
+    counted = tables["bytes"]
+    return {
+        **run_metrics(tables["runs"]),
+        **_parity(tables),
+        **{f"memory/{name}": value for name, value in counted.items()},
+        "memory/reward_bag_over_gather": counted["reward_bag_bytes"] / counted["reward_gather_bytes"],
+        **_support(tables["mass"]),
+        **{f"speed/{name}": getattr(settings, f"speed_{name}") for name in names},
+    }
+
+
+def timed_metrics(tables: Tables, settings: Settings) -> dict[str, float]:
+    """Every figure made of seconds.
+
+    Args:
+        tables: The experiment's.
+        settings: What they were measured with.
+
+    Returns:
+        Seconds of the runs (mean over seeds) and of replay, ratios of one gradient's seconds to replay's at the
+        headline T, the exponent of replay's seconds in T, and the reference pass.
+    """
+    times = tables["time_against_tokens"]
+    at_headline = times[times["T"] == settings.speed_new_tokens].set_index("engine").seconds
+    replayed = times[times.engine == "replay"]
+    last = tables["run_seconds"].groupby("run").seconds.max()
+    by_name = last.groupby(last.index.str.rpartition("-").get_level_values(0)).mean()
+    return {
+        "speed/unrolled_over_replay": at_headline["unrolled"] / at_headline["replay"],
+        "speed/checkpointed_over_replay": at_headline["checkpointed"] / at_headline["replay"],
+        "speed/unrolled_last_position_over_replay": at_headline[LAST_POSITION] / at_headline["replay"],
+        "speed/replay_seconds": at_headline["replay"],
+        "speed/replay_time_exponent": fitted_exponent(replayed["T"], replayed.seconds),
+        **{f"speed/reference_{form}_seconds": value for form, value in tables["reference_seconds"].items()},
+        **{f"train/{name}/seconds": value for name, value in by_name.items()},
+    }
+
+
+def run_metrics(runs: pd.DataFrame) -> dict[str, float]:
+    """Figures ``train/<run>/...``: means over seeds of the table of runs.
+
+    With one seed, standard errors are over prompts. With several, they are those of the mean of the seeds' (nearly
+    independent) estimates, and ``seeds_stderr`` is the standard error over seeds.
+
+    Args:
+        runs: From `grade.experiments.exp6.measure.runs.run_table`.
+
+    Returns:
+        Names to values.
+    """
+    figures: dict[str, float] = {}
+    for name, rows in runs.groupby(runs["run"].str.rpartition("-")[0]):
+        n = len(rows)
+        gain = rows["reward after"] - rows["reward before"]
+        of_run = {
+            "val_reward_before": rows["reward before"].mean(),
+            "val_reward_after": rows["reward after"].mean(),
+            "val_reward_stderr": float(np.sqrt((rows["reward stderr"] ** 2).sum()) / n),
+            "gold_before": rows["gold before"].mean(),
+            "gold_after": rows["gold after"].mean(),
+            "gold_stderr": float(np.sqrt((rows["gold stderr"] ** 2).sum()) / n),
+            "kl": rows["KL"].mean(),
+            "samples": int(rows["samples"].iloc[0]),
+            "prompts": int(rows["n"].iloc[0]),
+            "seeds": n,
+        }
+        if n > 1:
+            of_run["seeds_stderr"] = float(gain.std(ddof=1) / np.sqrt(n))
+        figures |= {f"train/{name}/{key}": value for key, value in of_run.items()}
+    return figures
+
+
+def fitted_exponent(tokens: Iterable[float], seconds: Iterable[float]) -> float:
+    """Exponent p of ``seconds ~ tokens^p`` by least squares on logarithms.
+
+    >>> round(fitted_exponent([16, 32, 64], [1.0, 4.0, 16.0]), 6)
+    2.0
+    """
+    slope, _ = np.polyfit(np.log(np.asarray(list(tokens), float)), np.log(np.asarray(list(seconds), float)), 1)
+    return float(slope)
+
+
+def mass_at_256(mass: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the document's K = 256, or of the largest K below it where the vocabulary is smaller."""
+    return mass[mass.K == min(256, mass.K.max())]
+
+
+def _parity(tables: Tables) -> dict[str, float]:
+    hops, course = tables["hops"], tables["parity"]
+    warm, cold = hops.iloc[:-2], hops.iloc[-2:]  # the last two rows are those at tau = 1
+    straight = warm[warm.estimator == "ste"].set_index(["policy", "hops"]).error
+    at_two = {policy: straight[policy, HOPS] for policy in ("untrained", "trained")}
+    return {
+        **{f"parity/{name}": value for name, value in tables["kl_at_start"].items()},
+        "parity/replay_rel_error_ste": max(at_two.values()),
+        **{f"parity/replay_rel_error_ste_{policy}": error for policy, error in at_two.items()},
+        **{f"parity/replay_rel_error_ste_tau1_hops{n}": error for n, error in zip(cold.hops, cold.error, strict=True)},
+        "parity/reward_max_abs_diff": (course.replay_reward - course.legacy_reward).abs().max(),
+        "parity/kl_max_abs_diff": (course.replay_kl - course.legacy_kl).abs().max(),
+        "parity/steps": len(course),
+        "parity/accumulation_rel_error": tables["accumulation"]["rel_error"],
+    }
+
+
+def _support(mass: pd.DataFrame) -> dict[str, float]:
+    at_256 = mass_at_256(mass).set_index("tau")
+    return {
+        **{f"support/top256_mass_tau{tau:g}": at_256.mass[tau] for tau in TAUS},
+        "support/positions": int(at_256.n.iloc[0]),
+        "support/texts": int(at_256.texts.iloc[0]),
+    }

@@ -1,0 +1,54 @@
+"""Experiment 6's tables: any order of measuring gives the same numbers, and times come from where a run keeps them."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from grade.errors import InputError
+from grade.experiments.exp6.measure import runs
+from grade.experiments.exp6.measure.tables import Measurements, Settings
+from grade.experiments.exp6.metrics import run_metrics
+
+
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    runs.toy_runs(folder, ["ste"])
+    return str(folder)
+
+
+def test_tables_do_not_depend_on_what_was_measured_before(runs_dir):
+    settings = Settings(runs_dir=runs_dir, parity_hops=[0, 2], parity_steps=2)
+    forwards, backwards = Measurements(settings), Measurements(settings)
+    names = ("kl_at_start", "hops", "parity", "kept")
+    first = {name: getattr(forwards, name)() for name in names}
+    last = {name: getattr(backwards, name)() for name in reversed(names)}
+    assert first["kl_at_start"] == last["kl_at_start"] and first["kl_at_start"]["kl_at_init_max"] <= 1e-6
+    for name in names[1:]:
+        pd.testing.assert_frame_equal(first[name], last[name])
+    errors = first["hops"].set_index(["policy", "tau", "estimator", "hops"]).error
+    assert errors["untrained", 2.0, "ste", 0] != errors["trained", 2.0, "ste", 0]
+    assert first["kept"].groupby("engine").bytes.min()["unrolled"] > first["kept"].bytes.min()
+
+
+def test_runs_are_read_without_their_times(runs_dir):
+    assert not [column for column in runs.curve_table(runs_dir) if "seconds" in column]
+    table = runs.run_table(runs_dir)
+    assert table.run.tolist() == ["ste-0"] and not [column for column in table if "seconds" in column]
+    assert set(runs.text_table(runs_dir, rows=2).run) == {"ste-0"}
+    figures = run_metrics(pd.concat([table, table.assign(run="ste-1")]))
+    assert figures["train/ste/seeds"] == 2 and figures["train/ste/seeds_stderr"] == 0
+    assert figures["train/ste/val_reward_after"] == pytest.approx(table["reward after"].iloc[0])
+
+
+def test_seconds_come_from_the_runs_timings_or_an_older_history(tmp_path):
+    for name in ("old-0", "new-0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "old-0" / "history.csv").write_text("step,samples,seconds\n0,0,0.0\n1,8,2.5\n")
+    (tmp_path / "new-0" / "history.csv").write_text("step,samples\n0,0\n1,8\n")
+    (tmp_path / "new-0" / "timings.csv").write_text("step,seconds\n0,0.0\n1,1.5\n")
+    table = runs.seconds_table(tmp_path)
+    assert table.groupby("run").seconds.max().to_dict() == {"new-0": 1.5, "old-0": 2.5}
+    with pytest.raises(InputError, match="runs_dir"):
+        runs.seconds_table(tmp_path / "none")

@@ -1,0 +1,34 @@
+"""The tutorial: short, every figure says its point, and its tiny model writes text that a person can read."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import torch
+
+from grade import decode, encode_prompts, generate, toy_task
+
+NOTEBOOK = nbformat.read(Path(__file__).parents[1] / "notebooks/tutorial.ipynb", as_version=4)
+CODE = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
+
+
+def test_it_has_at_most_twelve_code_cells_and_prose_between_them():
+    assert len(CODE) <= 12
+    assert len([cell for cell in NOTEBOOK.cells if cell.cell_type == "markdown"]) >= 8
+
+
+def test_every_figure_has_a_title_that_is_short():
+    for cell in CODE:
+        figures = cell.source.count("savefig(")
+        titles = re.findall(r'(?:suptitle\(|set\(title=)"([^"]+)"', cell.source)
+        assert len(titles) == figures and all(len(title) <= 60 for title in titles)
+
+
+def test_the_tiny_writer_writes_words_of_the_reviews():
+    task = toy_task(pretrain_steps=150)
+    policy = task.backbone
+    prompts = encode_prompts(policy.tokenizer, task.validation_prompts[:32], max_prompt_tokens=4)
+    ids, mask = generate(policy, prompts, 12, torch.Generator().manual_seed(0))
+    known = set(re.findall(r"\w+", " ".join(task.train_prompts)))
+    words = [w for i, m in zip(ids, mask, strict=True) for w in re.findall(r"\w+", decode(policy.tokenizer, i, m))]
+    assert len(words) > 200 and sum(word in known for word in words) > 0.9 * len(words)
