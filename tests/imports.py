@@ -4,6 +4,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import grade
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -29,6 +31,8 @@ def imported_modules(tree):
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 found.add(submodule if submodule in modules() else node.module)
+                if node.module == "grade":  # a public name is imported from its own module
+                    found.add(grade._PUBLIC.get(alias.name, "grade"))
     return found & set(modules())
 
 

@@ -14,6 +14,7 @@ on y_t. Per token, ``H_tok = E sum_t H_t / E L`` with L a completion's length, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.autograd.forward_ad as fwd
@@ -24,8 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from grade.entropy.functional import HiddenStates
 from grade.entropy.samples import Samples
 from grade.errors import InputError
-from grade.models.backbone import Backbone
 from grade.models.parameters import split_vector
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
 
 ROWS = 64
 """Rows of logits, with their tangents, computed at once."""

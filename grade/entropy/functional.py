@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from grade.entropy.samples import Samples
-from grade.models.backbone import Backbone
 from grade.models.parameters import split_vector, trained_parameters
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden, score_hidden
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
 
 
 class HiddenStates(nn.Module):

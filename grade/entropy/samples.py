@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
 
 
 @dataclass(frozen=True)

@@ -166,8 +166,8 @@ def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> s
     outputs = Path(outputs)
     parts = [
         f"# Results of profile `{profile}`",
-        "Generated from the metrics by the pipeline's last stage. ± is a standard error; *that of the paired difference* "
-        "is over prompts, before against after. Folders called `timings` hold "
+        "Generated from the metrics by the pipeline's last stage. ± is a standard error, over "
+        "prompts where a policy is compared before and after training. Folders called `timings` hold "
         "seconds, memory of the process, versions and commits.",
         "\n".join(_notebook_links(outputs, notebooks)),
         _claims(outputs),

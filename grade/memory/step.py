@@ -20,7 +20,6 @@ from transformers import PretrainedConfig
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.gradients.engines import make_engine
 from grade.gradients.estimators import RelaxationConfig, Support
 from grade.gradients.methods import RELAXED, EngineName, RelaxedName
 from grade.gradients.objective import Engine, Objective
@@ -191,6 +190,8 @@ class StepConfig(TracedConfig):
         if self.explicit_freeing:
             return partial(stepwise, options=replace(UNROLLED, drop_lists=True))
         layers = self.gradient_checkpointing and self.engine_name == "replay"  # unrolled: see `microbatch`
+        from grade.gradients.engines import make_engine  # here: settings are read without an engine
+
         return make_engine(self.engine_name, self.hops, gradient_checkpointing=layers)
 
     @property

@@ -247,7 +247,7 @@ class Backbone(nn.Module):
         if self.peft is None or self.dtype not in (torch.float32, torch.float64):
             yield
             return
-        layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
+        layers = [m for m in self.model.modules() if isinstance(m, LoraLayer) and not m.disable_adapters]
         originals = []
         try:
             with torch.no_grad():

@@ -10,10 +10,10 @@ from torch import Tensor
 from grade.errors import InputError
 from grade.models.decode_linear import SkinnyLinear
 from grade.models.noise import gumbel_noise
-from grade.models.prompts import PromptBatch
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
+    from grade.models.prompts import PromptBatch
 
 
 def forbid_eos(logits: Tensor, ids: Tensor | None, step: int | Tensor, min_new_tokens: int,

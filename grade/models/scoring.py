@@ -8,17 +8,19 @@ those of the distribution that *predicts* it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.models.backbone import Backbone
 from grade.models.head import entropy, kl_divergence, token_logps
-from grade.models.prompts import PromptBatch
 from grade.models.sampling import is_eos
 from grade.models.self_certainty import self_certainty
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+    from grade.models.prompts import PromptBatch
 
 
 @torch.no_grad()

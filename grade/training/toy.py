@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from grade.data.base_model import BackboneConfig, tiny_model, train_tokenizer
 from grade.data.reviews import Review
-from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
 from grade.models.prompts import prompt_text
@@ -88,6 +87,8 @@ def toy_task(
 
 def _writer(texts: list[str], steps: int, seed: int) -> tuple[PreTrainedModel, Any]:
     """A tiny model that has learned to write the texts, with a vocabulary that holds most of their words whole."""
+    from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows  # here: few toys are pre-trained
+
     config = PretrainConfig(
         vocab_size=500, hidden_size=64, intermediate_size=128, layers=2, context=32, steps=steps, warmup_steps=10,
         seed=seed,

@@ -126,7 +126,7 @@ def test_a_hugging_face_data_set_that_fails(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="source: got 'imdb, split train'.*ConnectionError: cannot reach the hub\\)"):
         prepare_reviews(DataConfig(source="imdb"), tmp_path, tmp_path / "out")
     monkeypatch.setitem(sys.modules, "datasets", None)  # what an import of a package that is not installed meets
-    with pytest.raises(InputError, match="package datasets installed"):
+    with pytest.raises(InputError, match="package datasets, installed"):
         prepare_reviews(DataConfig(source="imdb"), tmp_path, tmp_path / "out")
 
 

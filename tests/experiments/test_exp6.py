@@ -21,11 +21,12 @@ def runs_dir(tmp_path_factory):
 def test_tables_do_not_depend_on_what_was_measured_before(runs_dir):
     settings = Settings(runs_dir=runs_dir, parity_hops=[0, 2], parity_steps=2)
     forwards, backwards = Measurements(settings), Measurements(settings)
-    names = ("kl_at_start", "hops", "parity", "kept")
+    names = ("kl_at_start", "bytes", "hops", "parity", "kept")
     first = {name: getattr(forwards, name)() for name in names}
     last = {name: getattr(backwards, name)() for name in reversed(names)}
     assert first["kl_at_start"] == last["kl_at_start"] and first["kl_at_start"]["kl_at_init_max"] <= 1e-6
-    for name in names[1:]:
+    assert first["bytes"] == last["bytes"]
+    for name in ("hops", "parity", "kept"):
         pd.testing.assert_frame_equal(first[name], last[name])
     errors = first["hops"].set_index(["policy", "tau", "estimator", "hops"]).error
     assert errors["untrained", 2.0, "ste", 0] != errors["trained", 2.0, "ste", 0]

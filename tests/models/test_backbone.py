@@ -241,3 +241,18 @@ def test_dropout_must_be_off():
     want = backbone.hidden(embeds, prompts.mask)
     with backbone.checkpointed_layers(True):
         torch.testing.assert_close(backbone.hidden(embeds, prompts.mask), want)
+
+
+def test_the_reference_samples_from_the_base_and_not_from_the_adapter():
+    backbone, prompts = make_backbone(), make_prompts()
+    with torch.no_grad():
+        adapted = [p.clone() for p in backbone.trainable_parameters()]
+        for p in backbone.trainable_parameters():
+            p.zero_()
+        base = generate(backbone, prompts, 6, torch.Generator().manual_seed(0))[0]
+        for p, value in zip(backbone.trainable_parameters(), adapted, strict=True):
+            p.copy_(value)
+    policy = generate(backbone, prompts, 6, torch.Generator().manual_seed(0))[0]
+    with backbone.reference():
+        reference = generate(backbone, prompts, 6, torch.Generator().manual_seed(0))[0]
+    assert torch.equal(reference, base) and not torch.equal(policy, base)

@@ -112,8 +112,12 @@ class Measurements(Base[Settings]):
         return make_setting(*models, *sizes, tau=s.parity_tau)
 
     def _counted_setting(self) -> Setting:
-        s = self.settings
-        return make_setting(*self._trained(), 1, s.bytes_prompt_tokens, s.bytes_new_tokens, s.support_size)
+        s, models = self.settings, self._trained()
+        # transformers leaves a hook behind on the first use, after which prompts' embeddings are kept as well. With it
+        # in place from the start, the counts do not depend on the order of the tables.
+        with models[0].checkpointed_layers(True):
+            pass
+        return make_setting(*models, 1, s.bytes_prompt_tokens, s.bytes_new_tokens, s.support_size)
 
     def runs(self) -> pd.DataFrame:
         """Finished training runs; see `runs.run_table`."""
