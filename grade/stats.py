@@ -189,3 +189,13 @@ def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray) -> tuple[floa
     ratio = numerator.sum() / denominator.sum()
     rest = numerator - ratio * denominator
     return float(ratio), float(rest.std(ddof=1) / np.sqrt(len(rest)) / denominator.mean())
+
+
+def fitted_exponent(tokens: Iterable[float], seconds: Iterable[float]) -> float:
+    """Exponent p of ``seconds ~ tokens^p`` by least squares on logarithms.
+
+    >>> round(fitted_exponent([16, 32, 64], [1.0, 4.0, 16.0]), 6)
+    2.0
+    """
+    slope, _ = np.polyfit(np.log(np.asarray(list(tokens), float)), np.log(np.asarray(list(seconds), float)), 1)
+    return float(slope)

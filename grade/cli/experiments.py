@@ -13,7 +13,9 @@ from grade.cli.options import add_config_options
 from grade.config import read_yaml
 from grade.errors import InputError
 from grade.experiments.measured import measure_all
-from grade.pipeline.notebook import NotebookError, execute
+from grade.pipeline.notebook import NotebookError, default_parameters, execute
+
+RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
 
 
 def add_notebook_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +24,7 @@ def add_notebook_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", help="the executed copy")
     parser.add_argument("--params", action="append", default=[], metavar="FILE", help="YAML file of parameters")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="one parameter")
+    parser.add_argument("--runs", metavar="DIR", help=RUNS)
 
 
 def run_notebook(args: argparse.Namespace) -> None:
@@ -34,6 +37,8 @@ def run_notebook(args: argparse.Namespace) -> None:
         if not sign:
             raise InputError("--set", text, "NAME=VALUE")
         parameters[name] = yaml.safe_load(value)
+    if args.runs and "runs_dir" in default_parameters(args.notebook):
+        parameters["runs_dir"] = args.runs
     try:
         execute(args.notebook, args.output, parameters)
     except NotebookError as error:
@@ -48,6 +53,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="measured/ and timings/ are written here")
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file of its parameters")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one value over the files'")
+    parser.add_argument("--runs", metavar="DIR", help=RUNS)
 
 
 def run_measure(args: argparse.Namespace) -> None:
@@ -59,7 +65,9 @@ def run_measure(args: argparse.Namespace) -> None:
         if error.name is None or not name.startswith(error.name):
             raise  # a package that is missing, not the experiment
         raise InputError("experiment", args.experiment, "a folder of grade/experiments") from None
-    settings = module.Measurements.Settings.load(args.config, args.set)
+    known = module.Measurements.Settings
+    runs = [f"runs_dir={args.runs}"] if args.runs and "runs_dir" in known.model_fields else []
+    settings = known.load(args.config, [*args.set, *runs])
     if not sys.stderr.isatty():
         os.environ.setdefault("GRADE_PROGRESS", "0")
     measure_all(module.Measurements(settings), args.output_dir)

@@ -54,16 +54,21 @@ def trained(project, tmp_path_factory):
 
 def test_train_writes_adapter_history_metrics_and_samples(trained):
     assert sorted(p.name for p in trained.iterdir()) == [
-        "adapter", "checkpoints", "history.csv", "metrics.json", "samples.json"]  # fmt: skip
+        "adapter", "checkpoints", "history.csv", "metrics.json", "samples.json", "timings.csv",
+        "timings.json"]  # fmt: skip
     assert [p.name for p in (trained / "checkpoints").iterdir()] == ["step-2"]
     history = pd.read_csv(trained / "history.csv")
     assert history.step.tolist() == [0, 1, 2, 3] and history.samples.tolist() == [0, 4, 8, 12]
-    names = ["reward", "kl", "loss", "tau", "grad_norm", "residual", "seconds"]
+    names = ["reward", "kl", "loss", "tau", "grad_norm", "residual"]
     assert history[[f"train/{name}" for name in names]].iloc[1:].notna().all(None)
     assert history["val/reward_mean"].notna().tolist() == [True, False, True, True]
-    metrics = read_metrics(trained / "metrics.json")
+    times = pd.read_csv(trained / "timings.csv")  # apart: they differ from run to run
+    assert times.step.tolist() == [0, 1, 2, 3] and times.seconds.is_monotonic_increasing
+    assert not [column for column in history if "seconds" in column]
+    metrics, timings = read_metrics(trained / "metrics.json"), read_metrics(trained / "timings.json")
+    assert not [name for name in metrics if name.startswith("environment") or "seconds" in name]
     assert metrics["before/val/kl_max"] <= 1e-6 and metrics["after/val/kl"] > 0
-    assert metrics["gain/reward_n"] == 16 and metrics["seconds_per_step"] > 0 and metrics["peak_memory_bytes"] > 0
+    assert metrics["gain/reward_n"] == 16 and timings["seconds_per_step"] > 0 and timings["peak_memory_bytes"] > 0
     gain = metrics["after/val/reward_mean"] - metrics["before/val/reward_mean"]
     assert metrics["gain/reward"] == pytest.approx(gain, abs=1e-5)  # six significant digits
     assert [set(s) >= {"prompt", "before", "after", "before_gold"} for s in json.loads(

@@ -258,28 +258,38 @@ def test_verdicts_follow_the_measurements(claim, changes, expected):
     assert verdict(claim, **changes) == expected
 
 
-def test_claims_of_several_documents_are_joined_in_order(tmp_path, capsys):
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A profile's folder of results in a project of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "params/cpu").mkdir(parents=True)
+    suite = "profile: cpu\noutputs: outputs\nalone: {}\nexperiments: {}\n"
+    (tmp_path / "params/cpu/suite.yaml").write_text(suite)
+    (tmp_path / "outputs/b").mkdir(parents=True)
+    return tmp_path / "outputs"
+
+
+def test_claims_of_several_documents_are_joined_in_order(results, capsys):
     later = dataclasses.replace(ROW, seed="004", claim="b, c", verdict="partly")
-    write_claims(tmp_path / "b.csv", [later])
-    write_claims(tmp_path / "a.csv", [ROW, ROW])
-    files = [str(tmp_path / name) for name in ("b.csv", "a.csv")]
-    assert main(["claims", *files, "--output-dir", str(tmp_path / "out")]) == 0
-    joined = read_claims(tmp_path / "out" / "claims.csv")
+    write_claims(results / "a" / "claims.csv", [later])
+    write_claims(results / "b" / "claims.csv", [ROW, ROW])
+    assert main(["results"]) == 0
+    joined = read_claims(results / "claims.csv")
     assert [c.seed for c in joined] == ["000", "000", "004"] and joined[2].claim == "b, c"
-    text = (tmp_path / "out" / "claims.md").read_text()
+    text = (results / "claims.md").read_text()
     assert verdict_counts(joined) in text and to_markdown(joined) in text
     # columns: confirmed, refuted, partly, not testable
     assert verdict_counts(joined).splitlines()[2:] == ["| 000 | 0 | 2 | 0 | 0 |", "| 004 | 0 | 0 | 1 | 0 |"]
     assert "| 000 | 0 | 2 | 0 | 0 |" in capsys.readouterr().out
+    assert "| 000 | 0 | 2 | 0 | 0 |" in (results / "README.md").read_text()
 
 
 GUESSED = ",".join(COLUMNS) + "\n000,x,1,2,MB,guessed,partly,n\n"
 
 
-@pytest.mark.parametrize("content", [None, "", "seed,claim\n000,x\n", GUESSED])
-def test_a_file_that_holds_no_claims_is_refused_and_nothing_is_written(tmp_path, content, capsys):
-    if content is not None:
-        (tmp_path / "x.csv").write_text(content)
-    assert main(["claims", str(tmp_path / "x.csv"), "--output-dir", str(tmp_path / "out")]) == 2
+@pytest.mark.parametrize("content", ["", "seed,claim\n000,x\n", GUESSED])
+def test_a_file_that_holds_no_claims_is_refused_and_nothing_is_written(results, content, capsys):
+    (results / "b" / "claims.csv").write_text(content)
+    assert main(["results"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in results.iterdir()] == ["b"]

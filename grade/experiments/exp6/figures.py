@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from grade.errors import InputError
-from grade.experiments.exp6.metrics import fitted_exponent
 from grade.plotting import SERIES, color, marker, plain_log_ticks, require_columns
+from grade.stats import fitted_exponent
 
 _SMALLEST_MASS = 1e-6
 _MB = 1e6

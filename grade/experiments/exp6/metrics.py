@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import pandas as pd
 
 from grade.experiments.exp6.measure.tables import LAST_POSITION, TAUS, Settings
 from grade.experiments.measured import Tables
+from grade.stats import fitted_exponent
 
 HOPS = 2  # the feedback hops of the headline error, those of the training runs
 
@@ -95,16 +94,6 @@ def run_metrics(runs: pd.DataFrame) -> dict[str, float]:
             of_run["seeds_stderr"] = float(gain.std(ddof=1) / np.sqrt(n))
         figures |= {f"train/{name}/{key}": value for key, value in of_run.items()}
     return figures
-
-
-def fitted_exponent(tokens: Iterable[float], seconds: Iterable[float]) -> float:
-    """Exponent p of ``seconds ~ tokens^p`` by least squares on logarithms.
-
-    >>> round(fitted_exponent([16, 32, 64], [1.0, 4.0, 16.0]), 6)
-    2.0
-    """
-    slope, _ = np.polyfit(np.log(np.asarray(list(tokens), float)), np.log(np.asarray(list(seconds), float)), 1)
-    return float(slope)
 
 
 def mass_at_256(mass: pd.DataFrame) -> pd.DataFrame:
