@@ -19,8 +19,15 @@ from grade.results import replacing
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Unit of the system's peak resident memory: bytes on macOS, KiB on Linux."""
 
+KNOWN_WARNINGS = (
+    "ignore::FutureWarning:transformers.modeling_utils",  # of its own attribute, which peft reads
+    "ignore::UserWarning:peft.tuners.lora.layer",  # GPT-2's transposed weights, which it then handles
+)
+"""What pinned packages say in every process and no reader can change."""
+
 TIMINGS = "timings.json"
 """Seconds and peak memory of every stage the last time it ran, in the profile's folder of results."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -64,7 +71,7 @@ class Schedule:
             try:
                 while running or (todo and not self.code):
                     busy = todo | set(running.values())
-                    ready = [n for n in self._urgent_first(todo) if not self.stages[n].needs & busy]
+                    ready = [n for n in self._urgent_first(todo, timings) if not self.stages[n].needs & busy]
                     for name in ready[: 0 if self.code else self.jobs - len(running)]:
                         running[pool.submit(self._repro, name, timings)] = name
                         todo.remove(name)
@@ -88,14 +95,14 @@ class Schedule:
                 found.add(name)
         return found
 
-    def _urgent_first(self, todo: set[str]) -> list[str]:
-        """The longest chain of stages that wait for it decides; else the order of ``dvc.yaml``."""
-        depth: dict[str, int] = {}
+    def _urgent_first(self, todo: set[str], timings: Timings) -> list[str]:
+        """The longest chain of stages that starts here decides, in seconds of the last time they ran."""
+        chain: dict[str, float] = {}
         for name, stage in reversed(self.stages.items()):
-            depth.setdefault(name, 0)
+            chain[name] = chain.get(name, 0.0) + timings.seconds(name)
             for needed in stage.needs:
-                depth[needed] = max(depth.get(needed, 0), depth[name] + 1)
-        return sorted((name for name in self.stages if name in todo), key=lambda name: -depth[name])
+                chain[needed] = max(chain.get(needed, 0.0), chain[name])
+        return sorted((name for name in self.stages if name in todo), key=lambda name: -chain[name])
 
     def _repro(self, name: str, timings: Timings) -> int:
         started, number = time.monotonic(), self._announce(name)
@@ -141,6 +148,7 @@ class Schedule:
             # The workspace's own copy of the package, not an installed one.
             PYTHONPATH=os.pathsep.join(filter(None, [str(self.place), os.environ.get("PYTHONPATH")])),
             PYTHONUNBUFFERED="1",
+            PYTHONWARNINGS=",".join([os.environ.get("PYTHONWARNINGS", ""), *KNOWN_WARNINGS]).strip(","),
         )
         if self.jobs > 1:  # each has its share of the cores
             environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // self.jobs, 1)))
@@ -218,6 +226,10 @@ class Timings:
         seconds = max(sum(row["seconds"] for row in known) / jobs, max(row["seconds"] for row in known))
         memory = sum(sorted(row["peak_memory_bytes"] for row in known)[-jobs:]) / 2**30
         return f": about {duration(seconds)} with {jobs} at once, at most {memory:.1f} GiB of memory"
+
+    def seconds(self, name: str) -> float:
+        """What a stage took when it last ran; a second where that is not known."""
+        return self.known.get(name, {}).get("seconds", 1.0)
 
     def record(self, name: str, seconds: float, peak_memory_bytes: int) -> None:
         """Keep what a stage took, if it ran at all.
