@@ -48,12 +48,13 @@ def run_results(args: argparse.Namespace) -> None:
     """Write a profile's README.md, claims.csv, claims.md and headline.json."""
     suite = profile_values(Path(), args.profile, SUITE)
     outputs = Path(suite["outputs"])
-    claims = join_claims(outputs)
+    notebooks = suite["alone"] | suite["experiments"]
+    claims = join_claims(outputs, notebooks)
     write_claims(outputs / "claims.csv", claims)
     counts = verdict_counts(claims)
     texts = {
         "claims.md": f"# Claims of the source documents and verdicts\n\n{counts}\n{to_markdown(claims)}",
-        "README.md": report(outputs, args.profile, suite["alone"] | suite["experiments"]),
+        "README.md": report(outputs, args.profile, notebooks),
     }
     for name, text in texts.items():
         with replacing(outputs / name) as file:

@@ -53,11 +53,9 @@ def _training(run: str, reward: str) -> tuple[Row, ...]:
     key = f"train/{run}"
     return (
         Row(f"{run}, reward `{reward}`: held-out reward before", f"{key}/val_reward_before"),
-        Row(
-            "… after, ± that of the paired difference", f"{key}/val_reward_after", f"{key}/val_reward_stderr"
-        ),
+        Row("… after, ± of the paired difference", f"{key}/val_reward_after", f"{key}/val_reward_stderr"),
         Row("… gold judge before", f"{key}/gold_before"),
-        Row("… gold judge after, ± that of the paired difference", f"{key}/gold_after", f"{key}/gold_stderr"),
+        Row("… gold judge after, ± of the paired difference", f"{key}/gold_after", f"{key}/gold_stderr"),
         Row("… KL to the reference, nats a token", f"{key}/kl"),
         Row("… training samples", f"{key}/samples"),
     )
@@ -164,13 +162,14 @@ def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> s
         Markdown.
     """
     outputs = Path(outputs)
+    links = [*_notebook_links(outputs, notebooks)]
     parts = [
         f"# Results of profile `{profile}`",
-        "Generated from the metrics by the pipeline's last stage. ± is a standard error, over "
-        "prompts where a policy is compared before and after training. Folders called `timings` hold "
+        "Generated from the metrics by the pipeline's last stage. ± is a standard error; *of the "
+        "paired difference*: over prompts, before against after. Folders called `timings` hold "
         "seconds, memory of the process, versions and commits.",
-        "\n".join(_notebook_links(outputs, notebooks)),
-        _claims(outputs),
+        "\n".join(["Executed notebooks:", "", *links]) if links else "",
+        _claims(outputs, notebooks),
     ]
     parts += [_table(outputs, section) for section in SECTIONS]
     parts += [_methods(outputs, key) for key, notebook in notebooks.items() if notebook == "compare"]
@@ -178,20 +177,29 @@ def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> s
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def join_claims(outputs: str | Path) -> list[Claim]:
-    """The verdicts of every experiment of a profile, by document."""
-    files = sorted(Path(outputs).glob("*/claims.csv"))
-    return sorted((claim for file in files for claim in read_claims(file)), key=lambda claim: claim.seed)
+def join_claims(outputs: str | Path, notebooks: Mapping[str, str]) -> list[Claim]:
+    """The verdicts of a profile's experiments, by document.
+
+    Args:
+        outputs: The profile's folder of results.
+        notebooks: Keys of the experiments (folders) and the names of their notebooks. Of a notebook that runs in
+            several settings the one with its own name counts: one verdict for each claim.
+
+    Returns:
+        The claims.
+    """
+    files = [Path(outputs) / key / "claims.csv" for key, notebook in notebooks.items() if key == notebook]
+    return sorted((c for file in files if file.is_file() for c in read_claims(file)), key=lambda claim: claim.seed)
 
 
 def _notebook_links(outputs: Path, notebooks: Mapping[str, str]) -> Iterable[str]:
-    for key, notebook in notebooks.items():
+    for key, notebook in {"tutorial": "tutorial", **notebooks}.items():
         if (outputs / key / f"{notebook}.ipynb").is_file():
-            yield f"- [{key}]({key}/{notebook}.ipynb): the executed notebook"
+            yield f"- [{key}]({key}/{notebook}.ipynb)"
 
 
-def _claims(outputs: Path) -> str:
-    claims = join_claims(outputs)
+def _claims(outputs: Path, notebooks: Mapping[str, str]) -> str:
+    claims = join_claims(outputs, notebooks)
     if not claims:
         return ""
     return "## The documents' claims\n\nEvery claim with its figure: [claims.md](claims.md).\n\n" + verdict_counts(

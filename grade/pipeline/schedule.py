@@ -25,6 +25,9 @@ KNOWN_WARNINGS = (
 )
 """What pinned packages say in every process and no reader can change."""
 
+RAN_HERE = ".dvc/tmp/ran_here"
+"""Names of the stages that have run in this clone, below a folder that git ignores."""
+
 TIMINGS = "timings.json"
 """Seconds and peak memory of every stage the last time it ran, in the profile's folder of results."""
 
@@ -83,17 +86,29 @@ class Schedule:
         return self.code
 
     def _outdated(self) -> set[str]:
-        """Stages that have changed, and all that need them."""
+        """Stages that have changed or have never run in this clone, and all that need them.
+
+        A clone comes with the published results. To DVC they are up to date; whoever reproduces them wants them made.
+        """
         from dvc.repo import Repo
 
         if {"--force", "-f"} & set(self.options):
             return set(self.stages)
         with Repo(str(self.place)) as repo:
             found = {key.rpartition(":")[2] for key in repo.status()} & set(self.stages)
+        found |= set(self.stages) - self._ran_here()
         for name, stage in self.stages.items():  # those that are needed come first
             if stage.needs & found:
                 found.add(name)
         return found
+
+    def _ran_here(self) -> set[str]:
+        path = self.place / RAN_HERE
+        return set(path.read_text(encoding="utf-8").split()) if path.is_file() else set()
+
+    def _note_that_it_ran(self, name: str) -> None:
+        with replacing(self.place / RAN_HERE) as file:
+            file.write("\n".join(sorted(self._ran_here() | {name})) + "\n")
 
     def _urgent_first(self, todo: set[str], timings: Timings) -> list[str]:
         """The longest chain of stages that starts here decides, in seconds of the last time they ran."""
@@ -106,9 +121,10 @@ class Schedule:
 
     def _repro(self, name: str, timings: Timings) -> int:
         started, number = time.monotonic(), self._announce(name)
+        options = [*self.options, *([] if name in self._ran_here() else ["--force"])]
         process = subprocess.Popen(
             # Quiet: what is heard is the stage's own command.
-            [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "-q", "--single-item", *self.options, name],
+            [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "-q", "--single-item", *options, name],
             cwd=self.place,
             env=self._environment(),
             stdout=subprocess.PIPE,
@@ -124,6 +140,7 @@ class Schedule:
         seconds = time.monotonic() - started
         if code == 0 and not {"--dry"} & set(self.options):
             with self.printing:
+                self._note_that_it_ran(name)
                 timings.record(name, seconds, usage.ru_maxrss * MAXRSS_BYTES)
         word = "took" if code == 0 else "stopped after"
         self._print(f"[{number}/{len(self.stages)}] {name} {word} {duration(seconds)}")

@@ -263,3 +263,13 @@ def test_what_stages_take_is_known_before_they_run_again(meeting, capfd):
     timings.record("last", 1.0, 1)  # nothing but DVC's own second: not recorded
     timings.record("alone", 10.0, 5)
     assert set(json.loads((meeting / "outputs" / "timings.json").read_text())) == {"one", "two", "alone"}
+
+
+def test_published_results_are_made_again_once_in_every_clone(project, capfd):
+    assert run(project) == 0
+    (project / ".dvc/tmp/ran_here").unlink()  # as in a clone, where DVC finds every result up to date
+    capfd.readouterr()
+    assert run(project) == 0
+    assert capfd.readouterr().out.count("using the first version") == 2
+    assert run(project) == 0
+    assert "0 of 2 stages to run" in capfd.readouterr().out
