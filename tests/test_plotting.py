@@ -6,6 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from grade.errors import InputError
+from grade.gradients.methods import POLICY_GRADIENTS, RELAXED
 from grade.plotting import GIB, color, marker, plot_categories, plot_timelines
 
 BARS = pd.DataFrame(
@@ -64,3 +65,17 @@ def test_a_table_without_a_column_is_refused(axes):
         plot_categories(axes[0], BARS.drop(columns="category"))
     with pytest.raises(InputError, match="phase"):
         plot_timelines(axes, LINES.drop(columns="phase"))
+
+
+def test_every_method_has_a_colour_and_a_mark_of_its_own():
+    methods = [*RELAXED, *POLICY_GRADIENTS, "ste_trunk", "gumbel_trunk", "trl_grpo"]
+    assert len({color(name) for name in methods}) == len(methods)
+    # In print, where colours fade, no two of one figure look alike: marks differ within a family of methods.
+    for family in (RELAXED, POLICY_GRADIENTS):
+        assert len({marker(name) for name in family}) == len(family)
+
+
+def test_a_setting_has_its_methods_colour_and_an_unknown_name_is_an_error():
+    assert color("gumbel_rao_m8_tau1_hops0") == color("gumbel_rao") != color("gumbel")
+    with pytest.raises(InputError, match="name of a colour or mark: got 'stee'"):
+        color("stee")

@@ -51,7 +51,7 @@ def measure_all(measurements: Measurements, folder: str | Path, log: Callable[[s
     Args:
         measurements: An experiment's.
         folder: Its folder of results.
-        log: Told the name of each table before it is measured.
+        log: Receives the name of each table before it is measured.
     """
     folder = Path(folder)
     for name in (*measurements.tables, *measurements.timed):

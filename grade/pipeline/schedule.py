@@ -212,7 +212,7 @@ def duration(seconds: float) -> str:
 
 
 class Timings:
-    """How long each stage took and what memory it needed when it last ran: read, told in advance, written.
+    """How long each stage took and what memory it needed when it last ran: read, expected, recorded.
 
     A stage that DVC found up to date, or in its cache, after all is not recorded: it took a moment and says nothing.
     """

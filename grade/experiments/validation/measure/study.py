@@ -57,7 +57,7 @@ def coverage(
 
     X is the entropy's leave-one-out gradient, Y that of a reward (the share of token 1) over the same completions, as
     in the single-batch probe. Prompts are drawn from a finite population, over which the truth is enumerated. Gradients
-    of every completion of every prompt are had once; a repetition only draws.
+    of every completion of every prompt are computed once; a repetition only draws.
 
     Args:
         policy: A tiny policy.
