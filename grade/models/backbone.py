@@ -299,6 +299,9 @@ class Backbone(nn.Module):
         """
         if self.peft is None:
             raise InputError("adapter", None, "a backbone with a LoRA adapter")
+        for config in self.peft.peft_config.values():
+            if isinstance(config.target_modules, set):  # whose order changes from process to process, and with it the file
+                config.target_modules = sorted(config.target_modules)
         self.peft.save_pretrained(str(folder))
 
 

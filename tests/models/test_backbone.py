@@ -1,5 +1,6 @@
 """One base in three roles, for several families of models."""
 
+import json
 import shutil
 
 import pytest
@@ -256,3 +257,9 @@ def test_the_reference_samples_from_the_base_and_not_from_the_adapter():
     with backbone.reference():
         reference = generate(backbone, prompts, 6, torch.Generator().manual_seed(0))[0]
     assert torch.equal(reference, base) and not torch.equal(policy, base)
+
+
+def test_a_saved_adapter_is_the_same_file_in_every_process(tmp_path):
+    make_backbone().save_adapter(tmp_path)
+    targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(targets) and len(targets) > 1
