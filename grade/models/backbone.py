@@ -300,7 +300,7 @@ class Backbone(nn.Module):
         if self.peft is None:
             raise InputError("adapter", None, "a backbone with a LoRA adapter")
         for config in self.peft.peft_config.values():
-            if isinstance(config.target_modules, set):  # whose order changes from process to process, and with it the file
+            if isinstance(config.target_modules, set):  # its order, and so the file, changes from process to process
                 config.target_modules = sorted(config.target_modules)
         self.peft.save_pretrained(str(folder))
 
