@@ -123,7 +123,7 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
                 cwd=str(notebook.parent),
                 progress_bar=False,
                 coalesce_streams=True,  # else where a stream is cut depends on timing
-                extra_arguments=["--log-level=ERROR"],  # a kernel warns about its own transport each time
+                extra_arguments=["--log-level=CRITICAL"],  # a kernel warns of its transport, and of being stopped
             )
         _tidy(temporary)
         os.replace(temporary, output)
