@@ -6,7 +6,8 @@ import pytest
 from matplotlib.colors import to_hex
 
 from grade.errors import InputError
-from grade.gradients.methods import POLICY_GRADIENTS, RELAXED
+from grade.gradients.estimators import ESTIMATORS
+from grade.gradients.methods import POLICY_GRADIENTS
 from grade.plotting import GIB, color, marker, plot_categories, plot_timelines
 
 BARS = pd.DataFrame(
@@ -68,10 +69,11 @@ def test_a_table_without_a_column_is_refused(axes):
 
 
 def test_every_method_has_a_colour_and_a_mark_of_its_own():
-    methods = [*RELAXED, *POLICY_GRADIENTS, "ste_trunk", "gumbel_trunk", "trl_grpo"]
+    variants = ["ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk", "trl_grpo"]
+    methods = [*ESTIMATORS, *POLICY_GRADIENTS, *variants]
     assert len({color(name) for name in methods}) == len(methods)
     # In print, where colours fade, no two of one figure look alike: marks differ within a family of methods.
-    for family in (RELAXED, POLICY_GRADIENTS):
+    for family in (("ste", "gumbel", "gumbel_rao", "reinmax"), POLICY_GRADIENTS):
         assert len({marker(name) for name in family}) == len(family)
 
 

@@ -419,7 +419,7 @@ BAD = {
     "lambda without PPO": (dict(method="grpo", gae_lambda=0.5), "gae_lambda: got 0.5; allowed: only with ppo"),
     "epochs without a ratio": (dict(method="rloo", epochs=2), "epochs: got 2; allowed: only with grpo, ppo"),
     "groups of relaxed tokens": (dict(method="ste", num_generations=2), "num_generations: got 2; .* not with ste"),
-    "hops": (dict(method="rloo", hops=2), "hops: got 2; allowed: only with gumbel, ste, .* not with rloo"),
+    "hops": (dict(method="rloo", hops=2), "hops: got 2; allowed: only with .*gumbel, ste, .* not with rloo"),
     "tau": (dict(method="ppo", tau_start=1.0), "tau_start: got 1.0; .* not with ppo"),
     "an unknown method": (dict(method="rlo"), r"method: got 'rlo'; allowed: .*did you mean 'rloo'\?"),
     "lambda above one": (dict(method="ppo", gae_lambda=1.5), "gae_lambda: got 1.5; allowed: less than or equal to 1"),

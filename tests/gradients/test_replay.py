@@ -344,7 +344,7 @@ def test_completions_that_do_not_fit_are_refused(backbone, prompts, reward):
     for bad, message in (
         (lambda: run(ids + 18, ones), r"completion tokens: got \[23\]; allowed: ids of the policy's own .* 0 to 22"),
         (lambda: run(ended, ones), "completions: got 'a token after an end-of-sequence'"),
-        (lambda: run(ids, ones, estimator="gumbel"), "estimator: got 'gumbel'; allowed: ste"),
+        (lambda: run(ids, ones, estimator="gumbel"), "estimator: got 'gumbel'; allowed: .*ste"),
         (lambda: run(ended[:, :2], ones[:, :2], min_new_tokens=2), "completions: .* none before min_new_tokens = 2"),
     ):
         with pytest.raises(InputError, match=message):
@@ -361,7 +361,7 @@ def test_completions_that_do_not_fit_are_refused(backbone, prompts, reward):
 
 
 def test_only_the_replay_engine_has_the_new_estimators(backbone, prompts, reward):
-    with pytest.raises(InputError, match="estimator: got 'reinmax'; allowed: gumbel or ste"):
+    with pytest.raises(InputError, match="estimator: got 'reinmax'; allowed: .*gumbel or ste"):
         unrolled(backbone, prompts, Objective(reward), config(estimator="reinmax"), torch.Generator())
 
 

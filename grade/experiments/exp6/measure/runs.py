@@ -23,7 +23,7 @@ TOY_TRAINING = dict(max_steps=6, max_prompt_tokens=6, max_new_tokens=8, min_new_
                     kl_coef=0.01, eval_every=2, eval_prompts=32, final_eval_prompts=64, kl_eval_prompts=32)  # fmt: skip
 
 
-def load_adapter(backbone: Backbone, folder: str | Path) -> None:
+def overwrite_adapter(backbone: Backbone, folder: str | Path) -> None:
     """Copy a saved adapter's values into a backbone that has an adapter of the same shape.
 
     Args:

@@ -93,7 +93,7 @@ class Measurements(Base[Settings]):
 
     def _trained(self) -> tuple[Backbone, RewardModel, list[str]]:
         self._untrained_values  # noqa: B018 - kept before they are overwritten
-        runs.load_adapter(self.models[0], Path(self.runs_dir) / self.settings.trained_run / "adapter")
+        runs.overwrite_adapter(self.models[0], Path(self.runs_dir) / self.settings.trained_run / "adapter")
         return self.models
 
     @cached_property
