@@ -19,6 +19,7 @@ from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.head import kl_divergence
+from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch, encode_prompts, prompt_text
 from grade.rewards.model import RewardModel, load_reward
 from grade.training.toy import toy_reviews, toy_task
@@ -120,7 +121,7 @@ class Setting:
         self.backbone.zero_grad(set_to_none=True)
         generator = torch.Generator(self.backbone.device).manual_seed(self.seed)
         step = engine(self.backbone, self.prompts, self.objective, self.relaxation, generator)
-        grad = torch.cat([p.grad.flatten() for p in self.backbone.trainable_parameters()])
+        grad = flatten(p.grad for p in self.backbone.trainable_parameters())
         self.backbone.zero_grad(set_to_none=True)
         return step, grad
 

@@ -23,6 +23,7 @@ from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.head import token_logps
+from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden, score
 
@@ -169,7 +170,7 @@ def compare_options(
             start = time.perf_counter()
             ref = update(backbone, prompts, ids, option, kl_coef, stored)
             times.append(time.perf_counter() - start)
-        grad = torch.cat([p.grad.flatten() for p in parameters]).double()
+        grad = flatten(p.grad for p in parameters).double()
         expected = grad if expected is None else expected
         backbone.zero_grad(set_to_none=True)
 

@@ -15,6 +15,7 @@ from grade.experiments.setting import Setting
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.gradients.replay import replay
+from grade.models.parameters import flatten
 from grade.models.prompts import encode_prompts
 from grade.stats import tensor_spread
 from grade.training.config import TrainConfig
@@ -74,7 +75,7 @@ def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions:
             norms = torch.stack([p.grad.norm() for p in parameters])
             spread = tensor_spread(norms[norms > 0].unsqueeze(0))
         if i > 0:
-            rows.append(torch.cat([p.grad.flatten() for p in parameters]))
+            rows.append(flatten(p.grad for p in parameters))
     backbone.zero_grad(set_to_none=True)
     return torch.stack(rows), float(spread)
 

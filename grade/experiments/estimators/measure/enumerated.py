@@ -17,6 +17,7 @@ from grade.experiments.estimators.measure.moments import moments
 from grade.experiments.estimators.measure.rows import KL, Rows, Setting, Variant
 from grade.gradients.objective import Objective, sequence_mean
 from grade.models.backbone import Backbone
+from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 from grade.stats import Interval, interval
@@ -56,7 +57,7 @@ def exact_gradients(setting: Setting) -> dict[str, Tensor]:
     for name in [*setting.rewards, *([KL] if setting.kl else [])]:
         values = []
         for n in range(len(prompts)):
-            many = PromptBatch(prompts.ids[[n] * len(ids)], prompts.mask[[n] * len(ids)])
+            many = prompts[[n] * len(ids)]
             if name == KL:
                 values.append(_kl(backbone, many, ids, mask))
             else:
@@ -64,7 +65,7 @@ def exact_gradients(setting: Setting) -> dict[str, Tensor]:
                 values.append(objective.reward(backbone.embed(many.ids), many, backbone.embed(ids), mask).detach())
         expected = (probabilities * torch.stack(values)).sum(1).mean()
         grads = torch.autograd.grad(expected, backbone.trainable_parameters(), retain_graph=True)
-        found[name] = torch.cat([g.flatten() for g in grads])
+        found[name] = flatten(grads)
     return found
 
 

@@ -106,7 +106,7 @@ class Setting:
     def repeated(self) -> PromptBatch:
         """Each prompt G times, [B G, P]."""
         owner = torch.arange(len(self.prompts), device=self.prompts.ids.device).repeat_interleave(self.group)
-        return PromptBatch(self.prompts.ids[owner], self.prompts.mask[owner])
+        return self.prompts[owner]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from grade.memory.live import LiveTracker
 from grade.memory.saved import saved_bytes
 from grade.memory.step import Microbatch, TracedConfig, phase
 from grade.models.backbone import Backbone
-from grade.models.parameters import trained_parameters
+from grade.models.parameters import flatten, trained_parameters
 from grade.models.prompts import PromptBatch
 
 Way = Literal["whole", "chunked", "streamed"]
@@ -73,7 +73,7 @@ def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None
     sums = torch.cat(parts)
     c = entropy_coefficients(sums.detach().view(batch, group)) / batch
     grads = torch.autograd.grad((c.flatten() * sums).sum(), parameters)
-    return torch.cat([g.flatten() for g in grads])
+    return flatten(grads)
 
 
 def saved_by_log_probabilities(rows: int = 16, vocab: int = 4096) -> dict[str, float]:

@@ -108,7 +108,7 @@ def _completion_gradients(policy: Backbone, samples: Samples) -> Tensor:
     """``grad S`` of every completion [B, N, P]: one prompt at a time, each completion a "prompt" of one."""
     batch, n, length = samples.ids.shape
     owner = torch.arange(batch).repeat_interleave(n)
-    prompts = PromptBatch(samples.prompts.ids[owner], samples.prompts.mask[owner])
+    prompts = samples.prompts[owner]
     flat = Samples(prompts, samples.ids.reshape(-1, 1, length), samples.mask.reshape(-1, 1, length))
     (grads,) = prompt_gradients(policy, flat, [torch.ones(batch * n, 1)], microbatch=1)
     return grads.view(batch, n, -1)
