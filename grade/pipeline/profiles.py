@@ -123,7 +123,8 @@ def copy_results(workspace: Path, root: Path, outputs: str) -> None:
     target = root / outputs
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    results += sorted((workspace / outputs).glob("**/timings*"))  # in git as well, but nothing that DVC compares
+    results += sorted(path for path in (workspace / outputs).glob("*.*") if path.is_file())  # the page of results
+    results += sorted((workspace / outputs).glob("*/**/timings*"))  # in git as well, but nothing that DVC compares
     for source in results:
         copy = partial / source.relative_to(workspace / outputs)
         copy.parent.mkdir(parents=True, exist_ok=True)
