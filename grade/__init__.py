@@ -31,8 +31,10 @@ _PUBLIC = {
     "checkpointed": "grade.gradients.unrolled",
     "read_completions": "grade.gradients.completions",
     # a training run
+    "GradeTrainer": "grade.training.trainer",
+    "GradeConfig": "grade.training.config",
     "TrainConfig": "grade.training.config",
-    "train": "grade.training.loop",
+    "train": "grade.training.run",
     "load_task": "grade.training.load",
     "toy_task": "grade.training.toy",
     "evaluate": "grade.training.evaluate",

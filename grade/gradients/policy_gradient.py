@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grade.gradients import losses
-from grade.gradients.methods import PolicyGradientConfig, Returns
+from grade.gradients.methods import MethodConfig, Returns
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.head import wide
@@ -133,7 +133,7 @@ class PolicyGradient:
         backbone: Policy and reference.
     """
 
-    def __init__(self, config: PolicyGradientConfig, backbone: Backbone) -> None:
+    def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         self.config, self.backbone, self.method = config, backbone, config.policy_gradient
         self.means: list[float] = []
         self.value_head = ValueHead(backbone) if self.method.value_head else None
@@ -166,7 +166,7 @@ class PolicyGradient:
         return self._generate(prompts.repeat(self.config.group), generator)
 
     def _generate(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
-        most, least = self.config.max_new_tokens, self.config.min_new_tokens
+        most, least = self.config.max_completion_length, self.config.min_completion_length
         ids, mask = generate(self.backbone, prompts, most, generator, temperature, least)
         return Completions(prompts, ids, mask)
 
@@ -175,7 +175,7 @@ class PolicyGradient:
     ) -> list[GradientStep]:
         """`step` on completions that exist already."""
         self.figures = {}
-        scale, several = 1 / context.microbatches, self.config.passes * self.config.minibatches > 1
+        scale, several = 1 / context.microbatches, self.config.updates > 1
         if several or self.method.value_head:
             steps = self._update_often(microbatches, objective, context, scale)
         else:
@@ -250,7 +250,7 @@ class PolicyGradient:
 
     def _logps(self, hidden: Tensor, completions: Completions) -> Tensor:
         # Under the distribution that was sampled from: no end-of-sequence before min_new_tokens.
-        least = self.config.min_new_tokens
+        least = self.config.min_completion_length
         ids, mask = completions.ids, completions.mask
         return score_hidden(self.backbone, hidden, ids, mask, ("logps",), min_new_tokens=least).logps
 
@@ -297,7 +297,7 @@ class PolicyGradient:
         return whitened
 
     def _loss(self, logps: Tensor, kl: Tensor, seen: Experience, objective: Objective) -> Tensor:
-        mask, epsilon = seen.completions.mask, self.config.clip_epsilon
+        mask, epsilon = seen.completions.mask, self.config.epsilon
         if self.method.clipped:
             weighted = losses.clipped_surrogate(logps, seen.logps, seen.advantages, epsilon)
             self._note("clip_fraction", losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon))

@@ -12,6 +12,10 @@ vector-Jacobian product of the same graph with respect to its inputs. ``J`` is n
 ones), so ``hops = T`` is exact; ``hops = 0`` cuts the feedback. Each hop adds the influence that passes through one
 more generated token.
 
+A reward that reads tokens through its own embedding table (a classifier with the policy's vocabulary) receives
+``e_R = scale * sum_k y_k E_R[support_k]``. With ``r_R = -dR/de_R`` and ``D_R`` the derivative of ``e_R`` by ``h``, it
+adds ``D_R^T r_R`` to ``k`` and nothing to ``r``; rewards of both kinds add up.
+
 Policy tokens processed: P + T on the cache, then (P + T) x (forward + (hops + 1) vector-Jacobian products), linear in
 T, where re-running the prefix at each step takes sum_t (P + t). Kept for backward: one teacher-forced pass, or with
 ``gradient_checkpointing`` one input a layer.
@@ -31,6 +35,7 @@ from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.rollout import Rollout, condition, noise_given, sample
+from grade.models.embedding import EmbeddingTable
 from grade.models.head import kl_divergence, support_logits, token_logps, weighted_embedding
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
@@ -77,18 +82,21 @@ def replay(
 
     Raises:
         ValueError: If both a rollout and completions are given, or the completions' shapes do not fit.
-        InputError: If hops < 0, completions do not fit the policy, or a reward or the loss is not finite.
+        InputError: If hops < 0, a reward has no gradient, completions do not fit the policy, or a reward or the loss is
+            not finite.
     """
     if hops < 0:
         raise InputError("hops", hops, "at least 0")
+    objective.require_gradient(relaxation.estimator)
     if completions is not None:
         if rollout is not None:
             raise ValueError("replay takes a rollout or completions, not both")
         rollout = condition(backbone, prompts, *completions, relaxation, generator)
     rollout = rollout or sample(backbone, prompts, relaxation, generator)
     graph = ReplayGraph(backbone, rollout, gradient_checkpointing)
-    reward, r = graph.reward(objective)
+    reward, r, k_reward = graph.reward_adjoints(objective, relaxation)
     kl, k = graph.kl(objective.beta)
+    k = k if k_reward is None else k + k_reward
     mask = rollout.completion_mask
     loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
     check_finite(reward, loss)
@@ -126,9 +134,43 @@ class ReplayGraph:
             return self.backbone.hidden(*self.inputs)[:, self.first :]
 
     def reward(self, objective: Objective) -> tuple[Tensor, Tensor]:
-        """Rewards [B], and ``r = d(-mean R)/de`` [B, T, D]. Call it before using `h`, so only one graph is alive."""
-        reward = objective.reward(self.prompt_embeds, self.rollout.prompts, self.e, self.rollout.completion_mask)
-        return reward.detach(), torch.autograd.grad(-reward.mean(), self.e)[0]
+        """`reward_adjoints` of a reward that reads the policy's embeddings: rewards [B] and r [B, T, D]."""
+        reward, r, _ = self.reward_adjoints(objective, None)
+        return reward, r
+
+    def reward_adjoints(
+        self, objective: Objective, relaxation: RelaxationConfig | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rewards and their adjoints. Call it before using `h`, so only one graph is alive.
+
+        Args:
+            objective: The reward.
+            relaxation: Estimator and tau; only needed if the reward reads a table of its own.
+
+        Returns:
+            Rewards [B]; ``r = d(-mean R)/de`` [B, T, D], 0 if nothing reads the policy's embeddings; and
+            ``sum_R D_R^T r_R`` [B, T, D] over rewards with tables of their own, None without.
+        """
+        leaves: list[Tensor] = []  # e_R of each own table, in the order of `Objective.tables`
+
+        def own(table: EmbeddingTable) -> Tensor:
+            leaves.append(self._tokens_in(table, relaxation).requires_grad_())
+            return leaves[-1]
+
+        mask = self.rollout.completion_mask
+        reward = objective.reward(self.prompt_embeds, self.rollout.prompts, self.e, mask, own)
+        r, *others = torch.autograd.grad(-reward.mean(), [self.e, *leaves], materialize_grads=True)
+        reward, k = reward.detach(), None
+        for table, r_own in zip(objective.tables, others, strict=True):
+            part = self.pullback(self.rollout, relaxation, table)(r_own)
+            k = part if k is None else k + part
+        return reward, r, k
+
+    def _tokens_in(self, table: EmbeddingTable, relaxation: RelaxationConfig) -> Tensor:
+        """The completion's tokens [B, T, D_R] in another table: hard ones, or for `gumbel` the soft ones."""
+        if ESTIMATORS[relaxation.estimator].hard:
+            return table.embed(self.rollout.completion_ids)
+        return _relaxed(self.backbone, self.h.detach(), self.rollout, relaxation, table)
 
     def kl(self, beta: float) -> tuple[Tensor, Tensor]:
         """KL [B, T] (0 where masked) and ``k = d(beta * mean KL)/dh`` [B, T, D]."""
@@ -156,14 +198,15 @@ class ReplayGraph:
             logps = token_logps(self.backbone.head, leaf.flatten(0, 1), ids.flatten()).view(mask.shape) * mask
             return torch.autograd.grad(logps.sum(1) @ coefficients.to(logps), leaf)[0]
 
-    def pullback(self, rollout: Rollout, relaxation: RelaxationConfig) -> Pullback:
+    def pullback(self, rollout: Rollout, relaxation: RelaxationConfig, table: EmbeddingTable | None = None) -> Pullback:
         """``a -> D^T a``: from adjoints of relaxed embeddings [B, T, D] to adjoints of hidden states [B, T, D].
 
         Args:
             rollout: This graph's rollout, or one with the same hard tokens but other supports and noise.
             relaxation: Estimator and tau.
+            table: A reward's own table, [B, T, D_R] -> [B, T, D] then; None: the policy's.
         """
-        return _relaxation_pullback(self.backbone, self.h, rollout, relaxation)
+        return _relaxation_pullback(self.backbone, self.h, rollout, relaxation, table)
 
     def adjoint(
         self, r: Tensor, k: Tensor | float, pull: Pullback, hops: int, tolerance: float = 0.0
@@ -220,22 +263,32 @@ def _kl_and_gradient(
     return kl.detach(), k
 
 
-def _relaxation_pullback(backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig) -> Pullback:
-    leaf = h.detach().requires_grad_()
-    (batch, length, dim), k = h.shape, rollout.support.shape[-1]
+def _relaxed(
+    backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable | None = None
+) -> Tensor:
+    """Relaxed tokens in a table (default: the policy's) [B, T, D_R], differentiable in the hidden states."""
+    table = table or EmbeddingTable(backbone.embedding_weight, backbone.embedding_scale)
+    (batch, length, _), k = h.shape, rollout.support.shape[-1]
     # Each draw of the noise is a separate row with its own support: [B T M, K].
     draws = rollout.support.shape[2] if rollout.support.ndim == 4 else 1
     support, noise = rollout.support.reshape(-1, k), rollout.noise.reshape(-1, k)
     steps = torch.arange(length, device=h.device).repeat(batch).repeat_interleave(draws).unsqueeze(1)
+    rows = h.flatten(0, 1)
+    logits = support_logits(backbone.head, rows.repeat_interleave(draws, 0) if draws > 1 else rows, support)
+    logits = forbid_eos(logits, support, steps, config.min_new_tokens, backbone.eos_token_ids)
+    token = rollout.completion_ids.flatten()
+    y = ESTIMATORS[config.estimator].relax_given(logits, noise, support, token, config.tau)
+    e = weighted_embedding(table.weight, support, y).view(batch, length, draws, -1)
+    return e.mean(2) * table.scale
+
+
+def _relaxation_pullback(
+    backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable | None
+) -> Pullback:
+    leaf = h.detach().requires_grad_()
     with torch.enable_grad():
-        rows = leaf.flatten(0, 1)
-        logits = support_logits(backbone.head, rows.repeat_interleave(draws, 0) if draws > 1 else rows, support)
-        logits = forbid_eos(logits, support, steps, config.min_new_tokens, backbone.eos_token_ids)
-        token = rollout.completion_ids.flatten()
-        y = ESTIMATORS[config.estimator].relax_given(logits, noise, support, token, config.tau)
-        e = weighted_embedding(backbone.embedding_weight, support, y).view(batch, length, draws, dim)
-        e = e.mean(2) * backbone.embedding_scale
-    valid = rollout.completion_mask.unsqueeze(-1).to(h.dtype)
+        e = _relaxed(backbone, leaf, rollout, config, table)
+    valid = rollout.completion_mask.unsqueeze(-1).to(e.dtype)
 
     def pull(a: Tensor) -> Tensor:
         return torch.autograd.grad(e, leaf, a * valid, retain_graph=True)[0]

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
+from grade.models.embedding import EmbeddingTable
 from grade.models.head import kl_divergence, support_logits, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, forbid_eos, is_eos
@@ -86,19 +87,20 @@ def stepwise(
         The step's reward, KL and loss.
 
     Raises:
-        InputError: If the sequence is longer than the context, a reward or the loss is not finite, or only `replay`
-            supports the estimator.
+        InputError: If the sequence is longer than the context, a reward has no gradient, a reward or the loss is not
+            finite, or only `replay` supports the estimator.
     """
     if ESTIMATORS[relaxation.estimator].redraws:
         allowed = " or ".join(name for name, estimator in ESTIMATORS.items() if not estimator.redraws)
         raise InputError("estimator", relaxation.estimator, f"{allowed}; the others need the replay engine")
+    objective.require_gradient(relaxation.estimator)
     check_length(backbone, prompts.ids.shape[1] + relaxation.max_new_tokens)
     loop = _Loop(backbone, prompts, relaxation, generator, options)
     for step in range(relaxation.max_new_tokens):
         loop.step(step)
     mask = torch.stack(loop.masks, 1).long()
     e = loop.reward_embeds()
-    reward = objective.reward(loop.prompt_embeds, prompts, e, mask)
+    reward = objective.reward(loop.prompt_embeds, prompts, e, mask, loop.reward_embeds)
     kl = loop.kl() * mask
     loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
     check_finite(reward, loss)
@@ -204,9 +206,10 @@ class _Loop:
             new = prefix if not self.embeds else prefix[:, -1:]
             return self.backbone.decode(new, self.mask, self.ref_cache)[:, -1]
 
-    def reward_embeds(self) -> Tensor:
-        """Completion embeddings [B, T, D] for the reward model, from the soft tokens."""
-        table, scale = self.backbone.embedding_weight, self.backbone.embedding_scale
+    def reward_embeds(self, own: EmbeddingTable | None = None) -> Tensor:
+        """Completion embeddings [B, T, D] for the reward, from the soft tokens; in its own table if it has one."""
+        own = own or EmbeddingTable(self.backbone.embedding_weight, self.backbone.embedding_scale)
+        table, scale = own.weight, own.scale
         support, weights = torch.stack(self.supports, 1), torch.stack(self.weights, 1)  # [B, T, K]
         if self.options.reward_embedding == "bagged":
             e = weighted_embedding(table, support.flatten(0, 1), weights.flatten(0, 1))

@@ -60,6 +60,18 @@ def _additive(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
+_RealGenerator = torch.Generator
+
+
+class _Generator(torch.Generator):
+    """Generators that exist on meta too, where nothing is drawn from them (`grade.memory.nodata.NoData`)."""
+
+    device = torch.device("meta")
+
+    def __new__(cls, device: torch.device | str = "cpu") -> torch.Generator:
+        return super().__new__(cls) if torch.device(device).type == "meta" else _RealGenerator(device)
+
+
 class _SmallBags(TorchDispatchMode):
     """A bag's sum keeps one number per bag on a CPU; on CUDA and on meta it keeps one per index."""
 
@@ -89,6 +101,7 @@ def kernels_of(device: Device) -> Iterator[None]:
     with (
         patch.object(skinny, "DEVICES", ("cpu", "meta") if device == "cpu" else ()),
         patch.object(F, "scaled_dot_product_attention", on_meta_too),
+        patch.object(torch, "Generator", _Generator),
         patch.object(masking_utils, "is_tracing", lambda *_: True),
         _SmallBags() if device == "cpu" else contextlib.nullcontext(),
     ):

@@ -12,16 +12,15 @@ import contextlib
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from grade.errors import InputError
-from grade.memory.recall import call_on_meta
+from grade.memory.nodata import NoData
 from grade.memory.shapes import SHAPES, ModelShape
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
@@ -35,31 +34,6 @@ CONTEXT = {"Qwen3-4B": 40_960, "Qwen2.5-1.5B": 32_768, "Qwen2.5-3B": 32_768, "Qw
 TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2)  # fmt: skip
 """The model ``tiny``: traced in a second, for tests and the notebooks' defaults."""
-
-
-class NoData(TorchDispatchMode):
-    """Lets code whose memory does not depend on data run on tensors without data (meta or fake).
-
-    A check (``if finite``, ``if any alive``) is true and a step count is 1, as in a step without error; random numbers
-    need no generator; copies to the CPU are zeros. Any other read of a value fails, because memory would then depend on
-    data.
-
-    Outputs of operators on ``meta`` tensors are cached (`grade.memory.recall`).
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
-        if func is torch.ops.aten._local_scalar_dense.default:
-            if args[0].dtype == torch.bool:
-                return True
-            if args[0].dtype.is_floating_point:
-                return 1.0
-        if func is torch.ops.aten.exponential_.default:
-            return args[0]
-        kwargs = kwargs or {}
-        leaves = func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
-        if leaves and args[0].device.type == "meta":
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        return call_on_meta(func, args, kwargs)
 
 
 def model_config(name: str) -> PretrainedConfig:

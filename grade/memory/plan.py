@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from grade.errors import InputError
+from grade.gradients.methods import OPTIONS
 from grade.memory.live import Category
 from grade.memory.models import build_backbone, model_config, with_layers
 from grade.memory.step import StepConfig, TracedConfig
@@ -139,7 +140,8 @@ def plan(
         config: The step.
         budget: Bytes.
         overhead: Bytes that the trace leaves out (context, fragmentation), subtracted from the budget.
-        quantities: What to vary. Hops cost time, not memory: they fit up to T - 1 or not at all.
+        quantities: What to vary. A batch grows by whole groups. Hops cost time, not memory: they fit up to T - 1 or
+            not at all.
         most: Largest batch to consider.
         tracer: Traces a configuration.
 
@@ -151,11 +153,11 @@ def plan(
     """
     room = budget - overhead
     quantities = tuple(q for q in quantities if q != "hops" or getattr(config, "engine_name", "") == "replay")
-    smallest = tracer(changed(config, batch_size=1, max_new_tokens=1))
+    smallest = tracer(changed(config, batch_size=config.batch_unit, max_new_tokens=1))
     fixed = smallest.peak - smallest.step_bytes
     if room < fixed:
         raise InputError("fits", f"{budget} bytes", f"at least {fixed + overhead} bytes: weights, adapter, optimizer")
-    context = getattr(model_config(config.model), "max_position_embeddings", None) or LARGEST
+    context = config.longest(model_config(config.model)) or LARGEST + config.prompt_tokens
     limits = {
         "batch_size": most,
         "max_new_tokens": min(LARGEST, context - config.prompt_tokens),
@@ -163,8 +165,8 @@ def plan(
     }
     fits = []
     for quantity in quantities:
-        low = 0 if quantity == "hops" else 1
-        value, peak = _largest(config, quantity, low, limits[quantity], room, tracer)
+        low, unit = 0 if quantity == "hops" else 1, config.batch_unit if quantity == "batch_size" else 1
+        value, peak = _largest(config, quantity, low, max(limits[quantity] // unit, low), room, tracer, unit)
         fits.append(Fit(quantity, value, peak))
     return fits
 
@@ -175,18 +177,23 @@ def changed(config: TracedConfig, **values: Any) -> TracedConfig:
 
 
 def _largest(
-    config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer: Callable[[TracedConfig], Trace]
-) -> tuple[int | None, int]:
-    """Largest value in [low, high] whose peak is at most ``room``; peaks grow almost linearly with the value.
+    config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer: Callable[[TracedConfig], Trace],
+    unit: int = 1,
+) -> tuple[int | None, int]:  # fmt: skip
+    """Largest multiple of ``unit``, low to high times, whose peak is at most ``room``; peaks grow almost linearly.
 
     So each trial is where the line through two known points meets the budget; every third one bisects instead.
     """
-    known = {low: tracer(changed(config, **{quantity: low})).peak}
+
+    def peak(multiple: int) -> int:
+        return tracer(changed(config, **{quantity: multiple * unit})).peak
+
+    known = {low: peak(low)}
     if known[low] > room:
         return None, known[low]
     good, bad, before, trial = low, high + 1, low, low + 1  # the largest that fits, the smallest that does not
     while bad - good > 1:
-        known[trial] = tracer(changed(config, **{quantity: trial})).peak
+        known[trial] = peak(trial)
         if known[trial] <= room:
             before, good = good, trial
         else:
@@ -197,7 +204,7 @@ def _largest(
         if bad in known and len(known) % 3 == 0:
             guess = (good + bad) // 2
         trial = min(max(guess, good + 1), bad - 1)
-    return good, known[good]
+    return good * unit, known[good]
 
 
 def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig], Trace] = trace) -> list[Change]:
@@ -211,11 +218,22 @@ def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig
     Returns:
         Changes that save memory.
     """
+    changes = []
+    for name, update in _options(config).items():
+        peak = tracer(changed(config, **update)).peak
+        if peak < base.peak:
+            changes.append(Change(name, peak, base.peak - peak))
+    return sorted(changes, key=lambda change: -change.saved)
+
+
+def _options(config: StepConfig) -> dict[str, dict[str, Any]]:
+    """Single changes of a step that could save memory, by name."""
     engine, lean = config.engine_name, dict(gradient_checkpointing=False, explicit_freeing=False)
+    half, share = config.batch_size // 2, 2 * config.minibatches
     # name: whether it would be a change, and the change
     options: dict[str, tuple[bool, dict[str, Any]]] = {
         "one base in three roles": (config.base_copies > 1, dict(base_copies=1)),
-        "engine replay": (engine != "replay", dict(engine="replay", **lean)),
+        "engine replay": (engine in ("unrolled", "checkpointed"), dict(engine="replay", **lean)),
         "engine checkpointed": (engine == "unrolled", dict(engine="checkpointed", **lean)),
         "gradient checkpointing": (
             engine != "checkpointed" and not config.gradient_checkpointing, dict(gradient_checkpointing=True),
@@ -223,14 +241,15 @@ def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig
         "bfloat16 base": (config.dtype == "float32", dict(dtype="bfloat16")),
         "LoRA instead of all weights": (config.adapter == "full", dict(adapter="lora")),
         "fused attention (sdpa)": (config.attention == "eager", dict(attention="sdpa")),
-        "reward on the embedding table": (config.reward == "trunk", dict(reward="bag")),
-        "a support of 256 tokens": (not 0 < config.gumbel_topk <= 256, dict(gumbel_topk=256)),
-        "half the batch": (config.batch_size > 1, dict(batch_size=config.batch_size // 2)),
+        "reward on the embedding table": (config.reward != "bag", dict(reward="bag")),
+        "a support of 256 tokens": (
+            engine is not None and not 0 < config.gumbel_topk <= 256, dict(gumbel_topk=256),
+        ),
+        "KL from the sampled tokens (k3)": (engine is None and config.kl_estimator == "exact", dict(kl_estimator="k3")),
+        f"{share} minibatches": (
+            config.method in OPTIONS["minibatches"] and config.batch_size % share == 0, dict(minibatches=share),
+        ),
+        "half the batch": (half > 0 and half % config.batch_unit == 0, dict(batch_size=half)),
         "half the completion": (config.max_new_tokens > 1, dict(max_new_tokens=config.max_new_tokens // 2)),
     }  # fmt: skip
-    changes = []
-    for name, (differs, update) in options.items():
-        peak = tracer(changed(config, **update)).peak if differs else base.peak
-        if peak < base.peak:
-            changes.append(Change(name, peak, base.peak - peak))
-    return sorted(changes, key=lambda change: -change.saved)
+    return {name: update for name, (differs, update) in options.items() if differs}

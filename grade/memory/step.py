@@ -1,12 +1,14 @@
 """One optimizer step to trace or to measure: its settings, and the trainers' own code on a backbone without a task.
 
-All code that allocates is the trainers': `grade.gradients`, the reward models, AdamW. Prompts and the reward head are
-random, as memory does not depend on values. Policy-gradient steps are in `grade.memory.policy_step`.
+All code that allocates is the trainers': `grade.gradients`, the reward models, AdamW. Prompts and weights are random,
+as memory does not depend on values. `StepConfig` is a step of any training method; other subclasses of `TracedConfig`
+are steps that experiments compare with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,19 +23,27 @@ from transformers import PretrainedConfig
 from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig, Support
-from grade.gradients.methods import RELAXED, EngineName, RelaxedName
+from grade.gradients.methods import METHODS, OPTIONS, POLICY_GRADIENTS, RELAXED, EngineName, MethodConfig, MethodName
 from grade.gradients.objective import Engine, Objective
+from grade.gradients.policy_gradient import PolicyGradient, StepContext
 from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.live import Category, LiveTracker
 from grade.memory.models import Adapter, build_backbone
+from grade.memory.nodata import has_data
+from grade.memory.reward import PREFIX, RewardSpec, make_reward, reward_context
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length
-from grade.rewards.model import HeadSettings, RewardKind, RewardModel
 
 Microbatch = Callable[[LiveTracker | None], None]
 """Adds one microbatch's gradient; a tracker, if there is one, is told which phase runs."""
+
+Program = Callable[[LiveTracker | None, Callable[[], None]], None]
+"""A whole step: adds gradients and calls the function it is given wherever an update of the parameters is due."""
+
+_MOMENTS = torch.tensor([2.0, 0.0, 2.0], dtype=torch.float64)
+"""Count, sum and sum of squares of two values that can be whitened."""
 
 
 @dataclass
@@ -43,34 +53,34 @@ class Step:
     Attributes:
         backbone: Policy and reference.
         optimizer: AdamW with its state, as in every step of a run but the first.
-        microbatch: Run ``microbatches`` times.
-        microbatches: Gradient accumulation steps.
-        others: Further modules that stay in memory: a reward model.
+        program: The step's code.
+        others: Further modules that stay in memory: a reward model, a value head.
         copies: Further copies of the base, which only take up memory.
     """
 
     backbone: Backbone
     optimizer: torch.optim.AdamW
-    microbatch: Microbatch
-    microbatches: int
+    program: Program
     others: list[nn.Module]
     copies: list[Tensor]
 
     def run(self, tracker: LiveTracker | None = None) -> None:
-        """Gradients of every microbatch, clipping and the optimizer's step, as `grade.training.loop` does them.
+        """Gradients, clipping and the optimizer's updates, as in training.
 
         Args:
             tracker: Is told which phase runs and what tensors are for.
         """
-        parameters = self.backbone.trainable_parameters()
+
+        def apply() -> None:
+            with phase(tracker, "optimizer"):
+                for group in self.optimizer.param_groups:
+                    torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+                self.optimizer.step()
+            if tracker:
+                tracker.tag((p.grad for group in self.optimizer.param_groups for p in group["params"]), "gradients")
+
         self.optimizer.zero_grad(set_to_none=True)
-        for _ in range(self.microbatches):
-            self.microbatch(tracker)
-        with phase(tracker, "optimizer"):
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            self.optimizer.step()
-        if tracker:
-            tracker.tag((p.grad for p in parameters), "gradients")
+        self.program(tracker, apply)
         self.optimizer.zero_grad(set_to_none=True)
 
     def existing(self) -> dict[Category, list[Tensor]]:
@@ -117,9 +127,29 @@ class TracedConfig(Config):
         check_length(backbone, self.prompt_tokens + self.max_new_tokens)
         return backbone, []
 
+    @property
+    def batch_unit(self) -> int:
+        """What ``batch_size`` is a multiple of."""
+        return 1
+
+    def longest(self, model: PretrainedConfig) -> int | None:
+        """Prompt and completion, in tokens, that the models of the step can read; None if there is no limit."""
+        return getattr(model, "max_position_embeddings", None)
+
     @abstractmethod
     def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:
         """The code that adds one microbatch's gradient."""
+
+    def program(self, backbone: Backbone, others: list[nn.Module]) -> tuple[Program, list[nn.Module]]:
+        """The step's code, and modules beside the backbone that are trained."""
+        microbatch = self.microbatch(backbone, others)
+
+        def run(tracker: LiveTracker | None, apply: Callable[[], None]) -> None:
+            for _ in range(self.gradient_accumulation_steps):
+                microbatch(tracker)
+            apply()
+
+        return run, []
 
     def make_step(self, backbone: Backbone, others: list[nn.Module]) -> Step:
         """The step on real tensors or on tensors without data.
@@ -131,21 +161,29 @@ class TracedConfig(Config):
         Returns:
             The step, its optimizer state filled.
         """
-        parameters = backbone.trainable_parameters()
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0)
-        for parameter in parameters:
+        program, trained_too = self.program(backbone, others)
+        groups = [backbone.trainable_parameters(), *(list(module.parameters()) for module in trained_too)]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, weight_decay=0.0)
+        for parameter in (p for group in groups for p in group):
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        trained = {id(p) for p in parameters}
+        trained = {id(p) for p in groups[0]}
         base = [p for p in backbone.parameters() if self.adapter == "full" or id(p) not in trained]
         copies = [torch.empty_like(p, requires_grad=False) for _ in range(self.base_copies - 1) for p in base]
-        run = self.microbatch(backbone, others)
-        return Step(backbone, optimizer, run, self.gradient_accumulation_steps, others, copies)
+        return Step(backbone, optimizer, program, [*others, *trained_too], copies)
 
-    def prompts(self, backbone: Backbone) -> PromptBatch:
-        """Random prompts, one of them padded: transformers drops the mask of a batch without padding."""
-        shape = (self.batch_size, self.prompt_tokens)
+    def prompts(self, backbone: Backbone, count: int | None = None) -> PromptBatch:
+        """Random prompts, one of them padded: transformers drops the mask of a batch without padding.
+
+        Args:
+            backbone: Its vocabulary and device.
+            count: How many; ``batch_size`` by default.
+
+        Returns:
+            Prompts of P tokens.
+        """
+        shape = (count or self.batch_size, self.prompt_tokens)
         ids = torch.randint(backbone.vocab_size, shape, generator=generator_on(backbone), device=backbone.device)
         mask = torch.ones_like(ids)
         if self.prompt_tokens > 1:
@@ -160,30 +198,75 @@ class TracedConfig(Config):
 
 
 class StepConfig(TracedConfig):
-    """A step of a relaxed method, with any engine."""
+    """A step of any training method: relaxed ones with any engine, and policy gradients."""
 
-    method: RelaxedName = Field("ste", description="training method")
+    method: MethodName = Field("ste", description=f"training method: {', '.join(METHODS)}")
     engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
     hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
     support: Support = Field("perturbed_top_k", description="top_k or perturbed_top_k")
     gumbel_topk: int = Field(256, ge=0, description="size K of a token's support; 0 = the full vocabulary")
     explicit_freeing: bool = Field(False, description="drop each step's dense tensors at once (unrolled)")
+    num_generations: int | None = Field(
+        None, ge=1, description="policy gradients: completions of a prompt, G; a batch that is not given is one group"
+    )
+    kl_estimator: Literal["exact", "k3"] = Field("exact", description="policy gradients: KL of the vocabulary, or k3")
+    num_iterations: int | None = Field(None, ge=1, description="grpo, ppo: passes over a step's completions")
+    minibatches: int = Field(1, ge=1, description="grpo, ppo: updates in a pass, each on a share of every microbatch")
+    self_certainty_reward: bool = Field(False, description="grpo: the policy's self-certainty is the reward")
     kl_coef: float = Field(0.1, ge=0, description="weight beta of KL")
-    reward: RewardKind = Field("bag", description="bag: reward on the embedding table; trunk: on the transformer")
+    reward: RewardSpec = Field("bag", description="bag: on the embedding table; trunk: on the transformer; "
+                               "hf:<id or folder>: a sequence classifier")  # fmt: skip
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for option, methods in OPTIONS.items():
+            field = type(self).model_fields.get(option)
+            if option == "gradient_checkpointing" or field is None or self.method in methods:
+                continue
+            if getattr(self, option) != field.default:
+                allowed = f"only with {', '.join(methods)}, not with {self.method}"
+                raise InputError(option, getattr(self, option), allowed)
+        if self.policy_gradient and self.engine != "auto":
+            raise InputError("engine", self.engine, f"auto for {self.method}: a policy gradient has no engine")
         if self.gradient_checkpointing and self.engine_name == "checkpointed":
             raise InputError("gradient_checkpointing", True, "false for the engine checkpointed: it keeps a cache")
         if self.explicit_freeing and self.engine_name != "unrolled":
-            allowed = f"false for the engine {self.engine_name}: it keeps nothing that it does not need"
-            raise InputError("explicit_freeing", True, allowed)
+            name = f"engine {self.engine_name}" if self.engine_name else f"method {self.method}"
+            raise InputError("explicit_freeing", True, f"false for the {name}: it keeps nothing that it does not need")
+        if "batch_size" not in self.model_fields_set:
+            self.__dict__["batch_size"] = self.batch_unit  # validated: a frozen config has no other way
+        if self.batch_size % self.batch_unit:
+            allowed = f"a multiple of {self.batch_unit} ({self._settings.group} completions of a prompt"
+            allowed += f", {self.minibatches} minibatches)" if self.minibatches > 1 else ")"
+            raise InputError("batch_size", self.batch_size, allowed)
         return self
 
     @property
-    def engine_name(self) -> EngineName:
-        """The engine that runs."""
+    def policy_gradient(self) -> bool:
+        """Whether the method is a policy gradient; otherwise it is relaxed and has an engine."""
+        return self.method in POLICY_GRADIENTS
+
+    @property
+    def batch_unit(self) -> int:
+        """What ``batch_size`` is a multiple of: whole groups, and an equal share for every minibatch."""
+        return math.lcm(self._settings.group, self.minibatches)
+
+    @property
+    def engine_name(self) -> EngineName | None:
+        """The engine that runs; None for a policy gradient."""
+        if self.policy_gradient:
+            return None
         return RELAXED[self.method].engine if self.engine == "auto" else self.engine
+
+    @property
+    def _settings(self) -> MethodConfig:
+        """The trainers' settings of a policy gradient; a relaxed method has none of them here."""
+        return MethodConfig(
+            method=self.method, max_completion_length=self.max_new_tokens, num_generations=self.num_generations,
+            kl_estimator=self.kl_estimator, num_iterations=self.num_iterations, minibatches=self.minibatches,
+            self_certainty_reward=self.self_certainty_reward,
+            gradient_checkpointing=self.gradient_checkpointing and self.policy_gradient,
+        )  # fmt: skip
 
     def make_engine(self) -> Engine:
         """The engine with its settings."""
@@ -197,9 +280,13 @@ class StepConfig(TracedConfig):
     @property
     def headline(self) -> str:
         """The configuration in one line."""
-        engine = self.engine_name + (f", {self.hops} hops" if self.engine_name == "replay" else "")
+        how, updates = self.engine_name, self._settings.updates
+        if how is None:
+            how = f"G={self._settings.group}, {updates} update{'s' if updates > 1 else ''}"
+        elif how == "replay":
+            how = f"replay, {self.hops} hops"
         parts = [
-            f"{self.model}, {self.method} ({engine}): B={self.batch_size} P={self.prompt_tokens} "
+            f"{self.model}, {self.method} ({how}): B={self.batch_size} P={self.prompt_tokens} "
             f"T={self.max_new_tokens}, {self.dtype}, {self.adapter}, {self.attention}"
         ]
         if self.gradient_accumulation_steps > 1:
@@ -211,6 +298,8 @@ class StepConfig(TracedConfig):
                 parts.append(name.replace("_", " "))
         if self.base_copies > 1:
             parts.append(f"{self.base_copies} copies of the base")
+        if self.reward.startswith(PREFIX):
+            parts.append(f"reward {self.reward}")
         return ", ".join(parts)
 
     def relaxation(self) -> RelaxationConfig:
@@ -222,20 +311,19 @@ class StepConfig(TracedConfig):
 
     def build(self, model: PretrainedConfig, device: str = "meta") -> tuple[Backbone, list[nn.Module]]:  # noqa: D102
         backbone, _ = super().build(model, device)
-        self.relaxation().check(backbone.vocab_size)
-        settings = HeadSettings(hidden=64 if self.reward == "trunk" else 0)
-        return backbone, [RewardModel(self.reward, backbone, settings).requires_grad_(False)]
+        if not self.policy_gradient:
+            self.relaxation().check(backbone.vocab_size)
+        length = self.prompt_tokens + self.max_new_tokens
+        return backbone, [make_reward(self.reward, backbone, length, None if self.policy_gradient else self.method)]
+
+    def longest(self, model: PretrainedConfig) -> int | None:  # noqa: D102
+        contexts = (super().longest(model), reward_context(self.reward))
+        return min((n for n in contexts if n), default=None)
 
     def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
         engine, relaxation, scale = self.make_engine(), self.relaxation(), 1 / self.gradient_accumulation_steps
-        reward_model, prompts = others[0], self.prompts(backbone)
+        objective, prompts = Objective(others[0], self.kl_coef), self.prompts(backbone)
         layers = self.gradient_checkpointing and self.engine_name == "unrolled"  # replay has a switch of its own
-
-        def reward(embeds: Tensor, mask: Tensor) -> Tensor:
-            with backbone.phase("reward"), _plain_layers(backbone):
-                return reward_model(embeds, mask)
-
-        objective = Objective(reward, self.kl_coef)
 
         def run(tracker: LiveTracker | None) -> None:
             with backbone.watched_by(tracker), self.casting(backbone), backbone.checkpointed_layers(layers):
@@ -243,26 +331,31 @@ class StepConfig(TracedConfig):
 
         return run
 
+    def program(self, backbone: Backbone, others: list[nn.Module]) -> tuple[Program, list[nn.Module]]:  # noqa: D102
+        if not self.policy_gradient:
+            return super().program(backbone, others)
+        learner, objective = PolicyGradient(self._settings, backbone), Objective(others[0], self.kl_coef)
+        prompts = self.prompts(backbone, self.batch_size // self._settings.group)
+        context = partial(StepContext, self.gradient_accumulation_steps, total=_total)
+
+        def run(tracker: LiveTracker | None, apply: Callable[[], None]) -> None:
+            with backbone.watched_by(tracker), self.casting(backbone):
+                microbatches = ((prompts, generator_on(backbone)) for _ in range(self.gradient_accumulation_steps))
+                learner.step(microbatches, objective, context(apply))
+
+        return run, [learner.value_head] if learner.value_head is not None else []
+
+
+def _total(values: Tensor) -> Tensor:
+    """The sum over one process. Moments without data, which PPO reads, stand for values that can be whitened."""
+    return values if has_data(values) or values.ndim == 0 else _MOMENTS
+
 
 def generator_on(backbone: Backbone) -> torch.Generator:
-    """A generator on a backbone's device; for meta, which has none, on the CPU."""
-    device = backbone.device
-    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(0)
+    """A generator on a backbone's device; for meta within `grade.memory.kernels.kernels_of` only."""
+    return torch.Generator(backbone.device).manual_seed(0)
 
 
 def phase(tracker: LiveTracker | None, name: str) -> contextlib.AbstractContextManager[None]:
     """A context that names a phase to the tracker, if there is one."""
     return tracker.during(name) if tracker else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _plain_layers(backbone: Backbone) -> Iterator[None]:
-    """Layers without checkpointing: a reward's pass has the adapter off but would be recomputed with it on."""
-    layers = [m for m in backbone.model.modules() if getattr(m, "gradient_checkpointing", False)]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True

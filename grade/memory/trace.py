@@ -36,7 +36,8 @@ from transformers import PretrainedConfig
 from grade.errors import InputError
 from grade.memory.kernels import Device, kernels_of
 from grade.memory.live import CATEGORIES, Category, LiveTracker
-from grade.memory.models import NoData, model_config, to_fake, with_layers
+from grade.memory.models import model_config, to_fake, with_layers
+from grade.memory.nodata import NoData
 from grade.memory.step import Step, TracedConfig
 
 _FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)

@@ -6,6 +6,7 @@ reward share.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,12 @@ class LoraSettings(Config):
     )
 
 
-def new_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> PeftModel:
+def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: int) -> PeftModel:
     """Put a new adapter on a model, which is changed in place.
 
     Args:
         model: The frozen base.
-        lora: Rank, scale and layers.
+        lora: Rank, scale and layers, ours or PEFT's; dropout is set to 0.
         seed: Seed of the initialisation; the global state is not touched.
 
     Returns:
@@ -45,11 +46,14 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> PeftMo
     Raises:
         InputError: If a layer does not exist or may not be adapted.
     """
-    refuse_vocabulary_modules(model, lora.target_modules)
-    config = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
+    config = copy.deepcopy(lora)
+    if isinstance(lora, LoraSettings):
+        config = LoraConfig(
+            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
+            task_type="CAUSAL_LM",
+        )  # fmt: skip
+    config.lora_dropout = 0.0
+    refuse_vocabulary_modules(model, config.target_modules or [], config.modules_to_save)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft still reads a property that transformers has renamed.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
@@ -59,7 +63,32 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings, seed: int) -> PeftMo
         except ValueError as error:
             linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
             allowed = f"names of linear layers of this model ({', '.join(linear)})"
-            raise InputError("lora.target_modules", lora.target_modules, allowed) from error
+            raise InputError("lora.target_modules", config.target_modules, allowed) from error
+
+
+def continued_adapter(model: PeftModel) -> PeftModel:
+    """Make the active adapter of a wrapped model trainable again.
+
+    Args:
+        model: Wrapped by PEFT; its base is frozen.
+
+    Returns:
+        The same model, in eval mode.
+
+    Raises:
+        InputError: If the adapter is of another kind than LoRA or adapts what may not be adapted.
+    """
+    config = model.peft_config[model.active_adapter]
+    _refuse_kind(config)
+    refuse_vocabulary_modules(model.get_base_model(), config.target_modules or [], config.modules_to_save)
+    model.set_adapter(model.active_adapter)
+    return model.eval()
+
+
+def _refuse_kind(config: PeftConfig) -> None:
+    if not isinstance(config, LoraConfig):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise InputError("adapter", kind, "LORA (prompt-learning and other adapters change the inputs or the head)")
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
@@ -78,9 +107,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     if not (Path(folder) / "adapter_config.json").is_file():
         raise InputError("adapter", str(folder), "a folder with adapter_config.json, as saved by training")
     config = PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, LoraConfig):
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise InputError("adapter", kind, "LORA (prompt-learning and other adapters change the inputs or the head)")
+    _refuse_kind(config)
     refuse_vocabulary_modules(model, config.target_modules or [], config.modules_to_save)
     config.lora_dropout = 0.0
     try:

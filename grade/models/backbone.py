@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from grade.errors import InputError
-from grade.models.adapter import LoraSettings, load_adapter, new_adapter
+from grade.models.adapter import LoraSettings, continued_adapter, load_adapter, new_adapter
 from grade.models.head import Head
 from grade.models.prompts import position_ids
 from grade.models.watcher import WatchedCache, Watcher
@@ -44,9 +44,9 @@ class Backbone(nn.Module):
     """A frozen causal language model, optionally with a trainable LoRA adapter.
 
     Args:
-        model: A decoder-only causal language model.
+        model: A decoder-only causal language model, or a ``PeftModel`` of one, whose adapter is continued.
         tokenizer: Its tokenizer, or None where only ids are used.
-        lora: Settings of a new adapter; None for the bare base.
+        lora: Settings of a new adapter, ours or PEFT's; None for the bare base.
         adapter: Folder of a saved adapter to continue from, instead of ``lora``.
         seed: Seed of a new adapter's initialisation.
 
@@ -56,13 +56,15 @@ class Backbone(nn.Module):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         tokenizer: Any = None,
-        lora: LoraSettings | None = None,
+        lora: LoraSettings | LoraConfig | None = None,
         adapter: str | Path | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
+        wrapped = model if isinstance(model, PeftModel) else None
+        model = model.get_base_model() if wrapped else model
         _check_supported(model)
         model.requires_grad_(False).eval()
         self.model = model
@@ -72,12 +74,14 @@ class Backbone(nn.Module):
         self.embedding = model.get_input_embeddings()
         accepted = inspect.signature(self.decoder.forward).parameters
         self._takes_positions = "position_ids" in accepted
+        # Read once: the Trainer aligns the model's special tokens with its tokenizer's.
+        self.eos_token_ids = _eos_of(model)
         _check_probe(self)
-        self.peft: PeftModel | None = None
+        self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
         if adapter is not None:
             self.peft = load_adapter(model, adapter)
         elif lora is not None:
-            self.peft = new_adapter(model, lora, seed)
+            self.add_adapter(lora, seed)
         self._watcher: Watcher | None = None
 
     @classmethod
@@ -148,14 +152,14 @@ class Backbone(nn.Module):
         """Longest context in tokens that the model was built for."""
         return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence."""
-        eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        eos = self.model.config.eos_token_id if eos is None else eos
-        if eos is None:
-            return ()
-        return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    def add_adapter(self, lora: LoraSettings | LoraConfig, seed: int = 0) -> None:
+        """Put a new adapter on the base.
+
+        Args:
+            lora: Its settings.
+            seed: Seed of its initialisation.
+        """
+        self.peft = new_adapter(self.model, lora, seed)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The adapter's parameters, in a fixed order."""
@@ -351,6 +355,15 @@ def _check_supported(model: PreTrainedModel) -> None:
         raise InputError("backbone", name, "a causal language model with an output head")
     if "inputs_embeds" not in inspect.signature(model.base_model.forward).parameters:
         raise InputError("backbone", name, "a model that accepts inputs_embeds: soft tokens have no ids")
+
+
+def _eos_of(model: PreTrainedModel) -> tuple[int, ...]:
+    """Ids that end a sequence."""
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    eos = model.config.eos_token_id if eos is None else eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
 
 
 def _head_of(model: PreTrainedModel) -> Head:

@@ -35,19 +35,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Head:
-    """The map from hidden states to logits: ``l = cap(scale * (h W^T + b))``, ``cap(x) = c tanh(x / c)`` or identity.
+    """Hidden states to logits: ``l = cap(scale * (h W^T + b)) / temperature``, ``cap(x) = c tanh(x / c)`` or identity.
 
     Attributes:
         weight: Frozen head [V, D]; for a tied model the embedding table itself.
         bias: Frozen bias [V] or None.
         scale: Factor on the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
         softcap: Gemma's ``final_logit_softcapping`` c, or None.
+        temperature: Sampling temperature; the policy is the softmax of these logits everywhere.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    temperature: float = 1.0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], in float32 (float64 for a float64 model)."""
@@ -63,15 +65,15 @@ class Head:
     def slope(self, logits: Tensor) -> Tensor | float:
         """``dl / d(h W^T + b)`` at the given (final) logits."""
         if self.softcap is None:
-            return self.scale
-        return self.scale * (1 - (logits / self.softcap) ** 2)
+            return self.scale / self.temperature
+        return self.scale * (1 - (logits * self.temperature / self.softcap) ** 2) / self.temperature
 
     def _shape(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
 
 def support_logits(head: Head, hidden: Tensor, support: Tensor) -> Tensor:

@@ -1,18 +1,23 @@
-"""Prompts: from a review to left-padded token ids.
+"""Prompts: from text or messages to left-padded token ids.
 
-A prompt is the start of a held-out review, as in GRADE (arXiv 2601.11574): its first two sentences, at most 200
-characters, at most ``max_prompt_tokens`` tokens. Prompts are padded on the left, so that every completion starts at
-the same column and the padding never stands between a prompt and its completion.
+A prompt is a row of a dataset: its column "prompt" holds text, taken verbatim, or a list of messages, which the
+tokenizer's chat template turns into text; the other columns ride along to the reward. Prompts are padded on the left,
+so that every completion starts at the same column and the padding never stands between a prompt and its completion.
 
-Left out: chat templates (the policy continues a review, it does not answer a question) and batching (callers slice
-the texts).
+The prompts of GRADE (arXiv 2601.11574) are the starts of held-out reviews: their first two sentences, at most 200
+characters, cut to a number of tokens.
+
+Left out: tools and images in messages, and batching (callers slice the rows).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +26,8 @@ from grade.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Truncation = Literal["error", "left", "right"]
 
 
 def decode(tokenizer, ids: Tensor, mask: Tensor) -> str:
@@ -35,10 +42,16 @@ class PromptBatch:
     Attributes:
         ids: Token ids, int64 [B, P]. At padding they are valid ids without meaning.
         mask: 1 at a token, 0 at padding, int64 [B, P].
+        examples: The dataset's row of each prompt, B of them; None if the ids were not made from rows.
     """
 
     ids: Tensor
     mask: Tensor
+    examples: tuple[Mapping[str, Any], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.examples is not None and len(self.examples) != len(self.ids):
+            raise ValueError(f"{len(self.examples)} examples for {len(self.ids)} prompts")
 
     def __len__(self) -> int:
         """The number of prompts B."""
@@ -46,7 +59,11 @@ class PromptBatch:
 
     def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> PromptBatch:
         """The prompts of these rows, still a batch."""
-        return PromptBatch(self.ids[rows], self.mask[rows])
+        examples = self.examples
+        if examples is not None:
+            numbers = rows.cpu() if isinstance(rows, Tensor) else rows
+            examples = tuple(examples[i] for i in torch.arange(len(self))[numbers].tolist())
+        return PromptBatch(self.ids[rows], self.mask[rows], examples)
 
     def repeat(self, times: int) -> PromptBatch:
         """Each prompt ``times`` times in a row, one for each of its completions."""
@@ -58,7 +75,7 @@ class PromptBatch:
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """The same batch on another device."""
-        return PromptBatch(self.ids.to(device), self.mask.to(device))
+        return PromptBatch(self.ids.to(device), self.mask.to(device), self.examples)
 
 
 def prompt_text(review: str, max_chars: int = 200) -> str:
@@ -119,26 +136,99 @@ def encode_prompts(
     texts = list(texts)
     if not texts:
         raise InputError("prompts", texts, "at least one prompt")
-    # A prompt of special tokens alone is empty, hence both encodings.
-    plain = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
-    for text, ids in zip(texts, plain, strict=True):
-        if not text.strip() or not ids:
-            raise InputError("prompt", text, "text (not only white space) of at least one token")
-    encoded = tokenizer(texts, truncation=False, padding=False)["input_ids"]
-    rows = [_without_eos(ids, tokenizer.eos_token_id)[:max_prompt_tokens] for ids in encoded]
-    width = max(map(len, rows))
-    if pad_to is not None:
-        if pad_to < width:
-            raise InputError("pad_to", pad_to, f"at least the {width} tokens of the longest prompt")
-        width = pad_to
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    padding = next(token for token in candidates if token is not None)
-    ids = torch.full((len(rows), width), padding, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(rows):
-        ids[row, width - len(tokens) :] = torch.tensor(tokens)
-        mask[row, width - len(tokens) :] = 1
-    return PromptBatch(ids, mask)
+    rows = _text_ids(tokenizer, texts, ["prompt"] * len(texts))
+    return PromptBatch(*_left_padded(tokenizer, [ids[:max_prompt_tokens] for ids in rows], pad_to))
+
+
+def encode_examples(
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Iterable[Mapping[str, Any]],
+    max_prompt_length: int | None = None,
+    truncation: Truncation = "error",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    rows: Sequence[int] | None = None,
+    *,
+    warn_raw: bool = True,
+) -> PromptBatch:
+    """Tokenise rows of a dataset, pad them on the left, keep the rows beside the ids.
+
+    A row's "prompt" is text or a list of messages. Text is encoded as by `encode_prompts`. Messages go through the
+    chat template, with the header of the next turn, or, if the last message is the assistant's, with that turn left
+    open to be continued; the template alone decides about special tokens.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        examples: B rows.
+        max_prompt_length: Maximum number of tokens per prompt, at least 1. None: no limit.
+        truncation: What happens to a longer prompt: ``error``; ``left`` keeps its last tokens (a BOS goes too);
+            ``right`` keeps its first.
+        chat_template_kwargs: Further arguments of ``tokenizer.apply_chat_template``, such as ``enable_thinking``.
+        rows: The rows' numbers in the dataset, from 0, for error messages. Default: 0 to B - 1.
+        warn_raw: Warn, once per process, of plain text for a tokenizer that has a chat template.
+
+    Returns:
+        Ids and mask, int64 [B, P], and the rows. A prompt that was cut is replaced in its row by the text of the
+        tokens that are left (special tokens are shown only if the template wrote them); any other is kept as it is.
+
+    Raises:
+        InputError: If there are no rows; for a row without a prompt, with an empty one, one of another type, or one
+            that the chat template refuses; for text and messages mixed; for a prompt that is too long (``error``);
+            or if a setting is not allowed. The message names the row.
+    """
+    _check_limit(max_prompt_length, truncation)
+    examples = list(examples)
+    numbers = range(len(examples)) if rows is None else rows
+    encoded = _example_ids(tokenizer, examples, numbers, chat_template_kwargs, warn_raw)
+    cut = [_cut(*pair, max_prompt_length, truncation) for pair in zip(encoded, numbers, strict=True)]
+    shown = [
+        example if len(kept) == len(ids) else {**example, "prompt": _text_of(tokenizer, kept, example["prompt"])}
+        for example, ids, kept in zip(examples, encoded, cut, strict=True)
+    ]
+    return PromptBatch(*_left_padded(tokenizer, cut), tuple(shown))
+
+
+def check_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Iterable[Mapping[str, Any]],
+    max_prompt_length: int | None = None,
+    truncation: Truncation = "error",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    warn_raw: bool = True,
+    batch_size: int = 1000,
+) -> int:
+    """Tokenise every prompt of a dataset once, so that a bad row is named before training begins.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        dataset: A ``datasets.Dataset``, or rows.
+        max_prompt_length: See `encode_examples`.
+        truncation: See `encode_examples`.
+        chat_template_kwargs: See `encode_examples`.
+        warn_raw: See `encode_examples`.
+        batch_size: Rows tokenised at once.
+
+    Returns:
+        The number of tokens of the longest prompt, after truncation.
+
+    Raises:
+        InputError: As `encode_examples`, for the first batch with a bad row; text and messages must not be mixed in
+            the whole dataset.
+    """
+    _check_limit(max_prompt_length, truncation)
+    if "prompt" in (getattr(dataset, "column_names", None) or ()):
+        dataset = dataset.select_columns(["prompt"])  # the other columns may be large
+    examples, start, longest, messages = iter(dataset), 0, 0, None
+    while batch := list(itertools.islice(examples, batch_size)):
+        numbers = range(start, start + len(batch))
+        encoded = _example_ids(tokenizer, batch, numbers, chat_template_kwargs, warn_raw, messages)
+        cut = [_cut(*pair, max_prompt_length, truncation) for pair in zip(encoded, numbers, strict=True)]
+        longest = max(longest, *map(len, cut))
+        messages = not isinstance(batch[0]["prompt"], str)
+        start += len(batch)
+    if not start:
+        raise InputError("prompts", [], "at least one prompt")
+    return longest
 
 
 def position_ids(mask: Tensor) -> Tensor:
@@ -158,3 +248,126 @@ def position_ids(mask: Tensor) -> Tensor:
 
 def _without_eos(ids: list[int], eos: int | None) -> list[int]:
     return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
+
+
+def _text_ids(tokenizer: Any, texts: list[str], fields: Sequence[str]) -> list[list[int]]:
+    """Token ids of plain texts, each without a final EOS; ``fields`` names the texts in errors."""
+    # A prompt of special tokens alone is empty, hence both encodings.
+    plain = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+    for field, text, ids in zip(fields, texts, plain, strict=True):
+        if not text.strip() or not ids:
+            raise InputError(field, text, "text (not only white space) of at least one token")
+    encoded = tokenizer(texts, truncation=False, padding=False)["input_ids"]
+    return [_without_eos(ids, tokenizer.eos_token_id) for ids in encoded]
+
+
+def _left_padded(tokenizer: Any, rows: list[list[int]], pad_to: int | None = None) -> tuple[Tensor, Tensor]:
+    """Ids and mask, int64 [B, P]; P is ``pad_to``, by default the longest row."""
+    width = max(map(len, rows))
+    if pad_to is not None:
+        if pad_to < width:
+            raise InputError("pad_to", pad_to, f"at least the {width} tokens of the longest prompt")
+        width = pad_to
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    padding = next(token for token in candidates if token is not None)
+    ids = torch.full((len(rows), width), padding, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
+        ids[row, width - len(tokens) :] = torch.tensor(tokens)
+        mask[row, width - len(tokens) :] = 1
+    return ids, mask
+
+
+def _check_limit(max_prompt_length: int | None, truncation: str) -> None:
+    if max_prompt_length is not None and max_prompt_length < 1:
+        raise InputError("max_prompt_length", max_prompt_length, "a whole number of at least 1, or none")
+    if truncation not in get_args(Truncation):
+        raise InputError("truncation", truncation, f"one of {', '.join(get_args(Truncation))}")
+
+
+def _cut(ids: list[int], number: int, limit: int | None, truncation: str) -> list[int]:
+    if limit is None or len(ids) <= limit:
+        return ids
+    if truncation == "error":
+        allowed = f"at most {limit} (max_prompt_length); or truncation left, to keep the last {limit}, or right"
+        raise InputError(f"tokens of the prompt in row {number}", len(ids), allowed)
+    return ids[-limit:] if truncation == "left" else ids[:limit]
+
+
+def _text_of(tokenizer: Any, ids: list[int], prompt: str | Sequence) -> str:
+    """Text of a prompt's tokens: without the tokenizer's BOS, with the special tokens that a template wrote."""
+    return tokenizer.decode(ids, skip_special_tokens=isinstance(prompt, str))
+
+
+def _example_ids(
+    tokenizer: Any,
+    examples: Sequence[Mapping[str, Any]],
+    numbers: Sequence[int],
+    chat_template_kwargs: Mapping[str, Any] | None,
+    warn_raw: bool,
+    messages: bool | None = None,
+) -> list[list[int]]:
+    """Token ids of each row's prompt, not cut. ``messages``: whether earlier rows held messages; None: no such rows."""
+    if not examples:
+        raise InputError("prompts", [], "at least one prompt")
+    prompts = [_prompt_of(*pair) for pair in zip(examples, numbers, strict=True)]
+    messages = not isinstance(prompts[0], str) if messages is None else messages
+    fields = [f"prompt in row {number}" for number in numbers]
+    for field, prompt in zip(fields, prompts, strict=True):
+        if isinstance(prompt, str) == messages:
+            raise InputError(field, prompt, f"{'messages' if messages else 'text'}, as in the rows before it")
+    options = dict(chat_template_kwargs or {})
+    template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    if not messages:
+        if template and warn_raw:
+            _warn_of_raw_text()
+        return _text_ids(tokenizer, prompts, fields)
+    if not template:
+        raise InputError(fields[0], prompts[0], "text, because the model's tokenizer has no chat template")
+    texts = [_rendered(tokenizer, *pair, options) for pair in zip(prompts, fields, strict=True)]
+    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+    for field, prompt, ids in zip(fields, prompts, encoded, strict=True):
+        if not ids:
+            raise InputError(field, prompt, "messages that the chat template turns into at least one token")
+    return encoded
+
+
+def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mapping[str, Any]]:
+    """The prompt of a row, its type checked."""
+    if "prompt" not in example:
+        raise InputError(f"columns of row {number}", list(example), 'one of them "prompt"')
+    prompt = example["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, (list, tuple)):
+        raise InputError(f"prompt in row {number}", prompt, 'text, or a list of messages {"role", "content"}')
+    for place, message in enumerate(prompt):
+        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        # Content may be missing beside calls of tools, or be a list of parts: the template knows.
+        if not known or not (isinstance(message.get("content"), (str, list)) or message.get("tool_calls")):
+            field = f"message {place} of the prompt in row {number}"
+            raise InputError(field, message, 'a message with "role" and "content", both text')
+    if not any(part.strip() if isinstance(part, str) else part for part in (m.get("content") for m in prompt)):
+        raise InputError(f"prompt in row {number}", prompt, "messages with text")
+    return prompt
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], field: str, options: dict[str, Any]) -> str:
+    continued = messages[-1]["role"] == "assistant"
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued, **options
+        )
+    except Exception as error:  # a template is a program of the model's authors, and raises what it likes
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise InputError(field, messages, f"messages that the chat template accepts ({reason})") from error
+
+
+@functools.cache
+def _warn_of_raw_text() -> None:
+    """Warn, once per process."""
+    warnings.warn(
+        "the prompts are plain text, but the model's tokenizer has a chat template: the model sees no turns, and may "
+        "never end its own; give lists of messages instead, unless the text is to be continued as it stands",
+        stacklevel=4,
+    )

@@ -20,6 +20,22 @@ EXAMPLES = "2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n"
 """Shown before each problem: a base model completes what it sees."""
 
 
+def import_reasoning_gym(field: str) -> Any:
+    """The package reasoning-gym.
+
+    Args:
+        field: The setting that asks for it.
+
+    Raises:
+        InputError: If it is not installed.
+    """
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise InputError(field, "arithmetic", 'another, or install the extra: pip install -e ".[arithmetic]"') from None
+    return reasoning_gym
+
+
 @dataclass(frozen=True)
 class Problems:
     """Problems with a verifier.
@@ -51,12 +67,7 @@ class Problems:
         for name, value, least in (("problems", number, 1), ("terms", terms, 2), ("digits", digits, 1)):
             if value < least:
                 raise InputError(name, value, f"at least {least}")
-        try:
-            import reasoning_gym
-        except ImportError:
-            allowed = 'reviews, or install the extra: pip install -e ".[arithmetic]"'
-            raise InputError("task", "arithmetic", allowed) from None
-        dataset = reasoning_gym.create_dataset(
+        dataset = import_reasoning_gym("task").create_dataset(
             "chain_sum", size=number, seed=seed, min_terms=terms, max_terms=terms, min_digits=digits, max_digits=digits
         )
         return cls(list(dataset), dataset)

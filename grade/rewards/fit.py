@@ -5,7 +5,8 @@ Training texts are beginnings of reviews of random length, so that one model is 
 lengths are kept (n * lengths * D numbers), and training a head on them takes seconds. Only a `bag` with a convolution
 has no such features: it sees crops from anywhere in a review, redrawn in each epoch.
 
-Early stopping is on validation log-loss averaged over `eval_tokens`; the best epoch's weights are kept.
+Labels are 0 and 1, or any numbers (`grade.rewards.labels`). Early stopping is on the validation loss averaged over
+`eval_tokens`; the best epoch's weights are kept.
 
 Left out: the bag-of-words baseline that the accuracies are compared with (`grade.rewards.gold`), and training of
 the base.
@@ -16,26 +17,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.rewards.model import HeadSettings, RewardKind, RewardModel, table_moments
+from grade.rewards.labels import LabelledText, head_loss, head_measure, held_out_measures, label_tensor
+from grade.rewards.model import HeadSettings, Labels, RewardKind, RewardModel, table_moments
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
-
-
-class LabelledText(Protocol):
-    """A review as training needs it."""
-
-    text: str
-    label: int
 
 
 class FitSettings(HeadSettings):
@@ -75,6 +69,7 @@ class RewardConfig(Config):
     trunk: TrunkSettings = Field(TrunkSettings(), description="reward on the frozen transformer")
     eval_tokens: list[int] = Field([32, 64, 128], min_length=1, description="prefix lengths to report accuracy at")
     feature_batch_size: int = Field(32, ge=1, description="reviews in one pass through the base")
+    labels: Labels = Field("binary", description="binary: 0 and 1; number: any numbers (regression, squared error)")
     seed: int = Field(0, ge=0, description="seed of initialisation, dropout, order and crops")
 
 
@@ -95,8 +90,8 @@ def train_reward(
         validation: Other reviews, for early stopping.
 
     Returns:
-        The frozen model and a report of its training: sizes, epochs, log-loss and accuracy on the validation reviews
-        (optimistic: they chose the epoch), seconds for features and for the head.
+        The frozen model and a report of its training: sizes, epochs, loss and accuracy (or R2) on the validation
+        reviews (optimistic: they chose the epoch), seconds for features and for the head.
 
     Raises:
         InputError: If there are no reviews, a review is empty, or features or loss become NaN or infinite.
@@ -109,12 +104,13 @@ def train_reward(
     # Initialisation and dropout draw from the global state, which belongs to the caller.
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
-        model = RewardModel(kind, backbone, settings)
+        model = RewardModel(kind, backbone, settings, config.labels)
         start = time.perf_counter()
         make = _crop_problem if model.convolves else _prefix_problem
         batch_logits, validation_logits = make(model, config, settings, train, validation, generator)
         featured = time.perf_counter()
         labels, validation_labels = label_tensor(train, model), label_tensor(validation, model)
+        model.standardise_labels(labels)
         report = _fit(model, settings, batch_logits, labels, validation_logits, validation_labels, generator)
     report |= {
         "train_n": len(train),
@@ -131,7 +127,7 @@ def evaluate_reward(
     lengths: Sequence[int] = (32, 64, 128),
     batch_size: int = 32,
 ) -> dict[str, float]:
-    """Accuracy and calibration on held-out reviews, cut to their first tokens.
+    """Accuracy and calibration (or R2) on held-out reviews, cut to their first tokens.
 
     Args:
         model: Trained reward model.
@@ -140,41 +136,17 @@ def evaluate_reward(
         batch_size: Reviews in one pass.
 
     Returns:
-        ``n`` and, for each length L, ``accuracy_L``, its standard error ``accuracy_L_stderr`` (binomial),
-        ``log_loss_L`` in nats, ``mean_score_L``, and ``calibration_error_L``, the expected calibration error over ten
-        equal bins of the score.
+        ``n`` and, for each length L, the measures of `grade.rewards.labels.held_out_measures` with the length in their
+        names, as in ``accuracy_L`` and ``accuracy_L_stderr``.
     """
     labels = label_tensor(reviews, model)
     logits = prefix_logits(model, encode(model.backbone, reviews, max(lengths)), lengths, batch_size)
     report: dict[str, float] = {"n": len(reviews)}
     for column, length in zip(logits.T, lengths, strict=True):
-        accuracy = _accuracy(column, labels)
-        score = column.sigmoid()
-        report[f"accuracy_{length}"] = accuracy
-        report[f"accuracy_{length}_stderr"] = math.sqrt(accuracy * (1 - accuracy) / len(reviews))
-        report[f"log_loss_{length}"] = float(F.binary_cross_entropy_with_logits(column, labels))
-        report[f"mean_score_{length}"] = float(score.mean())
-        report[f"calibration_error_{length}"] = calibration_error(score, labels)
+        for name, value in held_out_measures(model, column, labels).items():
+            measure, error, _ = name.partition("_stderr")
+            report[f"{measure}_{length}{error}"] = value
     return report
-
-
-def calibration_error(score: Tensor, labels: Tensor, bins: int = 10) -> float:
-    """Expected calibration error: ``sum_b (n_b / n) |mean score in b - share of positives in b|`` over equal bins.
-
-    Args:
-        score: Probabilities [n].
-        labels: 0 or 1 [n].
-        bins: Number of bins of equal width.
-
-    Returns:
-        A number in [0, 1]. Guo et al. 2017, arXiv:1706.04599, section 2, for a binary score.
-
-    >>> calibration_error(torch.tensor([0.9, 0.9, 0.1, 0.1]), torch.tensor([1.0, 0.0, 0.0, 0.0]))  # (0.4 + 0.1) / 2
-    0.25
-    """
-    which = (score * bins).long().clamp(0, bins - 1)
-    gap = torch.zeros(bins, dtype=score.dtype, device=score.device).index_add(0, which, score - labels)
-    return round(float(gap.abs().sum()) / len(score), 6)
 
 
 def encode(backbone: Backbone, reviews: Sequence[LabelledText], max_tokens: int) -> list[list[int]]:
@@ -249,18 +221,6 @@ def prefix_logits(
         padded = [right_pad([s[:length] for s in batch], model.backbone.device) for batch in batches]
         columns.append(torch.cat([model.logits_of_ids(ids, mask) for ids, mask in padded]))
     return torch.stack(columns, 1)
-
-
-def label_tensor(reviews: Sequence[LabelledText], model: RewardModel) -> Tensor:
-    """Labels [n] as 0.0 or 1.0.
-
-    Raises:
-        InputError: For any other label.
-    """
-    wrong = next((r.label for r in reviews if r.label not in (0, 1)), None)
-    if wrong is not None:
-        raise InputError("label", wrong, "0 (negative) or 1 (positive)")
-    return torch.tensor([float(r.label) for r in reviews], device=model.center.device, dtype=model.center.dtype)
 
 
 BatchLogits = Callable[[Tensor], Tensor]
@@ -340,14 +300,15 @@ def _fit(
     validation_labels: Tensor,
     generator: torch.Generator,
 ) -> dict[str, float]:
-    """Minimise log-loss with AdamW; leave the model with its best weights, in eval mode."""
+    """Minimise the loss with AdamW; leave the model with its best weights, in eval mode."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    best: dict[str, Any] = {"validation_log_loss": math.inf}
+    held_out = "validation_mse" if model.labels == "number" else "validation_log_loss"
+    best: dict[str, Any] = {held_out: math.inf}
     weights: dict[str, Tensor] = {}
     for epoch in range(1, settings.epochs + 1):
         model.train()
         for rows in torch.randperm(len(labels), generator=generator).split(settings.batch_size):
-            loss = F.binary_cross_entropy_with_logits(batch_logits(rows), labels[rows])
+            loss = head_loss(model, batch_logits(rows), labels[rows])
             if not torch.isfinite(loss):
                 raise InputError(f"{model.kind} reward loss", float(loss.detach()), "a finite loss (try a smaller lr)")
             optimizer.zero_grad()
@@ -356,18 +317,14 @@ def _fit(
         model.eval()
         with torch.no_grad():
             logits = validation_logits()  # [n, lengths]
-        log_loss = float(F.binary_cross_entropy_with_logits(logits, validation_labels[:, None].expand_as(logits)))
-        if log_loss < best["validation_log_loss"]:
-            accuracy = _accuracy(logits[:, -1], validation_labels)
-            best = {"best_epoch": epoch, "validation_log_loss": log_loss, "validation_accuracy": accuracy}
+        loss = float(head_loss(model, logits, validation_labels[:, None].expand_as(logits)))
+        if loss < best[held_out]:
+            name, measure = head_measure(model, logits[:, -1], validation_labels)
+            best = {"best_epoch": epoch, held_out: loss, f"validation_{name}": measure}
             weights = {k: v.clone() for k, v in model.state_dict().items()}
         elif epoch - best.get("best_epoch", 0) >= settings.patience:
             break
     if not weights:
-        raise InputError(f"{model.kind} reward loss", log_loss, "a finite validation loss (try a smaller lr)")
+        raise InputError(f"{model.kind} reward loss", loss, "a finite validation loss (try a smaller lr)")
     model.load_state_dict(weights)
     return best | {"epochs": epoch}
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return float(((logits > 0) == (labels > 0.5)).double().mean())

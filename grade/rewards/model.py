@@ -1,4 +1,4 @@
-"""Reward models on the frozen base: embeddings in, P(positive) out, differentiable with respect to the embeddings.
+"""Reward models on the frozen base: embeddings in, P(positive) or a number out, differentiable in the embeddings.
 
 Two kinds behind one interface:
 
@@ -13,8 +13,7 @@ The documents' head has two outputs and a softmax; one output and a sigmoid is t
 standardised with constants of the training set, kept as buffers. A base in float64 is pooled and scored in float64,
 any other in float32.
 
-Left out: training (`grade.rewards.fit`), and reward models with a base or a tokenizer of their own: soft tokens
-have no text, so the reward must read the policy's own embeddings.
+Left out: training (`grade.rewards.fit`), and reward models with a base of their own (`grade.rewards.differentiable`).
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
 RewardKind = Literal["bag", "trunk"]
+Labels = Literal["binary", "number"]
 _WEIGHTS, _CONFIG = "reward.safetensors", "reward.json"
 _CHUNK_ROWS = 8192
 _ROOT_TOKENS = 48
@@ -62,6 +62,8 @@ class HeadSettings(Config):
 class RewardModel(nn.Module):
     """``R = sigmoid(head(pool(embeds)))``, the probability of a positive review.
 
+    With labels of any number ``R = mean + std * head(pool(embeds))``, mean and deviation of the training labels.
+
     The backbone is neither trained nor copied: its parameters are not among this module's, and no gradient reaches
     them. Embeddings are those that the base's layers receive (`Backbone.embed`), with any embedding scale applied.
 
@@ -69,23 +71,28 @@ class RewardModel(nn.Module):
         kind: ``bag`` or ``trunk``.
         backbone: The frozen base.
         settings: Sizes of the head.
+        labels: ``binary`` or ``number``: what it learns, and so what it gives.
 
     Raises:
-        InputError: For an unknown kind or an even kernel.
+        InputError: For an unknown kind, unknown labels or an even kernel.
     """
 
-    def __init__(self, kind: RewardKind, backbone: Backbone, settings: HeadSettings) -> None:
+    def __init__(self, kind: RewardKind, backbone: Backbone, settings: HeadSettings, labels: Labels = "binary") -> None:
         super().__init__()
-        if kind not in get_args(RewardKind):
-            raise InputError("kind", kind, " or ".join(get_args(RewardKind)))
+        for name, value, known in (("kind", kind, RewardKind), ("labels", labels, Labels)):
+            if value not in get_args(known):
+                raise InputError(name, value, " or ".join(get_args(known)))
         if settings.kernel % 2 == 0:
             raise InputError("kernel", settings.kernel, "an odd number of tokens, so that the window has a centre")
-        self.kind, self.settings = kind, settings
+        self.kind, self.settings, self.labels = kind, settings, labels
         # In a tuple, so that the backbone does not become a submodule: its weights are not this model's.
         self._backbone = (backbone,)
         size = backbone.hidden_size
         self.register_buffer("center", torch.zeros(size))
         self.register_buffer("spread", torch.ones(size))
+        if labels == "number":
+            self.register_buffer("label_mean", torch.zeros(()))
+            self.register_buffer("label_std", torch.ones(()))
         if self.convolves:
             self.project = nn.Linear(size, settings.kernel * settings.channels, bias=False)
             self.bias = nn.Parameter(torch.zeros(settings.channels))
@@ -116,12 +123,17 @@ class RewardModel(nn.Module):
             mask: [B, L], 0 at padding, anywhere; padding does not change the reward.
 
         Returns:
-            [B] in (0, 1), float32 (float64 for a float64 base); NaN for a sequence without any token.
+            [B], in (0, 1) for binary labels, float32 (float64 for a float64 base); NaN for a sequence without any
+            token.
         """
-        return self.logits(embeds, mask).sigmoid()
+        return self.rewards_of(self.logits(embeds, mask))
+
+    def rewards_of(self, outputs: Tensor) -> Tensor:
+        """Rewards of the head's outputs [...]."""
+        return self.label_mean + self.label_std * outputs if self.labels == "number" else outputs.sigmoid()
 
     def logits(self, embeds: Tensor, mask: Tensor) -> Tensor:
-        """Log-odds [B] of a positive review; arguments as in `forward`."""
+        """The head's outputs [B], for binary labels log-odds of a positive review; arguments as in `forward`."""
         return self.pooled_logits(self.pool(embeds, mask))
 
     def pool(self, embeds: Tensor, mask: Tensor) -> Tensor:
@@ -131,7 +143,7 @@ class RewardModel(nn.Module):
         return self.mean_pool(self.token_features(embeds, mask), mask)
 
     def pooled_logits(self, pooled: Tensor) -> Tensor:
-        """Log-odds [B] of pooled vectors from `pool`."""
+        """The head's outputs [B] for pooled vectors from `pool`."""
         if not self.convolves:
             pooled = (pooled.to(self.center.dtype) - self.center) / self.spread
         return self.head(pooled).squeeze(-1)
@@ -194,12 +206,26 @@ class RewardModel(nn.Module):
         self.center.copy_(mean)
         self.spread.copy_(std.clamp_min(1e-6 * float(std.mean()) + torch.finfo(std.dtype).tiny))
 
+    def standardise_labels(self, labels: Tensor) -> None:
+        """Set mean and deviation of labels [n] of any number; binary ones have none.
+
+        Raises:
+            InputError: If all labels are equal.
+        """
+        if self.labels == "number":
+            if len(labels) < 2 or not float(labels.std()) > 0:
+                raise InputError("label", float(labels[0]), "labels of different values: there is nothing to learn")
+            self.label_mean.copy_(labels.mean())
+            self.label_std.copy_(labels.std())
+
     def save(self, folder: str | Path) -> None:
         """Write ``reward.safetensors`` and ``reward.json`` (kind, sizes, and which base it belongs to)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         sizes = self.settings.model_dump(include=set(HeadSettings.model_fields))
         about = {"kind": self.kind, "settings": sizes, "base": _identity(self.backbone)}
+        if self.labels != "binary":  # what folders without it hold
+            about["labels"] = self.labels
         weights, config = folder / f"{_WEIGHTS}.tmp", folder / f"{_CONFIG}.tmp"
         save_file({k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, weights)
         config.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -225,11 +251,12 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
         about = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
         state = load_file(folder / _WEIGHTS)
         kind, settings, trained_on = about["kind"], about["settings"], about["base"]
+        labels = about.get("labels", "binary")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         allowed = f"a folder with {_CONFIG} and {_WEIGHTS} as written by the reward stage ({type(error).__name__})"
         raise InputError("reward model", str(folder), allowed) from None
     _check_same_base(trained_on, _identity(backbone))
-    model = RewardModel(kind, backbone, HeadSettings.parse(settings, _CONFIG))
+    model = RewardModel(kind, backbone, HeadSettings.parse(settings, _CONFIG), labels)
     try:
         model.load_state_dict(state)
     except RuntimeError:

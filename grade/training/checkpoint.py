@@ -1,62 +1,155 @@
-"""Adapter and optimizer state at one step of a run, held in memory until results are written."""
+"""Checkpoints that are whole or not there: written beside, then moved in.
+
+A checkpoint is the Trainer's: adapter, optimizer, schedule, generators, `trainer_state.json` with the history. Added
+are the learner's state (value head, running baseline), the seconds of training so far and the figures since the last
+row of the log, so that a run resumed between two rows writes the same second one. Noise needs no state: it is seeded by
+step and place.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import os
 import pickle
-from dataclasses import dataclass
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Trainer
+from transformers.trainer_utils import sort_checkpoints
 
 from grade.errors import InputError
-from grade.models.backbone import Backbone
-from grade.models.parameters import restoring, set_values
 
 OPTIMIZER_FILE = "optimizer.pt"
+STATE_FILE, HEAD_FILE = "grade_state.json", "value_head.safetensors"
+_PARTIAL, _OLD = ".partial", ".old"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Copies on the CPU.
+class Saving(Trainer):
+    """The part of `grade.training.trainer.GradeTrainer` that writes and reads checkpoints."""
 
-    Attributes:
-        parameters: The trained parameters, in the model's order.
-        optimizer: The optimizer's ``state_dict``.
+    _staging: str | None = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._staging or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        output, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        staging = output / _PARTIAL
+        try:
+            if self.args.should_save:
+                clean(output)
+                staging.mkdir(parents=True)
+            self.together.wait()
+            self._staging = str(staging)
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                self._save_own(staging / name)
+                self._name_best(output, staging / name)
+            self.together.wait()  # every process has written its generators
+            if self.args.should_save:
+                _move_in(staging / name, output / name)
+                staging.rmdir()
+                self._rotate(output)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise self._not_written(error) from error
+        finally:
+            self._staging = None
+        self.together.wait()
+
+    def _save_own(self, folder: Path) -> None:
+        state = {"seconds": self.seconds, "window": self.window.state()}
+        if self.learner is not None:
+            state["means"] = self.learner.means
+            if self.learner.value_head is not None:
+                weights = self.learner.value_head.state_dict()
+                save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, folder / HEAD_FILE)
+        (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+    def _name_best(self, output: Path, folder: Path) -> None:
+        """The best checkpoint by its final place: the Trainer has only seen the folder beside it."""
+        if self.state.best_global_step:
+            self.state.best_model_checkpoint = str(output / f"checkpoint-{self.state.best_global_step}")
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _rotate(self, output: Path) -> None:
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        if not limit or limit < 0:
+            return
+        folders = sort_checkpoints(str(output))
+        kept = set(folders[-limit:]) | ({best} if best else set())
+        for folder in folders:
+            if folder not in kept:  # renamed first: a reader never sees half of one
+                os.replace(folder, output / _OLD)
+                shutil.rmtree(output / _OLD)
+
+    def _not_written(self, error: Exception) -> InputError:
+        stands = last_checkpoint(self.args.output_dir)
+        what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        allowed = f"a folder that can be written, with space left ({reason}); {what}"
+        return InputError("output_dir", str(self.args.output_dir), allowed)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        try:
+            state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
+            self.seconds = state["seconds"]
+            self.window.restore(state["window"])
+            if self.learner is not None:
+                self.learner.means[:] = state["means"]
+                if self.learner.value_head is not None:
+                    self.learner.value_head.load_state_dict(load_file(Path(checkpoint) / HEAD_FILE))
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            allowed = f"a checkpoint of GradeTrainer with this method ({type(error).__name__})"
+            raise InputError("resume_from_checkpoint", checkpoint, allowed) from error
+
+
+def clean(output: str | Path) -> None:
+    """Remove what a killed run left half written.
+
+    Args:
+        output: The run's folder.
     """
+    for name in (_PARTIAL, _OLD):
+        shutil.rmtree(Path(output) / name, ignore_errors=True)
 
-    parameters: list[Tensor]
-    optimizer: dict[str, Any]
 
-    @classmethod
-    def of(cls, backbone: Backbone, optimizer: torch.optim.Optimizer) -> Checkpoint:
-        """Copy the present adapter and optimizer state.
+def last_checkpoint(output: str | Path) -> Path | None:
+    """The newest checkpoint of a run, if there is one.
 
-        Args:
-            backbone: The policy.
-            optimizer: Its optimizer.
+    Args:
+        output: The run's folder.
+    """
+    folders = sort_checkpoints(str(output)) if Path(output).is_dir() else []
+    return Path(folders[-1]) if folders else None
 
-        Returns:
-            The checkpoint.
-        """
-        parameters = [p.detach().to("cpu", copy=True) for p in backbone.trainable_parameters()]
-        # A deep copy: state_dict() shares its tensors with the optimizer, which keeps updating them.
-        return cls(parameters, copy.deepcopy(optimizer.state_dict()))
 
-    def save(self, backbone: Backbone, folder: str | Path) -> None:
-        """Write the adapter as PEFT does, and ``optimizer.pt``.
+def _move_in(source: Path, target: Path) -> None:
+    if target.exists():  # of a run that was resumed from an earlier one
+        os.replace(target, target.with_name(_OLD))
+    os.replace(source, target)
+    shutil.rmtree(target.with_name(_OLD), ignore_errors=True)
 
-        Args:
-            backbone: The policy; its own parameters are unchanged afterwards.
-            folder: Target folder.
-        """
-        parameters = backbone.trainable_parameters()
-        with restoring(parameters):
-            set_values(parameters, self.parameters)
-            backbone.save_adapter(folder)
-        torch.save(self.optimizer, Path(folder) / OPTIMIZER_FILE)
+
+def export_adapter(checkpoint: Path, folder: Path) -> None:
+    """Copy adapter and optimizer state of a checkpoint.
+
+    Args:
+        checkpoint: Of the Trainer.
+        folder: Is made; holds what PEFT loads, and ``optimizer.pt``.
+    """
+    folder.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors", OPTIMIZER_FILE):
+        shutil.copy2(checkpoint / name, folder / name)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:

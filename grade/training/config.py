@@ -1,96 +1,168 @@
-"""Settings of a training run: `TrainConfig`."""
+"""Settings of training: `GradeConfig`, and `TrainConfig` for a run from the command line.
+
+Names are those of transformers' ``TrainingArguments`` and, where TRL's ``GRPOConfig`` has one, TRL's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from grade.config import allowed_names, setting
 from grade.errors import InputError
-from grade.gradients.estimators import RelaxationConfig, Support
-from grade.gradients.methods import GROUPED, OPTIONS, RELAXED, PolicyGradientConfig
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import RewardScope
 from grade.models.adapter import LoraSettings
 
-Tracker = Literal["tensorboard", "wandb", "dvclive"]
+SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "use_vllm": False}
 
 
-class TrainConfig(PolicyGradientConfig):
-    """Settings of one training run. Names follow the source documents where those have one."""
+@dataclass
+class GradeConfig(MethodConfig, TrainingArguments):
+    """Settings of `grade.training.trainer.GradeTrainer`: a method's, a run's, and all of ``TrainingArguments``.
 
-    seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
+    ``per_device_train_batch_size`` counts completions, as TRL does: B of B / num_generations prompts.
 
-    backbone: str = Field("models/backbone", description="folder or Hugging Face id of the base model")
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = Field("float32", description="type of the base")
-    attention: Literal["auto", "sdpa", "eager"] = Field(
-        "auto", description="attention implementation; auto: the model's default"
+    ``beta`` weighs KL in the objective ``E[R - beta * mean_t KL_t]``, in reward per nat and token. TRL's loss is a mean
+    over tokens where this is a sum, so TRL's beta is this one divided by the completion's length.
+    """
+
+    beta: NonNegativeFloat = setting(0.0, "weight of KL, in reward per nat and token")
+    temperature: PositiveFloat = setting(
+        1.0, "sampling temperature; the policy is softmax(logits / temperature) everywhere"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("cpu", description="where to run; auto takes a GPU if there is one")
-    lora: LoraSettings = Field(LoraSettings(), description="the adapter")
-    reward: str = Field("models/reward/backbone/bag", description="folder of a trained reward model")
-    gold: str = Field("models/gold/judge.npz", description="the gold judge; empty for none")
-    reviews: str = Field("data/reviews", description="folder of the review splits")
-    reward_scope: RewardScope = Field("prompt_and_completion", description="what the reward scores")
+    top_p: float = setting(1.0, f"only 1: {SAMPLED}")
+    top_k: int = setting(0, f"only 0: {SAMPLED}")
+    min_p: float | None = setting(None, f"only null: {SAMPLED}")
+    repetition_penalty: float = setting(1.0, f"only 1: {SAMPLED}")
+    use_vllm: bool = setting(False, "only false: completions are sampled here")
 
-    max_prompt_tokens: int = Field(12, ge=1, description="prompts are cut to this many tokens, P")
-    gumbel_topk: int = Field(64, ge=0, description="size K of a token's support; 0 = the full vocabulary")
-    support: Support = Field("perturbed_top_k", description="top_k, or perturbed_top_k: exact samples for any K")
-    rao_draws: int = Field(8, ge=1, description="gumbel_rao: draws M of the noise given the token")
-    tau_start: float = Field(2.0, gt=0, description="Gumbel temperature at the first step")
-    tau_end: float = Field(2.0, gt=0, description="Gumbel temperature after annealing")
-    tau_anneal_steps: int = Field(0, ge=0, description="steps of the linear ramp from tau_start to tau_end")
+    reward_weights: list[float] | None = setting(None, "weight of each reward function; null: 1 each")
+    reward_scope: RewardScope = setting(
+        "prompt_and_completion", "what classifiers and reward models score; functions always get both"
+    )
 
-    kl_coef: float = Field(0.25, ge=0, description="weight beta of KL, in reward per nat and token")
-    hops: int = Field(1, ge=0, description="feedback hops of the replay engine; max_new_tokens - 1 is exact")
-    hop_tolerance: float = Field(0.0, ge=0, description="stop hopping at this relative residual; 0 = take all hops")
-    learning_rate: float = Field(2e-3, gt=0, description="AdamW learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
-    warmup_steps: int = Field(0, ge=0, description="linear warm-up of the learning rate")
-    max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
-    max_steps: int = Field(20, ge=1, description="optimizer steps")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="microbatches in an optimizer step")
+    max_prompt_length: PositiveInt | None = setting(None, "longest prompt in tokens, P; null: what the model can read")
+    truncation: Literal["error", "left", "right"] = setting(
+        "error", "prompts that are too long: error, left (keep the last tokens), right (keep the first)"
+    )
+    raw_prompts: bool = setting(False, "text prompts into a chat model are meant: no warning")
+    chat_template_kwargs: dict[str, Any] | None = setting(None, "passed on to the chat template")
+    shuffle_dataset: bool = setting(True, "shuffle the prompts in every pass")
 
-    eval_every: int = Field(5, ge=0, description="steps between evaluations; 0 = only before and after training")
-    eval_prompts: int = Field(64, ge=2, description="held-out prompts of an evaluation during training")
-    final_eval_prompts: int = Field(256, ge=2, description="held-out prompts before and after training")
-    kl_eval_prompts: int = Field(64, ge=2, description="how many of those prompts KL is computed on")
-    eval_batch_size: int = Field(64, ge=1, description="prompts sampled at once in an evaluation")
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints of adapter and optimizer; 0 = none")
-    samples: int = Field(8, ge=0, description="completions before and after training that are kept as text")
-    trackers: list[Tracker] = Field([], description="experiment trackers to log to, besides the files")
+    eval_on_end: bool = setting(False, "evaluate after the last step")
+    eval_prompts: Annotated[int, Field(ge=2)] | None = setting(
+        None, "held-out prompts of an evaluation during training; null: all"
+    )
+    final_eval_prompts: Annotated[int, Field(ge=2)] | None = setting(
+        None, "held-out prompts before the first and after the last step; null: all"
+    )
+    kl_eval_prompts: NonNegativeInt = setting(64, "how many of those prompts KL is computed on")
+    log_completions: bool = setting(False, "write completions and rewards as a table every logging_steps")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.min_new_tokens > self.max_new_tokens:
-            allowed = f"at most max_new_tokens = {self.max_new_tokens}"
-            raise InputError("min_new_tokens", self.min_new_tokens, allowed)
-        if self.max_steps <= self.warmup_steps:
-            raise InputError("warmup_steps", self.warmup_steps, f"less than max_steps = {self.max_steps}")
-        for option, methods in OPTIONS.items():
-            value = getattr(self, option)
-            if self.method not in methods and value != type(self).model_fields[option].default:
-                raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
-        if self.method in GROUPED and self.group == 1:
-            raise InputError("num_generations", 1, f"at least 2 for {self.method}: the baseline comes from the group")
+    model_init_kwargs: dict[str, Any] | None = setting(None, "for a model given by name: dtype, attn_implementation")
+
+    learning_rate: PositiveFloat = setting(2e-4, "AdamW learning rate of the adapter")
+    optim: str = setting("adamw_torch", "optimizer, one of transformers' names")
+    logging_steps: float = setting(1, "steps between rows of the log")
+    per_device_eval_batch_size: PositiveInt = setting(64, "prompts sampled at once in an evaluation")
+    dataloader_pin_memory: bool = setting(False, "pin memory in the data loader: rows are text, so it does nothing")
+    remove_unused_columns: bool = setting(False, "only false: other columns are for the rewards")
+
+    def __post_init__(self) -> None:
+        """Check our own values, then let transformers check its own.
+
+        Raises:
+            InputError: For the first wrong value.
+        """
+        MethodConfig.__post_init__(self)
+        self.check_values(field.name for field in fields(GradeConfig) if field.name in GradeConfig.__annotations__)
+        for name, neutral in _NEUTRAL.items():
+            if getattr(self, name) != neutral:
+                why = "completions are sampled here" if name == "use_vllm" else SAMPLED
+                raise InputError(name, getattr(self, name), f"{neutral} ({why})")
+        if self.remove_unused_columns:
+            raise InputError("remove_unused_columns", True, "false: the rewards read the other columns")
         for name, value in (("num_generations", self.group), ("minibatches", self.minibatches)):
-            if self.batch_size % value:
-                raise InputError(name, value, f"a divisor of batch_size = {self.batch_size}")
-        return self
-
-    @staticmethod
-    def values_for(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that apply to a method, with ``method`` set: one file can serve several methods."""
-        return {k: v for k, v in values.items() if method in OPTIONS.get(k, (method,))} | {"method": method}
+            if self.per_device_train_batch_size % value:
+                allowed = f"a divisor of per_device_train_batch_size = {self.per_device_train_batch_size}"
+                raise InputError(name, value, allowed)
+        if 0 < self.max_steps <= self.warmup_steps:
+            raise InputError("warmup_steps", self.warmup_steps, f"less than max_steps = {self.max_steps}")
+        if self.fsdp or self.deepspeed:
+            name = "fsdp" if self.fsdp else "deepspeed"
+            raise InputError(name, getattr(self, name), "nothing: the base is replicated on every process")
+        if self.fp16:
+            raise InputError("fp16", True, "false, or bf16: float16 would need a loss scaler")
+        unknown = [name for name in self.trackers if name not in INTEGRATION_TO_CALLBACK]
+        if unknown:
+            raise InputError("report_to", unknown[0], allowed_names(unknown[0], [*INTEGRATION_TO_CALLBACK, "none"]))
+        # Layers are recomputed by the engines, outside the rollout, which needs its cache: not by transformers.
+        recompute = bool(self.gradient_checkpointing or self.activation_checkpointing)
+        self.gradient_checkpointing = self.activation_checkpointing = None
+        TrainingArguments.__post_init__(self)
+        self.gradient_checkpointing = recompute
 
     @property
-    def relaxed(self) -> bool:
-        """Whether the method differentiates through relaxed tokens; otherwise it is a policy gradient."""
-        return self.method in RELAXED
+    def trackers(self) -> list[str]:
+        """Experiment trackers that are named in ``report_to``."""
+        names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        return [name for name in names if name not in ("none", "all")]
 
-    def relaxation(self, tau: float) -> RelaxationConfig:
-        """The relaxation at a Gumbel temperature."""
-        return RelaxationConfig(
-            estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
-            rao_draws=self.rao_draws, max_new_tokens=self.max_new_tokens, min_new_tokens=self.min_new_tokens,
-        )  # fmt: skip
+    @property
+    def batch_prompts(self) -> int:
+        """Prompts in a microbatch."""
+        return self.per_device_train_batch_size // self.group
+
+    @property
+    def batch_completions(self) -> int:
+        """Completions generated and scored for a microbatch, greedy ones included."""
+        greedy = self.policy_gradient is not None and self.policy_gradient.greedy
+        return self.per_device_train_batch_size + (self.batch_prompts if greedy else 0)
+
+
+@dataclass
+class TrainConfig(GradeConfig):
+    """A run from files: `GradeConfig`, and what it is trained on. Paths are relative to the working directory."""
+
+    model: str = setting("models/backbone", "folder or Hugging Face id of the base model")
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = setting("float32", "type of the base")
+    attention: Literal["auto", "sdpa", "eager"] = setting(
+        "auto", "attention implementation; auto: the model's default"
+    )
+    lora: LoraSettings = setting(LoraSettings(), "the adapter")
+    base_name: str | None = setting(
+        None, "the base as the saved adapter names it; null: the Hugging Face id, or the folder's absolute path"
+    )
+    reward: str | list[str] = setting(
+        "models/reward/backbone/bag",
+        "module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder of grade reward; or a list of them",
+    )
+    gold: str = setting("", "a judge that training never sees; empty for none")
+    train_dataset: str = setting(
+        "data/reviews/policy.jsonl", "prompts: .jsonl, .csv, .parquet, or a Hugging Face id (id:split)"
+    )
+    eval_dataset: str = setting("data/reviews/validation.jsonl", "held-out prompts; empty for none")
+    samples: NonNegativeInt = setting(8, "completions before and after training that are kept as text")
+
+    eval_on_start: bool = setting(True, "evaluate before the first step")
+    eval_on_end: bool = setting(True, "evaluate after the last step")
+    num_train_epochs: PositiveFloat = setting(1.0, "passes over the prompts, where max_steps is not given")
+    disable_tqdm: bool | None = setting(None, "no progress bar; null: a bar on a terminal only")
+
+    def __post_init__(self) -> None:
+        """Check the values; see `GradeConfig`.
+
+        Raises:
+            InputError: For the first wrong one.
+        """
+        super().__post_init__()
+        self.check_values(field.name for field in fields(TrainConfig) if field.name in TrainConfig.__annotations__)
+        for name in ("eval_on_start", "eval_on_end"):
+            if not self.eval_dataset:
+                setattr(self, name, False)

@@ -1,30 +1,35 @@
 """Held-out evaluation by ordinary sampling: reward, gold judge, KL.
 
 Prompts, noise and batch order are fixed by a seed, so two policies are compared on the same prompts and the same noise,
-and their difference can be paired. Every metric is a mean with its standard error and n.
+and their difference can be paired. Every metric is a mean with its standard error and n. Several processes share the
+batches: each takes every so many, with the noise that one process would have drawn.
 
 Left out: perplexity and diversity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from grade.gradients.objective import Objective, RewardScope, sequence_mean
 from grade.models.backbone import Backbone
-from grade.models.prompts import decode, encode_prompts
+from grade.models.noise import gumbel_noise
+from grade.models.prompts import PromptBatch, decode, encode_examples
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
 from grade.stats import Estimate
 
 if TYPE_CHECKING:
+    from grade.gradients.objective import Reward
     from grade.rewards.gold import GoldJudge
-    from grade.rewards.model import RewardModel
+
+Gather = Callable[[list[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,11 @@ class Evaluation:
     Attributes:
         prompts: Prompt texts, as cut for the model.
         completions: Completion texts.
-        reward: Trained reward [n].
+        reward: The reward [n].
         gold: Gold judge's P(positive) [n], NaN without a judge.
         kl: Mean KL(policy || reference) over each completion's tokens, in nats per token, on the first m prompts [m].
         kl_max: Largest absolute KL at any position of those completions.
+        parts: Each reward's values [n] by name, where the reward is a sum; NaN where one does not apply.
     """
 
     prompts: list[str]
@@ -46,6 +52,7 @@ class Evaluation:
     gold: np.ndarray
     kl: np.ndarray
     kl_max: float
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float | int]:
         """Flat metrics ``val/...``: mean, standard error and n."""
@@ -59,12 +66,69 @@ class Evaluation:
                 flat[f"val/{name}_n"] = estimate.n
         return flat
 
+    def summary(self, beta: float, prefix: str = "eval") -> dict[str, float]:
+        """Metrics as the Trainer logs them: ``eval_reward``, ``eval_reward_stderr``, ``eval_reward_n``, ``eval_kl``.
 
-@torch.no_grad()
+        Args:
+            beta: Weight of KL in ``eval_loss``, the negative objective.
+            prefix: Put before every name.
+        """
+        names = {name.removeprefix("val/").removesuffix("_mean"): value for name, value in self.metrics().items()}
+        given = {name: values[np.isfinite(values)] for name, values in self.parts.items()}
+        names |= {f"rewards/{name}/mean": float(values.mean()) for name, values in given.items() if len(values)}
+        kl = names.get("kl", 0.0)
+        names["loss"] = beta * kl - float(self.reward.mean())
+        return {f"{prefix}_{name}": value for name, value in names.items()}
+
+    def first(self, n: int) -> Evaluation:
+        """The first n prompts alone; KL stays on its own prompts."""
+        parts = {name: values[:n] for name, values in self.parts.items()}
+        return Evaluation(
+            self.prompts[:n], self.completions[:n], self.reward[:n], self.gold[:n], self.kl, self.kl_max, parts
+        )
+
+    def table(self) -> pd.DataFrame:
+        """One row for each completion: prompt, completion, reward, the rewards it is the sum of, gold, KL."""
+        kl = np.full(len(self.prompts), np.nan)
+        kl[: len(self.kl)] = self.kl
+        columns = {"prompt": self.prompts, "completion": self.completions, "reward": self.reward}
+        columns |= {f"rewards/{name}": values for name, values in self.parts.items()}
+        return pd.DataFrame(columns | {"gold": self.gold, "kl": kl, "kl_max": self.kl_max})
+
+    @classmethod
+    def of_table(cls, table: pd.DataFrame) -> Evaluation:
+        """The evaluation that `table` was made of."""
+        kl, prefix = table["kl"].to_numpy(), "rewards/"
+        parts = {name.removeprefix(prefix): table[name].to_numpy() for name in table if name.startswith(prefix)}
+        return cls(
+            table["prompt"].tolist(), table["completion"].tolist(), table["reward"].to_numpy(),
+            table["gold"].to_numpy(), kl[~np.isnan(kl)], float(table["kl_max"].iloc[0]), parts,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an evaluation samples.
+
+    Attributes:
+        max_new_tokens: T.
+        min_new_tokens: End-of-sequence is not sampled before this many tokens.
+        batch_size: Prompts sampled at once.
+        kl_prompts: Number of prompts, from the first, on which KL is computed (it needs a pass of the reference).
+        seed: Seed of the noise.
+    """
+
+    max_new_tokens: int = 24
+    min_new_tokens: int = 0
+    batch_size: int = 64
+    kl_prompts: int = 64
+    seed: int = 1
+
+
 def evaluate(
     backbone: Backbone,
     texts: Sequence[str],
-    reward_model: RewardModel,
+    reward_model: Reward,
     judge: GoldJudge | None = None,
     *,
     max_new_tokens: int = 24,
@@ -93,26 +157,93 @@ def evaluate(
     Returns:
         The values, prompt by prompt.
     """
-    generator = torch.Generator(backbone.device).manual_seed(seed)
-    objective = Objective(reward_model, scope=scope)
-    prompts_out, completions, rewards, golds, kls, kl_max = [], [], [], [], [], 0.0
-    for start in range(0, len(texts), batch_size):
-        chunk = list(texts[start : start + batch_size])
-        prompts = encode_prompts(backbone.tokenizer, chunk, max_prompt_tokens).to(backbone.device)
-        ids, mask = generate(backbone, prompts, max_new_tokens, generator, min_new_tokens=min_new_tokens)
-        rewards.append(objective.score(backbone, prompts, ids, mask).cpu())
-        before = [decode(backbone.tokenizer, i, m) for i, m in zip(prompts.ids, prompts.mask, strict=True)]
-        after = [decode(backbone.tokenizer, i, m) for i, m in zip(ids, mask, strict=True)]
-        prompts_out += before
-        completions += after
-        if judge is not None:
-            golds.append(judge.score([p + c for p, c in zip(before, after, strict=True)]))
-        with_kl = min(len(chunk), kl_prompts - start)
-        if with_kl > 0:
-            rows = slice(0, with_kl)
-            kl = sequence_kl(backbone, prompts[rows], ids[rows], mask[rows])
-            kls.append(sequence_mean(kl, mask[rows]).cpu())
-            kl_max = max(kl_max, float(kl.abs().max()))
-    gold = np.concatenate(golds) if golds else np.full(len(texts), np.nan)
-    kl = torch.cat(kls).double().numpy() if kls else np.zeros(0)
-    return Evaluation(prompts_out, completions, torch.cat(rewards).double().numpy(), gold, kl, kl_max)
+
+    def encode(rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
+        return encode_examples(backbone.tokenizer, rows, max_prompt_tokens, "right", warn_raw=False)
+
+    examples = [{"prompt": text} for text in texts]
+    sampling = Sampling(max_new_tokens, min_new_tokens, batch_size, kl_prompts, seed)
+    return evaluate_examples(backbone, examples, encode, Objective(reward_model, scope=scope), sampling, judge)
+
+
+@torch.no_grad()
+def evaluate_examples(
+    backbone: Backbone,
+    examples: Sequence[Mapping[str, Any]],
+    encode: Callable[[Sequence[Mapping[str, Any]]], PromptBatch],
+    objective: Objective,
+    sampling: Sampling,
+    judge: GoldJudge | None = None,
+    share: tuple[int, int] = (0, 1),
+    gather: Gather = lambda rows: rows,
+    attempt: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+) -> Evaluation:
+    """`evaluate` on rows of a dataset.
+
+    Args:
+        backbone: The policy.
+        examples: Rows with a prompt.
+        encode: From rows to prompts.
+        objective: The reward and what it scores.
+        sampling: Lengths, sizes and the seed.
+        judge: The gold judge, which scores the decoded prompt and completion.
+        share: This process's rank, and the number of processes.
+        gather: Joins the lists of all processes.
+        attempt: Does this process's work, which may fail on one of them.
+
+    Returns:
+        The values, prompt by prompt, on every process.
+    """
+    own = attempt(lambda: _own_batches(backbone, examples, encode, objective, sampling, judge, *share))
+    batches = [values for _, values in sorted(gather(own), key=lambda pair: pair[0])]
+    joined = {name: [value for batch in batches for value in batch[name]] for name in ("prompts", "completions")}
+    arrays = {name: np.concatenate([batch[name] for batch in batches]) for name in ("reward", "gold", "kl")}
+    parts = {name: np.concatenate([b["parts"][name] for b in batches]) for name in batches[0]["parts"]}
+    return Evaluation(**joined, **arrays, kl_max=max(batch["kl_max"] for batch in batches), parts=parts)
+
+
+def _own_batches(
+    backbone: Backbone, examples: Sequence[Mapping[str, Any]], encode: Callable[..., PromptBatch],
+    objective: Objective, sampling: Sampling, judge: GoldJudge | None, rank: int, processes: int,
+) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
+    """The batches of one process, with their numbers."""
+    generator, own = torch.Generator(backbone.device).manual_seed(sampling.seed), []
+    for number, start in enumerate(range(0, len(examples), sampling.batch_size)):
+        rows = [examples[i] for i in range(start, min(start + sampling.batch_size, len(examples)))]
+        if number % processes == rank:
+            values = _evaluate_batch(backbone, encode(rows), objective, sampling, judge, generator, start)
+            drawn = values.pop("drawn")
+            own.append((number, values))
+        else:
+            drawn = 0
+        # Every batch takes T draws, also where all completions ended early, so that its noise is the same anywhere.
+        for _ in range(drawn, sampling.max_new_tokens):
+            gumbel_noise((len(rows), backbone.vocab_size), generator)
+    return own
+
+
+def _evaluate_batch(
+    backbone: Backbone, prompts: PromptBatch, objective: Objective, sampling: Sampling, judge: GoldJudge | None,
+    generator: torch.Generator, start: int,
+) -> dict[str, Any]:  # fmt: skip
+    prompts = prompts.to(backbone.device)
+    ids, mask = generate(
+        backbone, prompts, sampling.max_new_tokens, generator, min_new_tokens=sampling.min_new_tokens
+    )
+    reward = objective.score(backbone, prompts, ids, mask).cpu().double().numpy()
+    before = [decode(backbone.tokenizer, i, m) for i, m in zip(prompts.ids, prompts.mask, strict=True)]
+    after = [decode(backbone.tokenizer, i, m) for i, m in zip(ids, mask, strict=True)]
+    gold = np.full(len(after), np.nan)
+    if judge is not None:
+        gold = judge.score([p + c for p, c in zip(before, after, strict=True)])
+    kl, kl_max, with_kl = np.zeros(0), 0.0, min(len(after), sampling.kl_prompts - start)
+    if with_kl > 0:
+        rows = slice(0, with_kl)
+        each = sequence_kl(backbone, prompts[rows], ids[rows], mask[rows])
+        kl, kl_max = sequence_mean(each, mask[rows]).cpu().double().numpy(), float(each.abs().max())
+    last = getattr(objective.reward_model, "last", None)
+    parts = {} if last is None else {name: v.cpu().double().numpy() for name, v in last.values.items()}
+    return {
+        "prompts": before, "completions": after, "reward": reward, "gold": gold, "kl": kl, "kl_max": kl_max,
+        "parts": parts, "drawn": ids.shape[1],
+    }  # fmt: skip

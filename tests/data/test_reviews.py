@@ -125,9 +125,6 @@ def test_a_hugging_face_data_set_that_fails(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(InputError, match="source: got 'imdb, split train'.*ConnectionError: cannot reach the hub\\)"):
         prepare_reviews(DataConfig(source="imdb"), tmp_path, tmp_path / "out")
-    monkeypatch.setitem(sys.modules, "datasets", None)  # what an import of a package that is not installed meets
-    with pytest.raises(InputError, match="package datasets, installed"):
-        prepare_reviews(DataConfig(source="imdb"), tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +136,10 @@ def test_a_hugging_face_data_set_that_fails(tmp_path, monkeypatch):
         ([{"text": " ", "label": i % 2} for i in range(200)], {}, "text_column: got 'text'; allowed: .*not empty"),
         ([*make_rows(), {"text": "a third label", "label": 2}], {}, "label: got '2'; allowed: one of 0"),
         ([{**row, "label": 1} for row in make_rows()], {}, "label_column: got 'label'; allowed: .*both labels"),
+        ([{**row, "label": 1} for row in make_rows()], {"labels": "number"}, "label_column: .*two different labels"),
+        ([*make_rows(), {"text": "no number", "label": "neg"}], {"labels": "number"}, "label: got 'neg'; .*finite"),
+        ([*make_rows(), {"text": "infinite", "label": "inf"}], {"labels": "number"}, "label: got 'inf'; .*finite"),
+        ([*make_rows(), {"text": "missing", "label": ""}], {"labels": "number"}, "label: got ''; .*finite"),
     ],
 )
 def test_bad_tables(tmp_path, rows, changes, message):
@@ -181,12 +182,48 @@ def test_bad_configs(changes):
 
 
 @pytest.mark.parametrize(
-    "content", ['{"text": "a"}\n', '{"text": "a", "label": 2}\n', '{"text": 1, "label": 0}\n', "[]\n", "not json\n"]
-)
+    "content",
+    [
+        '{"text": "a"}\n', '{"text": "a", "label": "2"}\n', '{"text": "a", "label": NaN}\n', "[]\n", "not json\n",
+        '{"text": 1, "label": 0}\n', '{"text": "a", "label": 1e999}\n', '{"text": "a", "label": null}\n',
+    ],
+)  # fmt: skip
 def test_damaged_sets(tmp_path, content):
     (tmp_path / "test.jsonl").write_text('{"text": "fine", "label": 1}\n' + content)
     with pytest.raises(InputError, match="reviews: got .*test.jsonl, line 2'"):
         load_reviews(tmp_path, "test")
+
+
+def test_a_line_holds_the_prompt_beside_text_and_label(tmp_path):
+    rows = [*make_rows(), {"text": "...One by one. Two. Three.", "label": 0}]
+    prepare(tmp_path, rows, test_size=201 - 160)
+    lines = [line for name in SPLITS for line in (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()]
+    assert '{"label": 0, "prompt": "One by one. Two", "text": "...One by one. Two. Three."}' in lines
+    assert '{"label": 1, "prompt": "review number 7 of a film", "text": "review number 7 of a film"}' in lines
+
+
+def test_sets_without_prompts_are_still_read(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"label": 1, "text": "fine"}\n')
+    assert load_reviews(tmp_path, "test") == [Review("fine", 1)]
+
+
+def test_labels_of_ones_own_text_may_be_any_number(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"label": -2.5, "text": "a"}\n{"label": 3.0, "text": "b"}\n')
+    assert load_reviews(tmp_path, "test") == [Review("a", -2.5), Review("b", 3)]
+
+
+def test_a_table_of_numbers_is_split_when_the_config_says_so(tmp_path):
+    rows = [{"text": f"review number {i} of a film", "label": f"{i % 5}.0" if i % 2 else i / 8} for i in range(200)]
+    rows += [{"text": "REVIEW number 7 of a film", "label": "2"}, {"text": "review number 8 of a film", "label": 9}]
+    summary, sets = prepare(tmp_path, rows, labels="number")
+    assert summary["dropped"] == {"duplicate": 1, "conflicting": 2, "too_short": 0}  # 2 is 2.0, and 9 is not 1
+    labels = {int(r.text.split()[2]): r.label for part in sets.values() for r in part}
+    assert labels == {i: i % 5 if i % 2 else i / 8 for i in range(200) if i != 8}
+    assert summary["splits"]["test"] == {"n": 10, "mean_label": round(sum(r.label for r in sets["test"]) / 10, 6)}
+    files = {name: (tmp_path / "out" / f"{name}.jsonl").read_bytes() for name in SPLITS}
+    assert b'"label": 2,' in b"".join(files.values()) and b'"label": 2.0' not in b"".join(files.values())
+    prepare(tmp_path, rows[::-1], labels="number")
+    assert files == {name: (tmp_path / "out" / f"{name}.jsonl").read_bytes() for name in SPLITS}
 
 
 def test_sets_that_are_not_there(tmp_path):

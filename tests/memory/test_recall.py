@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grade.memory import models, recall
+from grade.memory import nodata, recall
 from grade.memory.models import model_config
 from grade.memory.recall import call_on_meta
 from grade.memory.step import StepConfig
@@ -93,7 +93,7 @@ def test_memory_is_bounded(monkeypatch):
 def test_a_trace_is_the_same_with_and_without(values, monkeypatch):
     config = StepConfig(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=3, **values)
     found = [trace_layers(config, model_config("tiny"), "cuda") for _ in range(2)]
-    monkeypatch.setattr(models, "call_on_meta", lambda func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(nodata, "call_on_meta", lambda func, args, kwargs: func(*args, **kwargs))
     found.append(trace_layers(config, model_config("tiny"), "cuda"))
     assert len(recall._made) > 50
     first, *others = ([(r.nbytes, r.shape, r.dtype, r.op, r.birth, r.death) for r in t.records] for t in found)

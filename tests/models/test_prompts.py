@@ -1,15 +1,26 @@
-"""Prompts: what is kept of a review, and padding, masks and positions of a batch."""
+"""Prompts: what is kept of a review or a row, and padding, masks and positions of a batch."""
+
+import warnings
 
 import pytest
 import torch
 from conftest import tiny_config
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from grade.errors import InputError
-from grade.models.prompts import PromptBatch, encode_prompts, position_ids, prompt_text
+from grade.models import prompts as module
+from grade.models.prompts import (
+    PromptBatch,
+    check_prompts,
+    encode_examples,
+    encode_prompts,
+    position_ids,
+    prompt_text,
+)
 
 UNK, BOS, EOS, PAD, A, B, C = range(7)
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -153,3 +164,206 @@ def test_padding_does_not_change_what_a_model_predicts():
 def test_to_moves_both_tensors():
     batch = PromptBatch(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)).to("meta")
     assert batch.ids.device.type == batch.mask.device.type == "meta"
+
+
+# --- rows of a dataset ---
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('role ' + m.role) }}{% endif %}<s>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>{% endif %}{% if shout %}c{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_process():
+    """A process that has not warned yet."""
+    module._warn_of_raw_text.cache_clear()
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """The words a, b and c; a turn stands between <s> and </s>; plain text begins with <s>."""
+    tokenizer = word_tokenizer("<s> $A")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def turns(*texts):
+    """Messages of these texts, the user's first, the assistant's next."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_examples_follow_every_way_to_pick_rows():
+    rows = tuple({"prompt": text} for text in "abc")
+    batch = encode_examples(word_tokenizer(), rows)
+    assert batch.examples == rows
+    picks = [slice(1, None), [2, 0, -1], torch.tensor([1, 1]), torch.tensor([True, False, True]), [False, True, False]]
+    for pick in picks:
+        picked = batch[pick]
+        words = [batch.ids.new_tensor([{"a": A, "b": B, "c": C}[e["prompt"]]]) for e in picked.examples]
+        assert torch.equal(torch.stack(words), picked.ids) and len(picked) == len(picked.examples)
+    twice = batch.repeat(2)
+    assert twice.ids[:, 0].tolist() == [A, A, B, B, C, C]
+    assert twice.examples == (rows[0], rows[0], rows[1], rows[1], rows[2], rows[2])
+    assert batch.to("meta").examples == rows
+
+
+def test_a_batch_of_ids_alone_has_no_examples():
+    batch = encode_prompts(word_tokenizer(), ["a", "b"], 4)
+    assert batch.examples is batch[:1].examples is batch.repeat(2).examples is batch.to("cpu").examples is None
+    with pytest.raises(ValueError, match="1 examples for 2 prompts"):
+        PromptBatch(batch.ids, batch.mask, ({"prompt": "a"},))
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.sampled_from(["$A", "<s> $A", "<s> $A </s>"]),
+)
+def test_cut_on_the_right_the_tokens_are_those_of_encode_prompts(words, n, template):
+    texts = [" ".join(w) for w in words]
+    expected = encode_prompts(word_tokenizer(template), texts, n)
+    batch = encode_examples(word_tokenizer(template), [{"prompt": text} for text in texts], n, "right")
+    assert torch.equal(batch.ids, expected.ids) and torch.equal(batch.mask, expected.mask)
+
+
+def test_a_cut_prompt_is_shown_as_the_model_sees_it():
+    rows = [{"prompt": "a  b c", "n": 1}, {"prompt": " c ", "n": 2}]
+    tokenizer = word_tokenizer("<s> $A")
+    whole = encode_examples(tokenizer, rows, 4)
+    assert whole.ids.tolist() == [[BOS, A, B, C], [PAD, PAD, BOS, C]] and whole.examples == tuple(rows)
+    right = encode_examples(tokenizer, rows, 3, "right")
+    assert right.ids.tolist() == [[BOS, A, B], [PAD, BOS, C]]
+    assert right.examples == ({"prompt": "a b", "n": 1}, rows[1])
+    left = encode_examples(tokenizer, rows, 2, "left")
+    assert left.ids.tolist() == [[B, C], [BOS, C]] and left.examples == ({"prompt": "b c", "n": 1}, rows[1])
+    assert rows[0]["prompt"] == "a  b c"
+
+
+def test_messages_go_through_the_chat_template():
+    rows = [{"prompt": turns("a b")}, {"prompt": turns("a", "b c")}, {"prompt": turns("a", "b", "c"), "x": 1}]
+    batch = encode_examples(chat_tokenizer(), rows)
+    assert [ids[mask.bool()].tolist() for ids, mask in zip(batch.ids, batch.mask, strict=True)] == [
+        [BOS, A, B, EOS, BOS],
+        [BOS, A, EOS, BOS, B, C],  # the assistant's turn is left open
+        [BOS, A, EOS, BOS, B, EOS, BOS, C, EOS, BOS],
+    ]
+    assert batch.examples == tuple(rows)
+    cut = encode_examples(chat_tokenizer(), rows[:1], 3, "left")
+    assert cut.ids.tolist() == [[B, EOS, BOS]] and cut.examples == ({"prompt": "b </s> <s>"},)
+    assert encode_examples(chat_tokenizer(), rows[:1], None, "error", {"shout": True}).ids[0, -2:].tolist() == [BOS, C]
+    own = encode_examples(word_tokenizer(), rows[:1], chat_template_kwargs={"chat_template": "b"})
+    assert own.ids.tolist() == [[B]]
+
+
+def test_messages_are_encoded_as_transformers_does():
+    tokenizer, messages = chat_tokenizer(), turns("a", "b", "c a")
+    direct = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert encode_examples(tokenizer, [{"prompt": messages}]).ids.tolist() == [direct]
+
+
+def test_plain_text_into_a_chat_model_warns_once():
+    def caught(**options):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            encode_examples(chat_tokenizer(), [{"prompt": "a"}], **options)
+            check_prompts(chat_tokenizer(), [{"prompt": "a"}], **options)
+        return found
+
+    assert caught(warn_raw=False) == []
+    (warning,) = caught()
+    assert "plain text" in str(warning.message) and "chat template" in str(warning.message)
+    assert warning.filename == __file__
+    assert caught() == []
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": turns("a")}])
+def test_no_warning_where_text_is_all_there_is_or_messages_are_given(row):
+    tokenizer = word_tokenizer() if isinstance(row["prompt"], str) else chat_tokenizer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_examples(tokenizer, [row])
+
+
+USER = {"role": "user", "content": "a"}
+BAD = {
+    "no column": ({"text": "a"}, r"columns of row 7: got \['text'\]; allowed: one of them \"prompt\""),
+    "none": ({"prompt": None}, "prompt in row 7: got None; allowed: text, or a list of messages"),
+    "number": ({"prompt": 3}, "prompt in row 7: got 3"),
+    "one message": ({"prompt": USER}, "prompt in row 7: got {.*list of messages"),
+    "empty": ({"prompt": ""}, "prompt in row 7: got ''; allowed: text"),
+    "white space": ({"prompt": " \n"}, "prompt in row 7: got "),
+    "texts": ({"prompt": ["a", "b"]}, "message 0 of the prompt in row 7: got 'a'"),
+    "messages": ({"prompt": [USER]}, "prompt in row 7: got .*allowed: text, as in the rows before it"),
+    "too long": ({"prompt": "a b c a"}, r"tokens of the prompt in row 7: got 5; allowed: at most 4 .*truncation left"),
+}
+BAD_MESSAGES = {
+    "text": ("a", "prompt in row 7: got 'a'; allowed: messages, as in the rows before it"),
+    "no messages": ([], r"prompt in row 7: got \[\]; allowed: messages with text"),
+    "no text": ([{"role": "user", "content": " "}], "prompt in row 7: .*allowed: messages with text"),
+    "no role": ([USER, {"content": "a"}], "message 1 of the prompt in row 7: got {'content': 'a'}; .*\"role\""),
+    "no content": ([{"role": "user"}], "message 0 of the prompt in row 7: got {'role': 'user'}; .*\"content\""),
+    "null content": ([{"role": "user", "content": None}], "message 0 of the prompt in row 7: got "),
+    "numbers": ([{"role": "user", "content": 1}], "message 0 of the prompt in row 7: got "),
+    "role of no text": ([{"role": 1, "content": "a"}], "message 0 of the prompt in row 7: got "),
+    "role unknown": ([{"role": "judge", "content": "a"}], r"prompt in row 7: .*accepts \(TemplateError: role judge\)"),
+    "parts": ([{"role": "user", "content": ["a"]}, {"role": "assistant", "content": []}], "prompt in row 7: .*accepts"),
+    "too long": (turns("a b c"), "tokens of the prompt in row 7: got 6; allowed: at most 4"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
+def test_a_bad_row_is_named(row, message):
+    rows = [{"prompt": "a"}, row]
+    with pytest.raises(InputError, match=message) as error:
+        encode_examples(word_tokenizer("<s> $A"), rows, 4, rows=[3, 7])
+    assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match=message):
+        check_prompts(word_tokenizer("<s> $A"), [rows[0]] * 7 + rows[1:], 4, batch_size=2)
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
+def test_a_bad_conversation_is_named(prompt, message):
+    rows = [{"prompt": [USER]}, {"prompt": prompt}]
+    with pytest.raises(InputError, match=message):
+        encode_examples(chat_tokenizer(), rows, 4, rows=[3, 7])
+    with pytest.raises(InputError, match=message):
+        check_prompts(chat_tokenizer(), [rows[0]] * 7 + rows[1:], 4, batch_size=7)
+
+
+def test_messages_need_a_chat_template_that_says_something():
+    with pytest.raises(InputError, match="prompt in row 0: .*tokenizer has no chat template"):
+        encode_examples(word_tokenizer(), [{"prompt": [USER]}])
+    with pytest.raises(InputError, match="prompt in row 0: .*at least one token"):
+        encode_examples(word_tokenizer(), [{"prompt": [USER]}], chat_template_kwargs={"chat_template": " "})
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "truncation", "message"),
+    [
+        ([], None, "error", "^prompts: got"),
+        ([{"prompt": "a"}], 0, "error", "max_prompt_length: got 0"),
+        ([{"prompt": "a"}], 4, "middle", "truncation: got 'middle'; allowed: one of error, left, right"),
+    ],
+)
+def test_settings_that_are_not_allowed(rows, limit, truncation, message):
+    for encode in encode_examples, check_prompts:
+        with pytest.raises(InputError, match=message):
+            encode(word_tokenizer(), rows, limit, truncation)
+
+
+def test_a_call_of_a_tool_needs_no_content():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    batch = encode_examples(chat_tokenizer(), [{"prompt": [USER, call, USER]}])
+    assert batch.ids.tolist() == [[BOS, A, EOS, BOS, EOS, BOS, A, EOS, BOS]]
+
+
+def test_a_whole_dataset_is_checked_and_its_longest_prompt_is_known():
+    rows = [{"prompt": " ".join("abc"[: 1 + i % 3]), "other": i} for i in range(10)]
+    for dataset in rows, Dataset.from_list(rows):
+        assert check_prompts(word_tokenizer(), dataset, batch_size=3) == 3
+        assert check_prompts(word_tokenizer(), dataset, 2, "left") == 2
+        with pytest.raises(InputError, match="tokens of the prompt in row 2: got 3"):
+            check_prompts(word_tokenizer(), dataset, 2, batch_size=3)
+    with pytest.raises(InputError, match="columns of row 0: got .'other'.; allowed: .*\"prompt\""):
+        check_prompts(word_tokenizer(), Dataset.from_list(rows).remove_columns("prompt"))

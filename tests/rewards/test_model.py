@@ -15,7 +15,6 @@ from grade.models.backbone import Backbone
 from grade.rewards.fit import (
     FitSettings,
     RewardConfig,
-    calibration_error,
     encode,
     evaluate_reward,
     prefix_logits,
@@ -23,6 +22,7 @@ from grade.rewards.fit import (
     right_pad,
     train_reward,
 )
+from grade.rewards.labels import calibration_error
 from grade.rewards.model import HeadSettings, RewardModel, load_reward, table_moments
 
 WORDS = "<pad> good fine great lovely bad poor awful dull the a film plot cast was it of and to in one scene".split()

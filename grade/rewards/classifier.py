@@ -1,0 +1,197 @@
+"""A Hugging Face sequence classifier as a reward of text: any tokenizer, policy gradients only.
+
+With one label the reward is the logit, as of a reward model trained on preferences. With several labels one is named,
+and the reward is its probability. Where the tokenizer is the policy's, `grade.rewards.differentiable` makes the same
+model a reward with gradient.
+
+Left out: truncation. A text that the classifier cannot read whole is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from grade.errors import InputError
+from grade.models.embedding import RewardScope
+from grade.models.head import wide
+from grade.rewards.text import Message, Texts, beginning, decode_texts
+
+if TYPE_CHECKING:
+    from grade.models.prompts import PromptBatch
+
+_BATCH_ROWS = 64
+_UNLIMITED = 10**9
+"""A tokenizer without a limit has a larger one."""
+
+
+class TextClassifier:
+    """A sequence classifier that reads decoded text with its own tokenizer.
+
+    Plain text gets the tokenizer's usual special tokens. Messages go through the tokenizer's chat template, which
+    holds them already.
+
+    Args:
+        model: The classifier; frozen, in evaluation mode from now on.
+        tokenizer: The classifier's.
+        policy_tokenizer: The policy's, which decodes completions.
+        label: The label whose probability is the reward; needed if there are several.
+        scope: Whether it reads the prompt too.
+        name: How it is logged.
+        no_gradient: Why it has none, for error messages.
+
+    Raises:
+        InputError: For an unknown label, or none where there are several.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        policy_tokenizer: Any,
+        label: str | None = None,
+        scope: RewardScope = "prompt_and_completion",
+        name: str = "classifier",
+        no_gradient: str = "a classifier of text, which has no gradient",
+    ) -> None:
+        self.model = model.requires_grad_(False).eval()
+        self.tokenizer, self.policy_tokenizer = tokenizer, policy_tokenizer
+        self.scope, self.name, self.no_gradient = scope, name, no_gradient
+        self.column = _column(model.config, label, name)
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that it reads."""
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
+        return min(positions, getattr(self.tokenizer, "model_max_length", _UNLIMITED), _UNLIMITED)
+
+    def value(self, logits: Tensor) -> Tensor:
+        """Rewards [B] of the classifier's logits [B, labels], float32 (float64 for a float64 classifier)."""
+        logits, kind = logits.to(wide(logits.dtype)), self.model.config.problem_type
+        if logits.shape[1] == 1 or kind == "regression":
+            return logits[:, self.column]
+        if kind == "multi_label_classification":
+            return logits[:, self.column].sigmoid()
+        return logits.softmax(-1)[:, self.column]
+
+    @torch.no_grad()
+    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B] of completions [B, T].
+
+        Raises:
+            InputError: If a text is too long, or messages cannot be rendered; names the row.
+        """
+        texts = decode_texts(self.policy_tokenizer, prompts, ids, mask)
+        rows = self._encode(texts)
+        for row, tokens in enumerate(rows):
+            self.check_length(len(tokens), row, f", {beginning(texts.completions[row])}")
+        parts = [self._logits(rows[start : start + _BATCH_ROWS]) for start in range(0, len(rows), _BATCH_ROWS)]
+        return self.value(torch.cat(parts)).to(ids.device)
+
+    def check_length(self, tokens: int, row: int, what: str = "") -> None:
+        """Reject a text of more tokens than the classifier reads.
+
+        Raises:
+            InputError: Naming reward and row.
+        """
+        if tokens > self.limit:
+            allowed = f"at most {self.limit}: shorten prompts or completions, or score the completion only"
+            raise InputError(f"reward {self.name!r}, row {row}{what}: tokens", tokens, allowed)
+
+    def _encode(self, texts: Texts) -> list[list[int]]:
+        whole = self.scope == "prompt_and_completion"
+        pairs = list(zip(texts.prompts, texts.completions, strict=True))
+        if isinstance(texts.completions[0], str):
+            plain = [prompt + completion if whole else completion for prompt, completion in pairs]
+            rows = self.tokenizer(plain)["input_ids"]
+        else:
+            chats = [[*prompt, *completion] if whole else completion for prompt, completion in pairs]
+            rendered = [self._render(row, chat) for row, chat in enumerate(chats)]
+            rows = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        return [row or [0 if end is None else end] for row in rows]  # nothing but the end
+
+    def _render(self, row: int, chat: Sequence[Message]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception as error:  # no template, or one that refuses: jinja has classes of its own
+            allowed = f"a classifier whose tokenizer has a chat template for them ({_first_line(error)})"
+            raise InputError(f"reward {self.name!r}, row {row}: messages", list(chat)[-1], allowed) from None
+
+    def _logits(self, rows: list[list[int]]) -> Tensor:
+        """Logits [B, labels]: one padded batch, or without a padding token one row at a time."""
+        device, padding = self.model.device, self.model.config.get_text_config().pad_token_id
+        if padding is None:
+            return torch.cat([self.model(input_ids=torch.tensor([row], device=device)).logits for row in rows])
+        ids = [torch.tensor(row, device=device) for row in rows]
+        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+        ids = pad_sequence(ids, batch_first=True, padding_value=padding)
+        return self.model(input_ids=ids, attention_mask=mask).logits
+
+
+def load_classifier(source: str | Path, device: torch.device | str = "cpu") -> tuple[PreTrainedModel, Any]:
+    """Load a classifier and its tokenizer: safetensors only, no remote code.
+
+    Args:
+        source: Local folder or hub id.
+        device: Where to put the model.
+
+    Returns:
+        Model and tokenizer.
+
+    Raises:
+        InputError: If it cannot be loaded, or is no trained classifier: a base model has no weights for the labels.
+    """
+    name = str(source)
+    allowed = "a folder or hub id of a sequence classifier with safetensors weights, a tokenizer and no remote code"
+    logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+        tokenizer = load_tokenizer(name)
+    except InputError:
+        raise
+    except Exception as error:  # transformers raises a dozen types, which mean the same to the user
+        raise InputError("reward", name, f"{allowed} ({_first_line(error)})") from None
+    missing = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
+    if missing:
+        raise InputError("reward", name, f"a trained classifier: it has no weights for {', '.join(missing[:3])}")
+    return model.to(device), tokenizer
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a classifier.
+
+    Raises:
+        InputError: If there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # as above
+        allowed = f"a classifier with its tokenizer, or a processing class for it ({_first_line(error)})"
+        raise InputError("reward: tokenizer", source, allowed) from None
+
+
+def _column(config: Any, label: str | None, name: str) -> int:
+    labels = {str(text): index for index, text in config.id2label.items()}
+    listed = ", ".join(labels)
+    if label is None:
+        if config.num_labels > 1:
+            raise InputError(f"reward {name!r}: label", None, f"one of {listed}, as in hf:{name}@{next(iter(labels))}")
+        return 0
+    if label not in labels:
+        raise InputError(f"reward {name!r}: label", label, f"one of {listed}")
+    return int(labels[label])
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,199 @@
+"""A Hugging Face sequence classifier as a differentiable reward, for a policy with the same vocabulary.
+
+Soft tokens have no text, but where token ids mean the same to policy and classifier they have embeddings in the
+classifier's own table: ``e_R = sum_k y_k E_R[support_k]``, exactly ``E_R[token]`` for a hard token. So a real reward
+model can teach by its gradient. Whatever it reads (relaxed tokens, or ids in `score`) goes through the same forward
+pass.
+
+transformers' classifiers are made for ids: decoders look for padding ids to find the last token, and cannot find them
+among embeddings. Which way of padding gives every row what it would get alone is therefore tried on a probe when the
+reward is made.
+
+An end-of-sequence token is among what it reads, as with reward models on the policy's embeddings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grade.errors import InputError
+from grade.models.embedding import EmbeddingTable, RewardScope
+from grade.models.prompts import position_ids
+from grade.rewards.classifier import TextClassifier
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+    from grade.models.prompts import PromptBatch
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+_HALF_TOLERANCE = 1e-2
+"""Largest relative error of the probe: far above rounding, far below what a wrong position does."""
+
+Padding = Callable[[PreTrainedModel, Tensor, Tensor], Tensor]
+
+
+class EmbeddedClassifier(TextClassifier):
+    """A classifier that reads embeddings in its own table, differentiably.
+
+    Prompts, as encoded for the policy, begin with the tokenizer's special tokens already. What the tokenizer puts
+    after a text is added here; with scope ``completion`` also what it puts before one.
+
+    Args:
+        model: The classifier; frozen, in evaluation mode from now on.
+        tokenizer: Its tokenizer, with the policy's vocabulary.
+        backbone: The policy.
+        label: As for `TextClassifier`.
+        scope: As for `TextClassifier`.
+        name: As for `TextClassifier`.
+
+    Attributes:
+        reads: Its embedding table, with a row for each of the policy's ids.
+
+    Raises:
+        InputError: If vocabularies differ, or the model does not do with embeddings what it does with ids.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        backbone: Backbone,
+        label: str | None = None,
+        scope: RewardScope = "prompt_and_completion",
+        name: str = "classifier",
+    ) -> None:
+        super().__init__(model, tokenizer, backbone.tokenizer, label, scope, name)
+        why = why_other_vocabulary(tokenizer, backbone.tokenizer)
+        if why:
+            raise InputError(f"reward {name!r}", why, "for a differentiable reward the policy's own vocabulary")
+        layer = model.get_input_embeddings()
+        scale = float(getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", 1.0)))
+        self.reads = EmbeddingTable(_rows(layer.weight.detach(), backbone.vocab_size), scale)
+        prefix, suffix = _special_tokens(tokenizer)
+        self.prefix = torch.tensor(prefix if scope == "completion" else [], dtype=torch.long, device=model.device)
+        self.suffix = torch.tensor(suffix, dtype=torch.long, device=model.device)
+        self.padding = _checked_padding(model, self.reads, min(len(tokenizer), layer.weight.shape[0]), name)
+
+    def __call__(self, embeds: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B], differentiable in the embeddings.
+
+        Args:
+            embeds: [B, L, D_R] in the table `reads`.
+            mask: [B, L], 0 at padding, anywhere.
+
+        Raises:
+            InputError: If a row has more tokens than the classifier reads; names the row.
+        """
+        rows, mask = embeds.to(self.reads.weight.dtype), mask.long()
+        ends = [self.reads.embed(ids).expand(len(rows), -1, -1) for ids in (self.prefix, self.suffix)]
+        rows = torch.cat([ends[0], rows, ends[1]], 1)
+        mask = F.pad(mask, (len(self.prefix), len(self.suffix)), value=1)
+        if mask.shape[1] > self.limit:
+            counts = mask.sum(1)
+            self.check_length(int(counts.max()), int(counts.argmax()))
+            rows, mask = (part[:, : self.limit] for part in _moved(rows, mask, descending=True))
+        with _any_batch(self.model):
+            return self.value(self.padding(self.model, rows, mask))
+
+    @torch.no_grad()
+    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B] of completions [B, T], by their ids: what `__call__` gives for hard tokens."""
+        if self.scope == "prompt_and_completion":
+            ids, mask = torch.cat([prompts.ids, ids], 1), torch.cat([prompts.mask, mask], 1)
+        return self(self.reads.embed(ids), mask)
+
+
+def why_other_vocabulary(tokenizer: Any, policy_tokenizer: Any) -> str | None:
+    """Why a classifier's token ids do not mean what the policy's mean; None if they do."""
+    if policy_tokenizer is None:
+        return "a classifier for a policy without a tokenizer: vocabularies cannot be compared"
+    own, policy = tokenizer.get_vocab(), policy_tokenizer.get_vocab()
+    if own == policy:
+        return None
+    token = min((set(own.items()) ^ set(policy.items())), key=lambda pair: (pair[1], pair[0]))[0]
+    first = f"{token!r} is {own.get(token, 'unknown')} here and {policy.get(token, 'unknown')} there"
+    return f"a classifier with another vocabulary ({len(own)} tokens, the policy has {len(policy)}; {first})"
+
+
+def _rows(weight: Tensor, vocab_size: int) -> Tensor:
+    """A table of exactly the policy's number of rows: models pad theirs differently, beyond the tokenizer's ids."""
+    return F.pad(weight, (0, 0, 0, max(0, vocab_size - len(weight))))[:vocab_size]
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    starts = range(len(whole) - len(plain) + 1)
+    start = next(i for i in starts if whole[i : i + len(plain)] == plain)
+    return whole[:start], whole[start + len(plain) :]
+
+
+def _on_the_right(model: PreTrainedModel, embeds: Tensor, mask: Tensor) -> Tensor:
+    """Logits of rows with their padding moved to the right: encoders, which attend to the mask."""
+    embeds, mask = _moved(embeds, mask, descending=True)
+    return model(inputs_embeds=embeds, attention_mask=mask).logits
+
+
+def _on_the_left(model: PreTrainedModel, embeds: Tensor, mask: Tensor) -> Tensor:
+    """Logits of rows with their padding moved to the left: decoders, which pool the last position."""
+    embeds, mask = _moved(embeds, mask, descending=False)
+    accepted = inspect.signature(model.forward).parameters
+    positions = {"position_ids": position_ids(mask)} if "position_ids" in accepted else {}
+    return model(inputs_embeds=embeds, attention_mask=mask, **positions).logits
+
+
+def _by_length(model: PreTrainedModel, embeds: Tensor, mask: Tensor) -> Tensor:
+    """Logits of rows in groups of equal length, so that nothing is padded."""
+    counts, logits = mask.sum(1), None
+    for count in counts.unique().tolist():
+        rows = (counts == count).nonzero().squeeze(1)
+        group = model(inputs_embeds=embeds[rows][mask[rows].bool()].view(len(rows), count, -1)).logits
+        logits = group.new_zeros(len(mask), group.shape[1]) if logits is None else logits
+        logits = logits.index_put((rows,), group)
+    return logits
+
+
+def _moved(embeds: Tensor, mask: Tensor, descending: bool) -> tuple[Tensor, Tensor]:
+    order = mask.argsort(dim=1, descending=descending, stable=True)
+    return embeds.gather(1, order.unsqueeze(-1).expand_as(embeds)), mask.gather(1, order)
+
+
+@contextlib.contextmanager
+def _any_batch(model: PreTrainedModel) -> Iterator[None]:
+    """Decoders without a padding token refuse batches, although embeddings have none: name one that no id equals."""
+    config = model.config.get_text_config()
+    before = config.pad_token_id
+    config.pad_token_id = -1
+    try:
+        yield
+    finally:
+        config.pad_token_id = before
+
+
+@torch.no_grad()
+def _checked_padding(model: PreTrainedModel, table: EmbeddingTable, tokens: int, name: str) -> Padding:
+    """The first way of padding that gives every row the logits of its ids alone."""
+    ids = torch.arange(tokens - 1, tokens - 17, -1, device=model.device).remainder(tokens).view(2, 8)
+    mask = torch.ones_like(ids)
+    mask[0, :2], mask[1, 5:] = 0, 0
+    reason, tolerance = "logits that differ", _TOLERANCE.get(table.weight.dtype, _HALF_TOLERANCE)
+    with _any_batch(model):
+        want = torch.cat([model(input_ids=row[m.bool()].unsqueeze(0)).logits for row, m in zip(ids, mask, strict=True)])
+    for padding in (_on_the_right, _on_the_left, _by_length):
+        with _any_batch(model):
+            try:
+                got = padding(model, table.embed(ids), mask)
+            except (TypeError, ValueError, RuntimeError) as error:
+                reason = str(error).strip().split("\n")[0]
+                continue
+        if (got - want).norm() <= tolerance * want.norm():
+            return padding
+    raise InputError(f"reward {name!r}", reason, "a classifier that reads inputs_embeds as it reads input_ids")

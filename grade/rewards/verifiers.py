@@ -1,0 +1,185 @@
+"""Verifiers: reward functions that check an answer, each made in one line.
+
+    answer = exact_answer("answer", pattern=r"#### (.+)")   # in rewards.py; then reward: rewards.py:answer
+
+Each gives 1 or 0, or None where the row has no answer to compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grade.errors import InputError
+from grade.rewards.text import text_of
+
+Verifier = Callable[..., list[float | None]]
+_TRAINERS = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+def exact_answer(column: str = "answer", pattern: str | None = None, ignore_case: bool = False) -> Verifier:
+    r"""1 where the completion's answer is the row's, without surrounding white space.
+
+    Args:
+        column: The data set's column with the right answers; None there: not applicable.
+        pattern: Regular expression that finds the answer in a completion: its last match, the first group if there is
+            one. Default: the whole completion.
+        ignore_case: Whether upper and lower case are the same.
+
+    Returns:
+        A reward function.
+
+    Raises:
+        InputError: For a broken pattern; when called, for a missing column.
+
+    >>> exact_answer(pattern=r"-?\d+")(completions=["3 + 4 = 7", "8"], answer=["7", 7])
+    [1.0, 0.0]
+    """
+    find = _finder(pattern)
+
+    def same(completion: str, answer: Any) -> float | None:
+        if answer is None:
+            return None
+        given, right = find(completion), str(answer).strip()
+        return float(given is not None and (given.casefold() == right.casefold() if ignore_case else given == right))
+
+    def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        answers = _column(columns, column, "exact_answer")
+        return [same(text_of(c), a) for c, a in zip(completions, answers, strict=True)]
+
+    return _named(reward, "exact_answer")
+
+
+def matches(pattern: str) -> Verifier:
+    r"""1 where a regular expression matches somewhere in the completion.
+
+    Args:
+        pattern: As in `re.search`; flags go inside, as in ``(?i)yes``.
+
+    Returns:
+        A reward function.
+
+    Raises:
+        InputError: For a broken pattern.
+
+    >>> matches(r"^\d+$")(completions=["12", "twelve"])
+    [1.0, 0.0]
+    """
+    expression = _compiled(pattern)
+
+    def reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        return [float(expression.search(text_of(c)) is not None) for c in completions]
+
+    return _named(reward, "matches")
+
+
+def valid_json(schema: dict[str, Any] | bool | None = None) -> Verifier:
+    """1 where the completion is JSON, and fits a JSON schema if one is given.
+
+    Args:
+        schema: The schema; its draft is that of ``$schema``, by default the latest.
+
+    Returns:
+        A reward function.
+
+    Raises:
+        InputError: For a schema that is none.
+
+    >>> valid_json({"required": ["n"]})(completions=['{"n": 1}', "{}", "n = 1"])
+    [1.0, 0.0, 0.0]
+    """
+    from jsonschema import SchemaError
+    from jsonschema.validators import validator_for
+
+    schema = True if schema is None else schema
+    checker = validator_for(schema)
+    try:
+        checker.check_schema(schema)
+    except SchemaError as error:
+        raise InputError("schema", schema, f"a JSON schema ({error.message})") from None
+    validator = checker(schema)
+
+    def fits(text: str) -> bool:
+        try:
+            return validator.is_valid(json.loads(text, parse_constant=_no_constant))
+        except (ValueError, RecursionError):
+            return False
+
+    def reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        return [float(fits(text_of(c))) for c in completions]
+
+    return _named(reward, "valid_json")
+
+
+def reasoning_gym(name: str, pattern: str | None = None) -> Verifier:
+    """The score in [0, 1] of a reasoning-gym task; needs the extra ``arithmetic``.
+
+    The data set's columns are those of reasoning-gym's entries: ``question``, ``answer`` and ``metadata``.
+
+    Args:
+        name: The task, such as ``chain_sum``.
+        pattern: How to find the answer in a completion; see `exact_answer`.
+
+    Returns:
+        A reward function.
+
+    Raises:
+        InputError: If there is no such task, or the extra is not installed; when called, for a missing column.
+    """
+    from grade.rewards.arithmetic import import_reasoning_gym  # the extra is not needed otherwise
+
+    gym, find = import_reasoning_gym("reward"), _finder(pattern)
+    try:
+        task = gym.create_dataset(name, size=1, seed=0)
+    except ValueError as error:
+        raise InputError("reasoning-gym task", name, f"a task of reasoning-gym ({error})") from None
+
+    def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        keys = [key for key in ("question", "answer", "metadata") if key in columns]
+        _column(columns, "answer", "reasoning_gym")
+        entries = ({key: columns[key][row] for key in keys} for row in range(len(completions)))
+        return [float(task.score_answer(find(text_of(c)), e)) for c, e in zip(completions, entries, strict=True)]
+
+    return _named(reward, name)
+
+
+def _finder(pattern: str | None) -> Callable[[str], str | None]:
+    """The answer in a completion; None if there is none."""
+    if pattern is None:
+        return str.strip
+    expression = _compiled(pattern)
+
+    def find(text: str) -> str | None:
+        found = None
+        for found in expression.finditer(text):  # noqa: B007 - the last one is wanted
+            pass
+        answer = found and found[1 if expression.groups else 0]
+        return None if answer is None else answer.strip()
+
+    return find
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise InputError("pattern", pattern, f"a regular expression ({error})") from None
+
+
+def _column(columns: dict[str, Any], column: str, verifier: str) -> list[Any]:
+    if column not in columns:
+        there = [name for name in columns if name not in _TRAINERS]
+        listed = ", ".join(there) or "none but the prompt"
+        raise InputError(f"reward {verifier!r}: column", column, f"a column of the data set; there are: {listed}")
+    return columns[column]
+
+
+def _named(reward: Verifier, name: str) -> Verifier:
+    reward.__name__ = reward.__qualname__ = name
+    return reward
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

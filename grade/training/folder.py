@@ -1,0 +1,163 @@
+"""A run's folder: one run at a time, what it was started with, and whether it may be continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+import grade
+from grade.errors import InputError
+from grade.results import replacing
+from grade.training.checkpoint import clean, last_checkpoint
+from grade.training.config import TrainConfig
+
+RUN_FILE, FINISHED = "run.json", "metrics.json"
+Resume = Literal["no", "yes", "auto"]
+
+_FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base_name", "samples", "log_completions",
+         "dataloader_num_workers", "ddp_timeout", "eval_on_start")  # fmt: skip
+_FREE_PREFIXES = ("save_", "hub_", "push_", "log_", "trackio_")
+_HASHED_BYTES = 2**20
+
+
+@contextmanager
+def locked(output_dir: str | Path) -> Iterator[None]:
+    """Hold a run's folder; the lock goes with the process, however it ends.
+
+    Args:
+        output_dir: The folder; it is made.
+
+    Raises:
+        InputError: If another run has it, or it cannot be written.
+    """
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError("output_dir", str(folder), "a folder that no other run is writing to") from None
+    except OSError as error:
+        raise InputError("output_dir", str(folder), f"a folder that can be written ({error.strerror})") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path | None | Literal["finished"]:
+    """Decide where a run begins, and note what it is.
+
+    Args:
+        config: The run.
+        resume: ``no``; ``yes``: continue, which needs the same settings and data; ``auto``: continue if settings, data
+            and code are the same, otherwise start over.
+        overwrite: Start over where there is an interrupted run.
+
+    Returns:
+        A checkpoint to continue from, None to start from the beginning, or "finished".
+
+    Raises:
+        InputError: If there is an interrupted run and neither ``resume`` nor ``overwrite``, or the settings changed.
+    """
+    folder, now = Path(config.output_dir), about(config)
+    clean(folder)
+    before, checkpoint = _read(folder / RUN_FILE), last_checkpoint(folder)
+    changed = next((name for name in now["settings"] if before["settings"].get(name) != now["settings"][name]), None) \
+        if before else None  # fmt: skip
+    same = before is not None and changed is None and before["inputs"] == now["inputs"]
+    if resume == "auto" and not (same and before["code"] == now["code"]):
+        resume, overwrite = "no", True
+    if resume != "no" and before is not None:
+        if changed is not None:
+            allowed = f"{before['settings'].get(changed)!r}, as the run was started with, to continue it"
+            raise InputError(changed, now["settings"][changed], allowed)
+        if not same:
+            name = next(name for name in now["inputs"] if before["inputs"].get(name) != now["inputs"][name])
+            raise InputError(name, "another content than before", "what the run was started with, to continue it")
+        if (folder / FINISHED).is_file():
+            return "finished"
+        return checkpoint
+    if checkpoint and before and not (folder / FINISHED).is_file() and not overwrite:
+        allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
+        raise InputError("output_dir", str(folder), allowed)
+    remove_checkpoints(folder)
+    with replacing(folder / RUN_FILE) as file:
+        file.write(json.dumps(now, indent=1, sort_keys=True) + "\n")
+    return None
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove a run's checkpoints, newest last, so that a kill on the way leaves no older one to continue from."""
+    import shutil
+
+    while (checkpoint := last_checkpoint(folder)) is not None:
+        doomed = folder / ".old"
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def about(config: TrainConfig) -> dict[str, Any]:
+    """Settings that decide a run's result, and hashes of its inputs and of this package's code.
+
+    Args:
+        config: The run.
+    """
+    names = [field.name for field in fields(config) if field.init]
+    deprecated = {"local_rank"}
+    kept = [n for n in names if n not in _FREE and not n.startswith(_FREE_PREFIXES) and n not in deprecated]
+    settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
+    rewards = [config.reward] if isinstance(config.reward, str) else config.reward
+    inputs = {"model": config.model, "train_dataset": config.train_dataset, "eval_dataset": config.eval_dataset,
+              "gold": config.gold} | {f"reward {i}": spec for i, spec in enumerate(rewards)}  # fmt: skip
+    package = Path(grade.__file__).parent
+    sources = [p for p in sorted(package.rglob("*.py")) if not {"experiments", "cli", "pipeline"} & set(p.parts)]
+    return {
+        "settings": settings,
+        "inputs": {name: _fingerprint(value) for name, value in inputs.items()},
+        "code": _digest(sources, package),
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if hasattr(value, "model_dump") else str(getattr(value, "value", value))
+
+
+def _fingerprint(spec: str) -> str:
+    """A hash of the files that an input names, or the name itself where it names none."""
+    place = spec.removeprefix("hf:").partition("@")[0]
+    path = Path(place if Path(place).exists() else place.rpartition(":")[0])
+    if not place or not path.exists() or not str(path).strip("."):
+        return spec
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return _digest(files, path)
+
+
+def _digest(files: list[Path], root: Path) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(root) if file != root else ''} {size}\n".encode())
+        with open(file, "rb") as content:
+            if size <= 64 * _HASHED_BYTES:
+                digest.update(content.read())
+            else:  # weights of gigabytes: beginning and end
+                digest.update(content.read(_HASHED_BYTES))
+                content.seek(-_HASHED_BYTES, 2)
+                digest.update(content.read())
+    return digest.hexdigest()
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return content if {"settings", "inputs", "code"} <= set(content) else None
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,221 @@
+"""Datasets of prompts: every kind of source gives the same rows, and every bad one is one line."""
+
+import json
+import os
+import re
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+
+from grade.data.prompts import load_prompts
+from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
+from grade.errors import InputError
+
+ROWS = [
+    {"prompt": "7 plus 4,\ncats?", "answer": 11, "source": None},
+    {"prompt": "NA", "answer": None, "source": "b"},
+    {"prompt": " 12", "answer": -3, "source": "café"},
+]
+JSONL = (
+    '{"prompt": "7 plus 4,\\ncats?", "answer": 11}\n\n{"prompt": "NA", "source": "b"}\n'
+    '{"prompt": " 12", "answer": -3, "source": "caf\\u00e9"}\n'
+)
+CSV = 'prompt,answer,source\n"7 plus 4,\ncats?",11,\nNA,,b\n 12,-3,café\n'
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """No progress bars while the tests' own data are written."""
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def sources(folder):
+    """The rows in every form."""
+    frame = Dataset.from_list(ROWS)
+    frame.to_parquet(folder / "rows.parquet")
+    frame.save_to_disk(folder / "saved")
+    return {
+        "jsonl": write(folder / "rows.jsonl", JSONL),
+        "BOM": write(folder / "bom.jsonl", b"\xef\xbb\xbf" + JSONL.replace("\n{", "\r\n{").encode()),
+        "list": write(folder / "rows.json", "[\n" + ",\n".join(filter(None, JSONL.split("\n"))) + "]"),
+        "json": write(folder / "lines.json", JSONL),
+        "csv": write(folder / "rows.csv", CSV),
+        "csv with BOM": write(folder / "bom.CSV", b"\xef\xbb\xbf" + CSV.encode()),
+        "parquet": folder / "rows.parquet",
+        "saved": folder / "saved",
+    }
+
+
+def test_every_source_gives_the_same_rows(tmp_path):
+    for name, source in sources(tmp_path).items():
+        assert repr(list(load_prompts(source))) == repr(ROWS), name  # 11, not 11.0
+        assert list(load_prompts(str(source), "train")) == ROWS, name
+
+
+def test_nothing_is_printed_or_written_and_progress_bars_come_back(tmp_path, capfd):
+    made = sources(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    datasets.enable_progress_bars()
+    for source in made.values():
+        assert load_prompts(source).cache_files == [] or source == made["saved"]
+    assert sorted(tmp_path.rglob("*")) == before and not datasets.are_progress_bars_disabled()
+    assert capfd.readouterr() == ("", "")
+    assert not os.path.exists(datasets.config.HF_DATASETS_CACHE) or not os.listdir(datasets.config.HF_DATASETS_CACHE)
+
+
+def test_columns_keep_what_a_row_holds(tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]
+    rows = [
+        {"prompt": messages[:1], "schema": {"type": "object", "required": []}, "any": 1, "deep": [[1], [None, 2]]},
+        {"prompt": messages, "schema": {"enum": ["x", None]}, "any": "one", "deep": None, "late": True},
+        {"prompt": messages[:1], "schema": None, "any": None, "deep": [], "late": None},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert list(load_prompts(path)) == [{**rows[0], "late": None}, *rows[1:]]
+
+
+def test_prompts_in_a_table_are_text_whatever_they_look_like(tmp_path):
+    path = write(tmp_path / "rows.csv", "prompt,n\n007,1.5\n1e3,\n12,2\n")
+    expected = [{"prompt": "007", "n": 1.5}, {"prompt": "1e3", "n": None}, {"prompt": "12", "n": 2.0}]
+    assert list(load_prompts(path)) == expected
+
+
+def test_splits(tmp_path):
+    first, second = Dataset.from_list(ROWS[:1]), Dataset.from_list(ROWS[1:])
+    DatasetDict(test=second, train=first).save_to_disk(tmp_path / "two")
+    DatasetDict(test=second).save_to_disk(tmp_path / "one")
+    assert len(load_prompts(tmp_path / "two")) == 1 and len(load_prompts(tmp_path / "two", "test")) == 2
+    assert len(load_prompts(tmp_path / "one")) == 2
+    DatasetDict(test=second, dev=first).save_to_disk(tmp_path / "neither")
+    for source, split, listed in [
+        ("two", "dev", "test, train"),
+        ("one", "train", "test"),
+        ("neither", None, "test, dev"),
+    ]:
+        with pytest.raises(InputError, match=f"split: got '{split or 'train'}'; allowed: one of {listed}, which"):
+            load_prompts(tmp_path / source, split)
+
+
+@pytest.mark.parametrize(
+    ("source", "split", "asked"),
+    [
+        ("user/na-me_1.0", None, ("user/na-me_1.0", None, None)),
+        ("user/name", "dev", ("user/name", None, "dev")),
+        ("user/name:train", None, ("user/name", None, "train")),
+        ("user/name:train[:10%]", "train[:10%]", ("user/name", None, "train[:10%]")),
+        ("user/name:main:test", None, ("user/name", "main", "test")),
+    ],
+)
+def test_an_id_of_the_hub(monkeypatch, source, split, asked):
+    calls = []
+
+    def load_dataset(name, config, split):
+        assert datasets.are_progress_bars_disabled()
+        calls.append((name, config, split))
+        return Dataset.from_list(ROWS) if split else DatasetDict(train=Dataset.from_list(ROWS))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    datasets.enable_progress_bars()
+    assert list(load_prompts(source, split)) == ROWS and not datasets.are_progress_bars_disabled()
+    assert calls == [asked]
+
+
+def test_a_hub_that_fails(monkeypatch):
+    with pytest.raises(InputError, match="^prompts: got 'user/name'; .*ConnectionError: Couldn't reach 'user/name'"):
+        load_prompts("user/name")
+
+    def load_dataset(name, config, split):
+        raise ValueError("Unknown split \"x\". Should be one of ['train', 'test'].\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(InputError, match=r"got 'user/name:x'; .*Should be one of \['train', 'test'\]\.\)$"):
+        load_prompts("user/name:x")
+    with pytest.raises(InputError, match="split: got 'y'; allowed: x, as the source says"):
+        load_prompts("user/name:x", "y")
+
+
+GOOD = '{"prompt": "a"}\n'
+BAD = {
+    "missing.jsonl": (None, "prompts: got .*missing.jsonl'; allowed: a file that exists"),
+    "missing.csv": (None, "a file that exists"),
+    "missing.parquet": (None, "a file that exists"),
+    "a missing file": (None, "allowed: a file .*save_to_disk .*hub id"),
+    "rows.txt": ("a\n", "prompts: got .*rows.txt'; allowed: a file .*jsonl"),
+    "empty.jsonl": ("", "at least one row"),
+    "blank.jsonl": ("\n  \n", "at least one row"),
+    "empty.json": ("[]", "at least one row"),
+    "broken.jsonl": (GOOD + '{"prompt": "b"\n', "broken.jsonl, line 2'; allowed: JSON"),
+    "cut.json": ('[\n{"prompt": "b"},\n{"prompt": ]', "cut.json, line 3'; allowed: JSON"),
+    "pretty.json": ('{\n"prompt": "b"\n}', "pretty.json, line 1'; allowed: JSON: a list of objects, or one object"),
+    "list.jsonl": (GOOD + '["b"]\n', r"list.jsonl, line 2: got \['b'\]; allowed: an object"),
+    "number.json": ("[3]", "number.json, row 0: got 3; allowed: an object"),
+    "latin.jsonl": (GOOD.encode() + b'{"prompt": "caf\xe9"}\n', "latin.jsonl, line 2'; allowed: text in UTF-8"),
+    "latin.json": (b'[{"prompt": "a"},\n\n{"prompt": "caf\xe9"}]', "latin.json, line 3'; allowed: text in UTF-8"),
+    "utf16.jsonl": (GOOD.encode("utf-16"), "utf16.jsonl, line 1'; allowed: text in UTF-8"),
+    "surrogate.jsonl": ('{"prompt": "\\ud800"}\n', "values that Arrow can hold .UnicodeEncodeError"),
+    "large.jsonl": ('{"prompt": "a", "n": 1' + "0" * 30 + "}\n", "values that Arrow can hold .OverflowError"),
+    "digits.jsonl": ('{"prompt": "a", "n": 1' + "0" * 5000 + "}\n", "JSON that can be read .ValueError"),
+    "deep.jsonl": ("[" * 100000 + "\n", "JSON that can be read .RecursionError"),
+    "mixed.jsonl": (
+        '{"prompt": "a", "x": 1}\n\n{"prompt": "b", "x": "2"}\n',
+        "line 3, x: got '2'; allowed: .*one type",
+    ),
+    "columns.jsonl": ('{"question": "a", "answer": 1}\n', r"columns of .*: got \['question', 'answer'\]; .*\"prompt\""),
+    "columns.csv": ("question;prompt\na;b\n", r"columns of .*: got \['question;prompt'\]"),
+    "empty.csv": ("", "a table in UTF-8, separated by commas .EmptyDataError"),
+    "header.csv": ("prompt,answer\n", "at least one row"),
+    "latin.csv": (b"prompt\ncaf\xe9\n", "a table in UTF-8"),
+    "commas.csv": ("prompt\nHello, you\nDear, me\n", "quote a text that holds a comma"),
+    "ragged.csv": ("prompt\nHello\nDear, me\n", "a table .*Expected 1 fields in line 3, saw 2"),
+    "quote.csv": ('prompt,a\n"x,1\n', "a table .*EOF inside string"),
+    "text.parquet": ("prompt\n", "a parquet file .ArrowInvalid"),
+    "empty.parquet": ("", "a parquet file .ArrowInvalid"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [(name, *rest) for name, rest in BAD.items()], ids=BAD)
+def test_bad_files(tmp_path, name, content, message):
+    if content is not None:
+        write(tmp_path / name, content)
+    with pytest.raises(InputError, match=message) as error:
+        load_prompts(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_folders_and_splits_of_files(tmp_path):
+    (tmp_path / "plain").mkdir()
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "damaged")
+    (tmp_path / "damaged" / "state.json").write_text("{")
+    Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "text")
+    Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
+    (tmp_path / "folder.jsonl").mkdir()
+    for name, message in {
+        "plain": "a folder that save_to_disk wrote",
+        "damaged": "a folder that save_to_disk wrote",
+        "folder.jsonl": "a folder that save_to_disk wrote",
+        "text": r"columns of .*got \['text'\]",
+        "none.parquet": "at least one row",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            load_prompts(tmp_path / name)
+    with pytest.raises(InputError, match="split: got 'test'; allowed: one of train, which .*rows.jsonl has"):
+        load_prompts(write(tmp_path / "rows.jsonl", GOOD), "test")
+
+
+def test_reviews_are_a_dataset_of_prompts(tmp_path):
+    lines = "".join(f"review number {i}. Good. Or bad,{i % 2}\n" for i in range(200))
+    write(tmp_path / "own.csv", "text,label\n" + lines)
+    sizes = {"reward_size": 20, "policy_size": 30, "validation_size": 10, "test_size": 10}
+    prepare_reviews(DataConfig(source=str(tmp_path / "own.csv"), **sizes), tmp_path, tmp_path / "out")
+    dataset = load_prompts(tmp_path / "out" / "policy.jsonl")
+    assert dataset["text"][:] == [review.text for review in load_reviews(tmp_path / "out", "policy")]
+    assert dataset["prompt"][:] == [re.sub(r"\. Or bad$", "", text) for text in dataset["text"]]

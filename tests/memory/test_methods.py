@@ -1,0 +1,150 @@
+"""Steps of policy gradients: traced against real ones, their plans, and what their settings may be."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from grade.errors import InputError
+from grade.gradients.methods import METHODS, POLICY_GRADIENTS
+from grade.memory.bench import measure
+from grade.memory.kernels import kernels_of
+from grade.memory.live import CATEGORIES
+from grade.memory.models import TINY, model_config
+from grade.memory.plan import changed, plan, shard, single_changes
+from grade.memory.step import StepConfig, generator_on
+from grade.memory.trace import Trace, trace
+
+STEP = dict(model="tiny", prompt_tokens=4, max_new_tokens=6, dtype="float32")
+CASES = [
+    dict(method="reinforce", batch_size=3, gradient_accumulation_steps=2),
+    dict(method="rloo", num_generations=3, reward="trunk", kl_estimator="k3"),
+    dict(method="remax", batch_size=4, num_generations=2, attention="eager"),
+    dict(method="remax", batch_size=2, reward="trunk", autocast=True),
+    dict(method="grpo", gradient_checkpointing=True, self_certainty_reward=True),
+    dict(method="grpo", num_iterations=2, minibatches=2, gradient_accumulation_steps=2, adapter="full", base_copies=2),
+    dict(method="ppo", batch_size=4, minibatches=2, reward="trunk"),
+    dict(method="ppo", batch_size=2, num_iterations=1, dtype="bfloat16", gradient_checkpointing=True),
+    dict(method="ppo", batch_size=2, num_iterations=2, autocast=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_traced_policy_gradient_has_the_peak_of_the_real_one(case):
+    config = StepConfig(**STEP | case)
+    assert trace(config, device="cpu").peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def five_layers(tmp_path_factory):
+    """A folder with nothing but config.json, deep enough to be extrapolated."""
+    folder = tmp_path_factory.mktemp("five_layers")
+    LlamaConfig(**TINY | {"num_hidden_layers": 5}, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", POLICY_GRADIENTS)
+def test_extrapolated_layers_change_nothing(method, five_layers):
+    config = StepConfig(**STEP | dict(model=five_layers, method=method, num_generations=2, batch_size=4))
+    full, short = (trace(config, device="cpu", all_layers=every) for every in (True, False))
+    assert (full.traced_layers, short.traced_layers) == (5, 3)
+    assert short.peak == pytest.approx(full.peak, rel=0.005)
+    assert (short.peak_phase, short.flops) == (full.peak_phase, full.flops)
+
+
+def test_every_method_can_be_traced_and_reports_the_phases_of_a_step():
+    for method in METHODS:
+        phases = trace(StepConfig(**STEP, method=method)).phases
+        sampling = set() if method.endswith("_legacy") else {"rollout"}
+        assert set(phases) == {"forward", "reference", "reward", "backward", "optimizer"} | sampling
+
+
+def test_a_step_takes_the_method_s_updates_with_its_value_head():
+    for options, updates in (({}, 4), (dict(num_iterations=3, minibatches=2), 6)):
+        config = StepConfig(**STEP, method="ppo", **dict(batch_size=2) | options)
+        step = config.make_step(*config.build(model_config("tiny"), "cpu"))
+        head = step.others[-1]
+        before, steps = head.linear.weight.clone(), step.optimizer.state[head.linear.weight]["step"].clone()
+        step.run()
+        assert step.optimizer.state[head.linear.weight]["step"] - steps == updates
+        assert not torch.equal(before, head.linear.weight)
+
+
+def test_a_greedy_completion_of_each_prompt_is_decoded_too():
+    tokens = {}
+    for method in ("reinforce", "remax"):
+        found = trace(StepConfig(**STEP, method=method, batch_size=4, num_generations=2), all_layers=True)
+        tokens[method] = found.flops
+    assert tokens["remax"] > 1.2 * tokens["reinforce"]  # two prompts more, sampled and scored
+
+
+def test_a_batch_that_is_not_given_is_the_smallest_one():
+    assert StepConfig(method="ste").batch_size == StepConfig(method="remax").batch_size == 1
+    assert StepConfig(method="grpo", num_generations=6).batch_size == 6
+    assert StepConfig(method="ppo", minibatches=3).batch_size == 3
+    assert StepConfig(method="grpo", num_generations=6, minibatches=4).batch_size == 12
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(method="grpo", batch_size=6, num_generations=4), r"batch_size: got 6; allowed: a multiple of 4 \(4 comp"),
+        (dict(method="ppo", batch_size=6, minibatches=4), "batch_size: got 6; .*multiple of 4 .*4 minibatches"),
+        (dict(method="grpo", num_generations=1), "num_generations: got 1; allowed: at least 2 for grpo"),
+        (dict(method="grpo", hops=3), "hops: got 3; allowed: only with gumbel.*not with grpo"),
+        (dict(method="rloo", num_iterations=2), "num_iterations: got 2; allowed: only with grpo, ppo, not with rloo"),
+        (dict(method="ste", minibatches=2), "minibatches: got 2; allowed: only with grpo, ppo, not with ste"),
+        (dict(method="ste", num_generations=2), "num_generations: got 2; .*not with ste"),
+        (dict(method="ppo", self_certainty_reward=True), "self_certainty_reward: got True; allowed: only with grpo"),
+        (dict(method="grpo", engine="replay"), "engine: got 'replay'; allowed: auto for grpo"),
+        (dict(method="grpo", explicit_freeing=True), "explicit_freeing: got True; allowed: false for the method grpo"),
+        (dict(method="gropo"), "method: got 'gropo'; .*did you mean 'grpo'"),
+    ],
+    ids=str,
+)
+def test_settings_that_a_method_does_not_have_are_refused(values, message):
+    with pytest.raises(InputError, match=message):
+        StepConfig.parse(STEP | values)
+
+
+def fixed_tracer(step: StepConfig) -> Trace:
+    """1,000 bytes of weights and 10 for each token of each sequence."""
+    parts = dict.fromkeys(CATEGORIES, 0) | {"weights": 1000, "temporary": 10 * step.batch_size * step.max_new_tokens}
+    return Trace(sum(parts.values()), parts, {}, "forward", [], [], 2, 2, 0, 0.0)
+
+
+@pytest.mark.parametrize(("budget", "batch"), [(1200, None), (1239, None), (1240, 4), (1719, 8), (1720, 12)])
+def test_a_batch_that_fits_is_made_of_whole_groups(budget, batch):
+    config = StepConfig(**STEP, method="grpo", num_generations=4)
+    (fit,) = plan(config, budget, quantities=("batch_size",), tracer=fixed_tracer)
+    assert (fit.value, fit.peak) == (batch, 1000 + 60 * (batch or 4))
+    assert [f.quantity for f in plan(config, 5000, tracer=fixed_tracer)] == ["batch_size", "max_new_tokens"]
+    (most,) = plan(config, 10**9, quantities=("batch_size",), tracer=fixed_tracer, most=11)
+    assert most.value == 8
+
+
+def test_single_changes_are_those_that_the_method_has():
+    config = StepConfig(**STEP | dict(max_new_tokens=16), method="grpo", reward="trunk", batch_size=16)
+    asked = []
+    found = single_changes(config, trace(config), lambda step: asked.append(step) or trace(step))
+    assert {c.name for c in found} >= {"2 minibatches", "KL from the sampled tokens (k3)", "half the batch"}
+    assert all(step.method == "grpo" and step.engine_name is None for step in asked)
+    names = {c.name for c in single_changes(changed(config, batch_size=8), trace(config), fixed_tracer)}
+    assert "2 minibatches" in names and "half the batch" not in names  # of one group
+    relaxed = StepConfig(**STEP, batch_size=2)
+    names = {c.name for c in single_changes(relaxed, fixed_tracer(changed(relaxed, batch_size=64)), fixed_tracer)}
+    assert "half the batch" in names and not {"2 minibatches", "KL from the sampled tokens (k3)"} & names
+
+
+def test_a_shard_of_a_policy_gradient_divides_the_weights():
+    config = StepConfig(**STEP, method="ppo", batch_size=2)
+    found = trace(config)
+    assert shard(found, config, 4).categories["activations"] == found.categories["activations"]
+
+
+def test_generators_exist_on_meta_only_while_a_step_is_traced():
+    backbone, _ = StepConfig(**STEP).build(model_config("tiny"))
+    real = torch.Generator
+    with kernels_of("cpu"):
+        assert generator_on(backbone).device.type == "meta"
+        assert type(torch.Generator("cpu")) is real
+    assert torch.Generator is real

@@ -1,0 +1,145 @@
+"""Classifiers of text: any tokenizer, labels, chat templates, and what cannot be loaded."""
+
+import pytest
+import torch
+from conftest import make_prompts
+from torch.testing import assert_close
+
+from grade.data.base_model import train_tokenizer
+from grade.errors import InputError
+from grade.models.prompts import PromptBatch
+from grade.rewards.classifier import TextClassifier, load_classifier
+
+
+@pytest.fixture(scope="module")
+def other():
+    """A tokenizer with another vocabulary than the policy's."""
+    return train_tokenizer(["Words that no film review holds, over and over."], 290)
+
+
+def alone(model, tokenizer, texts, **options):
+    model.eval()
+    with torch.no_grad():
+        rows = [tokenizer(text, **options)["input_ids"] for text in texts]
+        return torch.cat([model(input_ids=torch.tensor([row])).logits for row in rows])
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "gpt2"])
+def test_it_reads_decoded_text_with_its_own_tokenizer(kind, make_classifier, tokenizer, other, batch):
+    model = make_classifier(kind)
+    texts = ["The film was a delight.", "This movie was dull and clumsy, a mess", "The second half of it was not fun"]
+    want = alone(model, other, texts)[:, 0]
+    assert_close(TextClassifier(model, other, tokenizer).score(*batch), want, rtol=1e-5, atol=1e-6)
+    want = alone(model, other, [" a delight.", " was dull and clumsy, a mess", " fun"])[:, 0]
+    scoped = TextClassifier(model, other, tokenizer, scope="completion")
+    assert_close(scoped.score(*batch), want, rtol=1e-5, atol=1e-6)
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+def test_the_reward_is_the_logit_or_the_named_labels_probability(make_classifier, tokenizer, batch):
+    model = make_classifier("bert", 3)
+    model.config.id2label = {0: "NEGATIVE", 1: "NEUTRAL", 2: "POSITIVE"}
+    logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+    positive = TextClassifier(model, tokenizer, tokenizer, "POSITIVE")
+    assert_close(positive.value(logits), logits.softmax(-1)[:, 2])
+    model.config.problem_type = "multi_label_classification"
+    assert_close(positive.value(logits), logits.sigmoid()[:, 2])
+    model.config.problem_type = "regression"
+    assert_close(positive.value(logits), logits[:, 2])
+    single = TextClassifier(make_classifier("bert"), tokenizer, tokenizer)
+    assert_close(single.value(torch.tensor([[-4.0]], dtype=torch.bfloat16)), torch.tensor([-4.0]))
+
+
+@pytest.mark.parametrize("label", [None, "positive", "LABEL_9", ""])
+def test_one_of_several_labels_must_be_named(label, make_classifier, tokenizer):
+    with pytest.raises(InputError, match="label: got .*LABEL_0, LABEL_1") as error:
+        TextClassifier(make_classifier("bert", 2), tokenizer, tokenizer, label, name="judge")
+    assert "'judge'" in str(error.value)
+
+
+def test_an_unknown_label_of_one_is_refused_too(make_classifier, tokenizer):
+    with pytest.raises(InputError, match="got 'GOOD'; allowed: one of LABEL_0"):
+        TextClassifier(make_classifier("bert"), tokenizer, tokenizer, "GOOD")
+
+
+def chat(content="hello"):
+    messages = [{"role": "user", "content": content}]
+    one = torch.ones(2, 1, dtype=torch.long)
+    return PromptBatch(one, one, ({"prompt": messages},) * 2)
+
+
+def test_messages_go_through_its_own_template_without_more_special_tokens(make_classifier, tokenizer, other):
+    model, ids = make_classifier("bert"), torch.tensor([[70, 71, 72], [73, 0, 1]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    own = train_tokenizer(["Words that no film review holds"], 290)
+    own.chat_template = "{% for m in messages %}[{{ m['role'] }}: {{ m['content'] }}]{% endfor %}"
+    answers = [tokenizer.decode([70, 71, 72]), tokenizer.decode([73])]
+    for scope, start in (("prompt_and_completion", "[user: hello]"), ("completion", "")):
+        want = alone(model, own, [f"{start}[assistant: {a}]" for a in answers], add_special_tokens=False)[:, 0]
+        assert_close(TextClassifier(model, own, tokenizer, scope=scope).score(chat(), ids, mask), want)
+    with pytest.raises(InputError, match="row 0: messages.*chat template"):
+        TextClassifier(model, other, tokenizer).score(chat(), ids, mask)
+
+
+def test_an_empty_completion_is_read_as_its_end(make_classifier, tokenizer):
+    model, prompts = make_classifier("bert"), make_prompts(1)
+    reward = TextClassifier(model, tokenizer, tokenizer, scope="completion")
+    got = reward.score(prompts, torch.tensor([[0]]), torch.tensor([[1]]))  # the end-of-sequence token alone
+    with torch.no_grad():
+        assert_close(got, model(input_ids=torch.tensor([[0]])).logits[:, 0])
+
+
+@pytest.mark.parametrize("limit", ["model", "tokenizer"])
+def test_too_long_a_text_is_refused_with_its_row(limit, make_classifier, tokenizer, batch):
+    own = train_tokenizer(["The film was a delight."], 290)
+    if limit == "tokenizer":
+        own.model_max_length = 10
+    model = make_classifier("bert", max_position_embeddings=64 if limit == "tokenizer" else 10)
+    with pytest.raises(InputError, match=r"row \d, .*: tokens: got \d\d; allowed: at most 10"):
+        TextClassifier(model, own, tokenizer).score(*batch)
+
+
+def test_a_saved_classifier_is_loaded(tmp_path, make_classifier, tokenizer, batch):
+    model = make_classifier("bert", dtype=torch.float32)
+    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    loaded, own = load_classifier(tmp_path)
+    want = TextClassifier(model, tokenizer, tokenizer).score(*batch)
+    assert_close(TextClassifier(loaded, own, tokenizer).score(*batch), want, rtol=0, atol=0)
+
+
+def base_model(folder, policy, tokenizer):
+    policy.model.config.save_pretrained(folder)
+    policy.peft.unload().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def no_tokenizer(folder, policy, tokenizer):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    BertForSequenceClassification(BertConfig(30, 8, 1, 2, 8)).save_pretrained(folder)
+
+
+def broken_config(folder, policy, tokenizer):
+    (folder / "config.json").write_text("{")
+
+
+def pickled(folder, policy, tokenizer):
+    base_model(folder, policy, tokenizer)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("write", "match"),
+    [
+        (base_model, "a trained classifier: it has no weights for score.weight"),
+        (no_tokenizer, "tokenizer"),
+        (broken_config, "a sequence classifier with safetensors"),
+        (pickled, "safetensors"),
+        (lambda *_: None, "a sequence classifier"),
+    ],
+)
+def test_what_is_no_classifier_is_refused(tmp_path, write, match, policy, tokenizer):
+    write(tmp_path, policy, tokenizer)
+    with pytest.raises(InputError, match=match) as error:
+        load_classifier(tmp_path)
+    assert "\n" not in str(error.value)
