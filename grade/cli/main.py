@@ -19,6 +19,8 @@ COMMANDS = {
     "train": ("train", "train a policy with reward gradients through its text"),
     "evaluate": ("train", "score a trained adapter on held-out prompts"),
     "generate": ("train", "complete a prompt with a trained adapter"),
+    "show": ("runs", "show a run in the terminal: settings, history, completions with their rewards"),
+    "merge": ("runs", "merge a run's adapter into its base: a plain transformers folder"),
     "probe": ("probe", "predict how the next optimizer step will move the entropy, and check it"),
     "memory": ("memory", "predict the peak memory of a training step, without a GPU"),
     "bench": ("memory", "measure on this machine what is otherwise predicted"),
@@ -72,12 +74,18 @@ def _run(argv: list[str]) -> int:
     try:
         getattr(import_command(args.command), f"run_{args.command}")(args)
     except InputError as error:
-        print(f"grade {args.command}: {error}", file=sys.stderr)
+        _report(args.command, error)
         return 2
     except KeyboardInterrupt:
-        print(f"grade {args.command}: interrupted", file=sys.stderr)
+        _report(args.command, "interrupted")
         return 130
     return 0
+
+
+def _report(command: str, error: object) -> None:
+    """Print an error; of several processes, which all have it, the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"grade {command}: {error}", file=sys.stderr)
 
 
 def import_command(name: str) -> ModuleType:

@@ -1,8 +1,9 @@
-"""A policy-gradient step to trace or to measure: GRPO's scoring passes and update, optionally with Intuitor's reward.
+"""The update that experiments compare with this project's: GRPO or Intuitor as documents describe it.
 
-Completions are given (a separate engine sampled them). The step scores them without gradient under the policy and the
-reference, then backpropagates a clipped policy-gradient loss. Left out: the sampling engine's own weights and caches,
-and a critic.
+Completions are given (a separate engine sampled them), and logits may be dense. The step scores completions without
+gradient under the policy and the reference, then backpropagates a clipped policy-gradient loss. Left out: the sampling
+engine's own weights and caches, and a critic. Steps of this project's own policy gradients, with all of these, are in
+`grade.memory.step`.
 """
 
 from __future__ import annotations

@@ -173,11 +173,14 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         InputError: If there is none.
     """
+    allowed = "a classifier with its tokenizer, or a processing class for it"
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # as above
-        allowed = f"a classifier with its tokenizer, or a processing class for it ({_first_line(error)})"
-        raise InputError("reward: tokenizer", source, allowed) from None
+        raise InputError("reward: tokenizer", source, f"{allowed} ({_first_line(error)})") from None
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without any
+        raise InputError("reward: tokenizer", source, f"{allowed} (its files are missing)")
+    return tokenizer
 
 
 def _column(config: Any, label: str | None, name: str) -> int:

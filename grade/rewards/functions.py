@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from grade.models.prompts import PromptBatch
 
 _RETURNS = "a list with a finite number, or None, for each completion"
+_MOST_SHOWN = 300  # characters of an exception's text
 _SKIPPED = float("nan")  # where a function does not apply
 
 
@@ -107,8 +108,10 @@ class FunctionReward:
 
     def failed(self, error: Exception, texts: Texts) -> InputError:
         """The error for an exception in the function."""
-        allowed = f"a function that returns {_RETURNS} (row 0 of {len(texts)} begins {beginning(texts.completions[0])})"
-        return InputError(f"reward {self.name!r}", f"{type(error).__name__}: {error}", allowed)
+        said = str(error)[:_MOST_SHOWN] or "no message"
+        first = f"row 0 of {len(texts)} begins {beginning(texts.completions[0])}"
+        allowed = f"no exception ({said}), but {_RETURNS}; {first}"
+        return InputError(f"reward {self.name!r}", type(error).__name__, allowed)
 
     def checked(self, result: Any, texts: Texts) -> Tensor:
         """What the function returned, as a tensor [B].

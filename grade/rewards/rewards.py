@@ -212,6 +212,8 @@ def _part(given: Any, tokenizer: Any, backbone: Backbone, scope: RewardScope) ->
         given = resolve_reward(given, backbone, scope, tokenizer)
     if hasattr(given, "score") and not isinstance(given, nn.Module):
         return given
+    if isinstance(given, nn.Module):
+        given = given.to(backbone.device)
     if isinstance(given, nn.Module) and hasattr(given, "config"):  # a classifier, compiled ones included
         source = getattr(given.config, "_name_or_path", "")
         if tokenizer is None and not source:

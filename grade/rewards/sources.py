@@ -56,6 +56,8 @@ def resolve_reward(
     if spec.startswith("hf:"):
         return _classifier(spec[3:], backbone, scope, tokenizer)
     path = Path(spec)
+    if not spec.strip():
+        raise InputError("reward", spec, KINDS)
     if path.is_dir():
         if (path / "reward.json").is_file():
             return load_reward(path, backbone).to(backbone.device)

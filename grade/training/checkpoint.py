@@ -58,7 +58,7 @@ class Saving(Trainer):
                 self._rotate(output)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(staging, ignore_errors=True)
-            raise self._not_written(error) from error
+            raise not_written(self.args.output_dir, error) from error
         finally:
             self._staging = None
         self.together.wait()
@@ -89,13 +89,6 @@ class Saving(Trainer):
                 os.replace(folder, output / _OLD)
                 shutil.rmtree(output / _OLD)
 
-    def _not_written(self, error: Exception) -> InputError:
-        stands = last_checkpoint(self.args.output_dir)
-        what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        allowed = f"a folder that can be written, with space left ({reason}); {what}"
-        return InputError("output_dir", str(self.args.output_dir), allowed)
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
@@ -111,6 +104,19 @@ class Saving(Trainer):
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             allowed = f"a checkpoint of GradeTrainer with this method ({type(error).__name__})"
             raise InputError("resume_from_checkpoint", checkpoint, allowed) from error
+
+
+def not_written(output: str | Path, error: Exception) -> InputError:
+    """The error for a folder that cannot be written.
+
+    Args:
+        output: The run's folder.
+        error: What went wrong.
+    """
+    stands = last_checkpoint(output)
+    what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return InputError("output_dir", str(output), f"a folder that can be written, with space left ({reason}); {what}")
 
 
 def clean(output: str | Path) -> None:

@@ -26,7 +26,7 @@ from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training import folder
 from grade.training.callbacks import Lines, StopOnSignal
-from grade.training.checkpoint import OPTIMIZER_FILE, export_adapter, last_checkpoint
+from grade.training.checkpoint import OPTIMIZER_FILE, export_adapter, last_checkpoint, not_written
 from grade.training.evaluate import Evaluation
 from grade.training.load import load_task
 from grade.training.policy import name_base
@@ -99,9 +99,12 @@ def train(
         if config.device.type == "cpu":
             use_fastest_threads(task.backbone.hidden_size)
         name_base(task.backbone, config.base_name)
-        result = run_training(config, task, log, Path(config.output_dir), begin)
-        if main and result.interrupted is None:
-            write_run(config.output_dir, config, task, result)
+        try:
+            result = run_training(config, task, log, Path(config.output_dir), begin)
+            if main and result.interrupted is None:
+                write_run(config.output_dir, config, task, result)
+        except OSError as error:
+            raise not_written(config.output_dir, error) from error
     return result
 
 

@@ -1,6 +1,7 @@
 """The command line on a tiny project on disk: what it writes, and that bad input is one line and exit code 2."""
 
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -8,14 +9,18 @@ import torch
 from safetensors.torch import load_file
 
 from grade.cli.main import COMMANDS, main
+from grade.config import own_fields
 from grade.gradients.methods import METHODS, POLICY_GRADIENTS
+from grade.models.prompts import prompt_text
 from grade.results import read_metrics
+from grade.training.config import TrainConfig
 from grade.training.toy import toy_reviews, toy_task
 
 SMALL = {
-    "max_steps": 3, "max_prompt_tokens": 6, "max_new_tokens": 6, "min_new_tokens": 2, "batch_size": 4, "eval_every": 2,
+    "method": "ste", "max_steps": 3, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 6,
+    "min_completion_length": 2, "per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 2,
     "eval_prompts": 8, "final_eval_prompts": 16, "kl_eval_prompts": 8, "learning_rate": 1e-2, "gumbel_topk": 16,
-    "samples": 2,
+    "beta": 0.25, "lr_scheduler_type": "constant", "seed": 0, "use_cpu": True, "samples": 2,
 }  # fmt: skip
 
 
@@ -32,10 +37,11 @@ def project(tmp_path_factory):
     task.judge.save(root / "judge.npz")
     (root / "reviews").mkdir()
     for seed, split in enumerate(("policy", "validation")):
-        lines = [json.dumps(r._asdict()) for r in toy_reviews(40, seed)]
+        lines = [json.dumps(r._asdict() | {"prompt": prompt_text(r.text)}) for r in toy_reviews(40, seed)]
         (root / "reviews" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     (root / "splits.json").write_text("{}")
-    places = {"backbone": "base", "reward": "bag", "gold": "judge.npz", "reviews": "reviews"}
+    places = {"model": "base", "reward": "bag", "gold": "judge.npz", "train_dataset": "reviews/policy.jsonl",
+              "eval_dataset": "reviews/validation.jsonl"}  # fmt: skip
     values = SMALL | {k: str(root / v) for k, v in places.items()} | {"lora": {"r": 2, "alpha": 4}}
     (root / "train.yaml").write_text(json.dumps(values))  # JSON is YAML
     return root
@@ -48,15 +54,16 @@ def train(project, output, *extra):
 @pytest.fixture(scope="module")
 def trained(project, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "ste"
-    assert train(project, output, "--method", "ste", "--set", "checkpoint_every=2") == 0
+    assert train(project, output, "--method", "ste", "--set", "save_steps=2") == 0
     return output
 
 
 def test_train_writes_adapter_history_metrics_and_samples(trained):
-    assert sorted(p.name for p in trained.iterdir()) == [
-        "adapter", "checkpoints", "history.csv", "metrics.json", "samples.json", "timings.csv",
-        "timings.json"]  # fmt: skip
+    names = {p.name for p in trained.iterdir()}
+    assert names >= {"adapter", "checkpoints", "completions", "history.csv", "metrics.json", "samples.json",
+                     "timings.csv", "timings.json", "checkpoint-2", "checkpoint-3"}  # fmt: skip
     assert [p.name for p in (trained / "checkpoints").iterdir()] == ["step-2"]
+    assert not [name for name in names if "results" in name or "partial" in name]
     history = pd.read_csv(trained / "history.csv")
     assert history.step.tolist() == [0, 1, 2, 3] and history.samples.tolist() == [0, 4, 8, 12]
     names = ["reward", "kl", "loss", "tau", "grad_norm", "residual"]
@@ -122,7 +129,8 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained,
 
 def test_all_trains_every_method_and_optimised_equals_legacy(project, tmp_path):
     """On the same noise with all hops, a whole run is the same: reward and KL of every step."""
-    assert train(project, tmp_path, "--method", "all", "--set", "hops=5", "--set", "eval_every=0") == 0
+    assert train(project, tmp_path, "--method", "all", "--set", "hops=5", "--set", "eval_steps=9",
+                 "--set", "num_generations=4") == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(METHODS)
     for method in POLICY_GRADIENTS:  # a setting of others, such as hops, does not stop them
         history = pd.read_csv(tmp_path / method / "history.csv")
@@ -158,23 +166,26 @@ def test_generate_completes_prompts(project, trained, capsys):
 
 BAD = {
     "a misspelt key": (["--set", "tau_strat=1.0"], "tau_strat.*did you mean 'tau_start'"),
-    "a wrong type": (["--set", "batch_size=two"], "batch_size: got 'two'; allowed: a number"),
+    "a wrong type": (["--set", "max_steps=two"], "max_steps: got 'two'; allowed: a number"),
     "tau": (["--set", "tau_start=0.0"], "tau_start: got 0.0; allowed: greater than 0"),
     "K > V": (["--set", "gumbel_topk=100000"], "gumbel_topk: got 100000; allowed: 0 .* to 300"),
     "hops": (["--set", "hops=-1"], "hops: got -1"),
-    "B": (["--set", "batch_size=0"], "batch_size: got 0"),
-    "T": (["--set", "max_new_tokens=0"], "max_new_tokens: got 0"),
-    "context": (["--set", "max_prompt_tokens=300"], r"max_prompt_tokens \+ max_new_tokens: got 306.* at most 256"),
-    "combination": (["--set", "min_new_tokens=9"], "min_new_tokens: got 9; allowed: at most max_new_tokens = 6"),
-    "warm-up": (["--set", "warmup_steps=3"], "warmup_steps: got 3; allowed: less than max_steps = 3"),
-    "no draws": (["--set", "rao_draws=0"], "rao_draws: got 0; allowed: greater than or equal to 1"),
+    "B": (["--set", "per_device_train_batch_size=0"], "per_device_train_batch_size: got 0"),
+    "T": (["--set", "max_completion_length=0"], "max_completion_length: got 0"),
+    "context": (["--set", "max_completion_length=300"], r"max_prompt_tokens \+ max_new_tokens: got 306.* at most 256"),
+    "combination": (
+        ["--set", "min_completion_length=9"],
+        "min_completion_length: got 9; allowed: at most max_completion_length = 6",
+    ),
+    "warm-up": (["--set", "warmup_steps=3"], "warmup_steps: got 3.*; allowed: less than max_steps = 3"),
+    "no draws": (["--set", "rao_draws=0"], "rao_draws: got 0; allowed: greater than 0"),
     "legacy": (["--method", "ste_legacy", "--set", "gradient_checkpointing=true"], "gradient_checkpointing: got True"),
     "an unknown method": (["--method", "rloop"], r"method: got 'rloop'; allowed: .*did you mean 'rloo'\?"),
     "hops elsewhere": (["--method", "rloo", "--set", "gumbel_topk=64", "--set", "hops=2"], "hops: got 2; .*with rloo"),
     "a group of one": (["--method", "all", "--set", "num_generations=1"], "num_generations: got 1; .* 2 for rloo"),
     "a missing reward": (["--set", "reward=nowhere"], "nowhere"),
-    "a missing base": (["--set", "backbone=nowhere"], "backbone: got 'nowhere'"),
-    "missing reviews": (["--set", "reviews=nowhere"], "nowhere"),
+    "a missing base": (["--set", "model=nowhere"], "nowhere"),
+    "missing prompts": (["--set", "train_dataset=nowhere.jsonl"], "nowhere"),
     "a missing judge": (["--set", "gold=nowhere.npz"], "nowhere.npz"),
     "a missing file": (["--config", "nowhere.yaml"], "config file: got 'nowhere.yaml'"),
     "too many prompts": (["--set", "final_eval_prompts=41"], "final_eval_prompts: got 41; allowed: at most 40"),
@@ -183,14 +194,13 @@ BAD = {
 
 
 @pytest.mark.parametrize(("extra", "message"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_line_and_writes_nothing(project, tmp_path, capsys, extra, message):
-    import re
-
+def test_bad_input_is_one_line_and_writes_no_result(project, tmp_path, capsys, extra, message):
     assert train(project, tmp_path / "run", *extra) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert re.search(message, lines[-1]), lines
     assert lines[-1].startswith("grade train: ")
-    assert list(tmp_path.iterdir()) == []
+    # What the run was started with is noted before its models are loaded.
+    assert {p.name for p in tmp_path.rglob("*") if p.is_file()} <= {".lock", "run.json"}
 
 
 def test_a_reward_that_becomes_nan_keeps_the_earlier_run(project, tmp_path, capsys, monkeypatch):
@@ -208,7 +218,8 @@ def test_a_reward_that_becomes_nan_keeps_the_earlier_run(project, tmp_path, caps
     monkeypatch.setattr(RewardModel, "forward", broken)
     assert train(project, tmp_path / "run") == 2 and calls
     assert "reward: got [nan" in capsys.readouterr().err
-    assert [p.read_text() for p in tmp_path.rglob("*") if p.is_file()] == ["earlier"]
+    assert (tmp_path / "run" / "metrics.json").read_text() == "earlier"
+    assert not [p for p in (tmp_path / "run").iterdir() if p.name.startswith(("adapter", "history", "checkpoint"))]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -220,21 +231,22 @@ def test_help_names_every_option_with_its_meaning(command, capsys):
 
 
 def test_train_help_lists_every_key_with_its_default(capsys):
-    from grade.training.config import TrainConfig
 
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     out = capsys.readouterr().out
-    for name, field in TrainConfig.model_fields.items():
+    fields = TrainConfig.schema().model_fields
+    assert {"method", "beta", "max_prompt_length", "reward"} < own_fields(TrainConfig) < set(fields)
+    for name in own_fields(TrainConfig):
         assert f"  {name}" in out
         if name != "lora":
-            assert field.description in out
+            assert fields[name].description in out
     assert "lora.r (16): rank" in out
 
 
 def test_tensorboard_gets_the_history_when_asked(project, tmp_path):
     pytest.importorskip("tensorboard")
-    assert train(project, tmp_path / "run", "--set", "trackers=[tensorboard]") == 0
+    assert train(project, tmp_path / "run", "--set", "report_to=[tensorboard]") == 0
     assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import BertConfig
 
 from grade.cli.main import main
 from grade.memory import bench
@@ -28,6 +29,32 @@ def test_a_trace_is_json_for_programs(capsys):
     assert data["peak_bytes"] == sum(data["categories"].values()) and data["flops"] > 0
 
 
+def test_a_policy_gradient_is_traced_and_planned_like_any_method(capsys):
+    options = ["memory", "--model", "tiny", "--prompt-tokens", "4", "--max-new-tokens", "2", "--method", "grpo"]
+    assert main([*options, "--num-generations", "3", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["config"]["method"], data["config"]["batch_size"]) == ("grpo", 3)
+    assert main([*options, "--num-generations", "3", "--fits", f"{data['peak_bytes'] + 20_000}B"]) == 0
+    out = capsys.readouterr().out
+    for text in ("grpo (G=3, 1 update)", "reward ", "batch_size       3", "KL from the sampled tokens (k3)"):
+        assert text in out
+    assert "hops" not in out
+
+
+def test_a_classifier_counts_as_reward(tmp_path, capsys):
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    BertConfig(vocab_size=512, **sizes).save_pretrained(tmp_path / "bert")
+    peaks = []
+    for reward in ("bag", f"hf:{tmp_path / 'bert'}"):
+        assert main([*TINY, "--json", "--reward", reward]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["categories"]["weights"])
+    assert peaks[1] - peaks[0] > 512 * 64 * 4  # at least its table
+    BertConfig(vocab_size=600, **sizes).save_pretrained(tmp_path / "other")
+    assert main([*TINY, "--reward", f"hf:{tmp_path / 'other'}"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "other'; allowed: a classifier with the policy's vocabulary of 512 tokens, not 600: ste needs" in line
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -42,6 +69,11 @@ def test_a_trace_is_json_for_programs(capsys):
         (["--gpus", "0"], "gpus"),
         (["--dtype", "int8"], "dtype"),
         (["--engine", "checkpointed", "--gradient-checkpointing"], "gradient_checkpointing"),
+        (["--method", "gripo"], "method: got 'gripo'.*did you mean 'grpo'"),
+        (["--method", "grpo"], "gumbel_topk: got 8; allowed: only with gumbel, .*not with grpo"),
+        (["--num-generations", "4"], "num_generations: got 4; .*not with ste"),
+        (["--reward", "hf:no/such"], "reward: got 'hf:no/such'"),
+        (["--reward", "trnk"], "reward: got 'trnk'.*did you mean 'trunk'"),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from grade.errors import InputError
 from grade.experiments.compare import figures
 from grade.experiments.compare import frontier as stats
 from grade.experiments.compare.measure import runs as compare
-from grade.experiments.compare.measure.runs import CURVES, FINALS, Run, Shared, run_all, run_config, search
+from grade.experiments.compare.measure.runs import CURVES, FINALS, FIXED, Run, Shared, run_all, run_config, search
 from grade.experiments.compare.measure.tables import Measurements, Settings
 from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
@@ -24,8 +24,9 @@ from grade.stats import paired
 from grade.training.toy import toy_task
 
 SMALL = dict(
-    max_steps=2, max_prompt_tokens=6, max_new_tokens=6, min_new_tokens=6, batch_size=8, eval_every=1, eval_prompts=8,
-    final_eval_prompts=16, kl_eval_prompts=8, gumbel_topk=16,
+    FIXED, max_steps=2, max_prompt_length=6, max_completion_length=6, min_completion_length=6,
+    per_device_train_batch_size=8, eval_steps=1, eval_prompts=8, final_eval_prompts=16, kl_eval_prompts=8,
+    gumbel_topk=16,
 )  # fmt: skip
 TOY = Shared("", "", "", "", SMALL)
 
@@ -182,9 +183,9 @@ def test_every_method_gets_the_same_number_of_completions():
     ("run", "values", "message"),
     [
         (Run("sft", 0.1, 0, 1e-3), {}, "method"),
-        (Run("ste", 0.1, 0, 1e-3), {"min_new_tokens": 2}, "min_new_tokens"),
-        (Run("remax", 0.1, 0, 1e-3), {"batch_size": 7}, "batch_size"),
-        (Run("rloo", 0.1, 0, 1e-3), {"batch_size": 6}, "num_generations"),
+        (Run("ste", 0.1, 0, 1e-3), {"min_completion_length": 2}, "min_completion_length"),
+        (Run("remax", 0.1, 0, 1e-3), {"per_device_train_batch_size": 7}, "per_device_train_batch_size"),
+        (Run("rloo", 0.1, 0, 1e-3), {"per_device_train_batch_size": 6}, "num_generations"),
     ],
 )
 def test_runs_that_would_not_be_comparable_are_refused(run, values, message):

@@ -7,10 +7,13 @@ from grade.cli.main import main
 from grade.errors import InputError
 from grade.experiments.compare import peers as contest
 from grade.experiments.compare.measure import peers
-from grade.experiments.compare.measure.runs import CURVES, Run, run_config
+from grade.experiments.compare.measure.runs import CURVES, FIXED, Run, run_config
 from grade.results import read_metrics
 
-VALUES = dict(max_steps=2, max_prompt_tokens=6, max_new_tokens=10, min_new_tokens=10, batch_size=8, eval_every=1)
+VALUES = dict(
+    FIXED, max_steps=2, max_prompt_length=6, max_completion_length=10, min_completion_length=10,
+    per_device_train_batch_size=8, eval_steps=1,
+)  # fmt: skip
 
 
 def test_the_peer_has_the_settings_of_our_run():

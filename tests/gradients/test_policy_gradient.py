@@ -11,7 +11,7 @@ from transformers import GPT2Config
 from grade.entropy.exact import every_completion
 from grade.errors import InputError
 from grade.gradients import losses
-from grade.gradients.methods import GROUPED
+from grade.gradients.methods import GROUPED, MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
 from grade.models.head import CHUNK_ROWS
@@ -49,8 +49,8 @@ def objective():
 
 
 def learner(backbone, method, **options):
-    values = dict(batch_size=2, max_new_tokens=T, min_new_tokens=0, num_generations=2 if method in GROUPED else 1)
-    return PolicyGradient(TrainConfig(method=method, **{**values, **options}), backbone)
+    values = dict(max_completion_length=T, num_generations=2 if method in GROUPED else 1)
+    return PolicyGradient(MethodConfig(method=method, **{**values, **options}), backbone)
 
 
 def gradient(backbone):
@@ -97,8 +97,8 @@ def exact_gradient(backbone, **options):
 
 def expected_gradient(method, backbone, group, least=0, length=T, kind="exact", earlier=(), **options):
     """The method's own gradient of every tuple of completions, weighted by the tuple's probability."""
-    own = learner(backbone, method, batch_size=group, num_generations=group, min_new_tokens=least,
-                  max_new_tokens=length, kl_estimator=kind, **options)  # fmt: skip
+    own = learner(backbone, method, num_generations=group, min_completion_length=least,
+                  max_completion_length=length, kl_estimator=kind, **options)  # fmt: skip
     every, probability, _, _ = enumerated(backbone, least, length, kind)
     total = 0.0
     for rows in map(list, product(range(len(every.ids)), repeat=group)):
@@ -143,7 +143,7 @@ def test_with_k3_the_expected_gradient_is_that_of_the_estimate():
 def test_ppo_without_whitening_is_unbiased_where_every_completion_has_the_same_length():
     """Per-token penalties are divided by the length, which later tokens decide; so only there."""
     backbone = policy()
-    options = dict(whiten_advantages=False, gae_lambda=1.0, epochs=1)
+    options = dict(whiten_advantages=False, gae_lambda=1.0, num_iterations=1)
     got = expected_gradient("ppo", backbone, 1, least=T, **options)
     torch.testing.assert_close(got, exact_gradient(backbone, least=T))
 
@@ -151,7 +151,7 @@ def test_ppo_without_whitening_is_unbiased_where_every_completion_has_the_same_l
 def test_the_standard_deviation_of_the_group_biases_grpo():
     backbone = policy()
     want = exact_gradient(backbone)
-    got = expected_gradient("grpo", backbone, 2, normalize_std=True)
+    got = expected_gradient("grpo", backbone, 2, scale_rewards="group")
     assert torch.cosine_similarity(got, want, 0) < 0.99
 
 
@@ -183,7 +183,7 @@ def test_sampled_gradients_average_to_the_exact_one(method):
     random = torch.randn(4, len(want), generator=generator, dtype=want.dtype)
     directions = torch.cat([want[None] / want.norm(), random / random.norm(dim=1, keepdim=True)])
     group = 1 if method == "reinforce" else 3
-    own = learner(backbone, method, batch_size=24, num_generations=group)
+    own = learner(backbone, method, num_generations=group)
     own.means = [0.5]
     found = []
     for _ in range(n):
@@ -206,11 +206,11 @@ CASES = {
     "rloo": dict(method="rloo"),
     "remax": dict(method="remax", num_generations=2),
     "grpo": dict(method="grpo"),
-    "grpo, std": dict(method="grpo", normalize_std=True),
-    "grpo, k3": dict(method="grpo", kl_estimator="k3", epochs=2),
+    "grpo, std": dict(method="grpo", scale_rewards="group"),
+    "grpo, k3": dict(method="grpo", kl_estimator="k3", num_iterations=2),
     "grpo, minibatches": dict(method="grpo", minibatches=2),
-    "ppo": dict(method="ppo", epochs=1),
-    "ppo, minibatches": dict(method="ppo", epochs=2, minibatches=2),
+    "ppo": dict(method="ppo", num_iterations=1),
+    "ppo, minibatches": dict(method="ppo", num_iterations=2, minibatches=2),
 }
 
 
@@ -218,7 +218,7 @@ CASES = {
 def test_microbatches_add_up_to_one_big_batch(case):
     """Every update's gradient, of adapter and value head, and the running baseline; parameters stay as they are."""
     backbone = policy(vocab=7)
-    own = learner(backbone, **case, batch_size=4, max_new_tokens=5)
+    own = learner(backbone, **case, max_completion_length=5)
     if own.value_head is not None:
         torch.nn.init.normal_(own.value_head.linear.weight, generator=torch.Generator().manual_seed(1))
     every = sampled(backbone, own, n=4 if own.config.group == 1 else 2)
@@ -247,7 +247,7 @@ def test_microbatches_add_up_to_one_big_batch(case):
 def test_processes_add_up_to_one_big_batch(method):
     """Each process knows only its half and what `total` sums: the whitening's moments, the mean return."""
     backbone = policy(vocab=7)
-    own = learner(backbone, method, batch_size=4, max_new_tokens=5, **({"epochs": 1} if method == "ppo" else {}))
+    own = learner(backbone, method, max_completion_length=5, **({"num_iterations": 1} if method == "ppo" else {}))
     every, sums = sampled(backbone, own), []
 
     def run(part, total=lambda x: x, microbatches=1):
@@ -267,8 +267,8 @@ def test_one_pass_and_scoring_first_give_one_gradient():
     """grpo's clipped ratio against log-probabilities scored before, rloo's score function: equal without moves."""
     backbone = policy()
     found = []
-    for method, options in (("rloo", {}), ("grpo", {}), ("grpo", dict(epochs=2))):
-        own = learner(backbone, method, batch_size=4, **options)
+    for method, options in (("rloo", {}), ("grpo", {}), ("grpo", dict(num_iterations=2))):
+        own = learner(backbone, method, **options)
         backbone.zero_grad(set_to_none=True)
         own.learn([sampled(backbone, own, 2)], objective(), StepContext(1, lambda: None))
         found.append(gradient(backbone))
@@ -280,7 +280,7 @@ def test_minibatches_share_out_the_whole_gradient():
     backbone = policy()
     seen = []
     for minibatches in (1, 2):
-        own = learner(backbone, "grpo", batch_size=4, minibatches=minibatches)
+        own = learner(backbone, "grpo", minibatches=minibatches)
         batch = sampled(backbone, own, 2)
         backbone.zero_grad(set_to_none=True)
         seen.append([])
@@ -291,7 +291,7 @@ def test_minibatches_share_out_the_whole_gradient():
 
 def test_later_passes_clip_and_the_value_head_learns_alone():
     backbone = policy(vocab=7)
-    own = learner(backbone, "ppo", batch_size=4, max_new_tokens=5, epochs=6, value_learning_rate=0.05)
+    own = learner(backbone, "ppo", max_completion_length=5, num_iterations=6, value_learning_rate=0.05)
     groups = [dict(params=backbone.trainable_parameters(), lr=0.1), dict(params=own.parameters(), lr=0.05)]
     optimizer = torch.optim.Adam(groups)
     own.learn([sampled(backbone, own)], objective(), StepContext(1, optimizer.step))
@@ -308,7 +308,7 @@ def test_whitening_keeps_the_balance_of_reward_and_kl():
     backbone = policy(vocab=7)
     batch, found = None, {}
     for whiten in (False, True):
-        own = learner(backbone, "ppo", batch_size=4, max_new_tokens=5, epochs=1, whiten_advantages=whiten)
+        own = learner(backbone, "ppo", max_completion_length=5, num_iterations=1, whiten_advantages=whiten)
         batch = batch or sampled(backbone, own)
         backbone.zero_grad(set_to_none=True)
         own.learn([batch], objective(), StepContext(1, lambda: None))
@@ -327,7 +327,7 @@ def test_whitening_keeps_the_balance_of_reward_and_kl():
 
 def test_self_certainty_as_the_reward():
     backbone = policy(vocab=7)
-    own = learner(backbone, "grpo", batch_size=4, max_new_tokens=5, self_certainty_reward=True)
+    own = learner(backbone, "grpo", max_completion_length=5, self_certainty_reward=True)
     batch = sampled(backbone, own, 2)
     (step,) = own.learn([batch], objective(), StepContext(1, lambda: None))
     want = score(backbone, batch.prompts, batch.ids, batch.mask, ("self_certainty",)).self_certainty
@@ -336,7 +336,7 @@ def test_self_certainty_as_the_reward():
 
 def test_the_running_baseline_is_of_earlier_steps_only():
     backbone = policy()
-    own = learner(backbone, "reinforce", batch_size=4)
+    own = learner(backbone, "reinforce")
     found = []
     for _ in range(2):
         backbone.zero_grad(set_to_none=True)
@@ -350,7 +350,7 @@ def test_the_running_baseline_is_of_earlier_steps_only():
 
 def test_min_new_tokens_scores_what_was_sampled():
     backbone = policy(vocab=7)
-    own = learner(backbone, "rloo", batch_size=4, max_new_tokens=5, min_new_tokens=3)
+    own = learner(backbone, "rloo", max_completion_length=5, min_completion_length=3)
     batch = sampled(backbone, own, 2)
     logits = backbone.head(predicting_hidden(backbone, batch.prompts, batch.ids))
     logits[:, :3, 1] = -torch.inf
@@ -376,7 +376,7 @@ def test_logits_of_all_positions_never_exist_and_layer_checkpointing_changes_not
             return out
 
     for checkpointing in (False, True):
-        own = learner(backbone, method, batch_size=16, max_new_tokens=9, min_new_tokens=9,
+        own = learner(backbone, method, max_completion_length=9, min_completion_length=9,
                       gradient_checkpointing=checkpointing)  # fmt: skip
         many = PromptBatch(prompt(2).ids.repeat(4, 1), prompt(2).mask.repeat(4, 1))
         many = many if own.config.group == 2 else PromptBatch(many.ids.repeat(2, 1), many.mask.repeat(2, 1))
@@ -404,20 +404,26 @@ def test_a_reward_that_is_not_finite_updates_nothing(method):
 
 def test_a_single_token_is_not_whitened():
     backbone = policy()
-    own = learner(backbone, "ppo", batch_size=1, max_new_tokens=1)
+    own = learner(backbone, "ppo", max_completion_length=1)
     with pytest.raises(InputError, match="values to whiten: got 1; allowed: at least 2"):
         own.learn([sampled(backbone, own, 1)], objective(), StepContext(1, pytest.fail))
 
 
 BAD = {
     "a group that does not divide": (dict(method="rloo", num_generations=3), "num_generations: got 3; allowed: a div"),
-    "a default group that does not": (dict(method="grpo", batch_size=6), "num_generations: got 4; allowed: a divisor"),
+    "a default group that does not": (
+        dict(method="grpo", per_device_train_batch_size=6),
+        "num_generations: got 8; allowed: a divisor",
+    ),
     "a group of one": (dict(method="rloo", num_generations=1), "num_generations: got 1; allowed: at least 2 for rloo"),
     "grpo's too": (dict(method="grpo", num_generations=1), "num_generations: got 1; allowed: at least 2 for grpo"),
-    "minibatches": (dict(method="ppo", minibatches=3), "minibatches: got 3; allowed: a divisor of batch_size = 8"),
+    "minibatches": (
+        dict(method="ppo", minibatches=3),
+        "minibatches: got 3; allowed: a divisor of per_device_train_batch_size = 8",
+    ),
     "a value head without PPO": (dict(method="rloo", value_learning_rate=0.1), "got 0.1; allowed: only with ppo"),
     "lambda without PPO": (dict(method="grpo", gae_lambda=0.5), "gae_lambda: got 0.5; allowed: only with ppo"),
-    "epochs without a ratio": (dict(method="rloo", epochs=2), "epochs: got 2; allowed: only with grpo, ppo"),
+    "passes without a ratio": (dict(method="rloo", num_iterations=2), "num_iterations: got 2; .* only with grpo, ppo"),
     "groups of relaxed tokens": (dict(method="ste", num_generations=2), "num_generations: got 2; .* not with ste"),
     "hops": (dict(method="rloo", hops=2), "hops: got 2; allowed: only with .*gumbel, ste, .* not with rloo"),
     "tau": (dict(method="ppo", tau_start=1.0), "tau_start: got 1.0; .* not with ppo"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import make_prompts
 from torch.testing import assert_close
+from transformers import BertConfig, BertForSequenceClassification
 
 from grade.data.base_model import train_tokenizer
 from grade.errors import InputError
@@ -114,9 +115,8 @@ def base_model(folder, policy, tokenizer):
 
 
 def no_tokenizer(folder, policy, tokenizer):
-    from transformers import BertConfig, BertForSequenceClassification
-
-    BertForSequenceClassification(BertConfig(30, 8, 1, 2, 8)).save_pretrained(folder)
+    sizes = dict(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    BertForSequenceClassification(BertConfig(**sizes)).save_pretrained(folder)
 
 
 def broken_config(folder, policy, tokenizer):
@@ -132,7 +132,7 @@ def pickled(folder, policy, tokenizer):
     ("write", "match"),
     [
         (base_model, "a trained classifier: it has no weights for score.weight"),
-        (no_tokenizer, "tokenizer"),
+        (no_tokenizer, "reward: tokenizer.*files are missing"),
         (broken_config, "a sequence classifier with safetensors"),
         (pickled, "safetensors"),
         (lambda *_: None, "a sequence classifier"),

@@ -58,6 +58,15 @@ def test_text_that_encodes_to_the_same_ids_has_the_same_reward(kind, scope, make
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_is_accepted_and_scored_in_float32(kind, make_classifier, policy, tokenizer, batch):
+    reward = EmbeddedClassifier(make_classifier(kind, dtype=torch.bfloat16), tokenizer, policy)
+    want = EmbeddedClassifier(make_classifier(kind, dtype=torch.float32), tokenizer, policy).score(*batch)
+    got = reward.score(*batch)
+    assert got.dtype == torch.float32
+    assert_close(got, want, rtol=0.1, atol=0.1)  # 8 bits
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("estimator", ["ste", "gumbel"])
 @pytest.mark.parametrize("scope", ["prompt_and_completion", "completion"])
 @pytest.mark.parametrize("several", [False, True])
@@ -133,7 +142,9 @@ def test_the_policys_table_may_have_more_or_fewer_rows(make_classifier, make_pol
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_longer_than_the_classifier_reads_is_refused_with_its_row(kind, make_classifier, policy, tokenizer, batch):
+def test_a_text_longer_than_the_classifier_reads_is_refused_with_its_row(
+    kind, make_classifier, policy, tokenizer, batch
+):
     ids, mask = joined(batch)
     longest = int(mask.sum(1).max())
     name = "n_positions" if kind == "gpt2" else "max_position_embeddings"

@@ -56,8 +56,8 @@ def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions:
         Gradients [M, N], and the paper's "variance" of the first one.
     """
     backbone, parameters = task.backbone, task.backbone.trainable_parameters()
-    objective = Objective(task.reward_model, config.kl_coef, config.reward_scope)
-    prompts = encode_prompts(backbone.tokenizer, task.train_prompts[:batch], config.max_prompt_tokens)
+    objective = Objective(task.reward_model, config.beta, config.reward_scope)
+    prompts = encode_prompts(backbone.tokenizer, task.train_prompts[:batch], config.max_prompt_length)
     prompts = prompts.to(backbone.device)
     learner = None if config.relaxed else PolicyGradient(config, backbone)
     rows, spread = [], 0.0  # the first draw only makes the baseline

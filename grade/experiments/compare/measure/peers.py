@@ -26,37 +26,43 @@ from pydantic import Field, model_validator
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config, train_once
+from grade.experiments.compare.measure.runs import CURVES, FIXED, Run, Shared, run_config, train_once
 from grade.gradients.methods import MethodName
 from grade.gradients.objective import Objective
 from grade.models.backbone import load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.results import peak_memory
 from grade.training.config import TrainConfig
-from grade.training.evaluate import evaluate
+from grade.training.run import evaluate_task
 from grade.training.task import Task
 
 PEER = "trl_grpo"
-MISSING = "the packages trl and datasets, installed: pip install -e '.[peers]'"
+SAME = (
+    "learning_rate", "weight_decay", "max_grad_norm", "max_steps", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "max_completion_length", "temperature", "top_p", "top_k", "epsilon", "scale_rewards",
+    "gradient_checkpointing", "bf16", "use_cpu", "seed",
+)  # fmt: skip
+"""Settings of `TrainConfig` that TRL's GRPOConfig has by the same name."""
+MISSING = "the package trl, installed: pip install -e '.[peers]'"
 
 
 class PeersConfig(Config):
     """The contest: folders, the run, and who takes part."""
 
-    backbone: str = Field("models/tiny", description="folder of the base model")
+    model: str = Field("models/tiny", description="folder of the base model")
     reward: str = Field("models/reward/tiny/bag", description="folder of the reward model")
     gold: str = Field("models/gold/judge.npz", description="the gold judge; empty for none")
     reviews: str = Field("data/reviews", description="folder of the review splits")
     methods: list[MethodName] = Field(["grpo", "ste"], min_length=1, description="ours; the first is the peer's match")
     learning_rates: list[float] = Field([2e-3, 2e-3], min_length=1, description="of each; the peer has the first")
-    kl_coef: float = Field(0.1, ge=0, description="weight beta of KL, in reward per nat and token")
+    beta: float = Field(0.1, ge=0, description="weight beta of KL, in reward per nat and token")
     seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
-    max_prompt_tokens: int = Field(12, ge=1, description="P")
-    max_new_tokens: int = Field(24, ge=1, description="T; completions have this length")
+    max_prompt_length: int = Field(12, ge=1, description="P")
+    max_completion_length: int = Field(24, ge=1, description="T; completions have this length")
     gumbel_topk: int = Field(64, ge=0, description="size K of a relaxed token's support")
-    batch_size: int = Field(32, ge=4, description="completions a step")
+    per_device_train_batch_size: int = Field(32, ge=4, description="completions a step")
     max_steps: int = Field(40, ge=2, description="optimizer steps")
-    eval_every: int = Field(5, ge=1, description="evaluate every so many steps")
+    eval_steps: int = Field(5, ge=1, description="evaluate every so many steps")
     eval_prompts: int = Field(256, ge=2, description="held-out prompts of an evaluation")
 
     @model_validator(mode="after")
@@ -70,7 +76,7 @@ class PeersConfig(Config):
 
 def have_peer() -> bool:
     """Whether TRL is installed."""
-    return all(importlib.util.find_spec(name) for name in ("trl", "datasets"))
+    return importlib.util.find_spec("trl") is not None
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
@@ -82,29 +88,13 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     Returns:
         Keyword arguments; all others keep TRL's defaults.
     """
-    return {
-        "learning_rate": config.learning_rate,
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.max_grad_norm,
-        "lr_scheduler_type": "constant",
-        "max_steps": config.max_steps,
-        "per_device_train_batch_size": config.batch_size,  # completions, as ours
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+    return {name: getattr(config, name) for name in SAME} | {
+        "lr_scheduler_type": config.lr_scheduler_type.value,
         "num_generations": config.group,
         "num_iterations": config.passes,
-        "max_completion_length": config.max_new_tokens,
-        "generation_kwargs": {"min_new_tokens": config.min_new_tokens},
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "beta": config.kl_coef / config.max_new_tokens,
-        "epsilon": config.clip_epsilon,
-        "scale_rewards": "group" if config.normalize_std else "none",
+        "generation_kwargs": {"min_new_tokens": config.min_completion_length},
+        "beta": config.beta / config.max_completion_length,
         "loss_type": "grpo",
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "bf16": False,
-        "use_cpu": True,
-        "seed": config.seed,
         "report_to": "none",
         "save_strategy": "no",
         "logging_strategy": "no",
@@ -141,8 +131,8 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
 
     @torch.no_grad()
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        batch = encode_prompts(task.backbone.tokenizer, prompts, config.max_prompt_tokens)
-        ids, mask = _padded(completion_ids, config.max_new_tokens)
+        batch = encode_prompts(task.backbone.tokenizer, prompts, config.max_prompt_length)
+        ids, mask = _padded(completion_ids, config.max_completion_length)
         return Objective(task.reward_model, scope=config.reward_scope).score(task.backbone, batch, ids, mask).tolist()
 
     rows, clock = [], {"seconds": 0.0, "start": 0.0}
@@ -153,12 +143,12 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
 
         def on_step_end(self, args, state, control, model=None, **kwargs):
             clock["seconds"] += time.perf_counter() - clock["start"]
-            if state.global_step % max(1, config.eval_every) == 0 or state.global_step == config.max_steps:
+            if state.global_step % config.eval_steps == 0 or state.global_step == config.max_steps:
                 set_peft_model_state_dict(task.backbone.peft, get_peft_model_state_dict(model))
                 rows.append(_row(config, run, task, state.global_step, clock["seconds"]))
 
     # Named, because hashing the table's content fails with some versions of pyarrow.
-    texts = [_cut(task, text, config.max_prompt_tokens) for text in task.train_prompts]
+    texts = [_cut(task, text, config.max_prompt_length) for text in task.train_prompts]
     prompts = InMemoryTable.from_pydict({"prompt": texts})
     dataset = Dataset(prompts, fingerprint="prompts")
     rows.append(_row(config, run, task, 0, 0.0))
@@ -174,16 +164,12 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
 
 def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -> dict[str, Any]:
     n = config.final_eval_prompts if step in (0, config.max_steps) else config.eval_prompts
-    evaluation = evaluate(
-        task.backbone, task.validation_prompts[:n], task.reward_model, task.judge,
-        max_new_tokens=config.max_new_tokens, max_prompt_tokens=config.max_prompt_tokens,
-        min_new_tokens=config.min_new_tokens, scope=config.reward_scope, batch_size=config.eval_batch_size,
-        kl_prompts=config.kl_eval_prompts,
-    )  # fmt: skip
-    m = config.eval_prompts  # one n for the whole curve, as in `grade.training.loop`
-    values = (PEER, run.beta, run.seed, step, step * config.batch_size * config.gradient_accumulation_steps, seconds,
-              evaluation.reward[:m].mean(), evaluation.gold[:m].mean(),
-              evaluation.kl.mean() * config.max_new_tokens)  # fmt: skip
+    with torch.random.fork_rng(devices=[]):  # a Trainer seeds torch, whose generator the peer samples with
+        evaluation = evaluate_task(config, task, n)
+    m = config.eval_prompts  # one n for the whole curve, as in `grade.training.trainer`
+    samples = step * config.per_device_train_batch_size * config.gradient_accumulation_steps
+    values = (PEER, run.beta, run.seed, step, samples, seconds, evaluation.reward[:m].mean(),
+              evaluation.gold[:m].mean(), evaluation.kl.mean() * config.max_completion_length)  # fmt: skip
     return dict(zip(CURVES, values, strict=True))
 
 
@@ -213,14 +199,14 @@ def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict
     """
     if not have_peer():
         raise InputError("peer", PEER, MISSING)
-    names = ("max_prompt_tokens", "max_new_tokens", "gumbel_topk", "batch_size", "max_steps", "eval_every",
-             "eval_prompts")  # fmt: skip
-    values = {name: getattr(config, name) for name in names}
-    values |= {"min_new_tokens": config.max_new_tokens, "final_eval_prompts": config.eval_prompts,
+    names = ("max_prompt_length", "max_completion_length", "gumbel_topk", "per_device_train_batch_size", "max_steps",
+             "eval_steps", "eval_prompts")  # fmt: skip
+    values = FIXED | {name: getattr(config, name) for name in names}
+    values |= {"min_completion_length": config.max_completion_length, "final_eval_prompts": config.eval_prompts,
                "kl_eval_prompts": config.eval_prompts}  # fmt: skip
-    shared = Shared(config.backbone, config.reward, config.gold, config.reviews, values)
+    shared = Shared(config.model, config.reward, config.gold, config.reviews, values)
     pairs = zip(config.methods, config.learning_rates, strict=True)
-    runs = [Run(method, config.kl_coef, config.seed, rate) for method, rate in pairs]
+    runs = [Run(method, config.beta, config.seed, rate) for method, rate in pairs]
     for run in runs:
         run_config(run, values)
     curves, costs = contest(shared, runs, runs[0])

@@ -1,4 +1,4 @@
-"""Every method on one language model, over weights of KL and seeds: `grade.training.loop.run_training`, many times.
+"""Every method on one language model, over weights of KL and seeds: `grade.training.run.run_training`, many times.
 
 All runs share base, reward, judge, prompts and evaluation. A seed decides the adapter, the order of the prompts and the
 noise. Every method gets the same number of completions a step (remax's greedy ones count, so it has half as many
@@ -6,8 +6,8 @@ prompts), the same number of steps, and the same rule for its settings: a learni
 objective on training-like prompts with a seed that the comparison does not use (`search`). What else differs is listed
 in `SETTINGS`.
 
-Completions have a fixed length T (``min_new_tokens = max_new_tokens``), so that KL a completion is T times KL a token
-and no method gains by stopping early.
+Completions have a fixed length T (``min_completion_length = max_completion_length``), so that KL a completion is T
+times KL a token and no method gains by stopping early.
 
 Left out: statistics (`grade.experiments.compare.frontier`, `grade.experiments.compare.metrics`).
 """
@@ -24,7 +24,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from accelerate import Accelerator
 
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
@@ -36,8 +35,7 @@ from grade.models.prompts import prompt_text
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig
-from grade.training.evaluate import evaluate
-from grade.training.loop import run_training
+from grade.training.run import evaluate_task, run_training
 from grade.training.task import Task
 from grade.training.toy import toy_task
 
@@ -52,9 +50,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gumbel_rao": {"hops": 1, "tau_start": 2.0, "tau_end": 2.0},
     "reinmax": {"hops": 1, "tau_start": 2.0, "tau_end": 2.0},
     "rloo": {"num_generations": 4},
-    "grpo": {"num_generations": 4, "normalize_std": True},
+    "grpo": {"num_generations": 4, "scale_rewards": "group"},
 }
 """Settings of a method beside the shared ones: tau and hops as in Experiment 6, groups of 4, grpo as published."""
+
+FIXED: dict[str, Any] = {
+    "lr_scheduler_type": "constant", "eval_strategy": "steps", "truncation": "right", "raw_prompts": True,
+    "use_cpu": True,
+}  # fmt: skip
+"""Settings of all runs: prompts are beginnings of reviews, cut to their length; one process of the CPU."""
 
 SEARCHED = ("method", "learning_rate", "reward", "kl", "objective")
 """Columns of what a search tried; KL in nats a completion."""
@@ -122,7 +126,8 @@ def run_config(run: Run, values: Mapping[str, Any]) -> TrainConfig:
 
     Args:
         run: Method, weight of KL, seed, learning rate.
-        values: Fields of `TrainConfig`; ``batch_size`` is completions a step. Those of other methods are left out.
+        values: Fields of `TrainConfig`; ``per_device_train_batch_size`` is completions a step. Those of other
+            methods are left out.
 
     Returns:
         The config.
@@ -133,16 +138,19 @@ def run_config(run: Run, values: Mapping[str, Any]) -> TrainConfig:
     if run.method not in METHODS:
         raise InputError("method", run.method, f"one of {', '.join(METHODS)}")
     own = dict(values) | SETTINGS.get(run.method, {})
-    own |= {"kl_coef": run.beta, "seed": run.seed, "learning_rate": run.learning_rate}
+    own |= {"beta": run.beta, "seed": run.seed, "learning_rate": run.learning_rate}
     if run.method == "remax":  # a greedy completion for every sampled one
-        own["batch_size"] = values["batch_size"] // 2
+        own["per_device_train_batch_size"] = values["per_device_train_batch_size"] // 2
     config = TrainConfig.parse(TrainConfig.values_for(run.method, own), f"comparison, {run.method}")
-    if config.min_new_tokens != config.max_new_tokens:
-        allowed = f"max_new_tokens = {config.max_new_tokens}: KL a completion is T times KL a token only then"
-        raise InputError("min_new_tokens", config.min_new_tokens, allowed)
-    if config.batch_completions != values["batch_size"]:
+    least, length, completions = (
+        config.min_completion_length, config.max_completion_length, values["per_device_train_batch_size"]
+    )  # fmt: skip
+    if least != length:
+        allowed = f"max_completion_length = {length}: KL a completion is T times KL a token only then"
+        raise InputError("min_completion_length", least, allowed)
+    if config.batch_completions != completions:
         allowed = f"a number that gives {run.method} as many completions as the others"
-        raise InputError("batch_size", values["batch_size"], allowed)
+        raise InputError("per_device_train_batch_size", completions, allowed)
     return config
 
 
@@ -157,22 +165,22 @@ def train_once(shared: Shared, run: Run) -> tuple[list[dict[str, Any]], dict[str
         Rows of `CURVES` (the untrained policy first) and the row of `FINALS`.
     """
     config, task = run_config(run, shared.values), shared.task(run.seed)
-    result = run_training(config, task, Accelerator(cpu=True), lambda line: None)
+    result = run_training(config, task)
     name = {"method": run.method, "beta": run.beta, "seed": run.seed}
     curve = []
     for row in result.history:
         if row.get("val/reward_mean") is None:
             continue
         figures = {"reward": row["val/reward_mean"], "gold": row.get("val/gold_mean", math.nan)}
-        figures["kl"] = row["val/kl"] * config.max_new_tokens
+        figures["kl"] = row["val/kl"] * config.max_completion_length
         curve.append(name | {key: row[key] for key in ("step", "samples", "seconds")} | figures)
     texts = task.validation_prompts[: config.kl_eval_prompts]
-    lengths = (config.max_new_tokens, config.max_prompt_tokens, config.min_new_tokens)
+    lengths = (config.max_completion_length, config.max_prompt_length, config.min_completion_length)
     after, before = result.after, result.before
     final = curve[-1] | {
         "reward": float(after.reward.mean()),
         "gold": float(after.gold.mean()),
-        "kl": float(after.kl.mean()) * config.max_new_tokens,
+        "kl": float(after.kl.mean()) * config.max_completion_length,
         "gain": float((after.reward - before.reward).mean()),
         "gold_gain": float((after.gold - before.gold).mean()),
         "perplexity": perplexity(*reference_nats(task.backbone, texts, *lengths)),
@@ -189,14 +197,9 @@ def untrained(shared: Shared) -> dict[str, float]:
         ``reward``, ``gold`` (only with a judge), ``perplexity``, ``distinct1``, ``distinct2``.
     """
     config, task = run_config(Run("ste", 0.0, 0, 1e-3), shared.values), shared.task(0)
-    start = evaluate(
-        task.backbone, task.validation_prompts[: config.final_eval_prompts], task.reward_model, task.judge,
-        max_new_tokens=config.max_new_tokens, max_prompt_tokens=config.max_prompt_tokens,
-        min_new_tokens=config.min_new_tokens, scope=config.reward_scope, batch_size=config.eval_batch_size,
-        kl_prompts=0,
-    )  # fmt: skip
+    start = evaluate_task(config, task, config.final_eval_prompts)
     texts = task.validation_prompts[: config.kl_eval_prompts]
-    lengths = (config.max_new_tokens, config.max_prompt_tokens, config.min_new_tokens)
+    lengths = (config.max_completion_length, config.max_prompt_length, config.min_completion_length)
     figures = {
         "reward": float(start.reward.mean()),
         "gold": float(start.gold.mean()),
@@ -279,7 +282,7 @@ def search(
     runs = [Run(method, beta, seed, rate) for method in methods for rate in learning_rates]
     _, finals = run_all(replace(shared, on_search_prompts=True), runs, processes)
     table = finals[["method", "reward", "kl"]].assign(learning_rate=[run.learning_rate for run in runs])
-    table["objective"] = table["reward"] - beta * table["kl"] / shared.values["max_new_tokens"]
+    table["objective"] = table["reward"] - beta * table["kl"] / shared.values["max_completion_length"]
     best = table.loc[table.groupby("method", sort=False)["objective"].idxmax()]
     return dict(zip(best["method"], best["learning_rate"], strict=True)), table[list(SEARCHED)]
 

@@ -85,9 +85,10 @@ class Settings(Config):
     def values(self) -> dict[str, Any]:
         """Fields of `grade.training.config.TrainConfig` that all runs share."""
         return dict(
-            max_steps=self.max_steps, batch_size=self.completions, max_prompt_tokens=self.prompt_tokens,
-            max_new_tokens=self.new_tokens, min_new_tokens=self.new_tokens, gumbel_topk=self.support_size,
-            eval_every=self.eval_every, eval_prompts=self.eval_prompts, final_eval_prompts=self.final_eval_prompts,
+            runs.FIXED, max_steps=self.max_steps, per_device_train_batch_size=self.completions,
+            max_prompt_length=self.prompt_tokens, max_completion_length=self.new_tokens,
+            min_completion_length=self.new_tokens, gumbel_topk=self.support_size, eval_steps=self.eval_every,
+            eval_prompts=self.eval_prompts, final_eval_prompts=self.final_eval_prompts,
             kl_eval_prompts=self.eval_prompts,
         )  # fmt: skip
 

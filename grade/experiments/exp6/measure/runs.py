@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from accelerate import Accelerator
 from peft import set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -16,11 +15,15 @@ from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.results import read_metrics
 from grade.training.config import TrainConfig
-from grade.training.loop import run_training, write_run
+from grade.training.run import run_training, write_run
 from grade.training.toy import toy_task
 
-TOY_TRAINING = dict(max_steps=6, max_prompt_tokens=6, max_new_tokens=8, min_new_tokens=2, learning_rate=1e-2,
-                    kl_coef=0.01, eval_every=2, eval_prompts=32, final_eval_prompts=64, kl_eval_prompts=32)  # fmt: skip
+TOY_TRAINING = dict(
+    max_steps=6, per_device_train_batch_size=8, max_prompt_length=6, truncation="right", raw_prompts=True,
+    max_completion_length=8, min_completion_length=2, learning_rate=1e-2, lr_scheduler_type="constant", beta=0.01,
+    eval_strategy="steps", eval_steps=2, eval_prompts=32, final_eval_prompts=64, kl_eval_prompts=32, seed=0,
+    use_cpu=True,
+)  # fmt: skip
 
 
 def overwrite_adapter(backbone: Backbone, folder: str | Path) -> None:
@@ -55,7 +58,7 @@ def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_tr
         # The same base as the notebook's own, so that it can load a run's adapter.
         task = toy_task(kind="trunk" if run.endswith("_trunk") else "bag")
         config = TrainConfig(method=run.removesuffix("_trunk"), **TOY_TRAINING)
-        result = run_training(config, task, Accelerator(cpu=True), lambda line: None)
+        result = run_training(config, task)
         write_run(Path(folder) / f"{run}-0", config, task, result)
 
 

@@ -1,0 +1,108 @@
+"""A Hugging Face sequence classifier as the reward of a traced step, built from its configuration alone.
+
+All its layers are traced, with the code of `grade.rewards.differentiable` where it has as many tokens as the policy,
+otherwise with that of `grade.rewards.classifier`. Text is taken to be as many of its tokens as of the policy's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from grade.errors import InputError
+from grade.memory.nodata import NoData
+from grade.models.backbone import Backbone
+from grade.models.embedding import EmbeddingTable
+from grade.models.prompts import PromptBatch
+from grade.rewards.classifier import _BATCH_ROWS, TextClassifier
+from grade.rewards.differentiable import EmbeddedClassifier, _on_the_left, _on_the_right
+
+
+class Classifier(nn.Module):
+    """A frozen classifier with random weights; a reward of `grade.gradients.objective`.
+
+    Args:
+        spec: What the user calls it.
+        config: Its configuration.
+        backbone: The policy, whose watcher is told of the reward's phase.
+
+    Raises:
+        InputError: If there is no sequence classifier of that configuration.
+    """
+
+    def __init__(self, spec: str, config: PretrainedConfig, backbone: Backbone) -> None:
+        super().__init__()
+        device = backbone.device
+        with torch.device(device), NoData() if device.type == "meta" else contextlib.nullcontext():
+            try:
+                model = AutoModelForSequenceClassification.from_config(config, dtype=config.dtype or torch.float32)
+            except ValueError as error:
+                raise InputError("reward", spec, f"a sequence classifier ({str(error)[:100]})") from None
+        self.model, self._reader = model, _Reader(model)
+        self._backbone = (backbone,)  # in a tuple: its weights are not this model's
+
+    @property
+    def reads(self) -> EmbeddingTable:
+        """Its own embedding table."""
+        return self._reader.reads
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether its table has as many rows as the policy's."""
+        return len(self.reads.weight) == self._backbone[0].vocab_size
+
+    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B] of hard completions [B, T]."""
+        with self._backbone[0].phase("reward"), _quiet():
+            if self.shares_vocabulary:
+                return self._reader.score(prompts, ids, mask)
+            return self._reader.score_texts(len(ids), prompts.ids.shape[1] + ids.shape[1])
+
+    def forward(self, embeds: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B] of embeddings in its own table [B, L, D_R]."""
+        with self._backbone[0].phase("reward"), _quiet():
+            return self._reader(embeds, mask)
+
+
+class _Reader(EmbeddedClassifier):
+    """The class without tokenizers and without the trial of a way of padding, which reads values."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        label = model.config.id2label[0] if model.config.num_labels > 1 else None
+        TextClassifier.__init__(self, model, None, None, label)
+        self.padding = _on_the_left if hasattr(model, "score") else _on_the_right  # decoders, encoders
+
+    @property
+    def reads(self) -> EmbeddingTable:
+        layer = self.model.get_input_embeddings()
+        scale = float(getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", 1.0)))
+        return EmbeddingTable(layer.weight.detach(), scale)
+
+    @property
+    def prefix(self) -> Tensor:
+        return torch.empty(0, dtype=torch.long, device=self.model.device)
+
+    suffix = prefix
+
+    @torch.no_grad()
+    def score_texts(self, count: int, tokens: int) -> Tensor:
+        """Rewards of texts of that many tokens, one of them shorter."""
+        rows = [[0] * max(tokens - 1, 1), *[[0] * tokens] * (count - 1)]
+        parts = [self._logits(rows[start : start + _BATCH_ROWS]) for start in range(0, count, _BATCH_ROWS)]
+        return self.value(torch.cat(parts))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warning that a decoder sees no padding among embeddings: here it is all on the left."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

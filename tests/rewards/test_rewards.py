@@ -1,0 +1,246 @@
+"""Weighted sums, what is logged of them, and rewards by name."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+from conftest import ToyReward
+from torch.testing import assert_close
+
+from grade.data.base_model import train_tokenizer
+from grade.errors import InputError
+from grade.gradients.objective import Objective
+from grade.models.prompts import PromptBatch
+from grade.rewards.classifier import TextClassifier
+from grade.rewards.differentiable import EmbeddedClassifier
+from grade.rewards.functions import FunctionReward
+from grade.rewards.model import HeadSettings, RewardModel
+from grade.rewards.rewards import HeadReward, Rewards, make_rewards
+from grade.rewards.sources import resolve_reward
+
+
+def length(completions, **_):
+    return [float(len(c)) for c in completions]
+
+
+def third_only(completions, log_extra, log_metric, trainer_state, **_):
+    log_extra("first", [c[:1] for c in completions])
+    log_metric("seen", trainer_state)
+    return [None, None, 0.25]
+
+
+def with_answers(batch):
+    prompts, ids, mask = batch
+    return PromptBatch(prompts.ids, prompts.mask, tuple({"prompt": "p"} for _ in range(3))), ids, mask
+
+
+def test_the_sum_is_weighted_and_none_adds_nothing(policy, batch):
+    rewards = make_rewards([length, third_only], policy, [0.5, -2.0])
+    rewards.trainer_state = 7
+    completions = [" a delight.", " was dull and clumsy, a mess", " fun"]
+    want = [0.5 * len(c) for c in completions]
+    assert rewards.score(*with_answers(batch)).tolist() == [want[0], want[1], want[2] - 0.5]
+    last = rewards.last
+    assert list(last.values) == ["length", "third_only"] and last.values["length"].tolist() == [11, 28, 4]
+    assert last.values["third_only"].isnan().tolist() == [True, True, False]
+    assert last.columns == {"first": [" ", " ", " "]} and last.metrics == {"seen": [7]}
+    assert set(last.seconds) == {"length", "third_only"} and min(last.seconds.values()) >= 0
+
+
+def test_a_row_without_any_reward_is_0_with_one_warning(policy, batch):
+    rewards = make_rewards(third_only, policy)
+    with pytest.warns(UserWarning, match="returned None for the completion ' a delight.'"):
+        assert rewards.score(*batch).tolist() == [0, 0, 0.25]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rewards.score(*batch)
+
+
+@pytest.mark.parametrize("scope", ["prompt_and_completion", "completion"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_reward_of_weight_1_has_the_bits_of_the_reward_alone(scope, dtype, make_policy, batch):
+    policy = make_policy(dtype)
+    torch.manual_seed(0)
+    model = RewardModel("bag", policy, HeadSettings(hidden=8))
+    alone, summed = Objective(model, 0.1, scope), Objective(make_rewards(model, policy, scope=scope), 0.1, scope)
+    prompts, ids, mask = batch
+    want, got = alone.score(policy, *batch), summed.score(policy, *batch)
+    assert torch.equal(got, want) and got.dtype == want.dtype
+    gradients = []
+    for objective in (alone, summed):
+        embeds = policy.embed(ids).detach().requires_grad_()
+        objective.reward(policy.embed(prompts.ids).detach(), prompts, embeds, mask).mean().backward()
+        gradients.append(embeds.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_float64_policy_has_float64_rewards(make_policy, batch):
+    assert make_rewards([length], make_policy(torch.float64)).score(*batch).dtype == torch.float64
+    assert make_rewards([length], make_policy(torch.bfloat16)).score(*batch).dtype == torch.float32
+
+
+def test_equal_names_are_numbered(policy, batch):
+    rewards = make_rewards([length, length, third_only, length], policy)
+    assert rewards.names == ["length", "length_2", "third_only", "length_3"]
+    assert Rewards([FunctionReward(length, object())], names=["mine"]).names == ["mine"]
+
+
+def test_every_kind_in_one_list(policy, make_classifier, tokenizer, tmp_path, batch):
+    classifier = make_classifier("bert", dtype=torch.float32)
+    classifier.save_pretrained(tmp_path / "judge"), tokenizer.save_pretrained(tmp_path / "judge")
+    torch.manual_seed(0)
+    bag = RewardModel("bag", policy, HeadSettings())
+    given = [length, f"hf:{tmp_path / 'judge'}", classifier, bag, ToyReward(16, torch.float32)]
+    rewards = make_rewards(given, policy, None, [None, None, tokenizer, None, None])
+    assert rewards.names == ["length", "judge", "BertForSequenceClassification", "bag", "reward"]
+    kinds = [FunctionReward, EmbeddedClassifier, EmbeddedClassifier, HeadReward, HeadReward]
+    assert [type(part) for part in rewards.parts] == kinds
+    total = rewards.score(*batch)
+    assert_close(total, sum(rewards.last.values.values()))
+    assert_close(rewards.last.values["judge"], rewards.last.values["BertForSequenceClassification"])
+    assert make_rewards(rewards, policy) is rewards
+
+
+def test_a_vocabulary_of_its_own_makes_a_classifier_of_text_that_says_why(policy, make_classifier):
+    other = train_tokenizer(["Words that no film review holds"], 290)
+    (part,) = make_rewards(make_classifier("bert"), policy, None, other).parts
+    assert type(part) is TextClassifier
+    with pytest.raises(InputError, match='got "a classifier with another vocabulary') as error:
+        Objective(Rewards([part])).require_gradient("gumbel")
+    assert "for gumbel a differentiable reward" in str(error.value)
+
+
+def test_not_finite_rewards_of_models_are_refused_by_name_and_row(policy, batch):
+    rewards = Rewards([HeadReward(lambda e, m: torch.tensor([1.0, float("nan"), 1.0]), policy, "completion", "head")],
+                      scope="completion")  # fmt: skip
+    with pytest.raises(InputError, match="reward 'head', row 1: got nan"):
+        rewards.score(*batch)
+
+
+@pytest.mark.parametrize(
+    ("funcs", "weights", "tokenizers", "match"),
+    [
+        ([], None, None, r"reward_funcs: got \[\]"),
+        ([length], [1.0, 2.0], None, "reward_weights.*1 numbers"),
+        ([length, length], [1.0], None, "reward_weights.*2 numbers"),
+        ([length], [float("nan")], None, "reward_weights: got nan"),
+        ([length], ["1"], None, "reward_weights: got '1'"),
+        ([length, length], None, [None], "reward_processing_classes: got 1; allowed: 2"),
+        ([length, length], None, "tokenizer", "reward_processing_classes"),
+        ([3], None, None, "reward: got 3"),
+        (None, None, None, "reward: got None"),
+        (dict, None, None, "reward: got <class 'dict'>"),
+    ],
+)
+def test_bad_lists_of_rewards_are_refused(funcs, weights, tokenizers, match, policy):
+    with pytest.raises(InputError, match=match):
+        make_rewards(funcs, policy, weights, tokenizers)
+
+
+def test_a_classifier_object_needs_a_tokenizer(policy, make_classifier):
+    model = make_classifier("bert")
+    model.config._name_or_path = ""
+    with pytest.raises(InputError, match="reward_processing_classes: got None"):
+        make_rewards(model, policy)
+
+
+def test_parts_must_have_one_scope(policy):
+    head = HeadReward(ToyReward(16), policy, "completion", "toy")
+    with pytest.raises(ValueError, match="scope"):
+        Rewards([head])
+
+
+MODULE = """
+import sibling
+from grade.rewards.verifiers import matches
+def good(completions, **_):
+    return [sibling.VALUE] * len(completions)
+digits = matches("[0-9]")
+number = 3
+class Holder:
+    @staticmethod
+    def inside(completions, **_):
+        return [2.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(MODULE)
+    (tmp_path / "sibling.py").write_text("VALUE = 1.5\n")
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "imports.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("my_rewards", "sibling"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "values"),
+    [
+        ("my_rewards:good", [1.5] * 3),
+        ("my_rewards.py:good", [1.5] * 3),
+        ("./my_rewards.py:digits", [0.0] * 3),
+        ("my_rewards.py:Holder.inside", [2.0] * 3),
+    ],
+)
+def test_functions_by_name(spec, values, folder, policy, batch):
+    before = list(sys.path)
+    assert make_rewards(spec, policy).score(*batch).tolist() == values
+    assert sys.path == before
+
+
+def test_folders_by_name(folder, policy, make_classifier, tokenizer, batch):
+    torch.manual_seed(0)
+    RewardModel("bag", policy, HeadSettings()).save(folder / "bag")
+    assert isinstance(resolve_reward("bag", policy), RewardModel)
+    model = make_classifier("llama", 2, dtype=torch.float32)
+    model.save_pretrained(folder / "judge@home"), tokenizer.save_pretrained(folder / "judge@home")
+    named = resolve_reward(f"hf:{folder}/judge@home@LABEL_1", policy)
+    assert isinstance(named, EmbeddedClassifier) and named.column == 1 and named.name == "judge@home"
+    assert ((named.score(*batch) > 0) & (named.score(*batch) < 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        ("", "package.module:function"),
+        ("nonsense", "package.module:function"),
+        (":", "package.module:function"),
+        ("my_rewards:", "package.module:function"),
+        (":good", "package.module:function"),
+        ("my-rewards:good", "package.module:function"),
+        ("a/b/c/d", "package.module:function"),
+        ("missing_module:good", "ModuleNotFoundError"),
+        ("missing.py:good", "missing.py is not there"),
+        ("missing.py", "a function in it, as in missing.py:function"),
+        ("my_rewards.py", "a function in it, as in my_rewards.py:function"),
+        ("my_rewards.py:goood", "did you mean 'good'"),
+        ("my_rewards:bad", "'good'"),
+        ("my_rewards.py:number", "a function, not int"),
+        ("my_rewards.py:Holder", "a function, not type"),
+        ("my_rewards.py:good.inside", "a function of my_rewards.py"),
+        ("sibling.py:f", "'none'"),
+        ("raises.py:f", r"imported \(ZeroDivisionError: division by zero\)"),
+        ("exits.py:f", r"imported \(SystemExit: 3\)"),
+        ("syntax.py:f", "SyntaxError"),
+        ("imports.py:f", "not_installed_anywhere"),
+        ("empty", "a folder with reward.json"),
+        (".", "a folder with reward.json"),
+        ("hf:", "hf:<id or folder>"),
+        ("hf:@LABEL", "hf:<id or folder>"),
+        ("hf:empty", "a sequence classifier"),
+        ("hf:nobody/nothing", "a sequence classifier"),
+        ("nobody/nothing", "a sequence classifier"),
+        ("hf:/not/a/folder", "a sequence classifier"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_one_line(spec, match, folder, policy):
+    with pytest.raises(InputError, match=match) as error:
+        resolve_reward(spec, policy)
+    assert "\n" not in str(error.value) and str(error.value).startswith("reward: got ")

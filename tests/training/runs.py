@@ -1,0 +1,70 @@
+"""Training runs in processes forked from one that has imported everything, so that each takes as long as training."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from grade.gradients.methods import POLICY_GRADIENTS
+from grade.training.config import TrainConfig
+from grade.training.toy import toy_task
+
+
+def toy_project(root: Path) -> dict:
+    """Base, reward model and prompts on disk; the settings that name them."""
+    task = toy_task(lora=None)
+    with task.backbone.reference():
+        bare = task.backbone.peft.unload()
+    bare.save_pretrained(root / "base")
+    task.backbone.tokenizer.save_pretrained(root / "base")
+    task.reward_model.save(root / "bag")
+    for name, prompts in (("train", task.train_prompts[:20]), ("held_out", task.validation_prompts[:16])):
+        lines = [json.dumps({"prompt": text}) for text in prompts]
+        (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return {
+        "model": str(root / "base"), "reward": str(root / "bag"), "gold": "", "use_cpu": True,
+        "train_dataset": str(root / "train.jsonl"), "eval_dataset": str(root / "held_out.jsonl"),
+        "lora": {"r": 2, "alpha": 4}, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 8,
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 7, "learning_rate": 1e-2,
+        "beta": 0.1, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 3, "seed": 3,
+        "kl_eval_prompts": 8, "per_device_eval_batch_size": 4, "save_total_limit": 2, "lr_scheduler_type": "linear",
+        "base_name": "base",
+    }  # fmt: skip
+
+
+def settings(method: str, common: dict, output: Path) -> TrainConfig:
+    """A run of a method; with several updates a step where it has them."""
+    own = {"gumbel_topk": 16} if method not in POLICY_GRADIENTS else {}
+    own |= {"num_generations": 4} if method in ("rloo", "grpo") else {}
+    own |= {"num_iterations": 2} if method in ("grpo", "ppo") else {}
+    return TrainConfig.parse(common | own | {"method": method, "output_dir": str(output)})
+
+
+def in_child(work) -> int:
+    """Fork, do the work there; the child's process id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        result = work()
+        code = 0 if result is None or result.interrupted is None else 128 + result.interrupted
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc(file=open(os.environ.get("INTERRUPTED_LOG", os.devnull), "a"))
+    finally:
+        os._exit(code)
+
+
+def wait(child: int) -> int:
+    """The exit code, negative for a signal."""
+    status = os.waitpid(child, 0)[1]
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)

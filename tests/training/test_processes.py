@@ -1,0 +1,64 @@
+"""Two processes give what one gives with twice the microbatches, and fail together."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from grade.gradients.methods import METHODS
+
+HERE = Path(__file__).parent
+
+
+def script(name, *arguments):
+    """Run one of this folder's scripts in a fresh process, which has no threads that a fork would lose."""
+    log = Path(arguments[0]) / "errors.log"
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "INTERRUPTED_LOG": str(log)}
+    command = [sys.executable, str(HERE / name), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    return done, log.read_text() if log.exists() else ""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    done, errors = script("processes.py", folder, *METHODS)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:] + errors[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_train_as_one_does_on_both_batches(runs, method):
+    one, two = (runs / f"{method}-{n}" for n in (1, 2))
+    for name in ("history.csv", "metrics.json", "samples.json"):
+        assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two)]
+    for name, value in adapters[0].items():
+        # float32; a microbatch's noise is seeded by its place in the step, so only the order of the sum differs.
+        assert (adapters[1][name] - value).norm() <= 1e-6 * value.norm(), name
+
+
+def test_files_are_written_once(runs):
+    for folder in runs.glob("*-2"):
+        left = {path.name for path in folder.iterdir()} & {".partial", ".old", ".results"}
+        assert not left
+        assert len(list(folder.glob("checkpoint-*/rng_state_*.pth"))) == 2 * len(list(folder.glob("checkpoint-*")))
+
+
+def test_a_reward_that_fails_on_one_process_ends_both_with_one_message(tmp_path):
+    (tmp_path / "fails.py").write_text(
+        "import os\n"
+        "def reward(completions, **_):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise KeyError('judge is gone')\n"
+        "    return [0.0 for _ in completions]\n"
+    )
+    done, errors = script("processes.py", tmp_path, "--reward", f"{tmp_path}/fails.py:reward", "rloo")
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert codes == [2, 2], done.stdout + done.stderr
+    messages = [line for line in errors.splitlines() if "judge is gone" in line]
+    assert len(messages) == 1 and messages[0].startswith("grade train: reward 'reward'"), errors

@@ -1,0 +1,193 @@
+"""Interrupted runs: what stands, what is refused, and that a resumed run ends with the same bits."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grade.cli.main import main
+from grade.errors import InputError
+from grade.training import folder
+from grade.training.run import train
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from runs import settings, toy_project  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory):
+    return toy_project(tmp_path_factory.mktemp("project")) | {"max_steps": 4, "eval_strategy": "no"}
+
+
+def silent(_):
+    pass
+
+
+def test_killed_runs_resume_to_the_same_bits(tmp_path):
+    """One kill for each method, two of the other signals. `interrupted.py` itself takes any number."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "interrupted.py"), str(tmp_path), "--seed", "1"]
+    command += ["--kills", "11", "--terms", "2", "--interrupts", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert "15 of 15 runs ended with the same bits" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+class Stop(Exception):
+    pass
+
+
+def interrupted(common, output, monkeypatch, method="ste", after=2):
+    """A run that dies after a step, with its checkpoint on disk."""
+    from grade.training.callbacks import StepEnd
+
+    before = StepEnd.on_step_begin
+
+    def die(self, args, state, control, **kwargs):
+        if state.global_step == after:
+            raise Stop
+
+    monkeypatch.setattr(StepEnd, "on_step_begin", die)
+    with pytest.raises(Stop):
+        train(settings(method, common, output), silent)
+    monkeypatch.setattr(StepEnd, "on_step_begin", before)
+
+
+def test_an_interrupted_run_is_not_overwritten_by_mistake(common, tmp_path, monkeypatch):
+    interrupted(common, tmp_path, monkeypatch)
+    with pytest.raises(InputError, match="--resume to continue the interrupted run at checkpoint-2, or --overwrite"):
+        train(settings("ste", common, tmp_path), silent)
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert train(settings("ste", common, tmp_path), silent, overwrite=True).step == 4
+
+
+def test_other_settings_cannot_continue_a_run(common, tmp_path, monkeypatch):
+    interrupted(common, tmp_path, monkeypatch)
+    with pytest.raises(InputError, match=r"beta: got 0.2; allowed: 0.1, as the run was started with"):
+        train(settings("ste", common | {"beta": 0.2}, tmp_path), silent, "yes")
+    assert train(settings("ste", common | {"save_steps": 3}, tmp_path), silent, "yes").step == 4
+
+
+def test_other_prompts_cannot_continue_a_run(common, tmp_path, monkeypatch):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(Path(common["train_dataset"]).read_text())
+    interrupted(common | {"train_dataset": str(prompts)}, tmp_path / "run", monkeypatch)
+    prompts.write_text(prompts.read_text() + '{"prompt": "One more"}\n')
+    with pytest.raises(InputError, match="train_dataset: got 'another content than before'"):
+        train(settings("ste", common | {"train_dataset": str(prompts)}, tmp_path / "run"), silent, "yes")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "begins"),
+    [({}, None, "checkpoint-2"), ({"beta": 0.5}, None, None), ({}, "other code", None)],
+    ids=["same", "other settings", "other code"],
+)
+def test_auto_continues_what_is_the_same_and_starts_over_otherwise(
+    common, tmp_path, monkeypatch, changes, code, begins
+):
+    interrupted(common, tmp_path, monkeypatch)
+    if code:
+        digest = folder._digest
+        monkeypatch.setattr(folder, "_digest", lambda files, root: code if len(files) > 20 else digest(files, root))
+    begun = []
+    monkeypatch.setattr("grade.training.run.run_training", lambda *args: begun.append(args[-1]) or _stop())
+    with pytest.raises(Stop):
+        train(settings("ste", common | changes, tmp_path), silent, "auto")
+    assert begun == [begins and tmp_path / begins]
+    assert (tmp_path / "checkpoint-2").is_dir() == bool(begins)
+
+
+def _stop():
+    raise Stop
+
+
+def test_a_finished_run_is_left_alone(common, tmp_path):
+    assert train(settings("ste", common, tmp_path), silent).step == 4
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path.suffix}
+    assert train(settings("ste", common, tmp_path), silent, "yes") is None
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_folder_takes_one_run_at_a_time(common, tmp_path):
+    with folder.locked(tmp_path), pytest.raises(InputError, match="a folder that no other run is writing to"):
+        train(settings("ste", common, tmp_path), silent)
+
+
+def forked(work):
+    """Exit code and message of work in a child."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        except InputError as error:
+            os.write(write, str(error).encode())
+            os._exit(2)
+        except BaseException as error:
+            os.write(write, repr(error).encode())
+            os._exit(1)
+    os.close(write)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code, os.read(read, 10_000).decode()
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(common, tmp_path):
+    def work():
+        # No file may grow beyond this: the adapter fits, the optimizer's state of the second checkpoint does not.
+        from grade.training.callbacks import StepEnd
+
+        def limit(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+        StepEnd.on_step_begin = limit
+        train(settings("ste", common, tmp_path), silent)
+
+    code, message = forked(work)
+    assert code == 2, message
+    assert message.startswith("output_dir: got") and "checkpoint-2 stands" in message
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (tmp_path / ".partial").exists()
+    assert train(settings("ste", common, tmp_path), silent, "yes").step == 4
+
+
+def test_a_read_only_folder_is_one_line(common, tmp_path):
+    place = tmp_path / "read_only"
+    place.mkdir()
+
+    def work():
+        place.chmod(0o555)
+        if os.geteuid() == 0:  # may write anywhere
+            os.seteuid(65534)
+        with folder.locked(place / "run"):
+            pass
+
+    code, message = forked(work)
+    assert (code, message.startswith("output_dir: got")) == (2, True), message
+    assert "a folder that can be written (Permission denied)" in message
+
+
+def test_the_command_line_resumes_and_says_when_there_is_nothing_to_do(common, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "run"
+    values = common | {"method": "ste", "gumbel_topk": 16}
+    (tmp_path / "train.yaml").write_text(json.dumps(values))
+    command = ["train", "--config", str(tmp_path / "train.yaml"), "--output-dir", str(output)]
+    assert main([*command, "--resume"]) == 0
+    assert main([*command, "--resume"]) == 0
+    assert "this run has finished" in capsys.readouterr().out
+    assert main([*command, "--resume", "--set", "beta=0.3"]) == 2
+    assert capsys.readouterr().err.startswith("grade train: beta: got 0.3; allowed: 0.1, as the run was started with")
+
+
+def test_a_checkpoint_that_lacks_its_state_is_refused(common, tmp_path, monkeypatch):
+    interrupted(common, tmp_path, monkeypatch)
+    (tmp_path / "checkpoint-2" / "grade_state.json").write_text("{}")
+    with pytest.raises(InputError, match="resume_from_checkpoint: got .*checkpoint-2.*a checkpoint of GradeTrainer"):
+        train(settings("ste", common, tmp_path), silent, "yes")

@@ -1,0 +1,147 @@
+"""A run in memory moves what it should; what it reports is what happened."""
+
+import numpy as np
+import pytest
+import torch
+
+from grade.gradients.methods import GROUPED, POLICY_GRADIENTS
+from grade.training.config import TrainConfig
+from grade.training.run import evaluate_task, run_training
+from grade.training.toy import toy_task
+from grade.training.trainer import GradeTrainer
+
+SMALL = dict(
+    method="ste", max_steps=2, max_prompt_length=6, truncation="right", raw_prompts=True, max_completion_length=6,
+    min_completion_length=2, per_device_train_batch_size=4, final_eval_prompts=8, kl_eval_prompts=8, learning_rate=1e-2,
+    lr_scheduler_type="constant", gumbel_topk=16, beta=0.25, seed=0, use_cpu=True,
+)  # fmt: skip
+
+
+def settings(**changes):
+    values = {**SMALL, **changes}
+    grouped = {"num_generations": 4} if values["method"] in GROUPED else {}
+    return TrainConfig(**TrainConfig.values_for(values["method"], values | grouped))
+
+
+def weights(backbone):
+    return {n: p.detach().clone() for n, p in backbone.model.named_parameters()}
+
+
+def run(**changes):
+    task = toy_task()
+    before = weights(task.backbone)
+    return task, before, run_training(settings(**changes), task)
+
+
+def trainer(task, **changes):
+    rows = [{"prompt": text} for text in task.train_prompts]
+    return GradeTrainer(task.backbone, task.reward_model, settings(**changes, eval_dataset=""), rows)
+
+
+def test_every_adapter_parameter_moves_and_nothing_else_does():
+    task, before, _ = run()
+    for name, p in task.backbone.model.named_parameters():
+        assert torch.equal(p, before[name]) == ("lora_" not in name), name
+
+
+def test_reward_rises_when_it_is_all_that_counts():
+    _, _, result = run(max_steps=25, beta=0.0, final_eval_prompts=128, per_device_train_batch_size=8)
+    gain = result.after.reward - result.before.reward
+    assert gain.mean() > 5 * gain.std(ddof=1) / np.sqrt(len(gain))
+
+
+def test_kl_holds_the_policy_back():
+    kls = [run(max_steps=15, beta=beta)[2].after.kl.mean() for beta in (0.0, 1.0)]
+    assert kls[1] < kls[0] / 3
+
+
+def test_kl_is_zero_at_the_first_step():
+    for method in ("ste", "gumbel", "ste_legacy", "gumbel_legacy"):
+        _, _, result = run(method=method, max_steps=1)
+        assert abs(result.history[1]["train/kl"]) <= 1e-6
+        assert result.before.kl_max <= 1e-6
+
+
+def test_warm_up_and_tau_schedule_reach_the_history():
+    _, _, result = run(max_steps=4, lr_scheduler_type="constant_with_warmup", warmup_steps=2,
+                       tau_start=2.0, tau_end=1.0, tau_anneal_steps=2)  # fmt: skip
+    assert [row["train/tau"] for row in result.history[1:]] == [2.0, 1.5, 1.0, 1.0]
+    # transformers' schedule: the first step has none of the rate.
+    assert [row["train/learning_rate"] for row in result.history[1:]] == pytest.approx([0.0, 5e-3, 1e-2, 1e-2])
+
+
+@pytest.mark.parametrize("method", POLICY_GRADIENTS)
+def test_policy_gradients_move_the_adapter_alone_and_count_every_completion(method):
+    task, before, result = run(method=method, minibatches=2)
+    for name, p in task.backbone.model.named_parameters():
+        assert torch.equal(p, before[name]) == ("lora_" not in name), name
+    greedy = 4 if method == "remax" else 0
+    assert [row["samples"] for row in result.history] == [0, 4 + greedy, 8 + 2 * greedy]
+    first = result.history[1]
+    assert abs(first["train/kl"]) <= 1e-6 and first["train/tau"] is None
+    assert first["train/loss"] == pytest.approx(-first["train/reward"], abs=1e-6)
+    assert ("train/value_loss" in first) == (method == "ppo")
+
+
+@pytest.mark.parametrize(("method", "prompts"), {"ste": 4, "reinforce": 4, "rloo": 1, "grpo": 1, "ppo": 4}.items())
+def test_a_microbatch_is_whole_groups_of_completions(method, prompts):
+    assert {len(batch) for batch in trainer(toy_task(), method=method).get_train_dataloader()} == {prompts}
+
+
+def test_every_prompt_comes_once_in_a_pass_in_an_order_that_the_seed_decides():
+    task = toy_task()
+    steps = len(task.train_prompts) * 2 // 4
+
+    def order(seed):
+        return [row["prompt"] for batch in trainer(task, max_steps=steps, seed=seed).get_train_dataloader()
+                for row in batch]  # fmt: skip
+
+    first = order(0)
+    half = len(task.train_prompts)
+    assert sorted(first[:half]) == sorted(first[half:]) == sorted(task.train_prompts)
+    assert first[:half] != first[half:] and order(0) == first and order(1) != first
+
+
+def test_the_value_head_is_a_group_of_its_own():
+    policy, value = trainer(toy_task(), method="ppo", value_learning_rate=0.05).create_optimizer().param_groups
+    assert (policy["lr"], value["lr"], len(value["params"])) == (1e-2, 0.05, 2)
+
+
+def test_a_policy_gradient_raises_reward_when_it_is_all_that_counts():
+    _, _, result = run(method="rloo", max_steps=20, beta=0.0, final_eval_prompts=128, per_device_train_batch_size=32)
+    gain = result.after.reward - result.before.reward
+    assert gain.mean() > 5 * gain.std(ddof=1) / np.sqrt(len(gain))
+
+
+def test_a_run_in_memory_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(save_steps=1, log_completions=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluating_a_task_is_what_its_run_does_before_and_after():
+    task = toy_task()
+    config = settings()
+    before = evaluate_task(config, task, 8)
+    result = run_training(config, task)
+    after = evaluate_task(config, task, 8)
+    for ours, theirs in ((before, result.before), (after, result.after)):
+        assert ours.completions == theirs.completions and ours.reward.tolist() == theirs.reward.tolist()
+        assert ours.kl.tolist() == theirs.kl.tolist()
+    assert before.reward.tolist() != after.reward.tolist()
+
+
+def test_the_curve_is_over_one_number_of_prompts_and_the_ends_over_more():
+    _, _, result = run(max_steps=3, eval_strategy="steps", eval_steps=1, eval_prompts=4, final_eval_prompts=12)
+    assert [row["val/reward_n"] for row in result.history] == [4, 4, 4, 4]
+    assert len(result.before.reward) == len(result.after.reward) == 12
+    assert result.history[0]["val/reward_mean"] == pytest.approx(result.before.reward[:4].mean())
+    assert result.history[-1]["val/reward_mean"] == pytest.approx(result.after.reward[:4].mean())
+
+
+def test_a_run_with_the_same_seed_is_the_same_whatever_torch_drew_before():
+    ends = []
+    for junk in (0, 1):
+        torch.manual_seed(junk)
+        ends.append(weights(run()[0].backbone))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

@@ -1,0 +1,338 @@
+"""`GradeTrainer`: what people expect of a Trainer, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
+
+from grade import GradeConfig, GradeTrainer
+from grade.errors import InputError
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.training.toy import toy_task
+from grade.training.trainer import PromptOrder
+
+SMALL = dict(
+    method="rloo", num_generations=4, per_device_train_batch_size=8, max_completion_length=6, max_steps=2,
+    learning_rate=1e-2, beta=0.1, report_to="none", use_cpu=True, disable_tqdm=True, seed=0,
+)  # fmt: skip
+PROMPTS = Dataset.from_list([{"prompt": f"The film was {i}", "number": i} for i in range(10)])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    task = toy_task(lora=None)
+    task.backbone.peft.unload().save_pretrained(folder)
+    task.backbone.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+def trainer(model, output, reward=length, dataset=PROMPTS, held_out=None, callbacks=None, peft_config=None, **changes):
+    args = GradeConfig(output_dir=str(output), **{**SMALL, **changes})
+    return GradeTrainer(
+        model, reward, args, train_dataset=dataset, eval_dataset=held_out, callbacks=callbacks, peft_config=peft_config
+    )
+
+
+# ---- what it takes ----
+def test_it_takes_a_name_a_model_a_peft_model_and_a_backbone(base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    models = {
+        "name": base,
+        "model": AutoModelForCausalLM.from_pretrained(base),
+        "peft": get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora),
+        "backbone": Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4)),
+    }
+    for name, model in models.items():
+        made = trainer(model, tmp_path / name, max_steps=1, save_strategy="no")
+        made.train()
+        assert isinstance(made.model, PeftModel), name
+        assert all(p.requires_grad == ("lora_" in n) for n, p in made.model.named_parameters()), name
+        assert max(float(p.abs().max()) for n, p in made.model.named_parameters() if "lora_B" in n) > 0, name
+
+
+def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path):
+    lora = LoraConfig(r=3, lora_alpha=5, use_rslora=True, lora_dropout=0.5, target_modules=["v_proj"])
+    made = trainer(base, tmp_path, peft_config=lora)
+    config = made.model.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.use_rslora, config.lora_dropout) == (3, 5, True, 0.0)
+    assert lora.lora_dropout == 0.5
+
+
+def test_other_columns_reach_the_reward(base, tmp_path):
+    seen = []
+
+    def reward(prompts, completions, number, **_):
+        seen.extend(zip(prompts, number, strict=True))
+        return [0.0 for _ in completions]
+
+    trainer(base, tmp_path, reward, save_strategy="no").train()
+    assert len(seen) == 16 and all(prompt == f"The film was {number}" for prompt, number in seen)
+
+
+def test_messages_go_through_the_chat_template_and_come_back_as_messages(base, tmp_path):
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    made = AutoTokenizer.from_pretrained(base)
+    made.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    made.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"prompt": [{"role": "user", "content": f"Film {i}?"}]} for i in range(4)]
+    args = GradeConfig(output_dir=str(tmp_path), **SMALL | {"save_strategy": "no"})
+    GradeTrainer(base, reward, args, Dataset.from_list(rows), processing_class=made).train()
+    prompt, completion = seen[0]
+    assert prompt[0]["role"] == "user" and completion[0]["role"] == "assistant"
+
+
+# ---- what a Trainer does ----
+def test_the_log_has_trls_names_and_every_rewards_own_mean(base, tmp_path):
+    def zero(completions, **_):
+        return [0.0 for _ in completions]
+
+    made = trainer(base, tmp_path, [length, zero], reward_weights=[0.5, 3.0], save_strategy="no")
+    made.train()
+    row = made.state.log_history[0]
+    assert {"loss", "reward", "reward_std", "kl", "grad_norm", "learning_rate", "completions/mean_length"} <= set(row)
+    assert row["reward"] == pytest.approx(0.5 * row["rewards/length/mean"], rel=1e-6)
+    assert row["rewards/zero/mean"] == 0.0 and row["rewards/length/seconds"] >= 0
+
+
+def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
+    rows = {}
+    for every in (1, 2):
+        made = trainer(base, tmp_path / str(every), max_steps=4, logging_steps=every, save_strategy="no")
+        made.train()
+        rows[every] = [row for row in made.state.log_history if "loss" in row]
+    for name in ("reward", "kl", "grad_norm"):
+        pairs = np.array([row[name] for row in rows[1]]).reshape(2, 2).mean(1)
+        assert [row[name] for row in rows[2]] == pytest.approx(pairs.tolist(), rel=1e-6)
+
+
+def test_a_run_resumed_between_two_rows_writes_the_same_row(base, tmp_path):
+    whole = trainer(base, tmp_path / "whole", max_steps=4, logging_steps=4, save_steps=3)
+    whole.train()
+    again = trainer(base, tmp_path / "whole", max_steps=4, logging_steps=4, save_steps=3)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    timed = ("seconds", "step_time", "epoch")
+    first, second = (
+        {k: v for k, v in made.state.log_history[0].items() if not any(part in k for part in timed)}
+        for made in (whole, again)
+    )
+    assert first == second and first["step"] == 4
+
+
+def test_early_stopping_and_the_best_model(base, tmp_path):
+    made = trainer(
+        base, tmp_path, held_out=PROMPTS.select(range(4)), callbacks=[EarlyStoppingCallback(1)], max_steps=6,
+        learning_rate=1e-9, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="eval_reward", greater_is_better=True,
+    )  # fmt: skip
+    made.train()
+    assert made.state.global_step == 2  # nothing moves, so the second evaluation is no better than the first
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+
+
+def test_checkpoints_are_rotated_and_the_best_is_kept(base, tmp_path):
+    made = trainer(
+        base, tmp_path, held_out=PROMPTS.select(range(4)), max_steps=5, learning_rate=1e-9, eval_strategy="steps",
+        eval_steps=1, save_steps=1, save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="reward",
+    )  # fmt: skip
+    made.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-4", "checkpoint-5"]
+
+
+def test_completions_are_written_as_tables(base, tmp_path):
+    def reward(completions, log_extra, **_):
+        log_extra("shout", [text.upper() for text in completions])
+        return [float(len(text)) for text in completions]
+
+    trainer(base, tmp_path, reward, log_completions=True, logging_steps=2, held_out=PROMPTS, eval_on_end=True).train()
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert len(table) == 16 and (table["shout"] == table["completion"].str.upper()).all()
+    assert table["reward"].tolist() == table["completion"].str.len().tolist() == table["rewards/reward"].tolist()
+    held_out = pd.read_parquet(tmp_path / "completions" / "eval_00002.parquet")
+    assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
+
+
+def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
+    made = trainer(base, tmp_path, held_out={"a": PROMPTS.select(range(3)), "b": PROMPTS.select(range(3, 6))})
+    metrics = made.evaluate()
+    assert {"eval_a_reward", "eval_b_reward", "eval_a_kl"} <= set(metrics)
+    assert metrics["eval_a_kl"] == 0
+
+
+def test_prompts_come_in_whole_shuffled_passes():
+    order = list(PromptOrder(5, 12, seed=0))
+    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5)) and order[:5] != order[5:10]
+    assert len(order) == len(PromptOrder(5, 12, seed=0)) == 12
+    assert list(PromptOrder(3, 7, seed=None)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_epochs_count_passes_over_the_prompts(base, tmp_path):
+    made = trainer(base, tmp_path, max_steps=-1, num_train_epochs=2, save_strategy="no")  # 10 prompts, 2 a step
+    assert made.args.max_steps == 10
+    made.train()
+    assert made.state.log_history[-2]["epoch"] == 2.0
+
+
+def test_temperature_changes_the_policy_everywhere(base, tmp_path):
+    """Sampling, log-probabilities and KL are of softmax(l / T): at the first step the clipped ratio is exactly 1."""
+    made = trainer(base, tmp_path, method="grpo", num_iterations=2, temperature=0.5, max_steps=1, save_strategy="no")
+    assert made.backbone.head.temperature == 0.5
+    hidden = torch.randn(3, made.backbone.hidden_size, requires_grad=True)
+    plain = torch.nn.functional.linear(hidden, made.backbone.head.weight)
+    assert torch.equal(made.backbone.head(hidden), plain / 0.5)
+    made.train()
+    assert made.state.log_history[0]["kl"] <= 1e-3
+
+
+def test_bf16_casts_the_base_and_not_the_adapter(base, tmp_path):
+    made = trainer(base, tmp_path, bf16=True, max_steps=1, save_strategy="no")
+    kinds = {("lora_" in name, p.dtype) for name, p in made.model.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    made.train()
+
+
+def test_recomputing_layers_changes_nothing_but_memory(base, tmp_path):
+    rows = []
+    for recompute in (False, True):
+        made = trainer(base, tmp_path, gradient_checkpointing=recompute, save_strategy="no")
+        made.train()
+        rows.append([row["grad_norm"] for row in made.state.log_history if "loss" in row])
+    assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32, recomputed in another order
+
+
+def test_a_saved_adapter_loads_from_anywhere(base, tmp_path, monkeypatch):
+    made = trainer(base, tmp_path / "run")
+    made.train()
+    made.save_model()
+    monkeypatch.chdir(tmp_path)
+    from peft import AutoPeftModelForCausalLM
+
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run")
+    ids = torch.arange(1, 9).view(1, -1)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, made.model(ids).logits)
+
+
+def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
+    def reward(completions, trainer_state, **_):
+        return [float("nan") if trainer_state.global_step == 2 else 0.0 for _ in completions]
+
+    made = trainer(base, tmp_path, reward, max_steps=4, save_steps=1)
+    with pytest.raises(InputError, match="row 0"):
+        made.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+# ---- what it refuses ----
+BAD_SETTINGS = {
+    "num_generations of 3": (dict(num_generations=3), "num_generations: got 3; allowed: a divisor"),
+    "one generation": (dict(num_generations=1), "num_generations: got 1; allowed: at least 2 for rloo"),
+    "top_p": (dict(top_p=0.9), "top_p: got 0.9; allowed: 1.0"),
+    "top_k": (dict(top_k=50), "top_k: got 50; allowed: 0"),
+    "min_p": (dict(min_p=0.1), "min_p: got 0.1; allowed: None"),
+    "repetition_penalty": (dict(repetition_penalty=1.2), "repetition_penalty: got 1.2; allowed: 1.0"),
+    "vllm": (dict(use_vllm=True), "use_vllm: got True; allowed: False"),
+    "temperature 0": (dict(temperature=0.0), "temperature: got 0.0; allowed: greater than 0"),
+    "negative beta": (dict(beta=-1.0), "beta: got -1.0; allowed: greater than or equal to 0"),
+    "unknown method": (dict(method="grop"), "method: got 'grop'.*did you mean 'grpo'"),
+    "an option of another method": (dict(hops=3), "hops: got 3; allowed: only with"),
+    "lengths": (dict(min_completion_length=9), "min_completion_length: got 9; allowed: at most max_completion_length"),
+    "warm-up": (dict(warmup_steps=5), "warmup_steps: got 5; allowed: less than max_steps = 2"),
+    "unknown tracker": (dict(report_to=["wandbb"]), "report_to: got 'wandbb'.*did you mean 'wandb'"),
+    "fp16": (dict(fp16=True), "fp16: got True; allowed: false, or bf16"),
+    "fsdp": (dict(fsdp="full_shard"), "fsdp: got 'full_shard'"),
+    "columns": (dict(remove_unused_columns=True), "remove_unused_columns: got True; allowed: false"),
+    "weights": (dict(reward_weights=["a"]), "reward_weights"),
+    "truncation": (dict(truncation="middle"), "truncation: got 'middle'; allowed: 'error', 'left' or 'right'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_a_bad_setting_is_one_line(name, tmp_path):
+    changes, message = BAD_SETTINGS[name]
+    with pytest.raises(InputError, match=message) as raised:
+        GradeConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
+    assert "\n" not in str(raised.value)
+
+
+def sized(rows):
+    return Dataset.from_list(rows)
+
+
+BAD_RUNS = {
+    "weights of another number": (dict(reward_weights=[1.0, 2.0]), {}, "reward_weights"),
+    "a prompt that is too long": (dict(max_prompt_length=2), {}, "row 0.*at most 2"),
+    "longer than the context": (dict(max_completion_length=10_000), {}, "the model's context"),
+    "no prompt column": ({}, dict(dataset=sized([{"text": "a"}])), "prompt"),
+    "an empty prompt": ({}, dict(dataset=sized([{"prompt": "a"}, {"prompt": " "}])), "row 1"),
+    "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "one with a length"),
+    "messages without a template": (
+        {}, dict(dataset=sized([{"prompt": [{"role": "user", "content": "a"}]}])), "chat template"),
+    "a text reward for a relaxed method": (dict(method="ste", num_generations=None), {}, "ste.*rloo"),
+    "no reward": ({}, dict(reward=[]), "at least one reward"),
+    "a reward that is no function": ({}, dict(reward=3), "reward"),
+    "a model that is none": ({}, dict(model=3), "model: got 'int'"),
+    "a base that is not there": ({}, dict(model="no/such-model"), "backbone"),
+    "an adapter for a PeftModel": (
+        {}, dict(model="peft", peft_config=LoraConfig(target_modules=["q_proj"])), "peft_config: got 'given'"),
+    "an adapter of another kind": ({}, dict(peft_config="lora"), "peft_config: got 'str'; allowed: a LoraConfig"),
+    "layers that are not there": ({}, dict(peft_config=LoraConfig(target_modules=["qq"])), "lora.target_modules"),
+    "the head": ({}, dict(peft_config=LoraConfig(target_modules=["lm_head"])), "other than the head"),
+    "a support beyond the vocabulary": (
+        dict(method="ste", num_generations=None, gumbel_topk=10_000), dict(reward="bag"), "gumbel_topk"),
+    "unknown keys of the model": (dict(model_init_kwargs={"device_map": "auto"}), {}, "model_init_kwargs"),
+    "no such reward folder": ({}, dict(reward="no/such/folder"), "reward: got 'no/such/folder'"),
+    "no such function": ({}, dict(reward="json:dmps"), "did you mean 'dumps'"),
+    "no such file": ({}, dict(reward="nothing.py:reward"), "an existing file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_RUNS)
+def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, tmp_path):
+    changes, given, message = BAD_RUNS[name]
+    model = given.pop("model", base) if "model" in (given := dict(given)) else base
+    if model == "peft":
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
+    if given.get("reward") == "bag":
+        task = toy_task()
+        given["reward"], model = task.reward_model, task.backbone
+    with pytest.raises(InputError, match=message) as raised:
+        trainer(model, tmp_path / "run", **given, **changes)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.config._name_or_path = ""
+    with pytest.raises(InputError, match="processing_class: got None"):
+        trainer(model, tmp_path)
+
+
+def test_evaluation_without_prompts_is_one_line(base, tmp_path):
+    with pytest.raises(InputError, match="eval_dataset: got None"):
+        trainer(base, tmp_path).evaluate()
+
+
+def test_resuming_nothing_says_so(base, tmp_path):
+    with pytest.raises((InputError, ValueError), match="No valid checkpoint found"):
+        trainer(base, Path(tmp_path)).train(resume_from_checkpoint=True)

@@ -1,0 +1,44 @@
+"""One script for TRL's GRPOTrainer runs here with the two class names changed, and there as it is."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grade.training.toy import toy_task
+
+SCRIPT = Path(__file__).with_name("trl_script.py")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    task = toy_task(lora=None)
+    task.backbone.peft.unload().save_pretrained(folder)
+    task.backbone.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(base, output, *names):
+    command = [sys.executable, str(SCRIPT), *names, str(base), str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(seen, output):
+    assert seen == {"steps": 3, "missing": [], "eval": True}
+    assert (output / "adapter_model.safetensors").is_file()
+    assert [p.name for p in output.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_the_script_runs_with_two_names_changed(base, tmp_path):
+    check(run(base, tmp_path, "grade", "GradeTrainer", "GradeConfig"), tmp_path)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="the extra peers is not installed")
+def test_the_script_is_one_that_trl_runs(base, tmp_path):
+    check(run(base, tmp_path, "trl", "GRPOTrainer", "GRPOConfig"), tmp_path)
