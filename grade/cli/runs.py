@@ -41,7 +41,7 @@ def run_show(args: argparse.Namespace) -> None:
     run, width = Path(args.run), shutil.get_terminal_size().columns
     state = _state(run)
     history = _history(run, state)
-    shown = {name: _chosen(path, args.columns) for name, path in _tables(run, args.step).items()}
+    shown = _chosen(_tables(run, args.step), args.columns)
     print(_settings(run, state))
     if len(history):
         print(f"\n{_text(history, width)}")
@@ -149,23 +149,37 @@ def _tables(run: Path, step: int | None) -> dict[str, Path]:
     return found[step]
 
 
-def _chosen(path: Path, columns: str | None) -> pd.DataFrame:
-    """The columns to show; a reward's part also goes by its short name."""
+def _chosen(paths: dict[str, Path], columns: str | None) -> dict[str, pd.DataFrame]:
+    """Tables with the columns to show, without tables that have none of them."""
+    tables = {title: _table(path) for title, path in paths.items()}
+    if columns is None:
+        return {title: table[_default_columns(table)] for title, table in tables.items()}
+    present: dict[str, list[str]] = {title: [] for title in tables}
+    for name in (name.strip() for name in columns.split(",")):
+        for title, table in tables.items():
+            present[title] += [column for column in (name, name.removeprefix(PART)) if column in table][:1]
+        if tables and not any(name in (column, PART + column) for have in present.values() for column in have):
+            known = dict.fromkeys(column for table in tables.values() for column in table)
+            raise InputError("--columns", name, f"names of columns: {', '.join(known)}")
+    return {title: tables[title][have] for title, have in present.items() if have}
+
+
+def _table(path: Path) -> pd.DataFrame:
+    """Completions, each reward's part under the reward's own name unless a column has that."""
     try:
         table = pd.read_parquet(path)
     except (OSError, ValueError):
         raise InputError("RUN", str(path), "a table that a training run wrote") from None
-    short = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
-    table = table.rename(columns={name: part for name, part in short.items() if part not in table})
-    if columns is None:
-        parts = [name if name in table else part for name, part in short.items()]
-        return table[["prompt", "completion", "reward", *(parts if len(short) > 1 else [])]]
-    names = [name.strip() for name in columns.split(",")]
-    names = [short[name] if name in short and name not in table else name for name in names]
-    for name in names:
-        if name not in table:
-            raise InputError("--columns", name, f"names of columns: {', '.join(table)}")
-    return table[names]
+    parts = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
+    parts = {name: name if part in table else part for name, part in parts.items()}
+    table = table.rename(columns=parts)
+    table.attrs["parts"] = list(parts.values())
+    return table
+
+
+def _default_columns(table: pd.DataFrame) -> list[str]:
+    parts = table.attrs["parts"]  # a single one is the reward
+    return ["prompt", "completion", "reward", *(parts if len(parts) > 1 else [])]
 
 
 def _text(table: pd.DataFrame, width: int, texts: Sequence[str] = ()) -> str:
@@ -182,7 +196,8 @@ def _text(table: pd.DataFrame, width: int, texts: Sequence[str] = ()) -> str:
               [_fit(v, room.get(name, widths[name])) for v in values] if name in texts else values
               for name, values in cells.items()}  # fmt: skip
     with pd.option_context("display.unicode.east_asian_width", True):
-        return pd.DataFrame(fitted).to_string(index=False, line_width=width)
+        text = pd.DataFrame(fitted).to_string(index=False, line_width=width)
+    return "\n".join(map(str.rstrip, text.splitlines()))
 
 
 def _number(value: Any) -> str:

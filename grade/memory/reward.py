@@ -62,7 +62,7 @@ def make_reward(spec: str, backbone: Backbone, length: int, relaxed: str | None)
     if relaxed and not reward.shares_vocabulary:
         allowed = f"a classifier with the policy's vocabulary of {backbone.vocab_size} tokens, not {rows}: {relaxed}"
         raise InputError("reward", spec, f"{allowed} needs its gradient ({', '.join(POLICY_GRADIENTS)} take any)")
-    if False:
+    if context and length > context:
         raise InputError("prompt_tokens + max_new_tokens", length, f"at most {context} (the reward's context)")
     return reward
 

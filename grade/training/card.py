@@ -32,6 +32,7 @@ from grade.training.evaluate import Evaluation
 if TYPE_CHECKING:
     from grade.training.config import GradeConfig
     from grade.training.run import RunResult
+    from grade.training.trainer import GradeTrainer
 
 TAGS = ["grade", "reward-gradients"]
 GRADE = ("GRADE", "https://arxiv.org/abs/2601.11574")
@@ -231,17 +232,11 @@ class Describing(Trainer):
             self.args, model_name or output.resolve().name, base, list(self.rewards.names),
             ", ".join(filter(None, (words, _rows(self.train_dataset)))),
             "; ".join(f"{name}: {_rows(rows)}" if name else _rows(rows) for name, rows in sets.items()),
-            step, self._evaluated(0), self._evaluated(step) if step else None,
+            step, _evaluated(self, 0), _evaluated(self, step) if step else None,
             f"LoRA of rank {lora.r}, alpha {lora.lora_alpha}, on {', '.join(sorted(_listed(lora.target_modules)))}",
             datasets=_listed(dataset_tags), about={name: value for name, value in about.items() if value},
         )  # fmt: skip
         _write(output / "README.md", card.text())
-
-    def _evaluated(self, step: int) -> Evaluation | None:
-        table = Path(self.args.output_dir) / "completions" / f"eval_{step:05d}.parquet"
-        if step not in self.evaluations and table.is_file():  # of the part before an interruption
-            return Evaluation.of_table(pd.read_parquet(table))
-        return self.evaluations.get(step)
 
 
 def command_of(config: TrainConfig) -> str:
@@ -306,6 +301,13 @@ def _yaml(value: Any) -> str:
         except yaml.YAMLError:
             pass
     return json.dumps(value)
+
+
+def _evaluated(trainer: GradeTrainer, step: int) -> Evaluation | None:
+    table = Path(trainer.args.output_dir) / "completions" / f"eval_{step:05d}.parquet"
+    if step not in trainer.evaluations and table.is_file():  # of the part before an interruption
+        return Evaluation.of_table(pd.read_parquet(table))
+    return trainer.evaluations.get(step)
 
 
 def _values(evaluation: Evaluation, name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -14,7 +14,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
-from grade.training.config import GradeConfig
+
+if TYPE_CHECKING:
+    from grade.training.config import GradeConfig
 
 _INIT_KEYS = ("dtype", "torch_dtype", "attn_implementation")
 

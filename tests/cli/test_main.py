@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -115,6 +116,28 @@ def test_a_checkpoint_is_the_run_that_ended_there(project, trained, tmp_path):
     states = [torch.load(folder / "optimizer.pt", weights_only=True)["state"] for folder in folders]
     assert all(torch.equal(states[0][i][k], states[1][i][k]) for i in states[0] for k in states[0][i])
     assert states[0][0]["step"] == 2
+
+
+@pytest.mark.parametrize("lost", [[], ["checkpoint-3"], ["checkpoint-2", "checkpoint-3"]], ids=len)
+def test_a_stage_that_was_stopped_anywhere_ends_as_the_whole_one(project, trained, tmp_path, lost):
+    """The pipeline removes a stage's outs before it runs it again; checkpoints are none, and a kill may come early."""
+    output, outs = tmp_path / "run", ("adapter", "checkpoints", "samples.json", "metrics.json", "history.csv")
+    shutil.copytree(trained, output)
+    for name in (*outs, *lost):
+        path = output / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    options = ("--method", "ste", "--set", "save_steps=2", "--resume", "auto")
+    assert train(project, output, *options) == 0
+    files = sorted(p.relative_to(trained) for name in outs for p in (trained / name, *(trained / name).rglob("*")))
+    assert {file for file in files if (output / file).is_dir()} == {file for file in files if (trained / file).is_dir()}
+    different = [str(file) for file in files if (trained / file).is_file() and
+                 (output / file).read_bytes() != (trained / file).read_bytes()]  # fmt: skip
+    assert different == []
+    written = (output / "history.csv").stat().st_mtime_ns
+    assert train(project, output, *options) == 0
+    assert (output / "history.csv").stat().st_mtime_ns == written, "a finished run is left as it is"
+    assert train(project, output, *options, "--set", "seed=1") == 0  # another run: from the beginning
+    assert (output / "history.csv").read_bytes() != (trained / "history.csv").read_bytes()
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained, tmp_path):
@@ -231,7 +254,6 @@ def test_help_names_every_option_with_its_meaning(command, capsys):
 
 
 def test_train_help_lists_every_key_with_its_default(capsys):
-
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     out = capsys.readouterr().out

@@ -56,6 +56,7 @@ def test_every_method_can_be_traced_and_reports_the_phases_of_a_step():
         phases = trace(StepConfig(**STEP, method=method)).phases
         sampling = set() if method.endswith("_legacy") else {"rollout"}
         assert set(phases) == {"forward", "reference", "reward", "backward", "optimizer"} | sampling
+    assert "reward" not in trace(StepConfig(**STEP, method="grpo", self_certainty_reward=True)).phases
 
 
 def test_a_step_takes_the_method_s_updates_with_its_value_head():
@@ -69,12 +70,13 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
         assert not torch.equal(before, head.linear.weight)
 
 
-def test_a_greedy_completion_of_each_prompt_is_decoded_too():
-    tokens = {}
-    for method in ("reinforce", "remax"):
-        found = trace(StepConfig(**STEP, method=method, batch_size=4, num_generations=2), all_layers=True)
-        tokens[method] = found.flops
-    assert tokens["remax"] > 1.2 * tokens["reinforce"]  # two prompts more, sampled and scored
+@pytest.mark.parametrize(("method", "scored"), [("rloo", [4]), ("remax", [4, 2]), ("ppo", [4])])
+def test_a_batch_is_of_completions_and_greedy_ones_come_on_top(method, scored):
+    config, sizes = StepConfig(**STEP, method=method, batch_size=4, num_generations=2), []
+    backbone, others = config.build(model_config("tiny"), "cpu")
+    others[0].register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    config.make_step(backbone, others).run()
+    assert sizes == scored
 
 
 def test_a_batch_that_is_not_given_is_the_smallest_one():
@@ -126,7 +128,8 @@ def test_single_changes_are_those_that_the_method_has():
     config = StepConfig(**STEP | dict(max_new_tokens=16), method="grpo", reward="trunk", batch_size=16)
     asked = []
     found = single_changes(config, trace(config), lambda step: asked.append(step) or trace(step))
-    assert {c.name for c in found} >= {"2 minibatches", "KL from the sampled tokens (k3)", "half the batch"}
+    names = {"2 minibatches", "KL from the sampled tokens (k3)", "half the batch", "gradient checkpointing"}
+    assert {c.name for c in found} >= names
     assert all(step.method == "grpo" and step.engine_name is None for step in asked)
     names = {c.name for c in single_changes(changed(config, batch_size=8), trace(config), fixed_tracer)}
     assert "2 minibatches" in names and "half the batch" not in names  # of one group

@@ -124,6 +124,12 @@ def test_the_reward_s_layers_are_traced_whole_and_the_policy_s_extrapolated(meth
     assert short.peak == pytest.approx(full.peak, rel=0.005) and short.flops == full.flops
 
 
+def test_texts_are_scored_in_batches_that_hold_them_all(rewards):
+    config = StepConfig(**STEP, method="reinforce", reward=rewards("bert_300"))
+    _, (reward,) = config.build(model_config("tiny"), "cpu")
+    assert reward._reader.score_texts(130, 3).shape == (130,)  # 64, 64 and 2
+
+
 def test_a_label_costs_nothing(rewards):
     peaks = {trace(StepConfig(**STEP, method="ppo", batch_size=2, reward=rewards("gpt2") + at)).peak
              for at in ("", "@LABEL_1")}  # fmt: skip

@@ -9,9 +9,11 @@ import yaml
 
 from grade.cli.main import main
 from grade.errors import InputError
-from grade.pipeline.params import profile_values
+from grade.experiments.compare.measure.peers import PeersConfig
+from grade.pipeline.params import profile_values, profiles
 from grade.pipeline.profiles import prepare_workspace, run
 from grade.pipeline.schedule import Timings
+from grade.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -254,6 +256,18 @@ def test_a_profile_lies_over_another_and_its_workspace_has_the_whole(project):
     # A profile that lies over none has the code's own defaults where it has no file.
     (project / "params/full/suite.yaml").write_text("profile: full\noutputs: outputs/full\n")
     assert profile_values(project, "full", "data") == {}
+
+
+@pytest.mark.parametrize("profile", profiles(ROOT))
+def test_every_profiles_training_runs_are_valid_settings(profile):
+    shared = profile_values(ROOT, profile, "train")
+    for name in profile_values(ROOT, profile, "suite")["runs"]:
+        values = shared | profile_values(ROOT, profile, f"train_{name}")
+        config = TrainConfig.parse(values, f"{profile}/train_{name}.yaml")
+        # What a default would change without notice, or make depend on where the project lies.
+        assert {"method", "seed", "beta", "learning_rate", "lr_scheduler_type", "eval_strategy"} <= set(values)
+        assert config.base_name == config.model and (config.use_cpu or profile == "h100")
+    PeersConfig.parse(profile_values(ROOT, profile, "peers"), f"{profile}/peers.yaml")
 
 
 def test_what_stages_take_is_known_before_they_run_again(meeting, capfd):

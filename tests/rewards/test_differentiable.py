@@ -59,9 +59,9 @@ def test_text_that_encodes_to_the_same_ids_has_the_same_reward(kind, scope, make
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_is_accepted_and_scored_in_float32(kind, make_classifier, policy, tokenizer, batch):
-    reward = EmbeddedClassifier(make_classifier(kind, dtype=torch.bfloat16), tokenizer, policy)
-    want = EmbeddedClassifier(make_classifier(kind, dtype=torch.float32), tokenizer, policy).score(*batch)
-    got = reward.score(*batch)
+    model = make_classifier(kind, dtype=torch.float32)
+    want = EmbeddedClassifier(model, tokenizer, policy).score(*batch)
+    got = EmbeddedClassifier(model.bfloat16(), tokenizer, policy).score(*batch)
     assert got.dtype == torch.float32
     assert_close(got, want, rtol=0.1, atol=0.1)  # 8 bits
 
