@@ -7,7 +7,7 @@ from typing import get_args
 
 from grade.cli.options import add_config_options
 from grade.data.base_model import BackboneConfig, prepare_backbone
-from grade.data.reviews import load_reviews
+from grade.data.reviews import Review, load_reviews
 from grade.data.tiny_lm import PretrainConfig, pretrain
 from grade.models.backbone import Backbone
 from grade.results import write_results
@@ -66,14 +66,23 @@ def run_reward(args: argparse.Namespace) -> None:
     test = splits["test"][: getattr(config, args.kind).eval_size]
     metrics = {f"fit/{k}": v for k, v in fit.items()}
     metrics |= evaluate_reward(model, test, config.eval_tokens)
-    # The same text, cut at the same token, for a bag of words trained on the same reviews.
-    baseline = GoldJudge.fit([r.text for r in splits["reward"]], [r.label for r in splits["reward"]])
+    if config.labels == "binary":
+        metrics |= _bag_of_words(backbone, config, splits["reward"], test)
+    model.save(args.output_dir)
+    write_results(args.metrics, metrics)
+    for name, value in sorted(metrics.items()):
+        print(f"{name} {value:.4g}")
+
+
+def _bag_of_words(
+    backbone: Backbone, config: RewardConfig, train: list[Review], test: list[Review]
+) -> dict[str, float | int]:
+    """Accuracy of a bag of words trained on the same reviews, on the same text cut at the same token."""
+    metrics: dict[str, float | int] = {}
+    baseline = GoldJudge.fit([r.text for r in train], [r.label for r in train])
     for tokens in config.eval_tokens:
         texts = [backbone.tokenizer.decode(ids) for ids in encode(backbone, test, tokens)]
         accuracy = baseline.accuracy(texts, [r.label for r in test])
         name = f"bag_of_words/accuracy/{tokens}"
         metrics |= {name: accuracy.mean, f"{name}_stderr": accuracy.stderr, f"{name}_n": accuracy.n}
-    model.save(args.output_dir)
-    write_results(args.metrics, metrics)
-    for name, value in sorted(metrics.items()):
-        print(f"{name} {value:.4g}")
+    return metrics

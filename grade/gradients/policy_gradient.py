@@ -197,8 +197,10 @@ class PolicyGradient:
         Returns:
             The result.
         """
+        # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
+        reward = None if self.config.self_certainty_reward else self._reward(completions, objective)
         logps, kl, hidden, reference = self._terms(completions, None)
-        seen = self._experience(completions, objective, logps, kl, hidden, reference)
+        seen = self._experience(completions, objective, logps, kl, hidden, reference, reward)
         seen = replace(seen, advantages=self._advantages(seen, objective))
         (self._loss(logps, kl, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
         return self._result(seen, objective)
@@ -257,15 +259,17 @@ class PolicyGradient:
     @torch.no_grad()
     def _experience(
         self, completions: Completions, objective: Objective, logps: Tensor, kl: Tensor, hidden: Tensor,
-        reference: Tensor,
+        reference: Tensor, reward: Tensor | None = None,
     ) -> Experience:  # fmt: skip
         logps, kl = logps.detach(), kl.detach()
-        reward = self._reward(completions, objective, hidden)
+        if reward is None:
+            reward = self._reward(completions, objective, hidden)
         check_finite(reward, _penalised(reward, kl, completions.mask, objective.beta))
         values = None if self.value_head is None else self.value_head(hidden)
         return Experience(completions, reference, logps, kl, reward, values)
 
-    def _reward(self, completions: Completions, objective: Objective, hidden: Tensor) -> Tensor:
+    @torch.no_grad()
+    def _reward(self, completions: Completions, objective: Objective, hidden: Tensor | None = None) -> Tensor:
         prompts, ids, mask = completions.prompts, completions.ids, completions.mask
         if self.config.self_certainty_reward:
             scores = score_hidden(self.backbone, hidden, ids, mask, ("self_certainty",))

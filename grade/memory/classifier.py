@@ -19,8 +19,8 @@ from grade.memory.nodata import NoData
 from grade.models.backbone import Backbone
 from grade.models.embedding import EmbeddingTable
 from grade.models.prompts import PromptBatch
-from grade.rewards.classifier import _BATCH_ROWS, TextClassifier
-from grade.rewards.differentiable import EmbeddedClassifier, _on_the_left, _on_the_right
+from grade.rewards.classifier import BATCH_ROWS, TextClassifier
+from grade.rewards.differentiable import EmbeddedClassifier, on_the_left, on_the_right
 
 
 class Classifier(nn.Module):
@@ -75,7 +75,7 @@ class _Reader(EmbeddedClassifier):
     def __init__(self, model: PreTrainedModel) -> None:
         label = model.config.id2label[0] if model.config.num_labels > 1 else None
         TextClassifier.__init__(self, model, None, None, label)
-        self.padding = _on_the_left if hasattr(model, "score") else _on_the_right  # decoders, encoders
+        self.padding = on_the_left if hasattr(model, "score") else on_the_right  # decoders, encoders
 
     @property
     def reads(self) -> EmbeddingTable:
@@ -93,7 +93,7 @@ class _Reader(EmbeddedClassifier):
     def score_texts(self, count: int, tokens: int) -> Tensor:
         """Rewards of texts of that many tokens, one of them shorter."""
         rows = [[0] * max(tokens - 1, 1), *[[0] * tokens] * (count - 1)]
-        parts = [self._logits(rows[start : start + _BATCH_ROWS]) for start in range(0, count, _BATCH_ROWS)]
+        parts = [self._logits(rows[start : start + BATCH_ROWS]) for start in range(0, count, BATCH_ROWS)]
         return self.value(torch.cat(parts))
 
 

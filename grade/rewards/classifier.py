@@ -27,7 +27,7 @@ from grade.rewards.text import Message, Texts, beginning, decode_texts
 if TYPE_CHECKING:
     from grade.models.prompts import PromptBatch
 
-_BATCH_ROWS = 64
+BATCH_ROWS = 64
 _UNLIMITED = 10**9
 """A tokenizer without a limit has a larger one."""
 
@@ -92,7 +92,7 @@ class TextClassifier:
         rows = self._encode(texts)
         for row, tokens in enumerate(rows):
             self.check_length(len(tokens), row, f", {beginning(texts.completions[row])}")
-        parts = [self._logits(rows[start : start + _BATCH_ROWS]) for start in range(0, len(rows), _BATCH_ROWS)]
+        parts = [self._logits(rows[start : start + BATCH_ROWS]) for start in range(0, len(rows), BATCH_ROWS)]
         return self.value(torch.cat(parts)).to(ids.device)
 
     def check_length(self, tokens: int, row: int, what: str = "") -> None:

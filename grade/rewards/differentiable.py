@@ -125,7 +125,8 @@ def why_other_vocabulary(tokenizer: Any, policy_tokenizer: Any) -> str | None:
 
 def _rows(weight: Tensor, vocab_size: int) -> Tensor:
     """A table of exactly the policy's number of rows: models pad theirs differently, beyond the tokenizer's ids."""
-    return F.pad(weight, (0, 0, 0, max(0, vocab_size - len(weight))))[:vocab_size]
+    missing = vocab_size - len(weight)
+    return F.pad(weight, (0, 0, 0, missing)) if missing > 0 else weight[:vocab_size]  # a view where it is long enough
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -136,13 +137,13 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:start], whole[start + len(plain) :]
 
 
-def _on_the_right(model: PreTrainedModel, embeds: Tensor, mask: Tensor) -> Tensor:
+def on_the_right(model: PreTrainedModel, embeds: Tensor, mask: Tensor) -> Tensor:
     """Logits of rows with their padding moved to the right: encoders, which attend to the mask."""
     embeds, mask = _moved(embeds, mask, descending=True)
     return model(inputs_embeds=embeds, attention_mask=mask).logits
 
 
-def _on_the_left(model: PreTrainedModel, embeds: Tensor, mask: Tensor) -> Tensor:
+def on_the_left(model: PreTrainedModel, embeds: Tensor, mask: Tensor) -> Tensor:
     """Logits of rows with their padding moved to the left: decoders, which pool the last position."""
     embeds, mask = _moved(embeds, mask, descending=False)
     accepted = inspect.signature(model.forward).parameters
@@ -187,7 +188,7 @@ def _checked_padding(model: PreTrainedModel, table: EmbeddingTable, tokens: int,
     reason, tolerance = "logits that differ", _TOLERANCE.get(table.weight.dtype, _HALF_TOLERANCE)
     with _any_batch(model):
         want = torch.cat([model(input_ids=row[m.bool()].unsqueeze(0)).logits for row, m in zip(ids, mask, strict=True)])
-    for padding in (_on_the_right, _on_the_left, _by_length):
+    for padding in (on_the_right, on_the_left, _by_length):
         with _any_batch(model):
             try:
                 got = padding(model, table.embed(ids), mask)

@@ -37,7 +37,7 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     if config.relaxed:
         config.relaxation(config.tau_start).check(backbone.vocab_size)
     specs = [config.reward] if isinstance(config.reward, str) else config.reward
-    rewards = [resolve_reward(spec, backbone) for spec in specs]
+    rewards = [resolve_reward(spec, backbone, config.reward_scope) for spec in specs]
     judge = GoldJudge.load(config.gold) if config.gold else None
     train = load_prompts(config.train_dataset)
     held_out = load_prompts(config.eval_dataset) if config.eval_dataset else []

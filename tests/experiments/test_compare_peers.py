@@ -1,14 +1,18 @@
 """The peer: its settings, its figures, and that its absence is one line."""
 
+import json
+
 import pandas as pd
 import pytest
+import torch
 
 from grade.cli.main import main
 from grade.errors import InputError
 from grade.experiments.compare import peers as contest
 from grade.experiments.compare.measure import peers
-from grade.experiments.compare.measure.runs import CURVES, FIXED, Run, run_config
+from grade.experiments.compare.measure.runs import CURVES, FIXED, Run, Shared, run_config
 from grade.results import read_metrics
+from grade.training.toy import toy_reviews, toy_task
 
 VALUES = dict(
     FIXED, max_steps=2, max_prompt_length=6, max_completion_length=10, min_completion_length=10,
@@ -22,6 +26,35 @@ def test_the_peer_has_the_settings_of_our_run():
     assert (theirs["per_device_train_batch_size"], theirs["num_generations"], theirs["max_steps"]) == (8, 4, 2)
     assert theirs["beta"] == 0.05  # ours divided by T = 10: its loss is a mean over tokens, ours a sum
     assert (theirs["learning_rate"], theirs["seed"], theirs["scale_rewards"]) == (2e-3, 3, "group")
+
+
+def test_evaluating_the_peer_leaves_its_sampling_alone():
+    task, run = toy_task(), Run("grpo", 0.5, 3, 2e-3)
+    values = VALUES | {"eval_prompts": 4, "final_eval_prompts": 6, "kl_eval_prompts": 2}
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    row = peers._row(run_config(run, values), run, task, 1, 2.0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (row["method"], row["samples"], row["seconds"]) == (peers.PEER, 8, 2.0) and abs(row["kl"]) <= 1e-5
+
+
+def test_the_peer_learns_from_the_same_start_on_the_same_prompts(tmp_path):
+    pytest.importorskip("trl")
+    task = toy_task(lora=None)
+    with task.backbone.reference():
+        task.backbone.peft.unload().save_pretrained(tmp_path / "base")
+    task.backbone.tokenizer.save_pretrained(tmp_path / "base")
+    task.reward_model.save(tmp_path / "bag")
+    for seed, split in enumerate(("policy", "validation")):
+        lines = [json.dumps(r._asdict()) for r in toy_reviews(40, seed)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    sizes = {"eval_prompts": 8, "final_eval_prompts": 8, "kl_eval_prompts": 8, "gumbel_topk": 16}
+    shared = Shared(str(tmp_path / "base"), str(tmp_path / "bag"), "", str(tmp_path), VALUES | sizes)
+    run = Run("grpo", 0.1, 0, 1e-2)
+    ours, theirs = peers.train_once(shared, run)[0], peers.train_peer(shared, run)
+    assert [row["step"] for row in theirs] == [row["step"] for row in ours] == [0, 1, 2]
+    assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["samples"] == ours[-1]["samples"] == 16
+    assert theirs[0]["kl"] <= 1e-5 < theirs[-1]["kl"]
 
 
 def test_the_peer_has_one_name():

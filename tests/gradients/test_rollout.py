@@ -55,7 +55,7 @@ def test_greedy_and_early_stop(backbone):
     again, _ = generate(backbone, prompts, 6, generator(1), temperature=0)
     assert torch.equal(first, again)
     always = make_backbone()
-    always.model.generation_config.eos_token_id = list(range(23))
+    always.eos_token_ids = tuple(range(23))
     ids, mask = generate(always, prompts, 6, generator())
     assert ids.shape == (3, 1) and mask.all()
 

@@ -15,7 +15,6 @@ from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.results import read_metrics
 from grade.training.config import TrainConfig
-from grade.training.run import run_training, write_run
 from grade.training.toy import toy_task
 
 TOY_TRAINING = dict(
@@ -54,6 +53,8 @@ def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_tr
         folder: One folder ``<run>-0`` each is written here.
         runs: Run names; one that ends in ``_trunk`` has the trunk reward.
     """
+    from grade.training.run import run_training, write_run  # here: finished runs are read without the trainer
+
     for run in runs:
         # The same base as the notebook's own, so that it can load a run's adapter.
         task = toy_task(kind="trunk" if run.endswith("_trunk") else "bag")

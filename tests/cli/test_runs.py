@@ -1,0 +1,218 @@
+"""`grade show` and `grade merge` on a run on disk; its adapter loads from anywhere."""
+
+import json
+import os
+import re
+import shutil
+import unicodedata
+
+import pandas as pd
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grade.cli.main import main
+from grade.training.toy import toy_task
+
+REWARDS = """
+def length(completions, **columns):
+    return [len(text) / 10 for text in completions]
+
+def vowels(completions, **columns):
+    return [float(sum(letter in "aeiou" for letter in text)) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A project whose base is named by a relative path, with a run of 4 steps in it."""
+    root = tmp_path_factory.mktemp("place")
+    task = toy_task()
+    task.backbone.peft.unload().save_pretrained(root / "base")
+    task.backbone.tokenizer.save_pretrained(root / "base")
+    for name, prompts in (("train", task.train_prompts[:8]), ("held_out", task.validation_prompts[:6])):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    (root / "rewards.py").write_text(REWARDS)
+    values = {
+        "model": "base", "train_dataset": "train.jsonl", "eval_dataset": "held_out.jsonl", "lora": {"r": 2, "alpha": 4},
+        "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2, "learning_rate": 0.1,
+        "max_completion_length": 6, "log_completions": True, "use_cpu": True, "seed": 5,
+    }  # fmt: skip
+    (root / "train.yaml").write_text(json.dumps(values))
+    here = os.getcwd()
+    os.chdir(root)
+    try:
+        rewards = ["--reward", "rewards.py:length", "--reward", "rewards.py:vowels"]
+        options = ["--config", "train.yaml", "--method", "rloo", "--output-dir", "run"]
+        assert main(["train", *options, *rewards]) == 0
+    finally:
+        os.chdir(here)
+    return root
+
+
+@pytest.fixture
+def copied(place, tmp_path):
+    shutil.copytree(place / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def unfinished(copied):
+    """What a run leaves that was killed after its second step."""
+    for name in ("metrics.json", "history.csv", "timings.csv", "timings.json", "samples.json"):
+        (copied / name).unlink()
+    for name in ("adapter", "checkpoints", "checkpoint-4"):
+        shutil.rmtree(copied / name)
+    for path in (copied / "completions").iterdir():
+        if int(path.stem[-5:]) > 2:
+            path.unlink()
+    return copied
+
+
+def show(capsys, *arguments):
+    code = main(["show", *map(str, arguments)])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    return printed.out
+
+
+def error(capsys, *arguments):
+    assert main([str(word) for word in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    return printed.err
+
+
+def test_a_run_is_shown_with_its_settings_history_and_completions(place, capsys):
+    out = show(capsys, place / "run", "--rows", "2")
+    first, *lines = out.splitlines()
+    assert first == "rloo, base base, reward rewards.py:length + rewards.py:vowels, 4 steps, seed 5"
+    history = pd.read_csv(place / "run" / "history.csv").set_index("step")
+    assert lines[1].split() == ["step", "reward", "KL", "held-out", "reward"]
+    assert [line.split()[0] for line in lines[2:7]] == ["0", "1", "2", "3", "4"]
+    mean, stderr = history.loc[4, "val/reward_mean"], history.loc[4, "val/reward_stderr"]
+    assert lines[6].endswith(f"{mean:.4g} ± {stderr:.2g}") and f"{history.loc[4, 'train/reward']:.4g}" in lines[6]
+    assert "completions, step 4: 2 of 4 completions" in lines and "eval, step 4: 2 of 6 completions" in lines
+    table = pd.read_parquet(place / "run" / "completions" / "eval_00004.parquet")
+    words = lines[lines.index("eval, step 4: 2 of 6 completions") + 2].split()
+    assert words[-3:] == [f"{table[name][0]:.4g}" for name in ("reward", "rewards/length", "rewards/vowels")]
+
+
+@pytest.mark.parametrize("width", [50, 80, 133])
+def test_no_line_is_wider_than_the_terminal(copied, width, capsys, monkeypatch):
+    path = copied / "completions" / "eval_00009.parquet"
+    texts = ["word " * 100, "漢字" * 100, "short", "two\nlines \x1b[31m"]
+    pd.DataFrame({"prompt": texts, "completion": texts[::-1], "reward": [1.0, 0.5, -12345.678, float("nan")],
+                  **{f"rewards/part_{i}": [0.25] * 4 for i in range(8)}}).to_parquet(path)  # fmt: skip
+    monkeypatch.setenv("COLUMNS", str(width))
+    table = show(capsys, copied).split("4 of 4 completions\n")[1]
+    widths = [sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in line) for line in table.splitlines()]
+    assert max(widths) <= width
+    assert "漢字" * 4 in table and "漢字" * 8 not in table  # each is four places wide
+    assert table.count("…") >= 4  # two long texts in each of two columns
+    assert "two\\nlines \\x1b[31m" in table and "\x1b" not in table and "-1.235e+04" in table and "part_7" in table
+
+
+def test_step_rows_and_columns_choose(place, capsys):
+    out = show(capsys, place / "run", "--step", "1", "--rows", "1", "--columns", "vowels,rewards/length, completion")
+    tables = out.split("\n\n")[2:]
+    assert len(tables) == 1
+    title, head, row = tables[0].splitlines()
+    assert title == "completions, step 1: 1 of 4 completions" and head == "vowels length completion"
+
+
+def test_columns_of_one_table_leave_out_the_other_and_a_part_may_be_called_reward(copied, capsys):
+    tables = show(capsys, copied, "--columns", "kl,gold").split("\n\n")[2:]
+    assert [table.splitlines()[0][:4] for table in tables] == ["eval"]
+    path = copied / "completions" / "completions_00009.parquet"
+    row = {"prompt": "a", "completion": "b", "reward": 3.0, "rewards/reward": 1.0, "rewards/other": 2.0}
+    pd.DataFrame([row]).to_parquet(path)
+    assert show(capsys, copied).splitlines()[-2:] == [
+        "prompt completion reward rewards/reward other", "a      b               3              1     2"]  # fmt: skip
+    out = show(capsys, copied, "--columns", "rewards/reward,rewards/other,reward")
+    assert out.splitlines()[-2:] == ["rewards/reward other reward", "             1     2      3"]
+
+
+def test_a_long_history_keeps_its_evaluations_and_its_end(copied, capsys):
+    steps = range(2001)
+    pd.DataFrame({"step": steps, "train/reward": 0.5, "train/kl": 0.1,
+                  "val/reward_mean": [0.25 if step % 500 == 3 else None for step in steps]}
+                 ).to_csv(copied / "history.csv", index=False)  # fmt: skip
+    rows = show(capsys, copied).split("\n\n")[1].splitlines()[1:]
+    assert [int(row.split()[0]) for row in rows] == [3, 503, 1003, 1503, 2000]
+    pd.DataFrame({"step": steps, "train/reward": 0.5, "train/kl": 0.1}).to_csv(copied / "history.csv", index=False)
+    head, *rows = show(capsys, copied).split("\n\n")[1].splitlines()
+    assert head.split() == ["step", "reward", "KL"]
+    assert [int(row.split()[0]) for row in rows] == [0, 222, 444, 667, 889, 1111, 1333, 1556, 1778, 2000]
+
+
+def test_a_run_that_was_killed_is_shown_up_to_its_checkpoint(place, unfinished, capsys):
+    whole, part = show(capsys, place / "run", "--step", "2"), show(capsys, unfinished)
+    assert part.splitlines()[0].endswith("step 2 of 4, not finished, seed 5")
+    rows = [[line.split() for line in out.split("\n\n")[1].splitlines()] for out in (part, whole)]
+    assert rows[0] == rows[1][:4] and [row[0] for row in rows[0]] == ["step", "0", "1", "2"]
+    assert part.split("\n\n")[2:] == whole.split("\n\n")[2:]
+
+
+def test_a_run_that_has_no_checkpoint_yet_is_shown(unfinished, capsys):
+    shutil.rmtree(unfinished / "checkpoint-2")
+    shutil.rmtree(unfinished / "completions")
+    out = show(capsys, unfinished)
+    assert "step 0 of 4, not finished" in out and "no completions yet" in out
+
+
+BAD = {
+    "no run": (["show", "nowhere"], "RUN: got 'nowhere'; allowed: the folder of a training run"),
+    "an empty folder": (["show", "EMPTY"], "allowed: the folder of a training run"),
+    "no rows": (["show", "RUN", "--rows", "0"], "--rows: got 0; allowed: at least 1"),
+    "another step": (["show", "RUN", "--step", "9"], "--step: got 9; allowed: .*: 0, 1, 2, 3, 4$"),
+    "another column": (["show", "RUN", "--columns", "prompt,x"], "--columns: got 'x'; allowed: .*completion, reward"),
+    "nothing to merge": (["merge", "nowhere", "out"], "RUN: got 'nowhere'"),
+    "no type": (["merge", "RUN", "out", "--dtype", "int8"], "dtype: got 'int8'"),
+    "a taken folder": (["merge", "RUN", "RUN"], "OUT: got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line(place, tmp_path, capsys, words, message):
+    places = {"RUN": place / "run", "EMPTY": tmp_path}
+    line = error(capsys, *(places.get(word, word) for word in words))
+    assert line.startswith(f"grade {words[0]}: ") and re.search(message, line.strip())
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.json", "history.csv", "completions/eval_00004.parquet",
+                                  "checkpoint-4/trainer_state.json"])  # fmt: skip
+def test_a_damaged_file_is_one_line(copied, capsys, name):
+    (copied / name).write_bytes(b"\xff")
+    assert "grade show: RUN: got" in error(capsys, "show", copied)
+
+
+def test_a_history_of_another_trainer_is_one_line(unfinished, capsys):
+    path = unfinished / "checkpoint-2" / "trainer_state.json"
+    path.write_text(json.dumps({"global_step": 2, "max_steps": 4, "log_history": [{"step": 1, "loss": 1.0}]}))
+    assert "whose history can be read" in error(capsys, "show", unfinished)
+
+
+def test_of_several_processes_the_first_prints_the_error(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["show", "nowhere"]) == 2 and capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert main(["show", "nowhere"]) == 2 and "grade show" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_the_adapter_loads_from_any_folder_and_merges_to_the_same_logits(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # the run named its base "base", from its own folder
+    ids = AutoTokenizer.from_pretrained(place / "base")("The film was a delight.", return_tensors="pt").input_ids
+    base = AutoModelForCausalLM.from_pretrained(place / "base")
+    bare = base(ids).logits
+    want = PeftModel.from_pretrained(base, place / "run" / "adapter")(ids).logits
+    assert (want - bare).norm() > 1e-3 * want.norm()
+    assert torch.equal(AutoPeftModelForCausalLM.from_pretrained(place / "run" / "adapter")(ids).logits, want)
+    assert main(["merge", str(place / "run"), "out"]) == 0
+    assert capsys.readouterr().out == "wrote out (float32)\n"
+    got = AutoModelForCausalLM.from_pretrained("out")(ids).logits
+    assert (got - want).norm() <= 1e-5 * want.norm()  # the requirement; float32 sums in another order
+    assert main(["merge", str(place / "run" / "checkpoint-4"), "last"]) == 0
+    assert torch.equal(AutoModelForCausalLM.from_pretrained("last")(ids).logits, got)

@@ -1,0 +1,158 @@
+"""A model card says what was trained and what came of it, and nothing of the machine."""
+
+import shlex
+
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+
+from grade.gradients.methods import METHODS, RELAXED
+from grade.training.card import PAPERS, is_hub_id, without_places, write_card
+from grade.training.config import GradeConfig, TrainConfig
+from grade.training.evaluate import Evaluation
+from grade.training.folder import about
+from grade.training.run import RunResult
+from grade.training.toy import toy_task
+from grade.training.trainer import GradeTrainer
+
+
+def evaluation(rewards, completions, **parts):
+    kl = np.zeros(len(rewards)) + 0.5
+    parts = {name: np.array(values) for name, values in parts.items()}
+    values = np.array(rewards, float)
+    return Evaluation(["One", "Two"], completions, values, np.full(len(values), np.nan), kl, 0.5, parts)
+
+
+BEFORE = evaluation([0.0, 1.0], ["first", "second"])
+AFTER = evaluation([2.0, 5.0], ["```\nthird", "x" * 1000 + "\x1b"])
+
+
+def card_of(folder, before=BEFORE, after=AFTER, **changes):
+    values = {"method": "rloo", "model": "someone/model", "output_dir": str(folder / "run"), "reward": "hf:some/judge",
+              "train_dataset": "some/texts:train", "eval_dataset": "held_out.jsonl", "max_steps": 7}  # fmt: skip
+    config = TrainConfig.parse(values | {"use_cpu": True} | changes)
+    write_card(folder / "run", config, RunResult([], before, after, 1.0, None, 7))
+    return config, ModelCard.load(folder / "run" / "README.md")
+
+
+def test_the_metadata_is_what_the_hub_reads(tmp_path):
+    _, card = card_of(tmp_path)
+    about = card.data.to_dict()
+    assert about["base_model"] == "someone/model" and about["library_name"] == "peft"
+    assert about["tags"] == ["grade", "reward-gradients"] and about["datasets"] == ["some/texts"]
+    assert about["pipeline_tag"] == "text-generation" and about["base_model_relation"] == "adapter"
+
+
+def test_figures_are_means_with_errors_and_the_change_is_paired(tmp_path):
+    """Before 0, 1 and after 2, 5: differences 2 and 4."""
+    text = card_of(tmp_path)[1].text
+    assert "| reward | 0.5 ± 0.5 (n=2) | 3.5 ± 1.5 (n=2) | 3 ± 1 (n=2) |" in text
+    assert "| KL to the base, nats per token | 0.5 ± 0 (n=2) | 0.5 ± 0 (n=2) | 0 ± 0 (n=2) |" in text
+    assert "gold judge" not in text and "steps: 7, of 8 completions" in text
+
+
+def test_each_reward_of_several_has_a_row_if_it_applied_everywhere(tmp_path):
+    parts = [evaluation([1.0, 2.0], ["a", "b"], good=[1.0, 2.0], rare=[np.nan, 1.0]) for _ in range(2)]
+    text = card_of(tmp_path, *parts)[1].text
+    assert "| reward `good` | 1.5 ± 0.5 (n=2) | 1.5 ± 0.5 (n=2) | 0 ± 0 (n=2) |" in text and "`rare`" not in text
+    parts = [evaluation([1.0, 2.0], ["a", "b"], good=[1.0, 2.0]) for _ in range(2)]
+    assert "`good`" not in card_of(tmp_path, *parts)[1].text  # the only one is the reward
+
+
+def test_samples_cannot_leave_their_block_and_are_short(tmp_path):
+    text = card_of(tmp_path)[1].text
+    assert "Before (reward 1):\n\n```text\nsecond\n```" in text
+    assert "After (reward 2):\n\n````text\n```\nthird\n````" in text
+    assert f"{'x' * 400} ...\n" in text and "x" * 401 not in text and "\x1b" not in text
+    assert "## Samples" not in card_of(tmp_path, samples=0)[1].text
+
+
+def test_a_run_without_evaluations_has_a_card(tmp_path):
+    text = card_of(tmp_path, None, None, eval_dataset="")[1].text
+    assert "## Figures" not in text and "held-out" not in text and "## Use" in text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_links_its_paper(tmp_path, method):
+    text = card_of(tmp_path, method=method)[1].text
+    links = [link for _, link in PAPERS.values() if link in text]
+    assert ("2601.11574" in text) == (method in RELAXED)
+    assert links == ([] if method in RELAXED else [PAPERS[method][1]])
+
+
+def test_nothing_says_where_it_was_made(tmp_path):
+    (tmp_path / "base").mkdir()
+    files = {"model": "base", "reward": "rewards.py:short", "train_dataset": "mine.jsonl", "eval_dataset": "held.csv"}
+    places = {name: str(tmp_path / file) for name, file in files.items()}
+    _, card = card_of(tmp_path, **places, hub_token="secret", model_init_kwargs={"dtype": str(tmp_path / "x")})
+    assert str(tmp_path) not in card.content and "secret" not in card.content
+    assert "the local model `base`" in card.text and "base_model" not in card.data.to_dict()
+    assert "`rewards.py:short`" in card.text and "`mine.jsonl`" in card.text and "datasets" not in card.data.to_dict()
+
+
+@pytest.mark.parametrize(("given", "shown"), [
+    ("/home/me/rewards.py:short", "rewards.py:short"), ("hf:/models/judge@GOOD", "hf:judge@GOOD"),
+    ("../other/data.csv", "data.csv"), ("~/data.csv", "data.csv"), ("data/prompts.jsonl", "data/prompts.jsonl"),
+    ("hf:some/judge", "hf:some/judge"), ([{"a": "/x/y", "b": 1}], [{"a": "y", "b": 1}]),
+])  # fmt: skip
+def test_paths_are_shortened_and_names_are_not(given, shown):
+    assert without_places(given) == shown
+
+
+def test_the_command_makes_the_same_run(tmp_path):
+    changes = {"reward": ["rewards.py:short", "hf:some/judge"], "reward_weights": [1.0, 0.5], "learning_rate": 1e-5,
+               "lora": {"r": 2, "alpha": 4}, "model_init_kwargs": None, "seed": 3, "raw_prompts": True,
+               "eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "constant", "report_to": "none",
+               "truncation": "left", "base_name": "true"}  # fmt: skip
+    config, card = card_of(tmp_path, **changes)
+    command = card.text.split("```bash\n")[1].split("\n```")[0].replace("\\\n", "")
+    words = iter(shlex.split(command)[2:])
+    options = {"--method": [], "--reward": [], "--set": [], "--output-dir": []}
+    for word in words:
+        options[word].append(next(words))
+    assert options["--output-dir"] == ["run"]
+    given = {"method": options["--method"][0], "reward": options["--reward"], "output_dir": "run"}
+    again = TrainConfig.load([], [*options["--set"], *(f"{name}={value}" for name, value in given.items())])
+    assert about(again)["settings"] == about(config)["settings"] and again.base_name == "true"
+
+
+def test_the_adapters_folder_has_the_card_instead_of_pefts_empty_one(tmp_path):
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "adapter" / "README.md").write_text("[More Information Needed]")
+    run = card_of(tmp_path)[1]
+    adapter = ModelCard.load(tmp_path / "run" / "adapter" / "README.md")
+    assert 'from_pretrained("run/adapter")' in run.text and 'from_pretrained("run/adapter")' in adapter.text
+    assert adapter.data.to_dict() == run.data.to_dict() and "More Information" not in adapter.text
+
+
+@pytest.mark.parametrize(("name", "there"), [("gpt2", True), ("a/b", True), ("a/b/c", False), ("/a", False),
+                                             ("", False)])  # fmt: skip
+def test_a_hub_id_has_at_most_one_slash(name, there):
+    assert is_hub_id(name) == there
+
+
+def test_a_folder_here_is_no_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_id("gpt2")
+
+
+def test_the_trainer_writes_its_card(tmp_path):
+    task = toy_task()
+    rows = [{"prompt": text} for text in task.train_prompts[:12]]
+    args = GradeConfig(
+        method="rloo", output_dir=str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=4, num_generations=2,
+        max_completion_length=4, eval_on_start=True, eval_on_end=True, save_strategy="no", use_cpu=True,
+        raw_prompts=True, report_to="none",
+    )  # fmt: skip
+    trainer = GradeTrainer(task.backbone, [lambda completions, **_: [float(len(c)) for c in completions]], args,
+                           rows, rows[:3])  # fmt: skip
+    trainer.train()
+    trainer.create_model_card(language="en", license="mit", tags="mine", dataset="Toys", dataset_tags="some/toys")
+    card = ModelCard.load(tmp_path / "run" / "README.md")
+    about = card.data.to_dict()
+    assert about["license"] == "mit" and about["language"] == "en" and about["datasets"] == ["some/toys"]
+    assert about["tags"] == ["grade", "reward-gradients", "mine"]
+    assert "| reward |" in card.text and card.text.count("(n=3)") >= 3
+    assert "prompts: Toys, 12 rows" in card.text and "held-out prompts: 3 rows" in card.text
+    assert "rank 4" in card.text and "RLOO" in card.text and "# run" in card.text
