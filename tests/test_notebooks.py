@@ -68,8 +68,8 @@ def settings_of(experiment):
     return importlib.import_module(f"grade.experiments.{experiment}.measure.tables").Measurements.Settings
 
 
-def test_every_notebook_but_the_tutorial_is_an_experiments():
-    assert [path.stem for path in NOTEBOOKS] == sorted([*EXPERIMENTS, "tutorial"])
+def test_every_notebook_is_an_experiments_or_teaches():
+    assert [path.stem for path in NOTEBOOKS] == sorted([*EXPERIMENTS, "tutorial", "your_own_task"])
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -27,7 +27,7 @@ from grade.errors import InputError
 
 OPTIMIZER_FILE = "optimizer.pt"
 STATE_FILE, HEAD_FILE = "grade_state.json", "value_head.safetensors"
-_PARTIAL, _OLD = ".partial", ".old"
+_PARTIAL, _OLD, RESULTS_STAGING = ".partial", ".old", ".results"
 
 
 class Saving(Trainer):
@@ -125,7 +125,7 @@ def clean(output: str | Path) -> None:
     Args:
         output: The run's folder.
     """
-    for name in (_PARTIAL, _OLD):
+    for name in (_PARTIAL, _OLD, RESULTS_STAGING):
         shutil.rmtree(Path(output) / name, ignore_errors=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,7 +19,7 @@ from grade.results import replacing
 from grade.training.checkpoint import clean, last_checkpoint
 from grade.training.config import TrainConfig
 
-RUN_FILE, FINISHED = "run.json", "metrics.json"
+RUN_FILE, RESULTS_FILE = "run.json", "metrics.json"
 Resume = Literal["no", "yes", "auto"]
 
 _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base_name", "samples", "log_completions",
@@ -82,26 +83,39 @@ def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path 
         if not same:
             name = next(name for name in now["inputs"] if before["inputs"].get(name) != now["inputs"][name])
             raise InputError(name, "another content than before", "what the run was started with, to continue it")
-        if (folder / FINISHED).is_file():
-            return "finished"
-        return checkpoint
-    if checkpoint and before and not (folder / FINISHED).is_file() and not overwrite:
+        return "finished" if _finished(folder, before) else checkpoint
+    if checkpoint and before and not _finished(folder, before) and not overwrite:
         allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
         raise InputError("output_dir", str(folder), allowed)
     remove_checkpoints(folder)
-    with replacing(folder / RUN_FILE) as file:
-        file.write(json.dumps(now, indent=1, sort_keys=True) + "\n")
+    _write(folder, now)
     return None
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Remove a run's checkpoints, newest last, so that a kill on the way leaves no older one to continue from."""
-    import shutil
+def finish(output_dir: str | Path) -> None:
+    """Note that a run has finished: its files are complete.
 
+    Args:
+        output_dir: The run's folder.
+    """
+    _write(Path(output_dir), _read(Path(output_dir) / RUN_FILE) | {"finished": True})
+
+
+def _finished(folder: Path, run: dict[str, Any]) -> bool:
+    # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
+    return bool(run.get("finished")) and (folder / RESULTS_FILE).is_file()
+
+
+def _write(folder: Path, run: dict[str, Any]) -> None:
+    with replacing(folder / RUN_FILE) as file:
+        file.write(json.dumps(run, indent=1, sort_keys=True) + "\n")
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove a run's checkpoints, each in one step."""
     while (checkpoint := last_checkpoint(folder)) is not None:
-        doomed = folder / ".old"
-        checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        checkpoint.rename(folder / ".old")
+        shutil.rmtree(folder / ".old")
 
 
 def about(config: TrainConfig) -> dict[str, Any]:

@@ -67,6 +67,8 @@ def make_policy(
         for p in backbone.model.parameters():  # the frozen base; the adapter keeps its own type
             if not p.requires_grad:
                 p.data = p.data.to(torch.bfloat16)
+    if not isinstance(model, Backbone):
+        name_base(backbone)
     if args.temperature != 1.0:
         backbone.head = replace(backbone.head, temperature=args.temperature)
     return backbone

@@ -26,7 +26,14 @@ from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training import folder
 from grade.training.callbacks import Lines, StopOnSignal
-from grade.training.checkpoint import OPTIMIZER_FILE, export_adapter, last_checkpoint, not_written
+from grade.training.card import write_card
+from grade.training.checkpoint import (
+    OPTIMIZER_FILE,
+    RESULTS_STAGING,
+    export_adapter,
+    last_checkpoint,
+    not_written,
+)
 from grade.training.evaluate import Evaluation
 from grade.training.load import load_task
 from grade.training.policy import name_base
@@ -103,6 +110,7 @@ def train(
             result = run_training(config, task, log, Path(config.output_dir), begin)
             if main and result.interrupted is None:
                 write_run(config.output_dir, config, task, result)
+                folder.finish(config.output_dir)
         except OSError as error:
             raise not_written(config.output_dir, error) from error
     return result
@@ -225,7 +233,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         result: The run's results.
     """
     output = Path(output_dir)
-    staging = output / ".results"
+    staging = output / RESULTS_STAGING
     shutil.rmtree(staging, ignore_errors=True)
     (staging / "checkpoints").mkdir(parents=True)
     task.backbone.save_adapter(staging / "adapter")
@@ -239,8 +247,8 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         write_history(staging / file, parts)
     (staging / "samples.json").write_text(json.dumps(_samples(config, result), indent=1) + "\n", encoding="utf-8")
     write_results(staging / "metrics.json", run_metrics(config, result, task.backbone))
-    # metrics.json says that a run is finished, so it comes last.
-    for item in sorted(staging.iterdir(), key=lambda path: path.name == folder.FINISHED):
+    write_card(staging, config, result)
+    for item in staging.iterdir():
         target = output / item.name
         if target.is_dir():
             os.replace(target, output / ".old")

@@ -41,6 +41,7 @@ from grade.models.sampling import check_length
 from grade.results import replacing
 from grade.rewards.rewards import make_rewards
 from grade.training.callbacks import StepEnd
+from grade.training.card import Describing
 from grade.training.checkpoint import Saving
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, Sampling, evaluate_examples
@@ -82,7 +83,7 @@ class PromptOrder(Sampler[int]):
             left -= self.rows
 
 
-class GradeTrainer(Saving, Trainer):
+class GradeTrainer(Saving, Describing, Trainer):
     """Trains an adapter by reward gradients through generated text, or by policy gradients.
 
     Arguments are those of TRL's ``GRPOTrainer`` where it has them.

@@ -113,6 +113,24 @@ def test_a_finished_run_is_left_alone(common, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+def test_a_run_killed_in_a_finished_runs_folder_is_not_taken_for_finished(common, tmp_path, monkeypatch):
+    assert train(settings("ste", common, tmp_path), silent).step == 4
+    other = common | {"beta": 0.3}
+    interrupted(other, tmp_path, monkeypatch)
+    assert (tmp_path / "metrics.json").is_file()  # the earlier run's results stand until there are others
+    assert train(settings("ste", other, tmp_path), silent, "yes").step == 4
+    assert train(settings("ste", other, tmp_path), silent, "yes") is None
+
+
+def test_a_finished_run_whose_results_were_removed_writes_them_again(common, tmp_path):
+    """As DVC removes them before it runs a stage again."""
+    train(settings("ste", common, tmp_path), silent)
+    before = (tmp_path / "metrics.json").read_bytes()
+    (tmp_path / "metrics.json").unlink()
+    assert train(settings("ste", common, tmp_path), silent, "auto").step == 4
+    assert (tmp_path / "metrics.json").read_bytes() == before
+
+
 def test_a_folder_takes_one_run_at_a_time(common, tmp_path):
     with folder.locked(tmp_path), pytest.raises(InputError, match="a folder that no other run is writing to"):
         train(settings("ste", common, tmp_path), silent)
