@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -88,8 +90,23 @@ def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path 
         allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
         raise InputError("output_dir", str(folder), allowed)
     remove_checkpoints(folder)
-    _write(folder, now)
+    _write(folder, now | {"id": uuid.uuid4().hex[:12]})
     return None
+
+
+def continue_trackers(output_dir: str | Path, resumed: bool) -> None:
+    """Let trackers go on with their run where this one is resumed; what the user's environment says comes first.
+
+    Args:
+        output_dir: The run's folder.
+        resumed: Whether this run goes on from a checkpoint.
+    """
+    run = _read(Path(output_dir) / RUN_FILE) or {}
+    wanted = {"TENSORBOARD_LOGGING_DIR": str(Path(output_dir) / "tensorboard"), "WANDB_RESUME": "allow",
+              "WANDB_RUN_ID": run.get("id", ""), "DVCLIVE_RESUME": "true" if resumed else ""}  # fmt: skip
+    for name, value in wanted.items():
+        if value:
+            os.environ.setdefault(name, value)
 
 
 def finish(output_dir: str | Path) -> None:

@@ -106,6 +106,8 @@ def train(
         if config.device.type == "cpu":
             use_fastest_threads(task.backbone.hidden_size)
         name_base(task.backbone, config.base_name)
+        if config.trackers:
+            folder.continue_trackers(config.output_dir, begin is not None)
         try:
             result = run_training(config, task, log, Path(config.output_dir), begin)
             if main and result.interrupted is None:

@@ -131,6 +131,21 @@ def test_a_finished_run_whose_results_were_removed_writes_them_again(common, tmp
     assert (tmp_path / "metrics.json").read_bytes() == before
 
 
+def test_trackers_go_on_with_the_same_run(common, tmp_path, monkeypatch):
+    names = ("TENSORBOARD_LOGGING_DIR", "WANDB_RUN_ID", "WANDB_RESUME")
+    seen = []
+    record = lambda *_: seen.append([os.environ[name] for name in names]) or _stop()  # noqa: E731
+    monkeypatch.setattr("grade.training.run.run_training", record)
+    for resume in ("no", "yes", "no"):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(Stop):
+            train(settings("ste", common | {"report_to": ["wandb"]}, tmp_path), silent, resume, overwrite=True)
+    first, resumed, other = seen
+    assert first == resumed and first[0] == str(tmp_path / "tensorboard") and first[2] == "allow"
+    assert other[1] != first[1]
+
+
 def test_a_folder_takes_one_run_at_a_time(common, tmp_path):
     with folder.locked(tmp_path), pytest.raises(InputError, match="a folder that no other run is writing to"):
         train(settings("ste", common, tmp_path), silent)

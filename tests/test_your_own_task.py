@@ -1,0 +1,129 @@
+"""A user's own task: the notebook is short and says its points, the page's files and commands work as they stand."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from grade import toy_task
+from grade.cli import main as command_line
+from grade.data.prompts import load_prompts
+from grade.training.config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = nbformat.read(ROOT / "notebooks/your_own_task.ipynb", as_version=4)
+CODE = [cell.source for cell in NOTEBOOK.cells if cell.cell_type == "code"]
+PAGE = (ROOT / "docs/your-own-task.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S)
+
+
+COMMANDS = [line.split() for block in blocks("sh") for line in block.splitlines()]
+
+
+def reward_of(source):
+    """The reward function that a text defines."""
+    lines = re.search(r"^def short_words\(.*?\n(?: .*\n)+", source, re.M)[0]
+    names = {"re": re}
+    exec(lines, names)
+    return names["short_words"], lines
+
+
+# --- the notebook ---
+
+
+def test_it_has_at_most_twelve_code_cells_and_prose_between_them():
+    assert len(CODE) <= 12
+    assert len([cell for cell in NOTEBOOK.cells if cell.cell_type == "markdown"]) >= 8
+
+
+def test_every_figure_has_a_title_that_is_short():
+    for source in CODE:
+        titles = re.findall(r'suptitle\("([^"]+)"', source)
+        assert len(titles) == source.count("savefig(") and all(len(title) <= 60 for title in titles)
+
+
+def test_its_prompts_are_sixty_sentences_of_which_no_held_out_one_is_trained_on():
+    rows = load_prompts(ROOT / "notebooks/your_own_task.jsonl")
+    train, test = ({row["prompt"] for row in rows if row["split"] == split} for split in ("train", "test"))
+    assert (len(train), len(test), len(rows)) == (36, 24, 60) and not train & test
+
+
+@pytest.mark.parametrize("source", [*(s for s in CODE if "def short_words" in s), blocks("python")[0]])
+def test_the_reward_is_the_share_of_short_words_and_has_at_most_five_lines(source):
+    function, lines = reward_of(source)
+    assert len(lines.splitlines()) <= 5
+    texts = ["The sun is up and it is hot.", "A big elephant, my friend, sat on this chair", "hot", ""]
+    # 8 of 8; 5 of 9 (a, my, sat, on, this... and "big": 6 of 9); 1 of at least 8; nothing
+    assert function(completions=texts, prompts=texts) == [1.0, 6 / 9, 1 / 8, 0.0]
+
+
+# --- the page ---
+
+
+def test_it_has_at_most_250_lines():
+    assert len(PAGE.splitlines()) <= 250
+
+
+def test_its_yaml_is_a_run_of_the_training_command(tmp_path):
+    config = TrainConfig.parse(yaml.safe_load(blocks("yaml")[0]) | {"output_dir": str(tmp_path)})
+    assert (config.method, config.reward, config.beta) == ("rloo", "rewards.py:short_words", 0.2)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with the files that the page speaks of, and a tiny model in the place of the real one."""
+    backbone = toy_task().backbone
+    backbone.peft.unload().save_pretrained(tmp_path / "models/backbone")
+    backbone.tokenizer.save_pretrained(tmp_path / "models/backbone")
+    verifier = 'from grade.rewards.verifiers import exact_answer\n\nanswer = exact_answer("answer")\n'
+    (tmp_path / "rewards.py").write_text(f"import re\n\n{verifier}\n\n{reward_of(blocks('python')[0])[1]}")
+    for name in ("prompts", "held_out"):
+        rows = [{"prompt": f"The film {number} was", "answer": str(number)} for number in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "short.yaml").write_text(blocks("yaml")[0] + "report_to: none\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRADE_PROGRESS", "0")
+    return tmp_path
+
+
+def run(line, *more):
+    words = [word for word in " ".join(line).replace('"The sky is blue because"', "The_sky").split()]
+    assert words[0] == "grade"
+    return command_line.main([*words[1:], *more])
+
+
+def test_its_commands_run_one_after_the_other(project, capsys):
+    trained = [line for line in COMMANDS if line[:2] == ["grade", "train"]]
+    assert len(trained) == 4
+    for line in trained:
+        assert run(line, "--set", "max_steps=2") == 0, capsys.readouterr().err
+    assert "this run has finished" in capsys.readouterr().out  # the last one is --resume of the first
+    names = {path.name for path in (project / "runs/short").iterdir()}
+    table = PAGE.split("## What comes out")[1].split("```")[0]
+    for name in re.findall(r"`([\w.]+)/?`", table):
+        if name != "log_completions":
+            assert name in names, name
+    assert any(name.startswith("checkpoint-") for name in names)
+    for command in ("show", "merge", "generate"):
+        (line,) = [line for line in COMMANDS if line[:2] == ["grade", command]]
+        changed = ["--backbone", "models/backbone"] if command == "generate" else []
+        assert run(line, *changed) == 0, capsys.readouterr().err
+    assert (project / "runs/short-merged/config.json").is_file()
+
+
+def test_its_line_for_memory_has_options_that_there_are(monkeypatch):
+    (line,) = [line for line in COMMANDS if line[:2] == ["grade", "memory"]]
+    monkeypatch.setattr(command_line.import_command("memory"), "run_memory", lambda args: None)
+    assert run(line) == 0
+
+
+def test_its_line_for_several_processes_is_the_same_command_behind_accelerate():
+    (line,) = [line for line in COMMANDS if line[0] == "accelerate"]
+    assert line[1:6] == ["launch", "--num_processes", "8", "-m", "grade"]
+    assert line[6:9] == ["train", "--config", "short.yaml"]
