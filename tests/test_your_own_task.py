@@ -59,7 +59,7 @@ def test_the_reward_is_the_share_of_short_words_and_has_at_most_five_lines(sourc
     function, lines = reward_of(source)
     assert len(lines.splitlines()) <= 5
     texts = ["The sun is up and it is hot.", "A big elephant, my friend, sat on this chair", "hot", ""]
-    # 8 of 8; 5 of 9 (a, my, sat, on, this... and "big": 6 of 9); 1 of at least 8; nothing
+    # all 8; a, big, my, sat, on, this of 9; 1 of at least 8; nothing
     assert function(completions=texts, prompts=texts) == [1.0, 6 / 9, 1 / 8, 0.0]
 
 

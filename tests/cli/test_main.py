@@ -121,7 +121,7 @@ def test_a_checkpoint_is_the_run_that_ended_there(project, trained, tmp_path):
 @pytest.mark.parametrize("lost", [[], ["checkpoint-3"], ["checkpoint-2", "checkpoint-3"]], ids=len)
 def test_a_stage_that_was_stopped_anywhere_ends_as_the_whole_one(project, trained, tmp_path, lost):
     """The pipeline removes a stage's outs before it runs it again; checkpoints are none, and a kill may come early."""
-    output, outs = tmp_path / "run", ("adapter", "checkpoints", "samples.json", "metrics.json", "history.csv")
+    output, outs = tmp_path / trained.name, ("adapter", "checkpoints", "samples.json", "metrics.json", "history.csv")
     shutil.copytree(trained, output)
     for name in (*outs, *lost):
         path = output / name
