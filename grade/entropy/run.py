@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from grade.data.reviews import load_reviews
+from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient
 from grade.entropy.report import ProbeReport
 from grade.entropy.settings import ProbeConfig
@@ -20,7 +20,7 @@ from grade.gradients.methods import RELAXED
 from grade.gradients.objective import Objective, RewardScope
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, encode_prompts, prompt_text
+from grade.models.prompts import PromptBatch, encode_prompts
 from grade.rewards.arithmetic import Problems
 from grade.rewards.model import RewardModel, load_reward
 from grade.training.checkpoint import OPTIMIZER_FILE, load_optimizer

@@ -193,7 +193,7 @@ def join_claims(outputs: str | Path, notebooks: Mapping[str, str]) -> list[Claim
 
 
 def _notebook_links(outputs: Path, notebooks: Mapping[str, str]) -> Iterable[str]:
-    for key, notebook in {"tutorial": "tutorial", **notebooks}.items():
+    for key, notebook in {"tutorial": "tutorial", "your_own_task": "your_own_task", **notebooks}.items():
         if (outputs / key / f"{notebook}.ipynb").is_file():
             yield f"- [{key}]({key}/{notebook}.ipynb)"
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from grade.data.reviews import load_reviews
+from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.gradients.estimators import EstimatorName, RelaxationConfig
 from grade.gradients.objective import Engine, GradientStep, Objective
@@ -20,7 +20,7 @@ from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.head import kl_divergence
 from grade.models.parameters import flatten
-from grade.models.prompts import PromptBatch, encode_prompts, prompt_text
+from grade.models.prompts import PromptBatch, encode_prompts
 from grade.rewards.model import RewardModel, load_reward
 from grade.training.toy import toy_reviews, toy_task
 

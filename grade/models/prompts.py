@@ -78,37 +78,6 @@ class PromptBatch:
         return PromptBatch(self.ids.to(device), self.mask.to(device), self.examples)
 
 
-def prompt_text(review: str, max_chars: int = 200) -> str:
-    """The start of a review that serves as a prompt: two sentences, cut to ``max_chars`` characters.
-
-    A sentence ends at a full stop, whatever comes after it, as in the paper. Unlike there, leading full stops are
-    dropped first: the two "sentences" of "...well" would both be empty. White space at the end is dropped too, because
-    to most tokenizers it is the beginning of the next word.
-
-    Args:
-        review: The text.
-        max_chars: The longest prompt, in characters.
-
-    Returns:
-        The prompt, never empty.
-
-    Raises:
-        InputError: If ``review`` holds nothing but full stops and white space, or ``max_chars`` is less than 1.
-
-    >>> prompt_text("I saw this. Twice. Never again.")
-    'I saw this. Twice'
-    >>> prompt_text("... so bad it is good!", max_chars=6)
-    'so bad'
-    """
-    if max_chars < 1:
-        raise InputError("max_chars", max_chars, "a whole number of at least 1")
-    sentences = review.lstrip(". \t\r\n").split(".")[:2]
-    prompt = ".".join(sentences)[:max_chars].strip()
-    if not prompt:
-        raise InputError("prompt", review, "a text with at least one word")
-    return prompt
-
-
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_prompt_tokens: int, pad_to: int | None = None
 ) -> PromptBatch:

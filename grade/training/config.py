@@ -5,12 +5,15 @@ Names are those of transformers' ``TrainingArguments`` and, where TRL's ``GRPOCo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
 
 from grade.config import allowed_names, setting
 from grade.errors import InputError
@@ -19,6 +22,13 @@ from grade.gradients.objective import RewardScope
 from grade.models.adapter import LoraSettings
 
 SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"
+_CHOICES = {
+    "lr_scheduler_type": [kind.value for kind in SchedulerType],
+    "optim": [kind.value for kind in OptimizerNames],
+    "eval_strategy": [kind.value for kind in IntervalStrategy],
+    "save_strategy": [kind.value for kind in SaveStrategy],
+    "logging_strategy": [kind.value for kind in IntervalStrategy],
+}
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "use_vllm": False}
 
 
@@ -67,7 +77,15 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     model_init_kwargs: dict[str, Any] | None = setting(None, "for a model given by name: dtype, attn_implementation")
 
+    per_device_train_batch_size: PositiveInt = setting(
+        8, "completions in a microbatch, B, of B / num_generations prompts (relaxed methods: of B)"
+    )
+    gradient_accumulation_steps: PositiveInt = setting(1, "microbatches of a process in an optimizer step")
+    max_steps: Annotated[int, Field(ge=-1)] = setting(-1, "optimizer steps; -1: num_train_epochs passes")
+    seed: NonNegativeInt = setting(42, "seed of adapter, prompt order and noise")
     learning_rate: PositiveFloat = setting(2e-4, "AdamW learning rate of the adapter")
+    weight_decay: NonNegativeFloat = setting(0.0, "AdamW weight decay")
+    max_grad_norm: NonNegativeFloat = setting(1.0, "the gradient is clipped to this norm; 0: it is not clipped")
     optim: str = setting("adamw_torch", "optimizer, one of transformers' names")
     logging_steps: float = setting(1, "steps between rows of the log")
     per_device_eval_batch_size: PositiveInt = setting(64, "prompts sampled at once in an evaluation")
@@ -92,6 +110,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
             if self.per_device_train_batch_size % value:
                 allowed = f"a divisor of per_device_train_batch_size = {self.per_device_train_batch_size}"
                 raise InputError(name, value, allowed)
+        self._check_transformers_values()
+        if self.max_steps == 0:
+            raise InputError("max_steps", 0, "at least 1, or -1 for num_train_epochs passes")
         if 0 < self.max_steps <= self.warmup_steps:
             raise InputError("warmup_steps", self.warmup_steps, f"less than max_steps = {self.max_steps}")
         if self.fsdp or self.deepspeed:
@@ -107,6 +128,26 @@ class GradeConfig(MethodConfig, TrainingArguments):
         self.gradient_checkpointing = self.activation_checkpointing = None
         TrainingArguments.__post_init__(self)
         self.gradient_checkpointing = recompute
+
+    def _check_transformers_values(self) -> None:
+        """What transformers would refuse later, or without naming the field."""
+        for name, names in _CHOICES.items():
+            value = str(getattr(getattr(self, name), "value", getattr(self, name)))
+            if value not in names:
+                raise InputError(name, value, allowed_names(value, names))
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(name, value, "greater than 0; the matching strategy is no for never")
+        for name in ("warmup_steps", "dataloader_num_workers"):
+            if getattr(self, name) < 0:
+                raise InputError(name, getattr(self, name), "at least 0")
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
+        """As `grade.config.Settings.parse`; YAML reads an unquoted ``no`` of a strategy as false."""
+        given = {k: "no" if v is False and k.endswith("_strategy") else v for k, v in values.items()}
+        return super().parse(given, source, sources)
 
     @property
     def trackers(self) -> list[str]:

@@ -73,6 +73,8 @@ def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path 
     folder, now = Path(config.output_dir), about(config)
     clean(folder)
     before, checkpoint = _read(folder / RUN_FILE), last_checkpoint(folder)
+    if before is not None and checkpoint is None and not _finished(folder, before):
+        before = None  # nothing was trained: a bad start may be mended
     changed = next((name for name in now["settings"] if before["settings"].get(name) != now["settings"][name]), None) \
         if before else None  # fmt: skip
     same = before is not None and changed is None and before["inputs"] == now["inputs"]

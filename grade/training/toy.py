@@ -13,10 +13,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from grade.data.base_model import BackboneConfig, tiny_model, train_tokenizer
-from grade.data.reviews import Review
+from grade.data.reviews import Review, prompt_text
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
-from grade.models.prompts import prompt_text
 from grade.rewards.fit import BagSettings, RewardConfig, TrunkSettings, train_reward
 from grade.rewards.gold import GoldJudge
 from grade.training.task import Task

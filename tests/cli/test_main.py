@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from grade.cli.main import COMMANDS, main
 from grade.config import own_fields
+from grade.data.reviews import prompt_text
 from grade.gradients.methods import METHODS, POLICY_GRADIENTS
-from grade.models.prompts import prompt_text
 from grade.results import read_metrics
 from grade.training.config import TrainConfig
 from grade.training.toy import toy_reviews, toy_task
@@ -152,7 +152,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained,
 
 def test_all_trains_every_method_and_optimised_equals_legacy(project, tmp_path):
     """On the same noise with all hops, a whole run is the same: reward and KL of every step."""
-    assert train(project, tmp_path, "--method", "all", "--set", "hops=5", "--set", "eval_steps=9",
+    assert train(project, tmp_path, "--method", "all", "--set", "hops=5", "--set", "eval_strategy=no",
                  "--set", "num_generations=4") == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(METHODS)
     for method in POLICY_GRADIENTS:  # a setting of others, such as hops, does not stop them
@@ -194,6 +194,10 @@ BAD = {
     "K > V": (["--set", "gumbel_topk=100000"], "gumbel_topk: got 100000; allowed: 0 .* to 300"),
     "hops": (["--set", "hops=-1"], "hops: got -1"),
     "B": (["--set", "per_device_train_batch_size=0"], "per_device_train_batch_size: got 0"),
+    "no steps": (["--set", "max_steps=0"], "max_steps: got 0; allowed: at least 1, or -1"),
+    "no microbatch": (["--set", "gradient_accumulation_steps=0"], "gradient_accumulation_steps: got 0"),
+    "a negative seed": (["--set", "seed=-1"], "seed: got -1"),
+    "a negative decay": (["--set", "weight_decay=-0.1"], "weight_decay: got -0.1"),
     "T": (["--set", "max_completion_length=0"], "max_completion_length: got 0"),
     "context": (["--set", "max_completion_length=300"], r"max_prompt_tokens \+ max_new_tokens: got 306.* at most 256"),
     "combination": (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from grade.data.reviews import prompt_text
 from grade.errors import InputError
 from grade.models import prompts as module
 from grade.models.prompts import (
@@ -19,7 +20,6 @@ from grade.models.prompts import (
     encode_examples,
     encode_prompts,
     position_ids,
-    prompt_text,
 )
 
 UNK, BOS, EOS, PAD, A, B, C = range(7)

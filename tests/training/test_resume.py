@@ -73,6 +73,12 @@ def test_other_settings_cannot_continue_a_run(common, tmp_path, monkeypatch):
     assert train(settings("ste", common | {"save_steps": 3}, tmp_path), silent, "yes").step == 4
 
 
+def test_a_bad_start_can_be_mended(common, tmp_path):
+    with pytest.raises(InputError, match="reward"):
+        train(settings("ste", common | {"reward": "no/such/folder"}, tmp_path), silent)
+    assert train(settings("ste", common, tmp_path), silent, "yes").step == 4
+
+
 def test_other_prompts_cannot_continue_a_run(common, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(Path(common["train_dataset"]).read_text())
@@ -141,6 +147,7 @@ def test_trackers_go_on_with_the_same_run(common, tmp_path, monkeypatch):
             monkeypatch.delenv(name, raising=False)
         with pytest.raises(Stop):
             train(settings("ste", common | {"report_to": ["wandb"]}, tmp_path), silent, resume, overwrite=True)
+        (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
     first, resumed, other = seen
     assert first == resumed and first[0] == str(tmp_path / "tensorboard") and first[2] == "allow"
     assert other[1] != first[1]

@@ -25,13 +25,12 @@ from typing import Any
 import pandas as pd
 import torch
 
-from grade.data.reviews import load_reviews
+from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.measured import progress
 from grade.gradients.methods import METHODS
 from grade.models.backbone import Backbone
-from grade.models.prompts import prompt_text
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig

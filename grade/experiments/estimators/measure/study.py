@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from grade.data.reviews import load_reviews
+from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.experiments.estimators.measure.moments import (
     Moments,
@@ -31,7 +31,7 @@ from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
 from grade.experiments.setting import load_policy
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.prompts import encode_prompts, prompt_text
+from grade.models.prompts import encode_prompts
 from grade.rewards.model import load_reward
 from grade.stats import interval, tensor_spread
 from grade.training.toy import toy_reviews
