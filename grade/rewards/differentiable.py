@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -169,14 +170,19 @@ def _moved(embeds: Tensor, mask: Tensor, descending: bool) -> tuple[Tensor, Tens
 
 @contextlib.contextmanager
 def _any_batch(model: PreTrainedModel) -> Iterator[None]:
-    """Decoders without a padding token refuse batches, although embeddings have none: name one that no id equals."""
-    config = model.config.get_text_config()
-    before = config.pad_token_id
+    """Decoders without a padding token refuse batches, although embeddings have none: name one that no id equals.
+
+    They also warn that padding cannot be seen among embeddings, which the probe has dealt with.
+    """
+    config, noise = model.config.get_text_config(), logging.getLogger("transformers.modeling_layers")
+    before, level = config.pad_token_id, noise.level
     config.pad_token_id = -1
+    noise.setLevel(logging.ERROR)
     try:
         yield
     finally:
         config.pad_token_id = before
+        noise.setLevel(level)
 
 
 @torch.no_grad()

@@ -248,12 +248,13 @@ def command_of(config: TrainConfig) -> str:
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     words = [["grade", "train", "--method", config.method, "--output-dir", Path(config.output_dir).resolve().name]]
     words += [["--reward", without_places(spec)] for spec in rewards]
-    default = TrainConfig(output_dir=config.output_dir, method=config.method)  # with what the Trainer makes of it
+    # With what the Trainer makes of them, on the same devices.
+    default = TrainConfig(output_dir=config.output_dir, method=config.method, use_cpu=config.use_cpu)
     for item in fields(TrainConfig):
         value = getattr(config, item.name)
         if not item.init or item.name in _NOT_SET or item.name.startswith(_NOT_SET_PREFIXES):
             continue
-        if value == getattr(default, item.name):
+        if value == (TrainConfig.default_of("use_cpu") if item.name == "use_cpu" else getattr(default, item.name)):
             continue
         value = value.model_dump() if hasattr(value, "model_dump") else getattr(value, "value", value)
         if isinstance(value, bool | int | float | str | list | dict | None):

@@ -122,7 +122,9 @@ class GradeTrainer(Saving, Describing, Trainer):
         peft_config: LoraConfig | None = None,
         judge: GoldJudge | None = None,
     ) -> None:
-        args = args or GradeConfig()
+        if args is None:
+            name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
+            args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
         self.backbone = make_policy(model, args, processing_class, peft_config).to(args.device)
         if args.relaxed:
             args.relaxation(args.tau_start).check(self.backbone.vocab_size)
