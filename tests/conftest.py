@@ -52,6 +52,16 @@ def make_backbone(config=None, dtype=torch.float64, perturb=True, seed=0, **lora
     return perturb_adapter(backbone) if perturb else backbone
 
 
+def save_toy_base(folder):
+    """The toy task, with its base and tokenizer in a folder; the task's own policy has no adapter afterwards."""
+    from grade.training.toy import toy_task
+
+    task = toy_task(lora=None)
+    task.backbone.peft.unload().save_pretrained(folder)
+    task.backbone.tokenizer.save_pretrained(folder)
+    return task
+
+
 def make_prompts(batch=3, length=5, seed=0) -> PromptBatch:
     """Left-padded random prompts of different lengths."""
     generator = torch.Generator().manual_seed(seed)

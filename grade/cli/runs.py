@@ -99,7 +99,8 @@ def _settings(run: Path, state: dict[str, Any] | None) -> str:
 
 
 def _finished(run: Path) -> bool:
-    return (run / "metrics.json").is_file()
+    about = run / "run.json"  # says so itself; an earlier run's results may still be beside it
+    return (run / "metrics.json").is_file() and (not about.is_file() or bool(_read_json(about).get("finished")))
 
 
 def _history(run: Path, state: dict[str, Any] | None) -> pd.DataFrame:

@@ -7,6 +7,7 @@ import shutil
 import pandas as pd
 import pytest
 import torch
+from conftest import save_toy_base
 from safetensors.torch import load_file
 
 from grade.cli.main import COMMANDS, main
@@ -15,7 +16,7 @@ from grade.data.reviews import prompt_text
 from grade.gradients.methods import METHODS, POLICY_GRADIENTS
 from grade.results import read_metrics
 from grade.training.config import TrainConfig
-from grade.training.toy import toy_reviews, toy_task
+from grade.training.toy import toy_reviews
 
 SMALL = {
     "method": "ste", "max_steps": 3, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 6,
@@ -29,11 +30,7 @@ SMALL = {
 def project(tmp_path_factory):
     """Base, reward model, judge, reviews and a config, as the pipeline's stages leave them."""
     root = tmp_path_factory.mktemp("project")
-    task = toy_task(lora=None)
-    with task.backbone.reference():
-        bare = task.backbone.peft.unload()
-    bare.save_pretrained(root / "base")
-    task.backbone.tokenizer.save_pretrained(root / "base")
+    task = save_toy_base(root / "base")
     task.reward_model.save(root / "bag")
     task.judge.save(root / "judge.npz")
     (root / "reviews").mkdir()

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from conftest import save_toy_base
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
@@ -28,9 +29,7 @@ PROMPTS = Dataset.from_list([{"prompt": f"The film was {i}", "number": i} for i 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    task = toy_task(lora=None)
-    task.backbone.peft.unload().save_pretrained(folder)
-    task.backbone.tokenizer.save_pretrained(folder)
+    save_toy_base(folder)
     return str(folder)
 
 

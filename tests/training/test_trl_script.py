@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from grade.training.toy import toy_task
+from conftest import save_toy_base
 
 SCRIPT = Path(__file__).with_name("trl_script.py")
 
@@ -16,9 +15,7 @@ SCRIPT = Path(__file__).with_name("trl_script.py")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    task = toy_task(lora=None)
-    task.backbone.peft.unload().save_pretrained(folder)
-    task.backbone.tokenizer.save_pretrained(folder)
+    save_toy_base(folder)
     return folder
 
 
