@@ -4,9 +4,6 @@ A prompt is a row of a dataset: its column "prompt" holds text, taken verbatim, 
 tokenizer's chat template turns into text; the other columns ride along to the reward. Prompts are padded on the left,
 so that every completion starts at the same column and the padding never stands between a prompt and its completion.
 
-The prompts of GRADE (arXiv 2601.11574) are the starts of held-out reviews: their first two sentences, at most 200
-characters, cut to a number of tokens.
-
 Left out: tools and images in messages, and batching (callers slice the rows).
 """
 

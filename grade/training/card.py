@@ -265,7 +265,7 @@ def command_of(config: TrainConfig) -> str:
 def without_places(value: Any) -> Any:
     """A setting, also a nested one, with absolute paths and those upwards shortened to their last part.
 
-    >>> without_places("/home/me/rewards.py:short"), without_places("hf:/models/judge@GOOD"), without_places("a/b.csv")
+    >>> without_places("/mine/rewards.py:short"), without_places("hf:/models/judge@GOOD"), without_places("a/b.csv")
     ('rewards.py:short', 'hf:judge@GOOD', 'a/b.csv')
     """
     if isinstance(value, dict):

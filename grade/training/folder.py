@@ -25,7 +25,7 @@ RUN_FILE, RESULTS_FILE = "run.json", "metrics.json"
 Resume = Literal["no", "yes", "auto"]
 
 _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base_name", "samples", "log_completions",
-         "dataloader_num_workers", "ddp_timeout", "eval_on_start")  # fmt: skip
+         "dataloader_num_workers", "ddp_timeout", "eval_on_start", "local_rank")  # fmt: skip
 _FREE_PREFIXES = ("save_", "hub_", "push_", "log_", "trackio_")
 _HASHED_BYTES = 2**20
 
@@ -144,14 +144,14 @@ def about(config: TrainConfig) -> dict[str, Any]:
         config: The run.
     """
     names = [field.name for field in fields(config) if field.init]
-    deprecated = {"local_rank"}
-    kept = [n for n in names if n not in _FREE and not n.startswith(_FREE_PREFIXES) and n not in deprecated]
+    kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
     settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     inputs = {"model": config.model, "train_dataset": config.train_dataset, "eval_dataset": config.eval_dataset,
               "gold": config.gold} | {f"reward {i}": spec for i, spec in enumerate(rewards)}  # fmt: skip
     package = Path(grade.__file__).parent
-    sources = [p for p in sorted(package.rglob("*.py")) if not {"experiments", "cli", "pipeline"} & set(p.parts)]
+    others = {"experiments", "cli", "pipeline"}
+    sources = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parts[0] not in others]
     return {
         "settings": settings,
         "inputs": {name: _fingerprint(value) for name, value in inputs.items()},

@@ -91,7 +91,7 @@ def test_nothing_says_where_it_was_made(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "shown"), [
-    ("/home/me/rewards.py:short", "rewards.py:short"), ("hf:/models/judge@GOOD", "hf:judge@GOOD"),
+    ("/mine/rewards.py:short", "rewards.py:short"), ("hf:/models/judge@GOOD", "hf:judge@GOOD"),
     ("../other/data.csv", "data.csv"), ("~/data.csv", "data.csv"), ("data/prompts.jsonl", "data/prompts.jsonl"),
     ("hf:some/judge", "hf:some/judge"), ([{"a": "/x/y", "b": 1}], [{"a": "y", "b": 1}]),
 ])  # fmt: skip
