@@ -57,9 +57,9 @@ class Review(NamedTuple):
 def prompt_text(review: str, max_chars: int = 200) -> str:
     """The start of a review that serves as a prompt: two sentences, cut to ``max_chars`` characters.
 
-    A sentence ends at a full stop, whatever comes after it, as in the paper. Unlike there, leading full stops are
-    dropped first: the two "sentences" of "...well" would both be empty. White space at the end is dropped too, because
-    to most tokenizers it is the beginning of the next word.
+    A sentence ends at a full stop, whatever comes after it, as in GRADE (arXiv 2601.11574). Unlike there, leading full
+    stops are dropped first: the two "sentences" of "...well" would both be empty. White space at the end is dropped
+    too, because to most tokenizers it is the beginning of the next word.
 
     Args:
         review: The text.
