@@ -274,7 +274,8 @@ class GradeTrainer(Saving, Describing, Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         """Clip each group of parameters by itself: a value head must not change the policy's step."""
-        norms = [self._norm(group["params"], self.args.max_grad_norm) for group in self.optimizer.param_groups]
+        limit = self.args.max_grad_norm or math.inf  # 0: not clipped; updates within a step come here all the same
+        norms = [self._norm(group["params"], limit) for group in self.optimizer.param_groups]
         self.window.note({"grad_norm": norms[0].double()})
         return norms[0]
 

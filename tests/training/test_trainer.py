@@ -218,6 +218,16 @@ def test_recomputing_layers_changes_nothing_but_memory(base, tmp_path):
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32, recomputed in another order
 
 
+def test_a_limit_of_zero_does_not_clip(base, tmp_path):
+    """In none of a step's updates: clipped to 0, the first would not move the policy, and no ratio would differ."""
+    rows = []
+    for limit in (0.0, 1e9):
+        made = trainer(base, tmp_path, method="grpo", num_iterations=2, max_grad_norm=limit, save_strategy="no")
+        made.train()
+        rows.append([row["grad_norm"] for row in made.state.log_history if "loss" in row])
+    assert rows[0] == rows[1]
+
+
 def test_a_saved_adapter_loads_from_anywhere(base, tmp_path, monkeypatch):
     made = trainer(base, tmp_path / "run")
     made.train()
