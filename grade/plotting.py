@@ -20,6 +20,7 @@ from grade.errors import InputError
 _COLORS = {
     # relaxed methods and estimators
     "ste": "#D55E00", "gumbel": "#0072B2", "gumbel_rao": "#009E73", "reinmax": "#CC79A7",
+    "st": "#661100",
     "ste_legacy": "#E69F00", "gumbel_legacy": "#56B4E9", "ste_trunk": "#AA4499", "gumbel_trunk": "#117733",
     # policy gradients
     "rloo": "#222222", "grpo": "#6A3D9A", "ppo": "#8C510A", "reinforce": "#7F7F7F", "remax": "#B8860B",
@@ -40,9 +41,9 @@ GIB = 2**30
 UNITS = {"GiB": GIB, "GB": 10**9}
 """Bytes of a binary and of a decimal gigabyte."""
 _MARKERS = dict(zip(
-    ("ste", "gumbel", "gumbel_rao", "reinmax", "ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk",
+    ("ste", "gumbel", "gumbel_rao", "reinmax", "st", "ste_legacy", "gumbel_legacy", "ste_trunk", "gumbel_trunk",
      "rloo", "grpo", "ppo", "reinforce", "remax", "trl_grpo", "replay", "unrolled", "checkpointed"),
-    "osv^DPX<" "oshD^v" "h8p", strict=True,
+    "osv^pDPX<" "oshD^v" "h8p", strict=True,
 ))  # fmt: skip
 _STYLE = {
     "figure.figsize": (6.4, 4.0),

@@ -73,7 +73,7 @@ def test_every_method_has_a_colour_and_a_mark_of_its_own():
     methods = [*ESTIMATORS, *POLICY_GRADIENTS, *variants]
     assert len({color(name) for name in methods}) == len(methods)
     # In print, where colours fade, no two of one figure look alike: marks differ within a family of methods.
-    for family in (("ste", "gumbel", "gumbel_rao", "reinmax"), POLICY_GRADIENTS):
+    for family in (("ste", "gumbel", "gumbel_rao", "reinmax", "st"), POLICY_GRADIENTS):
         assert len({marker(name) for name in family}) == len(family)
 
 

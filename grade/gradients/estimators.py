@@ -8,7 +8,10 @@ token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
 - `gumbel_rao` (Paulus, Maddison and Krause 2021, arXiv:2010.04838): as `ste`, with the softmax's gradient averaged over
   M draws of the noise *given the token*: the same expectation, and never more variance;
 - `reinmax` (Liu et al. 2023, arXiv:2304.08612): hard tokens, and a backward pass without noise that is second-order
-  accurate (`ste` is first-order).
+  accurate (`ste` is first-order);
+- `st` (Bengio et al. 2013, arXiv:1308.3432): hard tokens, and a backward pass without noise through the softmax of the
+  policy itself over the whole vocabulary: the all-action gradient with a first-order critic
+  (`grade.gradients.all_action`). It has no support and no tau.
 
 All but `gumbel` are straight-through: the text is hard, and what backward needs follows from logits and token alone
 (`draw_given`). Their completions may therefore come from any sampler; only `gumbel` needs the noise that drew them.
@@ -61,7 +64,7 @@ class RelaxationConfig(Config):
     estimator: EstimatorName = Field(
         "ste",
         description="gumbel: soft tokens; ste: hard tokens, soft gradient; gumbel_rao: ste averaged over noise given "
-        "the token; reinmax: second-order straight-through",
+        "the token; reinmax: second-order straight-through; st: straight-through without noise, full vocabulary",
     )
     support: Support = Field(
         "perturbed_top_k",
@@ -75,7 +78,7 @@ class RelaxationConfig(Config):
     min_new_tokens: int = Field(0, ge=0, description="end-of-sequence is not sampled before this many tokens")
 
     def check(self, vocab_size: int) -> None:
-        """Check against a model's vocabulary.
+        """Check against a model's vocabulary; a dense estimator has no K.
 
         Args:
             vocab_size: V.
@@ -83,7 +86,7 @@ class RelaxationConfig(Config):
         Raises:
             InputError: If K > V or more tokens are required than generated.
         """
-        if self.gumbel_topk > vocab_size:
+        if self.gumbel_topk > vocab_size and not ESTIMATORS[self.estimator].dense:
             raise InputError("gumbel_topk", self.gumbel_topk, f"0 (full vocabulary) to {vocab_size} (vocabulary size)")
         if self.min_new_tokens > self.max_new_tokens:
             raise InputError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
@@ -199,11 +202,14 @@ class Estimator:
         hard: Whether the forward token is one-hot. Only hard text can be sampled elsewhere (`draw_given`).
         redraws: Whether backward uses supports and noise redrawn given the token (`draw_given`) instead of those that
             chose it. Only the replay engine supports that.
+        dense: Whether backward goes through the policy's softmax over the whole vocabulary, without noise or tau. Then
+            a rollout keeps no support but the token, and `relax` only chooses it.
         options: Settings that only this estimator reads; with other methods they are an error.
     """
 
     hard: bool = True
     redraws: bool = False
+    dense: bool = False
     options: tuple[str, ...] = ()
 
     def draw(self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -277,11 +283,33 @@ class ReinMax(Estimator):
         return reinmax(logits, support == token.unsqueeze(1), tau)
 
 
+class DenseStraightThrough(Estimator):
+    """Straight-through without noise: one-hot forward, the softmax of the policy over the whole vocabulary backward."""
+
+    redraws, dense = True, True
+
+    def draw(self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: D102
+        one = config.model_copy(update={"gumbel_topk": 1, "support": "perturbed_top_k"})
+        return draw_support(logits, one, generator)
+
+    @torch.no_grad()
+    def draw_given(  # noqa: D102
+        self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        return alone(token)
+
+
+def alone(token: Tensor) -> tuple[Tensor, Tensor]:
+    """Supports of tokens [...] that hold the token alone, without noise: both [..., 1]."""
+    return token.unsqueeze(-1), torch.zeros_like(token, dtype=torch.float32).unsqueeze(-1)
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gumbel": GumbelSoftmax(),
     "ste": Estimator(),
     "gumbel_rao": RaoBlackwellised(),
     "reinmax": ReinMax(),
+    "st": DenseStraightThrough(),
 }
 
 
@@ -299,7 +327,7 @@ def draw_given(
 
     Returns:
         Token ids and noise, each [B, K], or [B, M, K] with `gumbel_rao`. The token has the largest ``l + noise``
-        (except for `reinmax`, whose noise is 0).
+        (except for `reinmax`, whose noise is 0). With `st` K is 1: the token.
 
     Raises:
         InputError: For an estimator with soft tokens.

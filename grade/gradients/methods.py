@@ -97,8 +97,14 @@ POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
     ),
 }  # fmt: skip
 POLICY_GRADIENTS: tuple[str, ...] = tuple(POLICY_GRADIENT_METHODS)
-METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS)
-GROUPED: tuple[str, ...] = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if method.grouped)
+DISTILLED = "distilled"
+"""The method that differentiates a reward distilled from scored completions (`grade.gradients.distilled`)."""
+FAMILIES = ("counts", "bag", "values")
+"""What a distilled reward may be linear in, unless the settings say otherwise."""
+METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS, DISTILLED)
+GROUPED: tuple[str, ...] = (
+    *(name for name, method in POLICY_GRADIENT_METHODS.items() if method.grouped), DISTILLED,
+)  # fmt: skip
 """Methods whose baseline is the mean of the prompt's other completions."""
 
 RelaxedName = Literal[tuple(RELAXED)]
@@ -108,15 +114,16 @@ MethodName = Literal[METHODS]
 
 def _options() -> dict[str, tuple[str, ...]]:
     replayed = tuple(name for name, method in RELAXED.items() if method.engine == "replay")
+    noisy = tuple(name for name, method in RELAXED.items() if not ESTIMATORS[method.estimator].dense)
     clipped = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if method.clipped)
     rows: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
-        (
-            tuple(RELAXED),
-            ("hops", "hop_tolerance", "gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps"),
-        ),
-        ((*replayed, *POLICY_GRADIENTS), ("gradient_checkpointing",)),
+        (tuple(RELAXED), ("hops", "hop_tolerance")),
+        (noisy, ("gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps")),
+        ((*replayed, *POLICY_GRADIENTS, DISTILLED), ("gradient_checkpointing",)),
         *(((name,), estimator.options) for name, estimator in ESTIMATORS.items()),
-        (POLICY_GRADIENTS, ("num_generations", "kl_estimator")),
+        ((*POLICY_GRADIENTS, DISTILLED), ("num_generations",)),
+        (POLICY_GRADIENTS, ("kl_estimator",)),
+        ((DISTILLED,), ("residual_weight", "distil_families", "distil_window")),
         (clipped, ("epsilon", "num_iterations", "minibatches")),
         *(((name,), method.options) for name, method in POLICY_GRADIENT_METHODS.items()),
     ]
@@ -181,6 +188,15 @@ class MethodConfig(Settings):
     value_learning_rate: PositiveFloat = setting(1e-3, "ppo: AdamW learning rate of the value head")
     value_clip: PositiveFloat = setting(0.2, "ppo: clip range of the value, in units of reward")
     whiten_advantages: bool = setting(True, "ppo: whiten the advantages of a step")
+
+    residual_weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = setting(
+        "auto", "distilled: weight of what the distilled reward misses: 0 biased, 1 unbiased, auto from the gradients"
+    )
+    distil_families: Annotated[list[str], Field(min_length=1)] | None = setting(
+        None, "distilled: what the reward may be linear in, the best of which is taken: counts, bag, ngrams, values, "
+        f"trunk, trunk<layers>; null: {', '.join(FAMILIES)}",
+    )
+    distil_window: PositiveInt = setting(2048, "distilled: completions that are kept for the fit; the oldest go first")
 
     def __post_init__(self) -> None:
         """Check values and how they fit together.

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -103,11 +104,15 @@ class StepContext:
         microbatches: Microbatches per step, over all processes.
         apply: Takes an optimizer step with the current gradients.
         total: Sums a tensor over processes.
+        gather: Joins lists of all processes, in order of rank.
+        rank: This process.
     """
 
     microbatches: int
     apply: Callable[[], object]
     total: Callable[[Tensor], Tensor] = lambda x: x
+    gather: Callable[[list[Any]], list[Any]] = lambda x: x
+    rank: int = 0
 
 
 class ValueHead(nn.Module):

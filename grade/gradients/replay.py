@@ -16,6 +16,9 @@ A reward that reads tokens through its own embedding table (a classifier with th
 ``e_R = scale * sum_k y_k E_R[support_k]``. With ``r_R = -dR/de_R`` and ``D_R`` the derivative of ``e_R`` by ``h``, it
 adds ``D_R^T r_R`` to ``k`` and nothing to ``r``; rewards of both kinds add up.
 
+With a dense estimator (`st`) ``D^T a`` is the gradient of ``sum_v pi_v <a, e_v>`` over the whole vocabulary, in chunks
+of rows (`grade.gradients.all_action`); nothing of size V is kept.
+
 Policy tokens processed: P + T on the cache, then (P + T) x (forward + (hops + 1) vector-Jacobian products), linear in
 T, where re-running the prefix at each step takes sum_t (P + t). Kept for backward: one teacher-forced pass, or with
 ``gradient_checkpointing`` one input a layer.
@@ -32,6 +35,7 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
+from grade.gradients.all_action import embedding_values, expected_values
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.rollout import Rollout, condition, noise_given, sample
@@ -206,6 +210,8 @@ class ReplayGraph:
             relaxation: Estimator and tau.
             table: A reward's own table, [B, T, D_R] -> [B, T, D] then; None: the policy's.
         """
+        if ESTIMATORS[relaxation.estimator].dense:
+            return _dense_pullback(self.backbone, self.h, rollout, relaxation, table)
         return _relaxation_pullback(self.backbone, self.h, rollout, relaxation, table)
 
     def adjoint(
@@ -292,5 +298,24 @@ def _relaxation_pullback(
 
     def pull(a: Tensor) -> Tensor:
         return torch.autograd.grad(e, leaf, a * valid, retain_graph=True)[0]
+
+    return pull
+
+
+def _dense_pullback(
+    backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable | None
+) -> Pullback:
+    """``D`` of ``e = scale * sum_v pi_v E_v``. Each product computes the logits again, chunk by chunk: none is kept."""
+    table = table or EmbeddingTable(backbone.embedding_weight, backbone.embedding_scale)
+    steps = torch.arange(h.shape[1], device=h.device).expand(h.shape[:2])
+    early = (steps < config.min_new_tokens).flatten() if config.min_new_tokens else None
+    valid = rollout.completion_mask.unsqueeze(-1)
+
+    def pull(a: Tensor) -> Tensor:
+        leaf = h.detach().requires_grad_()
+        values = embedding_values(table.weight, table.scale, (a * valid.to(a.dtype)).flatten(0, 1))
+        with torch.enable_grad():
+            expected = expected_values(backbone.head, leaf.flatten(0, 1), values, backbone.eos_token_ids, early)
+        return torch.autograd.grad(expected.sum(), leaf)[0]
 
     return pull

@@ -1,9 +1,9 @@
 """Sampling without gradient, on a key-value cache.
 
 `sample` draws relaxed completions and keeps what is needed to replay them: the hard tokens, the support and its noise,
-each [B, T, K] or smaller ([B, T, M, K] with `gumbel_rao`). The policy's logits [B, V] exist for one position at a time.
-`condition` makes a rollout of completions that were sampled elsewhere. Ordinary samples, for evaluation, come from
-`grade.models.sampling.generate`.
+each [B, T, K] or smaller ([B, T, M, K] with `gumbel_rao`, [B, T, 1] with `st`, whose backward pass reads neither). The
+policy's logits [B, V] exist for one position at a time. `condition` makes a rollout of completions that were sampled
+elsewhere. Ordinary samples, for evaluation, come from `grade.models.sampling.generate`.
 
 A completion ends with a hard end-of-sequence token, which still counts. Later positions are masked; draws there affect
 no result. The loop always runs the full T steps.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, draw_given
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, alone, draw_given
 from grade.models.decode_linear import SkinnyLinear
 from grade.models.head import CHUNK_ROWS, weighted_embedding
 from grade.models.prompts import PromptBatch
@@ -107,8 +107,9 @@ def condition(
     """A rollout of completions that were sampled elsewhere, for the straight-through estimators.
 
     One teacher-forced pass without gradient gives the logits of every position; supports and noise are drawn given the
-    tokens (`draw_given`). For samples of the policy, the rollout has the same distribution as one of `sample`. For
-    samples of another policy the gradient is off-policy, which is not corrected here.
+    tokens (`draw_given`). `st` needs neither, so it takes no pass. For samples of the policy, the rollout has the same
+    distribution as one of `sample`. For samples of another policy the gradient is off-policy, which is not corrected
+    here.
 
     Args:
         backbone: The policy.
@@ -129,20 +130,21 @@ def condition(
     check_completions(backbone, prompts, ids, mask, config.min_new_tokens)
     check_length(backbone, prompts.ids.shape[1] + ids.shape[1])
     ids = ids * mask
-    hidden = predicting_hidden(backbone, prompts, ids)
+    hidden = None if ESTIMATORS[config.estimator].dense else predicting_hidden(backbone, prompts, ids)
     support, noise = noise_given(backbone, hidden, ids, mask, config, generator)
     return Rollout(prompts, ids, mask.long(), support, noise, backbone.embed(ids))
 
 
 @torch.no_grad()
 def noise_given(
-    backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, config: RelaxationConfig, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+    backbone: Backbone, hidden: Tensor | None, ids: Tensor, mask: Tensor, config: RelaxationConfig,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Supports and noise of whole completions given their tokens; see `grade.gradients.estimators.draw_given`.
 
     Args:
         backbone: The policy.
-        hidden: Hidden states [B, T, D] at the positions that predict the tokens.
+        hidden: Hidden states [B, T, D] at the positions that predict the tokens; `st` does not read them.
         ids: Completions [B, T].
         mask: [B, T].
         config: Estimator, support, draws.
@@ -151,6 +153,8 @@ def noise_given(
     Returns:
         Token ids and noise, each [B, T, K] or [B, T, M, K]. The head runs in row chunks: no [B, T, V] tensor exists.
     """
+    if ESTIMATORS[config.estimator].dense:
+        return alone(ids)
     rows, flat = hidden.flatten(0, 1), ids.flatten()
     # A masked position may hold a token that is forbidden there. Draws there affect no result, so none is forbidden.
     steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 
 class StepEnd(TrainerCallback):
-    """Counts a step's seconds, and asks for a row of the log and an evaluation after the last one."""
+    """Counts a step's seconds, adjusts beta, and asks for a row of the log and an evaluation after the last one."""
 
     def __init__(self, trainer: GradeTrainer) -> None:
         self.trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: D102
         self.trainer.step_ended()
+        self.trainer.adjust_beta()
         last = state.global_step >= state.max_steps
         control.should_evaluate = control.should_evaluate or (last and args.eval_on_end)
         # An evaluation without the step's own row would have no samples and seconds beside it.

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there: written beside, then moved in.
 
 A checkpoint is the Trainer's: adapter, optimizer, schedule, generators, `trainer_state.json` with the history. Added
-are the learner's state (value head, running baseline), the seconds of training so far and the figures since the last
+are the learner's state (value head, running baseline), that of beta's controller, the seconds of training so far and the figures since the last
 row of the log, so that a run resumed between two rows writes the same second one. Noise needs no state: it is seeded by
 step and place.
 """
@@ -65,6 +65,8 @@ class Saving(Trainer):
 
     def _save_own(self, folder: Path) -> None:
         state = {"seconds": self.seconds, "window": self.window.state()}
+        if self.kl_target is not None:
+            state["kl_target"] = self.kl_target.state()
         if self.learner is not None:
             state["means"] = self.learner.means
             if self.learner.value_head is not None:
@@ -97,6 +99,9 @@ class Saving(Trainer):
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
             self.seconds = state["seconds"]
             self.window.restore(state["window"])
+            if self.kl_target is not None:
+                self.kl_target.restore(state["kl_target"])
+                self.set_beta(self.kl_target.beta)
             if self.learner is not None:
                 self.learner.means[:] = state["means"]
                 if self.learner.value_head is not None:

@@ -43,6 +43,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
     """
 
     beta: NonNegativeFloat = setting(0.0, "weight of KL, in reward per nat and token")
+    target_kl: PositiveFloat | None = setting(
+        None, "KL that beta is adjusted to after every step, in nats a completion; beta is where it starts. null: fixed"
+    )
     temperature: PositiveFloat = setting(
         1.0, "sampling temperature; the policy is softmax(logits / temperature) everywhere"
     )
@@ -104,6 +107,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
             if getattr(self, name) != neutral:
                 why = "completions are sampled here" if name == "use_vllm" else SAMPLED
                 raise InputError(name, getattr(self, name), f"{neutral} ({why})")
+        if self.target_kl is not None and self.beta == 0:
+            raise InputError("target_kl", self.target_kl, "null, or a beta above 0 to start from, such as beta = 0.1")
         if self.remove_unused_columns:
             raise InputError("remove_unused_columns", True, "false: the rewards read the other columns")
         for name, value in (("num_generations", self.group), ("minibatches", self.minibatches)):

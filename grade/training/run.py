@@ -51,8 +51,8 @@ TRAIN_COLUMNS = {
     "train/learning_rate": "learning_rate",
 }  # fmt: skip
 """Columns of ``history.csv``, and what the Trainer's log calls them."""
-METHOD_COLUMNS = {"train/clip_fraction": "clip_fraction", "train/value_loss": "value_loss"}
-"""Columns that only some methods have."""
+METHOD_COLUMNS = {"train/clip_fraction": "clip_fraction", "train/value_loss": "value_loss", "train/beta": "beta"}
+"""Columns that only some methods or settings have."""
 
 
 @dataclass

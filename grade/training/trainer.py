@@ -35,7 +35,7 @@ from grade.gradients.engines import make_engine
 from grade.gradients.estimators import tau_at
 from grade.gradients.methods import RELAXED
 from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import PolicyGradient, StepContext
+from grade.gradients.policy_gradient import StepContext
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.sampling import check_length
 from grade.results import replacing
@@ -45,7 +45,8 @@ from grade.training.card import Describing
 from grade.training.checkpoint import Saving
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, Sampling, evaluate_examples
-from grade.training.policy import make_policy
+from grade.training.kl_target import Targeting
+from grade.training.policy import make_learner, make_policy
 from grade.training.together import SharedObjective, Together
 from grade.training.window import Window
 
@@ -83,7 +84,7 @@ class PromptOrder(Sampler[int]):
             left -= self.rows
 
 
-class GradeTrainer(Saving, Describing, Trainer):
+class GradeTrainer(Saving, Describing, Targeting, Trainer):
     """Trains an adapter by reward gradients through generated text, or by policy gradients.
 
     Arguments are those of TRL's ``GRPOTrainer`` where it has them.
@@ -135,7 +136,7 @@ class GradeTrainer(Saving, Describing, Trainer):
         if args.relaxed:
             self.objective.require_gradient(args.method)
         self.judge, self.evaluations = judge, dict[int, Evaluation]()
-        self.learner = None if args.relaxed else PolicyGradient(args, self.backbone)
+        self.learner = make_learner(args, self.backbone)
         for dataset in (train_dataset, *_sets(eval_dataset).values()):
             self._check_dataset(dataset, args)
         if args.max_steps < 0 and train_dataset is not None:
@@ -257,7 +258,7 @@ class GradeTrainer(Saving, Describing, Trainer):
                 self.optimizer.step()
 
         self.shared.scores.clear()
-        parts = self.learner.step(pending, self.shared, StepContext(microbatches, apply, self.together.sum))
+        parts = self.learner.step(pending, self.shared, self._context(microbatches, apply))
         # Of each microbatch the samples' scores; a greedy baseline's come after them.
         scores = self.shared.scores[:: max(1, len(self.shared.scores) // len(parts))] or [None] * len(parts)
         for part, (prompts, _), given in zip(parts, pending, scores, strict=True):
@@ -266,6 +267,11 @@ class GradeTrainer(Saving, Describing, Trainer):
             for value in values:
                 self.window.note({name: value})
         return parts
+
+    def _context(self, microbatches: int, apply: Any) -> StepContext:
+        return StepContext(
+            microbatches, apply, self.together.sum, self.together.gather, self.args.process_index
+        )
 
     def _sum_gradients(self) -> None:
         for group in self.optimizer.param_groups:
@@ -365,12 +371,11 @@ class GradeTrainer(Saving, Describing, Trainer):
             self.evaluations[self.state.global_step] = evaluation
         self._write_table(f"{metric_key_prefix}_{self.state.global_step:05d}", evaluation.table())
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
-        metrics = evaluation.first(args.eval_prompts or n).summary(args.beta, metric_key_prefix)
+        metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         metrics |= speed_metrics(metric_key_prefix, start, num_samples=n)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(args, self.state, self.control, metrics)
         return metrics
-
 
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
         """Completions with their rewards, as ``completions/<name>.parquet``."""

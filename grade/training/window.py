@@ -21,12 +21,18 @@ class Window:
 
     Args:
         tokenizer: Decodes the completions that are kept; None: none are.
+
+    Attributes:
+        figures: Values of each figure since the last row.
+        rows: Completions that were kept since then.
+        completion_kl: KL a completion in nats, of each microbatch of the current step; empty between steps.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
         self.figures: dict[str, list[Any]] = {}
         self.rows: list[dict[str, Any]] = []
+        self.completion_kl: list[Tensor] = []
 
     def note(self, figures: dict[str, Tensor | float | None]) -> None:
         """Add one value of each figure; None is left out."""
@@ -43,6 +49,7 @@ class Window:
             scores: What its rewards gave, one by one; None where the reward is the policy's own.
         """
         mask = step.completion_mask
+        self.completion_kl.append((step.kl.double() * mask).sum(-1).mean())
         self.note(
             {
                 "reward": step.reward.mean(), "reward_std": step.reward.std(correction=0),

@@ -28,10 +28,10 @@ from grade.experiments.estimators.figures import (
 from grade.experiments.estimators.measure import study
 from grade.experiments.estimators.measure.enumerated import quality_table
 from grade.experiments.estimators.measure.rows import Variant, gradient_rows
-from grade.experiments.estimators.measure.shallow_reward import ShallowReward, first_layers
 from grade.experiments.estimators.measure.tables import Measurements, Settings
 from grade.experiments.estimators.metrics import metrics, timed_metrics
 from grade.experiments.measured import Tables, measure_all
+from grade.rewards.shallow import ShallowReward, first_layers
 from grade.training.toy import toy_reviews, toy_task
 
 STE = Variant("ste", 1.0, 0, 16)

@@ -291,4 +291,5 @@ def test_each_estimator_is_a_method_and_its_own_settings_are_refused_elsewhere()
     assert set(ESTIMATORS) < set(RELAXED)
     legacy = {f"{name}_legacy" for name, estimator in ESTIMATORS.items() if not estimator.redraws}
     assert set(RELAXED) - set(ESTIMATORS) == legacy >= {"gumbel_legacy", "ste_legacy"}
+    assert not {name for name, estimator in ESTIMATORS.items() if estimator.dense} & set(OPTIONS["tau_start"])
     assert OPTIONS["rao_draws"] == ("gumbel_rao",) and "baseline_momentum" in OPTIONS

@@ -109,7 +109,7 @@ def test_every_way_to_embed_for_the_reward_gives_the_same_gradient(options):
     assert relative_error(gradient(partial(stepwise, options=options), backbone, objective, config())[1], want) <= 1e-8
 
 
-@pytest.mark.parametrize("estimator", ["gumbel_rao", "reinmax"])
+@pytest.mark.parametrize("estimator", ["gumbel_rao", "reinmax", "st"])
 def test_redrawing_estimators_take_them_too(estimator):
     backbone, cfg = policy(), config(estimator=estimator)
     steps = [gradient(partial(replay, hops=2), backbone, Objective(rewards(k), 0.0), cfg) for k in ("own", "sum")]

@@ -13,6 +13,7 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.rollout import condition, sample
 from grade.gradients.unrolled import StepwiseOptions, checkpointed, stepwise, unrolled
+from grade.models.embedding import EmbeddingTable
 from grade.models.sampling import generate
 
 T = 6
@@ -227,7 +228,7 @@ STRAIGHT_THROUGH = ["ste", "gumbel_rao", "reinmax"]
 def unrolled_gradient(backbone, rollout, objective, cfg):
     """Token by token from a rollout's supports and noise, the graph kept: no adjoint, no hops, dense tensors."""
     embeds = backbone.embed(rollout.prompts.ids)
-    mask, table, out, kls = rollout.prompts.mask, backbone.embedding_weight, [], []
+    mask, table, out, kls, tokens = rollout.prompts.mask, backbone.embedding_weight, [], [], []
     prefix = embeds
     for t in range(rollout.completion_ids.shape[1]):
         h = backbone.hidden(prefix, mask)[:, -1]
@@ -239,23 +240,32 @@ def unrolled_gradient(backbone, rollout, objective, cfg):
         support, noise = rollout.support[:, t], rollout.noise[:, t]
         if support.ndim == 2:
             support, noise = support.unsqueeze(1), noise.unsqueeze(1)
-        logits = backbone.head(h).unsqueeze(1).expand(-1, support.shape[1], -1).gather(2, support)
+        logits = backbone.head(h).unsqueeze(1)
+        if cfg.estimator == "st":
+            support = torch.arange(logits.shape[2]).expand_as(logits)
+            if t < cfg.min_new_tokens:
+                logits = logits.index_fill(2, torch.tensor(EOS), -torch.inf)
+        logits = logits.expand(-1, support.shape[1], -1).gather(2, support)
         if cfg.estimator == "reinmax":
             p, soft = logits.softmax(-1), (logits / cfg.tau).softmax(-1)
             q = (hard.unsqueeze(1).gather(2, support) + soft) / 2
             soft = 2 * ((q / p).log().detach() + logits).softmax(-1) - p / 2  # the paper's algorithm 2
+        elif cfg.estimator == "st":
+            soft = logits.softmax(-1)
         else:
             soft = ((logits + noise) / cfg.tau).softmax(-1)
         y = sum(torch.zeros_like(hard).scatter(1, support[:, m], soft[:, m]) for m in range(support.shape[1]))
         y = y / support.shape[1]
         y = hard + y - y.detach()
         valid = rollout.completion_mask[:, t].view(-1, 1)
-        e = torch.where(valid.bool(), y, hard) @ table
+        tokens.append(torch.where(valid.bool(), y, hard))
+        e = tokens[-1] @ table
         out.append(e)
         prefix = torch.cat([prefix, e.unsqueeze(1)], 1)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
     done = rollout.completion_mask
-    reward = objective.reward(embeds, rollout.prompts, torch.stack(out, 1), done)
+    own = lambda reads: reads.scale * (torch.stack(tokens, 1) @ reads.weight)  # noqa: E731
+    reward = objective.reward(embeds, rollout.prompts, torch.stack(out, 1), done, own)
     kl = (torch.stack(kls, 1) * done).sum(1) / done.sum(1)
     grads = torch.autograd.grad(-reward.mean() + objective.beta * kl.mean(), backbone.trainable_parameters())
     return torch.cat([g.flatten() for g in grads])
@@ -272,6 +282,32 @@ def test_straight_through_replays_equal_a_naive_unrolled_graph(backbone, prompts
     errors = [relative_error(gradient(replay, backbone, prompts, objective, cfg, rollout=rollout, hops=n)[1], want)
               for n in (0, 1, 2, T)]  # fmt: skip
     assert errors[-1] <= 1e-6 and errors[0] > 1e-3  # rounding leaves ~1e-13; the feedback matters
+
+
+class Sum:
+    """A reward on the policy's table and one on a wider table of its own."""
+
+    def __init__(self):
+        self.parts = ToyReward(16), ToyReward(11, seed=5)
+        weight = torch.randn(23, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        self.parts[1].reads = EmbeddingTable(weight, 0.7)
+
+    def combine(self, values):
+        return 0.5 * values[0] - 1.5 * values[1]
+
+
+@pytest.mark.parametrize("min_new_tokens", [0, 3])
+@pytest.mark.parametrize("reward", [ToyReward(16), Sum()], ids=["policy's table", "own table too"])
+def test_straight_through_without_noise_equals_a_naive_unrolled_graph(reward, min_new_tokens):
+    """Full vocabulary, tau 1: ``y = onehot + softmax(l) - softmax(l).detach()``; GPT-2 is float64 throughout."""
+    backbone, prompts = make_backbone(tiny_gpt2(), target_modules=["c_attn"]), make_prompts()
+    cfg, objective = config(estimator="st", min_new_tokens=min_new_tokens), Objective(reward, beta=0.3)
+    rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(6))
+    assert (rollout.completion_mask == 0).any()
+    want = unrolled_gradient(backbone, rollout, objective, cfg)
+    errors = [relative_error(gradient(replay, backbone, prompts, objective, cfg, rollout=rollout, hops=n)[1], want)
+              for n in (0, 1, T)]  # fmt: skip
+    assert errors[-1] <= 1e-9 and errors[0] > 1e-3  # rounding leaves ~1e-14; the feedback matters
 
 
 def test_draws_whose_ids_add_up_to_the_vocabulary_are_not_taken_for_it(reward):

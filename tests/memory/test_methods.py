@@ -1,4 +1,4 @@
-"""Steps of policy gradients: traced against real ones, their plans, and what their settings may be."""
+"""Steps of policy gradients and of `st`: traced against real ones, their plans, and what their settings may be."""
 
 import pytest
 import torch
@@ -25,11 +25,13 @@ CASES = [
     dict(method="ppo", batch_size=4, minibatches=2, reward="trunk"),
     dict(method="ppo", batch_size=2, num_iterations=1, dtype="bfloat16", gradient_checkpointing=True),
     dict(method="ppo", batch_size=2, num_iterations=2, autocast=True),
+    dict(method="st", batch_size=3),
+    dict(method="st", batch_size=2, dtype="bfloat16", gradient_checkpointing=True, reward="trunk"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_traced_policy_gradient_has_the_peak_of_the_real_one(case):
+def test_a_traced_step_has_the_peak_of_the_real_one(case):
     config = StepConfig(**STEP | case)
     assert trace(config, device="cpu").peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
 
@@ -99,6 +101,7 @@ def test_a_batch_that_is_not_given_is_the_smallest_one():
         (dict(method="ppo", self_certainty_reward=True), "self_certainty_reward: got True; allowed: only with grpo"),
         (dict(method="grpo", engine="replay"), "engine: got 'replay'; allowed: auto for grpo"),
         (dict(method="grpo", explicit_freeing=True), "explicit_freeing: got True; allowed: false for the method grpo"),
+        (dict(method="st", gumbel_topk=8), "gumbel_topk: got 8; allowed: only with gumbel.*not with st$"),
         (dict(method="gropo"), "method: got 'gropo'; .*did you mean 'grpo'"),
     ],
     ids=str,

@@ -26,13 +26,13 @@ from grade.experiments.estimators.measure.moments import (
     worth_interval,
 )
 from grade.experiments.estimators.measure.rows import Rows, Setting, Variant, sketch
-from grade.experiments.estimators.measure.shallow_reward import ShallowReward
 from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
 from grade.experiments.setting import load_policy
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.rewards.model import load_reward
+from grade.rewards.shallow import ShallowReward
 from grade.stats import interval, tensor_spread
 from grade.training.toy import toy_reviews
 

@@ -27,10 +27,7 @@ def first_layers(backbone: Backbone, depth: int) -> Iterator[None]:
     Raises:
         InputError: If there are not so many, or the model keeps its layers in an unknown place.
     """
-    decoder = backbone.decoder
-    name = next((name for name in ("layers", "h") if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
-    if name is None:
-        raise InputError("backbone", type(decoder).__name__, "a model whose layers are its `layers` or `h`")
+    decoder, name = backbone.decoder, _layers_name(backbone)
     every = getattr(decoder, name)
     if not 1 <= depth <= len(every):
         raise InputError("depth", depth, f"1 to {len(every)} layers")
@@ -39,6 +36,15 @@ def first_layers(backbone: Backbone, depth: int) -> Iterator[None]:
         yield
     finally:
         setattr(decoder, name, every)
+
+
+def layer_count(backbone: Backbone) -> int:
+    """How many layers the base has.
+
+    Raises:
+        InputError: If the model keeps them in an unknown place.
+    """
+    return len(getattr(backbone.decoder, _layers_name(backbone)))
 
 
 class ShallowReward(nn.Module):
@@ -70,3 +76,11 @@ class ShallowReward(nn.Module):
         """Rewards [B] of embeddings [B, L, D]; see `RewardModel.forward`."""
         with first_layers(self._base[0], self.depth):
             return self.model(embeds, mask)
+
+
+def _layers_name(backbone: Backbone) -> str:
+    decoder = backbone.decoder
+    name = next((name for name in ("layers", "h") if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
+    if name is None:
+        raise InputError("backbone", type(decoder).__name__, "a model whose layers are its `layers` or `h`")
+    return name

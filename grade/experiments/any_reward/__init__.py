@@ -1,0 +1,1 @@
+"""Any reward: distilled in closed form, differentiated, corrected, and held against policy gradients."""

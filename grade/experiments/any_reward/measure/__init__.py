@@ -1,0 +1,1 @@
+"""What is measured of any reward: policies, rewards, tables."""

@@ -1,0 +1,1 @@
+"""Rewards distilled from scored completions in closed form, and their gradients."""

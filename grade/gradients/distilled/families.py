@@ -1,0 +1,322 @@
+"""What a distilled reward may be linear in: token counts, embeddings, n-grams, tokens given their context, hidden states.
+
+A family turns completions into rows of features, and weights [k, F] fitted on them back into the values ``s_t(v)`` of
+every token v at every position t, from which the all-action gradient is made (`grade.gradients.all_action`).
+
+| family | feature of a completion | value of token v at position t |
+|---|---|---|
+| `counts` | how often each token occurs [V] | ``w_v`` |
+| `bag` | sum of the tokens' frozen embeddings [D] | ``<w, E_v>`` |
+| `ngrams` | hashed single tokens and pairs | ``w_h(v) + w_h(y_{t-1}, v)`` |
+| `values` | ``sum_t (A h_t) * (B E_{y_t})``, a sketch of ``sum_t h_t x E_{y_t}`` | ``<B^T (w * A h_t), E_v>`` |
+| `trunk<d>` | mean hidden state of the frozen base after d layers [D] | to first order, ``<dR/de_t, E_v>`` |
+
+All but `trunk<d>` are additive: the sum of the completion's own values is the distilled reward itself, and values at t
+depend on what stands before t only (``h_t`` is the base's hidden state there). That makes the corrected gradient
+unbiased (`grade.gradients.distilled.learner`). The sketch (Rademacher A and B; Pham and Pagh 2013) has the kernel
+``<h, h'> <E, E'>`` in expectation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from scipy.sparse import csr_matrix
+from torch import Tensor
+
+from grade.errors import InputError
+from grade.gradients.all_action import Values, embedding_values
+from grade.models.head import wide
+from grade.models.states import States, layer_states, pool
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+    from grade.models.prompts import PromptBatch
+
+SKETCH = 2048
+"""Features of `values`."""
+BUCKETS = 2**15
+"""Features of `ngrams`."""
+ADDITIVE = ("counts", "bag", "ngrams", "values")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Completions as the families see them.
+
+    Attributes:
+        prompts: B prompts.
+        ids: Completions [B, T].
+        mask: [B, T].
+        states: Of the frozen base along them.
+    """
+
+    prompts: PromptBatch
+    ids: Tensor
+    mask: Tensor
+    states: States
+
+    def __getitem__(self, rows: slice) -> Observed:
+        """The selected completions."""
+        states = States(self.states.predicting[rows], {d: pooled[rows] for d, pooled in self.states.pooled.items()})
+        return Observed(self.prompts[rows], self.ids[rows], self.mask[rows], states)
+
+    def fit_of(self, fits: int) -> Tensor:
+        """Which of k fits each position belongs to [B T]: completions lie in k equal runs, one for each fit."""
+        batch, length = self.ids.shape
+        runs = torch.arange(fits, device=self.ids.device).repeat_interleave(batch // fits)
+        return runs.repeat_interleave(length)
+
+
+class Family:
+    """One kind of features.
+
+    Args:
+        backbone: Its frozen base makes them.
+
+    Attributes:
+        additive: See the module.
+        depth: The depth whose pooled states it needs; None: none.
+    """
+
+    additive: bool = True
+    depth: int | None = None
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        self.dtype = wide(backbone.dtype)
+
+    def rows(self, seen: Observed) -> Tensor:
+        """Features of completions: dense [B, F], or buckets of tokens [B, M] with -1 for none."""
+        raise NotImplementedError
+
+    def gram(self, new: Tensor, rows: Tensor) -> Tensor:
+        """Inner products [m, n] of rows, float64."""
+        return (new @ rows.T).double()
+
+    def weights(self, coefficients: Tensor, rows: Tensor) -> Tensor:
+        """Weights [k, F] of fits with coefficients [k, n]."""
+        return coefficients.to(rows.dtype) @ rows
+
+    def predict(self, weights: Tensor, rows: Tensor) -> Tensor:
+        """Distilled rewards [B], up to a constant, of rows [B, ...] by weights [F]."""
+        return rows @ weights
+
+    def values(self, weights: Tensor, seen: Observed) -> Values:
+        """Values of all tokens at positions, by weights [k, F], each for an equal run of the completions."""
+        raise NotImplementedError
+
+    def own(self, weights: Tensor, seen: Observed) -> Tensor:
+        """Values [B, T] of the completions' own tokens, 0 where masked."""
+        raise NotImplementedError
+
+    def typical(self, weights: Tensor, seen: Observed) -> Tensor:
+        """Values [V] of tokens by weights [1, F], averaged over positions: what the reward likes."""
+        raise NotImplementedError
+
+
+class _Buckets(Family):
+    """Sparse features: a completion is a list of buckets."""
+
+    size: int
+
+    def gram(self, new: Tensor, rows: Tensor) -> Tensor:  # noqa: D102
+        return torch.from_numpy((self._matrix(new) @ self._matrix(rows).T).toarray())
+
+    def _matrix(self, rows: Tensor) -> csr_matrix:
+        rows = rows.cpu()
+        where, _ = (kept := rows >= 0).nonzero(as_tuple=True)
+        ones = torch.ones(len(where), dtype=torch.float64)
+        return csr_matrix((ones.numpy(), (where.numpy(), rows[kept].numpy())), (len(rows), self.size))
+
+    def weights(self, coefficients: Tensor, rows: Tensor) -> Tensor:  # noqa: D102
+        weights = torch.zeros(len(coefficients), self.size + 1, dtype=self.dtype, device=rows.device)
+        each = coefficients.to(self.dtype).repeat_interleave(rows.shape[1], 1)
+        return weights.index_add_(1, rows.flatten() % (self.size + 1), each)[:, :-1]  # -1: a bucket that is dropped
+
+    def predict(self, weights: Tensor, rows: Tensor) -> Tensor:  # noqa: D102
+        return (weights[rows.clamp_min(0)] * (rows >= 0)).sum(1)
+
+
+class Counts(_Buckets):
+    """Token counts."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self.size = backbone.vocab_size
+
+    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
+        return torch.where(seen.mask.bool(), seen.ids, -1)
+
+    def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
+        fit = seen.fit_of(len(weights))
+        return lambda positions: weights[fit[positions]]
+
+    def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        return weights[seen.fit_of(len(weights)), seen.ids.flatten()].view(seen.ids.shape) * seen.mask
+
+    def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        return weights[0]
+
+
+class NGrams(_Buckets):
+    """Hashed single tokens and pairs of neighbours; the first token's pair is with the prompt's last."""
+
+    size = BUCKETS
+
+    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
+        before = self._before(seen)
+        single, pair = _hash(seen.ids, None, self.size), _hash(seen.ids, before, self.size)
+        mask = seen.mask.bool()
+        return torch.cat([torch.where(mask, single, -1), torch.where(mask, pair, -1)], 1)
+
+    def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
+        fit, before = seen.fit_of(len(weights)), self._before(seen).flatten()
+        tokens = torch.arange(self.backbone.vocab_size, device=seen.ids.device)
+        single = weights[:, _hash(tokens, None, self.size)]
+
+        def values(positions: Tensor) -> Tensor:
+            own = fit[positions].unsqueeze(1)
+            return single[own.squeeze(1)] + weights[own, _hash(tokens, before[positions].unsqueeze(1), self.size)]
+
+        return values
+
+    def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        fit, ids = seen.fit_of(len(weights)).view(seen.ids.shape), seen.ids
+        pair = _hash(ids, self._before(seen), self.size)
+        return (weights[fit, _hash(ids, None, self.size)] + weights[fit, pair]) * seen.mask
+
+    def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        return weights[0, _hash(torch.arange(self.backbone.vocab_size, device=weights.device), None, self.size)]
+
+    @staticmethod
+    def _before(seen: Observed) -> Tensor:
+        return torch.cat([seen.prompts.ids[:, -1:], seen.ids[:, :-1]], 1)
+
+
+def _hash(ids: Tensor, before: Tensor | None, size: int) -> Tensor:
+    """Buckets of tokens, or of pairs: multiplication by odd constants, the upper bits (Knuth)."""
+    mixed = ids * 2654435761 + (0 if before is None else (before + 1) * 40503 * 65599)
+    return (mixed % 2**32 * 2246822519 % 2**32) * size // 2**32
+
+
+class _Linear(Family):
+    """Values that are linear in the token's embedding: ``s_t(v) = scale <u_t, E_v>``."""
+
+    def directions(self, weights: Tensor, seen: Observed) -> Tensor:
+        """u [B, T, D] by weights [k, F]."""
+        raise NotImplementedError
+
+    def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
+        u = self.directions(weights, seen).flatten(0, 1)
+        return embedding_values(self.backbone.embedding_weight, self.backbone.embedding_scale, u)
+
+    def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        return (self.directions(weights, seen) * self._embeds(seen)).sum(-1) * seen.mask
+
+    def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        mask = seen.mask.unsqueeze(-1)
+        u = (self.directions(weights, seen) * mask).sum((0, 1)) / mask.sum()
+        table = self.backbone.embedding_weight.to(self.dtype)
+        return self.backbone.embedding_scale * (table @ u)
+
+    def _embeds(self, seen: Observed) -> Tensor:
+        return self.backbone.embed(seen.ids).to(self.dtype)
+
+
+class Bag(_Linear):
+    """Sum of frozen embeddings."""
+
+    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
+        return (self._embeds(seen) * seen.mask.unsqueeze(-1)).sum(1)
+
+    def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        return weights[seen.fit_of(len(weights))].view(*seen.ids.shape, -1)
+
+
+class TokenValues(_Linear):
+    """Tokens given their context: a sketch of hidden state times embedding."""
+
+    @cached_property
+    def _signs(self) -> tuple[Tensor, Tensor]:
+        """A [D + 1, F] and B [D, F]; the last row of A is for a constant, so `bag` is a part of it."""
+        generator = torch.Generator().manual_seed(0)
+        sizes = (self.backbone.hidden_size + 1, self.backbone.hidden_size)
+        signs = [torch.randint(2, (size, SKETCH), generator=generator) * 2 - 1 for size in sizes]
+        return tuple(sign.to(self.backbone.device, self.dtype) for sign in signs)
+
+    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
+        tokens = self._context(seen) * (self._embeds(seen) @ self._signs[1])
+        return (tokens * seen.mask.unsqueeze(-1)).sum(1) / math.sqrt(SKETCH)
+
+    def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        batch, fits = len(seen.ids), len(weights)
+        each = weights.repeat_interleave(batch // fits, 0).unsqueeze(1)  # [B, 1, F]
+        return (each * self._context(seen)) @ self._signs[1].T / math.sqrt(SKETCH)
+
+    def _context(self, seen: Observed) -> Tensor:
+        """``A h_t`` [B, T, F]."""
+        h = seen.states.predicting.to(self.dtype)
+        h = F.layer_norm(h, h.shape[-1:]) / math.sqrt(h.shape[-1])
+        return h @ self._signs[0][:-1] + self._signs[0][-1]
+
+
+class Trunk(_Linear):
+    """Mean hidden state of the frozen base at a depth. Not additive: values are the reward's derivative."""
+
+    additive = False
+
+    def __init__(self, backbone: Backbone, depth: int) -> None:
+        super().__init__(backbone)
+        self.depth = depth
+
+    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
+        return seen.states.pooled[self.depth]
+
+    def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        with torch.enable_grad():
+            e = self.backbone.embed(seen.ids).detach().requires_grad_()
+            each = weights.repeat_interleave(len(seen.ids) // len(weights), 0)
+            value = (self._pooled(seen, e) * each).sum()
+            return torch.autograd.grad(value, e)[0].to(self.dtype)
+
+    def _pooled(self, seen: Observed, e: Tensor) -> Tensor:
+        prompts, mask = seen.prompts, seen.mask
+        embeds = torch.cat([self.backbone.embed(prompts.ids), e], 1)
+        full = torch.cat([prompts.mask, mask.to(prompts.mask.dtype)], 1)
+        with self.backbone.reference():
+            states = layer_states(self.backbone, embeds, full, [self.depth])
+        return pool(states[self.depth][:, prompts.ids.shape[1] :], mask)
+
+
+def layers_of(backbone: Backbone) -> int:
+    """Number of layers of the base."""
+    return int(backbone.model.config.get_text_config().num_hidden_layers)
+
+
+def make_family(name: str, backbone: Backbone) -> Family:
+    """A family by name.
+
+    Args:
+        name: ``counts``, ``bag``, ``ngrams``, ``values``, ``trunk`` (all layers) or ``trunk<d>`` (the first d).
+        backbone: The base.
+
+    Returns:
+        The family.
+
+    Raises:
+        InputError: For another name, or more layers than there are.
+    """
+    kinds = {"counts": Counts, "bag": Bag, "ngrams": NGrams, "values": TokenValues}
+    if name in kinds:
+        return kinds[name](backbone)
+    match, layers = re.fullmatch(r"trunk(\d*)", name), layers_of(backbone)
+    if match is None or not 1 <= int(match[1] or layers) <= layers:
+        raise InputError("distil_families", name, f"{', '.join(kinds)}, trunk, or trunk1 to trunk{layers}")
+    return Trunk(backbone, int(match[1] or layers))

@@ -1,0 +1,145 @@
+"""Kernel ridge regression on groups, with leave-one-group-out predictions in closed form.
+
+Rewards ``y`` [n] and features are centred within groups of G completions of one prompt, so what is learned is which
+completion of a prompt is better, not which prompt is easier. With the Gram matrix ``K`` [n, n] of centred features,
+
+    alpha = (K + lambda I)^-1 y,    C = (K + lambda I)^-1.
+
+Fitted without group g, the residuals of its completions are ``C_gg^-1 alpha_g`` and the coefficients of all others
+``alpha - C_:g C_gg^-1 alpha_g`` (those of g are then 0): no group is ever judged by a fit that has seen it, and no fit
+is repeated (Rifkin and Lippert 2007, for groups of one).
+
+Everything is float64. Groups have equal size and are contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PENALTIES = (0.01, 0.1, 1.0, 10.0)
+"""Ridge penalties, in units of the mean diagonal of the Gram matrix."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How well one penalty does out of sample.
+
+    Attributes:
+        penalty: In units of the Gram matrix's mean diagonal.
+        r2: Share of the within-prompt variance of the reward that is explained, ``1 - |y - c p|^2 / |y|^2`` at the
+            slope c, with p the predictions without their own group; negative if they point the wrong way.
+        slope: c, the reward's slope on its prediction, shrunk by its own error; 0 if it is not above 0.
+        stderr: Standard error of the slope before shrinkage, over groups.
+    """
+
+    penalty: float
+    r2: float
+    slope: float
+    stderr: float
+
+
+def centred(values: Tensor, group: int) -> Tensor:
+    """Values [n, ...] minus the mean of their group of G rows."""
+    grouped = values.view(-1, group, *values.shape[1:])
+    return (grouped - grouped.mean(1, keepdim=True)).view(values.shape)
+
+
+def choose(gram: Tensor, rewards: Tensor, group: int, penalties: Sequence[float] = PENALTIES) -> Choice:
+    """The penalty that explains most, out of sample.
+
+    Args:
+        gram: Of centred features [n, n].
+        rewards: Centred [n].
+        group: G.
+        penalties: To choose from.
+
+    Returns:
+        The best penalty; slope and R2 are 0 if there is nothing to explain or to explain it with.
+    """
+    scale = float(gram.diagonal().mean())
+    if len(rewards) < 2 * group or not scale > 0 or not float(rewards @ rewards) > 0:
+        return Choice(penalties[-1], 0.0, 0.0, math.inf)
+    fits = (calibrated(left_out(gram, rewards, group, penalty * scale), rewards, group) for penalty in penalties)
+    return max((Choice(penalty, *fit) for penalty, fit in zip(penalties, fits, strict=True)), key=lambda fit: fit.r2)
+
+
+def left_out(gram: Tensor, rewards: Tensor, group: int, penalty: float) -> Tensor:
+    """Predictions [n] of each completion by the fit without its group, centred within groups.
+
+    Args:
+        gram: Of centred features [n, n].
+        rewards: Centred [n].
+        group: G.
+        penalty: lambda.
+    """
+    inverse = torch.cholesky_inverse(_factor(gram, penalty))
+    blocks = inverse.view(-1, group, len(gram) // group, group).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    residuals = torch.linalg.solve(blocks, (inverse @ rewards).view(-1, group, 1)).flatten()
+    return centred(rewards - residuals, group)
+
+
+def calibrated(predicted: Tensor, rewards: Tensor, group: int) -> tuple[float, float, float]:
+    """R2, slope and the slope's standard error, of the reward on its prediction.
+
+    Ridge shrinks predictions, so the reward's slope on them is usually above 1. It is an estimate itself: it is
+    shrunk by ``1 - (stderr / slope)^2``, to 0 where it is not distinguishable from 0 (the positive part of the James
+    and Stein estimator).
+
+    Args:
+        predicted: Centred predictions [n].
+        rewards: Centred rewards [n].
+        group: G.
+
+    Returns:
+        The three numbers.
+    """
+    square, total = float(predicted @ predicted), float(rewards @ rewards)
+    if not square > 0 or not total > 0:
+        return 0.0, 0.0, math.inf
+    slope = float(predicted @ rewards) / square
+    rest = (predicted * (rewards - slope * predicted)).view(-1, group).sum(1)
+    stderr = math.sqrt(float(rest @ rest)) / square
+    r2 = math.copysign(slope * slope * square / total, slope)
+    kept = max(0.0, 1 - (stderr / slope) ** 2) if slope > 0 else 0.0
+    return r2, slope * kept, stderr
+
+
+def coefficients(gram: Tensor, rewards: Tensor, group: int, penalty: float, without: Sequence[int]) -> Tensor:
+    """Coefficients of the fit on all groups, and of the fits without some groups.
+
+    Args:
+        gram: Of centred features [n, n].
+        rewards: Centred [n].
+        group: G.
+        penalty: In units of the mean diagonal.
+        without: Numbers of groups, each to be left out in turn.
+
+    Returns:
+        [1 + len(without), n], those of all groups first.
+    """
+    factor = _factor(gram, penalty * float(gram.diagonal().mean()))
+    alpha = torch.cholesky_solve(rewards.unsqueeze(1), factor).squeeze(1)
+    rows = (torch.tensor(list(without), dtype=torch.long).unsqueeze(1) * group + torch.arange(group)).to(gram.device)
+    if not len(rows):
+        return alpha.unsqueeze(0)
+    unit = torch.zeros(len(gram), rows.numel(), dtype=gram.dtype, device=gram.device)
+    unit[rows.flatten(), torch.arange(rows.numel(), device=gram.device)] = 1
+    columns = torch.cholesky_solve(unit, factor)  # of C, for the groups that are left out
+    result = [alpha]
+    for number, own in enumerate(rows):
+        part = columns[:, number * group : (number + 1) * group]
+        rest = alpha - part @ torch.linalg.solve(part[own], alpha[own])
+        rest[own] = 0.0  # exactly, not up to rounding: the fit has not seen them
+        result.append(rest)
+    return torch.stack(result)
+
+
+def _factor(gram: Tensor, penalty: float) -> Tensor:
+    shifted = gram.clone()
+    shifted.diagonal().add_(penalty)
+    return torch.linalg.cholesky(shifted)

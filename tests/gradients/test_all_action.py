@@ -1,0 +1,214 @@
+"""Expectations over the whole vocabulary against dense formulas; straight-through without noise as their gradient."""
+
+import math
+
+import pytest
+import torch
+from conftest import EOS, VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
+
+from grade.entropy.exact import completion_logps, every_completion
+from grade.errors import InputError
+from grade.gradients.all_action import embedding_values, expected_values
+from grade.gradients.estimators import RelaxationConfig
+from grade.gradients.methods import METHODS, OPTIONS, MethodConfig
+from grade.gradients.objective import Objective
+from grade.gradients.replay import ReplayGraph, replay
+from grade.gradients.rollout import condition, sample
+from grade.gradients.unrolled import unrolled
+from grade.memory.saved import saved_bytes
+from grade.models import head as head_module
+from grade.models.head import Head
+from grade.models.parameters import flatten
+
+N, D, V = 9, 5, 130  # V is not a multiple of anything convenient
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "soft cap and temperature": {"softcap": 2.0, "scale": 1.3, "temperature": 0.7, "bias": True},
+}
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def make_head(bias=False, v=V, dtype=torch.float64, **options):
+    return Head(randn(v, D, seed=1, dtype=dtype), randn(v, seed=2, dtype=dtype) if bias else None, **options)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(head_module, "CHUNK_ROWS", 4)
+
+
+@pytest.mark.parametrize("forbidden", [(), (3, 0, 129)])
+@pytest.mark.parametrize("shape", [(N, V), (1, V), (V,)], ids=str)
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_expectations_and_gradients_against_dense_logits(options, shape, forbidden):
+    head, h, s, weight = make_head(**options), randn(N, D, seed=3).requires_grad_(), randn(*shape, seed=4), randn(N)
+    where = torch.arange(N) % 3 != 0
+    logits = head(h)
+    if forbidden:
+        out = torch.zeros(N, V, dtype=torch.bool)
+        out[:, list(forbidden)] = where.unsqueeze(1)
+        logits = logits.masked_fill(out, -torch.inf)
+    want = (logits.softmax(-1) * s).sum(-1)
+    got = expected_values(head, h, lambda rows: s[rows] if shape == (N, V) else s, forbidden, where)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0])
+    assert not expected_values(head, h.detach(), lambda rows: s[rows] if shape == (N, V) else s).requires_grad
+
+
+def test_an_expectation_by_hand():
+    """Logits (0, log 3) give p = (1/4, 3/4), s = (2, 6): E = 5, dE/dh = p_2 (6 - 5) log 3; without token 1, E = 2."""
+    head, h = Head(torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)), torch.ones(1, 1, dtype=torch.float64)
+    values = lambda rows: torch.tensor([2.0, 6.0])  # noqa: E731
+    got = expected_values(head, h.requires_grad_(), values)
+    torch.testing.assert_close(got.tolist(), [5.0])
+    torch.testing.assert_close(torch.autograd.grad(got, h)[0].item(), 0.75 * math.log(3))
+    assert expected_values(head, h, values, (1,), torch.tensor([True])).tolist() == [2.0]
+    assert expected_values(head, h, values, (1,), torch.tensor([False])).tolist() == got.tolist()
+
+
+def test_a_critic_of_first_order_is_the_slope_times_the_embedding():
+    table, u, rows = randn(V, 3, seed=5), randn(N, 3, seed=6), torch.tensor([7, 0, 2])
+    want = torch.stack([torch.stack([(u[n] * (0.7 * e)).sum() for e in table]) for n in rows])
+    torch.testing.assert_close(embedding_values(table, 0.7, u)(rows), want)
+
+
+def test_a_half_precision_model_has_float32_expectations():
+    """bfloat16 products of D = 5 terms are off by 2^-8 of their largest; a softmax in bfloat16 would be off by more."""
+    head, h = make_head(dtype=torch.bfloat16), randn(N, D, seed=3, dtype=torch.bfloat16)
+    table, u = randn(V, D, seed=5, dtype=torch.bfloat16), randn(N, D, seed=6)
+    values = embedding_values(table, 0.5, u)
+    assert values(torch.arange(2)).dtype == torch.float32
+    got = expected_values(head, h, values)
+    p, s = head(h).softmax(-1).double(), values(torch.arange(N)).double()
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), (p * s).sum(-1))  # float32 rounding only: same logits, same values
+
+
+def test_one_hidden_state_a_row_is_kept():
+    head, h, s = make_head(v=3000, dtype=torch.float32), randn(N, D, dtype=torch.float32).requires_grad_(), randn(3000)
+    assert saved_bytes(lambda: expected_values(head, h, lambda rows: s), exclude=[h, head.weight]) == N * D * 4
+
+
+class Linear(ToyReward):
+    """Linear in the embeddings, with a weight for each position."""
+
+    def forward(self, embeds, mask):
+        position = torch.linspace(0.5, 1.5, embeds.shape[1], dtype=embeds.dtype)
+        return (embeds @ self.w * position * mask).sum(1)
+
+
+def gradient(backbone, prompts, objective, config, seed=0, **options):
+    backbone.zero_grad(set_to_none=True)
+    replay(backbone, prompts, objective, config, torch.Generator().manual_seed(seed), **options)
+    return flatten(p.grad for p in backbone.trainable_parameters())
+
+
+def gpt2():
+    """Its layer norms are float64 in a float64 model, Llama's are float32."""
+    return make_backbone(tiny_gpt2(), target_modules=["c_attn"])
+
+
+def test_one_token_of_a_linear_reward_has_the_exact_gradient_whatever_is_drawn():
+    """T = 1: the gradient of the expected reward, enumerated over all tokens, from any one sample."""
+    backbone, prompts, objective = gpt2(), make_prompts(), Objective(Linear(16), 0.0)
+    ids, mask = every_completion(VOCAB, 1, backbone.eos_token_ids)
+    rewards = [objective.reward(backbone.embed(many.ids), many, backbone.embed(ids), mask).detach()
+               for many in (prompts[[n] * VOCAB] for n in range(3))]  # fmt: skip
+    expected = (completion_logps(backbone, prompts, 1).exp() * torch.stack(rewards)).sum(1).mean()
+    want = flatten(torch.autograd.grad(-expected, backbone.trainable_parameters()))
+    for seed in range(3):
+        got = gradient(backbone, prompts, objective, RelaxationConfig(estimator="st", max_new_tokens=1), seed)
+        assert (got - want).norm() <= 1e-9 * want.norm()  # rounding leaves 1e-14
+    other = gradient(backbone, prompts, objective, RelaxationConfig(max_new_tokens=1, gumbel_topk=0), 0)
+    assert (other - want).norm() > 0.1 * want.norm(), "ste has noise"
+
+
+@pytest.mark.parametrize("min_new_tokens", [0, 3])
+def test_a_linear_reward_without_hops_has_the_all_action_gradient(min_new_tokens):
+    """The critic is the reward itself, read again with each token of the vocabulary in each place."""
+    backbone, prompts, objective, length = gpt2(), make_prompts(), Objective(Linear(16), 0.0), 5
+    config = RelaxationConfig(estimator="st", max_new_tokens=length, min_new_tokens=min_new_tokens)
+    rollout = sample(backbone, prompts, config, torch.Generator().manual_seed(6))
+    ids, mask = rollout.completion_ids, rollout.completion_mask
+    assert (mask == 0).any()
+    logits = backbone.head(ReplayGraph(backbone, rollout).h)
+    early = torch.arange(length) < min_new_tokens
+    logits = logits.masked_fill(early.view(-1, 1) & torch.isin(torch.arange(VOCAB), torch.tensor(EOS)), -torch.inf)
+    total = 0
+    for t in range(length):
+        s = []
+        for v in range(VOCAB):
+            other = ids.clone()
+            other[:, t] = v
+            s.append(objective.reward(backbone.embed(prompts.ids), prompts, backbone.embed(other), mask).detach())
+        total = total + (logits[:, t].softmax(-1) * torch.stack(s, 1)).sum(1) * mask[:, t]
+    want = flatten(torch.autograd.grad(-total.mean(), backbone.trainable_parameters()))
+    got = gradient(backbone, prompts, objective, config, rollout=rollout, hops=0)
+    assert (got - want).norm() <= 1e-9 * want.norm()
+
+
+def test_its_tokens_are_exact_samples_and_no_support_is_kept():
+    """With one seed the tokens are those of `ste` on perturbed supports, whatever the settings it does not read."""
+    backbone, prompts = gpt2(), make_prompts()
+
+    def draw(**options):
+        config = RelaxationConfig(max_new_tokens=6, min_new_tokens=2, **options)
+        return sample(backbone, prompts, config, torch.Generator().manual_seed(3))
+
+    want = draw(estimator="ste", gumbel_topk=0)
+    for options in ({}, dict(gumbel_topk=3, support="top_k", tau=0.1)):
+        got = draw(estimator="st", **options)
+        assert torch.equal(got.completion_ids, want.completion_ids)
+        assert torch.equal(got.support, got.completion_ids.unsqueeze(-1)) and not got.noise.any()
+        torch.testing.assert_close(got.embeds, want.embeds)
+
+
+def test_text_from_elsewhere_gives_one_gradient_whatever_tau_and_support_are(monkeypatch):
+    backbone, prompts, objective = gpt2(), make_prompts(), Objective(ToyReward(16), 0.3)
+    config = RelaxationConfig(estimator="st", max_new_tokens=6)
+    rollout = sample(backbone, prompts, config, torch.Generator().manual_seed(4))
+    text = rollout.completion_ids, rollout.completion_mask
+    want = gradient(backbone, prompts, objective, config, rollout=rollout)
+    monkeypatch.setattr("grade.gradients.rollout.predicting_hidden", None)  # no pass is needed to condition
+    for seed, changes in ((1, {}), (2, dict(tau=0.2, gumbel_topk=3, support="top_k"))):
+        other = config.model_copy(update=changes)
+        torch.testing.assert_close(gradient(backbone, prompts, objective, other, seed, completions=text), want)
+    drawn = sample(
+        backbone, prompts, RelaxationConfig(max_new_tokens=6, gumbel_topk=7), torch.Generator().manual_seed(4)
+    )
+    given = ReplayGraph(backbone, drawn).given(config, torch.Generator())
+    assert torch.equal(given.support, drawn.completion_ids.unsqueeze(-1))
+    with pytest.raises(InputError, match="completions: .* none before min_new_tokens = 6"):
+        condition(backbone, prompts, *text, RelaxationConfig(estimator="st", min_new_tokens=6), torch.Generator())
+
+
+def test_adjoints_after_the_end_have_no_effect():
+    backbone, prompts, config = gpt2(), make_prompts(), RelaxationConfig(estimator="st", max_new_tokens=6)
+    rollout = sample(backbone, prompts, config, torch.Generator().manual_seed(4))
+    dead, a = rollout.completion_mask == 0, randn(3, 6, 16)
+    v = ReplayGraph(backbone, rollout).pullback(rollout, config)(a)
+    assert dead.any() and not v[dead].any() and (v[~dead].norm(dim=-1) > 0).all()
+
+
+def test_it_is_a_method_of_the_replay_engine_without_the_settings_of_noise():
+    assert "st" in METHODS and "st_legacy" not in METHODS
+    unread = {"gumbel_topk": 3, "support": "top_k", "tau_start": 0.5, "tau_end": 0.5, "tau_anneal_steps": 9}
+    for option, value in (unread | {"rao_draws": 3, "num_generations": 4}).items():
+        with pytest.raises(InputError, match=f"{option}: got .*not with st$"):
+            MethodConfig(method="st", **{option: value})
+    assert MethodConfig.values_for("st", unread | {"hops": 3}) == {"hops": 3, "method": "st"}
+    assert "ste" in OPTIONS["tau_start"] and "ste_legacy" in OPTIONS["support"]
+    config = MethodConfig(method="st", hops=3, gradient_checkpointing=True, min_completion_length=2).relaxation(2.0)
+    assert (config.estimator, config.min_new_tokens) == ("st", 2)
+    config.check(5)  # the default K is larger, and not read
+    with pytest.raises(InputError, match="min_new_tokens"):
+        config.model_copy(update={"max_new_tokens": 1}).check(5)
+
+
+def test_the_other_engines_refuse_it():
+    with pytest.raises(InputError, match="estimator: got 'st'; allowed: .*gumbel or ste"):
+        unrolled(gpt2(), make_prompts(), Objective(ToyReward(16)), RelaxationConfig(estimator="st"), torch.Generator())
