@@ -9,7 +9,8 @@ FLOORS = {
     "": 0, "models": 1, "pipeline": 1, "gradients": 2, "rewards": 2, "data": 2, "training": 3, "memory": 3,
     "entropy": 4, "experiments": 5, "cli": 6,
 }  # fmt: skip
-SHARED = ("claims", "measured", "run", "setting")  # what experiments share; otherwise none imports another
+# What experiments share; otherwise none imports another.
+SHARED = ("claims", "frontier", "measured", "moments", "run", "setting", "training_runs")
 LONGEST_CHAIN = 10
 MOST_LINES = 400
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked

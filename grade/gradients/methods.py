@@ -99,6 +99,8 @@ POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
 POLICY_GRADIENTS: tuple[str, ...] = tuple(POLICY_GRADIENT_METHODS)
 DISTILLED = "distilled"
 """The method that differentiates a reward distilled from scored completions (`grade.gradients.distilled`)."""
+AUTO = "auto"
+"""The trainer chooses the method from the reward (`grade.training.method`)."""
 FAMILIES = ("counts", "bag", "values")
 """What a distilled reward may be linear in, unless the settings say otherwise."""
 METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS, DISTILLED)
@@ -109,7 +111,7 @@ GROUPED: tuple[str, ...] = (
 
 RelaxedName = Literal[tuple(RELAXED)]
 PolicyGradientName = Literal[POLICY_GRADIENTS]
-MethodName = Literal[METHODS]
+MethodName = Literal[METHODS + (AUTO,)]
 
 
 def _options() -> dict[str, tuple[str, ...]]:
@@ -139,9 +141,10 @@ class MethodConfig(Settings):
     """Settings of a method. `grade.training.config.GradeConfig` adds those of a training run."""
 
     method: MethodName = setting(
-        "grpo",
-        f"{', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the original's; "
-        f"{', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward. A setting that a method does not "
+        AUTO,
+        f"auto: chosen from the reward; distilled: gradients of a reward distilled from all completions so far, which "
+        f"takes any reward; {', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the "
+        f"original's; {', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward. A setting that a method does not "
         "have is an error",
     )
     max_completion_length: PositiveInt = setting(512, "completion length T in tokens")
@@ -210,15 +213,19 @@ class MethodConfig(Settings):
             raise InputError("min_completion_length", self.min_completion_length, allowed)
         for option, methods in OPTIONS.items():
             value = getattr(self, option)
-            if self.method not in methods and value != self.default_of(option):
+            if (DISTILLED if self.method == AUTO else self.method) not in methods and value != self.default_of(option):
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
-        if self.method in GROUPED and self.group == 1:
+        if self.method in (*GROUPED, AUTO) and self.group == 1:
             raise InputError("num_generations", 1, f"at least 2 for {self.method}: the baseline comes from the group")
+        if self.method in (DISTILLED, AUTO) and self.distil_window < 2 * self.group:
+            allowed = f"at least {2 * self.group}: two groups of {self.group}, as each is judged by the others"
+            raise InputError("distil_window", self.distil_window, allowed)
 
     @staticmethod
     def values_for(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that apply to a method, with ``method`` set: one file can serve several methods."""
-        return {k: v for k, v in values.items() if method in OPTIONS.get(k, (method,))} | {"method": method}
+        reads = DISTILLED if method == AUTO else method
+        return {k: v for k, v in values.items() if reads in OPTIONS.get(k, (reads,))} | {"method": method}
 
     @property
     def relaxed(self) -> bool:
@@ -233,7 +240,7 @@ class MethodConfig(Settings):
     @property
     def group(self) -> int:
         """G, completions of each prompt in a microbatch."""
-        return self.num_generations or (8 if self.method in GROUPED else 1)
+        return self.num_generations or (8 if self.method in (*GROUPED, AUTO) else 1)
 
     @property
     def passes(self) -> int:

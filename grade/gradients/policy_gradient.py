@@ -148,6 +148,14 @@ class PolicyGradient:
         """Trained parameters other than the adapter's."""
         return [] if self.value_head is None else list(self.value_head.parameters())
 
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint, beside `means`: the value head's."""
+        return {} if self.value_head is None else self.value_head.state_dict()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Continue where `tensors` was taken."""
+        self.value_head.load_state_dict(tensors)
+
     def step(
         self, microbatches: Iterable[tuple[PromptBatch, torch.Generator]], objective: Objective, context: StepContext
     ) -> list[GradientStep]:

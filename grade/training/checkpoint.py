@@ -1,9 +1,9 @@
 """Checkpoints that are whole or not there: written beside, then moved in.
 
 A checkpoint is the Trainer's: adapter, optimizer, schedule, generators, `trainer_state.json` with the history. Added
-are the learner's state (value head, running baseline), that of beta's controller, the seconds of training so far and the figures since the last
-row of the log, so that a run resumed between two rows writes the same second one. Noise needs no state: it is seeded by
-step and place.
+are the learner's state (value head, running baseline, scored completions), that of beta's controller, the seconds of
+training so far and the figures since the last row of the log, so that a run resumed between two rows writes the same
+second one. Noise needs no state: it is seeded by step and place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.trainer_utils import sort_checkpoints
 from grade.errors import InputError
 
 OPTIMIZER_FILE = "optimizer.pt"
-STATE_FILE, HEAD_FILE = "grade_state.json", "value_head.safetensors"
+STATE_FILE, LEARNER_FILE = "grade_state.json", "learner.safetensors"
 _PARTIAL, _OLD, RESULTS_STAGING = ".partial", ".old", ".results"
 
 
@@ -69,9 +69,9 @@ class Saving(Trainer):
             state["kl_target"] = self.kl_target.state()
         if self.learner is not None:
             state["means"] = self.learner.means
-            if self.learner.value_head is not None:
-                weights = self.learner.value_head.state_dict()
-                save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, folder / HEAD_FILE)
+            tensors = self.learner.tensors()
+            if tensors:
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def _name_best(self, output: Path, folder: Path) -> None:
@@ -104,8 +104,8 @@ class Saving(Trainer):
                 self.set_beta(self.kl_target.beta)
             if self.learner is not None:
                 self.learner.means[:] = state["means"]
-                if self.learner.value_head is not None:
-                    self.learner.value_head.load_state_dict(load_file(Path(checkpoint) / HEAD_FILE))
+                if self.learner.tensors():
+                    self.learner.load_tensors(load_file(Path(checkpoint) / LEARNER_FILE))
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             allowed = f"a checkpoint of GradeTrainer with this method ({type(error).__name__})"
             raise InputError("resume_from_checkpoint", checkpoint, allowed) from error

@@ -1,15 +1,17 @@
 """Beta by a controller, so that KL comes to a target: the same pressure for every method.
 
-The multiplicative proportional controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2), on the KL that is
-expected `STEPS_AHEAD` steps later instead of the last one. It must serve runs of tens of steps: a fresh adapter has a
-KL of 0, which says nothing about beta, and once KL grows it grows fast, because the optimizer's steps are of one size.
+The multiplicative proportional controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2), for runs of tens of
+steps. There KL starts at 0, which says nothing about beta, and once it grows it grows fast, because the optimizer's
+steps are of one size, and goes on growing for the memory of its momentum. Hence:
 
-- The prediction raises beta while KL is still on its way up, so it does not overshoot.
-- Beta falls slower than it rises, so that a long way up from 0 does not leave it too small to brake with.
+- The error is that of the distance ``sqrt(KL)``, as it will be `NEAR` steps later. The distance grows about evenly in
+  steps of one size, KL with its square; and an error that is linear in it averages out when KL swings.
+- Until KL first reaches its target, beta is not lowered as long as KL is on its way there: a long way up would leave it
+  too small to brake with.
 - Beta stays within a factor of `RANGE` of its start: a target that the run cannot reach does not drive it away.
 
-Left out: a schedule of targets, and the integral term that a persistent offset would need (a factor on beta already
-integrates the error).
+Left out: a schedule of targets, and a start that is chosen by itself. A beta that starts ten times too small lets the
+first steps overshoot, before the controller has seen anything.
 """
 
 from __future__ import annotations
@@ -23,18 +25,25 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-GAIN = 0.25
-NEAR = 4.0
-FAR = 20.0
-FALL, RISE = 0.5, 2.0
-RANGE = 100.0
+GAIN = 0.2
+"""Change of log beta in a step at an error of 1."""
+LARGEST = 1.0
+"""Largest error that counts, both ways: what is cut off on one side only would bias the mean KL."""
+NEAR = 10
+"""Steps that the error looks ahead: the memory of AdamW's momentum, ``1 / (1 - 0.9)``."""
+FAR = 40
+"""Steps within which KL is on its way to the target."""
 SLOPE_OVER = 3
+"""Steps over which the slope is taken: KL of one step's completions is noisy."""
+RANGE = 100.0
+"""Beta stays within this factor of its start, both ways."""
 
 
 class KLTarget:
-    """``log beta += GAIN * clip(expected KL / target - 1, -FALL, RISE)`` after every step.
+    """``log beta += GAIN * clip((d + NEAR d') / sqrt(target) - 1, -LARGEST, LARGEST)`` after every step.
 
-    The expected KL is ``kl + STEPS_AHEAD * slope``, at least 0, its slope taken over the last `SLOPE_OVER` steps.
+    ``d = sqrt(KL)`` is the distance from the reference and d' its slope over the last `SLOPE_OVER` steps. On the first
+    way up a negative error counts as 0 if ``d + FAR d'`` is beyond the target.
 
     Args:
         target: KL in nats a completion, above 0.
@@ -42,7 +51,8 @@ class KLTarget:
 
     Attributes:
         beta: The current weight of KL, in reward per nat and token.
-        recent: KL of the last steps, oldest first.
+        recent: Distances of the last steps, oldest first.
+        climbing: Whether KL has not reached its target yet.
     """
 
     def __init__(self, target: float, beta: float) -> None:
@@ -59,22 +69,23 @@ class KLTarget:
         Returns:
             Beta of the next step.
         """
-        self.recent = [*self.recent, kl][-1 - SLOPE_OVER :]
-        now, before = math.sqrt(max(kl, 0.0)), math.sqrt(max(self.recent[0], 0.0))
-        slope = (now - before) / max(1, len(self.recent) - 1)
-        near, far = ((now + steps * slope) / math.sqrt(self.target) - 1 for steps in (NEAR, FAR))
+        distance = math.sqrt(max(kl, 0.0))  # an estimate from the sampled tokens, or rounding, can be below 0
+        self.recent = [*self.recent, distance][-1 - SLOPE_OVER :]
         self.climbing = self.climbing and kl < self.target
-        error = 0.0 if self.climbing and near < 0 < far else min(max(near, -FALL), RISE)
-        self.beta = min(max(self.beta * math.exp(GAIN * error), self.start / RANGE), self.start * RANGE)
+        slope = (distance - self.recent[0]) / max(1, len(self.recent) - 1)
+        near, far = ((distance + steps * slope) / math.sqrt(self.target) - 1 for steps in (NEAR, FAR))
+        error = 0.0 if self.climbing and near < 0 < far else min(max(near, -LARGEST), LARGEST)
+        beta = self.beta * math.exp(GAIN * error)
+        self.beta = min(max(beta, self.start / RANGE), self.start * RANGE)
         return self.beta
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as plain numbers."""
-        return {"beta": self.beta, "recent": self.recent}
+        return {"beta": self.beta, "recent": self.recent, "climbing": self.climbing}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
-        self.beta, self.recent = state["beta"], list(state["recent"])
+        self.beta, self.recent, self.climbing = state["beta"], list(state["recent"]), state["climbing"]
 
 
 class Targeting(Trainer):

@@ -12,20 +12,19 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grade.errors import InputError
-from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import DISTILLED
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
 
 if TYPE_CHECKING:
+    from grade.gradients.distilled.learner import DistilledGradient
     from grade.training.config import GradeConfig
 
-Learner = PolicyGradient | DistilledGradient
 _INIT_KEYS = ("dtype", "torch_dtype", "attn_implementation")
 
 
-def make_learner(args: GradeConfig, backbone: Backbone) -> Learner | None:
+def make_learner(args: GradeConfig, backbone: Backbone) -> PolicyGradient | DistilledGradient | None:
     """What takes a step's gradient, with its state between steps; None for relaxed methods, which have none.
 
     Args:
@@ -34,7 +33,11 @@ def make_learner(args: GradeConfig, backbone: Backbone) -> Learner | None:
     """
     if args.relaxed:
         return None
-    return DistilledGradient(args, backbone) if args.method == DISTILLED else PolicyGradient(args, backbone)
+    if args.method != DISTILLED:
+        return PolicyGradient(args, backbone)
+    from grade.gradients.distilled.learner import DistilledGradient  # here: only this method needs it
+
+    return DistilledGradient(args, backbone)
 
 
 def make_policy(

@@ -51,8 +51,11 @@ TRAIN_COLUMNS = {
     "train/learning_rate": "learning_rate",
 }  # fmt: skip
 """Columns of ``history.csv``, and what the Trainer's log calls them."""
-METHOD_COLUMNS = {"train/clip_fraction": "clip_fraction", "train/value_loss": "value_loss", "train/beta": "beta"}
-"""Columns that only some methods or settings have."""
+METHOD_COLUMNS = {
+    "train/clip_fraction": "clip_fraction", "train/value_loss": "value_loss", "train/beta": "beta",
+    "train/residual_weight": "residual_weight",
+}  # fmt: skip
+"""Columns that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
 
 
 @dataclass
@@ -211,6 +214,7 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row = {"step": logged["step"], "samples": logged["num_samples"], "seconds": logged["seconds"]}
             row |= {column: logged.get(name) for column, name in TRAIN_COLUMNS.items()}
             row |= {column: logged[name] for column, name in METHOD_COLUMNS.items() if name in logged}
+            row |= {f"train/{name}": value for name, value in logged.items() if name.startswith("distilled/")}
             row["train/seconds"] = logged["step_time"]
         elif "eval_reward" in logged:
             row = {} if logged["step"] else {"step": 0, "samples": 0, "seconds": 0.0}

@@ -15,9 +15,11 @@ Left out: sharding the base, streaming datasets, training without an adapter.
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +28,14 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from grade.errors import InputError
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import tau_at
-from grade.gradients.methods import RELAXED
+from grade.gradients.methods import AUTO, RELAXED
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import StepContext
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
@@ -46,8 +48,11 @@ from grade.training.checkpoint import Saving
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, Sampling, evaluate_examples
 from grade.training.kl_target import Targeting
+from grade.training.method import choose_method
+from grade.training.order import FirstRows, PromptOrder, named_sets
 from grade.training.policy import make_learner, make_policy
 from grade.training.together import SharedObjective, Together
+from grade.training.tokens import token_table
 from grade.training.window import Window
 
 if TYPE_CHECKING:
@@ -58,30 +63,7 @@ if TYPE_CHECKING:
     from grade.rewards.gold import GoldJudge
 
 
-class PromptOrder(Sampler[int]):
-    """Rows in the order of training: shuffled passes over the dataset, one after the other, without a cut.
-
-    Args:
-        rows: Rows of the dataset.
-        total: Rows that training needs.
-        seed: Seed of the order; None: the dataset's own order.
-    """
-
-    def __init__(self, rows: int, total: int, seed: int | None) -> None:
-        self.rows, self.total, self.seed = rows, total, seed
-
-    def __len__(self) -> int:
-        """Rows that training needs."""
-        return self.total
-
-    def __iter__(self) -> Iterator[int]:
-        """Every row once in each pass."""
-        rng = None if self.seed is None else np.random.default_rng([self.seed, 1])
-        left = self.total
-        while left > 0:
-            order = range(self.rows) if rng is None else rng.permutation(self.rows).tolist()
-            yield from order[:left]
-            left -= self.rows
+logger = logging.getLogger(__name__)
 
 
 class GradeTrainer(Saving, Describing, Targeting, Trainer):
@@ -133,11 +115,15 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
         )
         self.objective = Objective(self.rewards, args.beta, args.reward_scope)
+        if args.method == AUTO:
+            args = copy.copy(args)
+            args.method, why = choose_method(args, self.objective)
+            logger.info(f"method: {args.method}: {why}")
         if args.relaxed:
             self.objective.require_gradient(args.method)
         self.judge, self.evaluations = judge, dict[int, Evaluation]()
         self.learner = make_learner(args, self.backbone)
-        for dataset in (train_dataset, *_sets(eval_dataset).values()):
+        for dataset in (train_dataset, *named_sets(eval_dataset).values()):
             self._check_dataset(dataset, args)
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
@@ -269,9 +255,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         return parts
 
     def _context(self, microbatches: int, apply: Any) -> StepContext:
-        return StepContext(
-            microbatches, apply, self.together.sum, self.together.gather, self.args.process_index
-        )
+        return StepContext(microbatches, apply, self.together.sum, self.together.gather, self.args.process_index)
 
     def _sum_gradients(self) -> None:
         for group in self.optimizer.param_groups:
@@ -364,12 +348,14 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             args.kl_eval_prompts,
         )  # fmt: skip
         evaluation = evaluate_examples(
-            self.backbone, _Rows(dataset, n), self.encode, self.objective, sampling, self.judge,
+            self.backbone, FirstRows(dataset, n), self.encode, self.objective, sampling, self.judge,
             (args.process_index, args.world_size), self.together.gather, self.together,
         )  # fmt: skip
         if metric_key_prefix == "eval":
             self.evaluations[self.state.global_step] = evaluation
         self._write_table(f"{metric_key_prefix}_{self.state.global_step:05d}", evaluation.table())
+        if hasattr(self.learner, "liked_tokens"):
+            self._write_table(f"tokens_{self.state.global_step:05d}", token_table(self.backbone, self.learner))
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
         metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         metrics |= speed_metrics(metric_key_prefix, start, num_samples=n)
@@ -383,20 +369,3 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             path = Path(self.args.output_dir) / "completions" / f"{name}.parquet"
             with replacing(path, binary=True) as file:
                 table.to_parquet(file, index=False)
-
-
-class _Rows(Sequence):
-    """The first n rows of a dataset."""
-
-    def __init__(self, dataset: Any, n: int) -> None:
-        self.dataset, self.n = dataset, n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> Mapping[str, Any]:
-        return self.dataset[i]
-
-
-def _sets(dataset: Any) -> dict[str, Any]:
-    return dataset if isinstance(dataset, dict) else {} if dataset is None else {"eval": dataset}

@@ -73,7 +73,7 @@ def test_rewards_of_embeddings_score_what_they_differentiate(policy, batch, name
     torch.testing.assert_close(make_reward(name, policy, TOY).score(*batch), reward.score(*batch), rtol=0, atol=0)
 
 
-def test_a_trunk_of_one_layer_is_cut_and_the_base_is_whole_again(policy, batch):
+def test_the_name_says_the_depth_and_the_base_is_whole_again(policy, batch):
     layers = len(policy.decoder.layers)
     one, every = make_reward("trunk1", policy, TOY), make_reward("trunk", policy, TOY)
     assert (one.function.depth, every.function.depth, len(policy.decoder.layers)) == (1, layers, layers)

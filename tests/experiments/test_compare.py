@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.errors import InputError
+from grade.experiments import frontier
 from grade.experiments.compare import figures
 from grade.experiments.compare import frontier as stats
 from grade.experiments.compare.measure import runs as compare
-from grade.experiments.compare.measure.runs import CURVES, FINALS, FIXED, Run, Shared, run_all, run_config, search
+from grade.experiments.compare.measure.runs import CURVES, FINALS, Run, Shared, run_all, run_config, search
 from grade.experiments.compare.measure.tables import Measurements, Settings
 from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
 from grade.experiments.measured import Tables, measure_all
+from grade.experiments.training_runs import FIXED
 from grade.gradients.methods import METHODS
 from grade.stats import paired
 from grade.training.toy import toy_task
@@ -51,7 +53,7 @@ def test_reward_at_kl_is_that_of_a_mixture_of_two_policies():
     )
     # Seed 0, chosen on seed 1: its hull is the start and its end, so here the start and (8, 0.8): 0.5 + 2/8 * 0.3.
     # Seed 1, chosen on seed 0: the start and its middle, here (1, 0.6), which is below the level by itself.
-    assert stats.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.575, 1: 0.6})
+    assert frontier.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.575, 1: 0.6})
     figures = stats.frontier_figures(table, [2.0, 20.0])
     assert figures["frontier/ste/kl2"] == pytest.approx(0.5875)
     assert figures["frontier/ste/kl2_stderr"] == pytest.approx(0.0125)  # sd 0.025/sqrt(2), over sqrt(2)
@@ -64,8 +66,8 @@ def test_a_path_that_overshoots_does_not_hide_a_better_policy_with_less_kl():
     """KL grows early and comes back, or another beta stays low: interpolating along one path would see 0.55 at 2."""
     path, low = ([0, 8, 2], [0.5, 0.7, 0.75]), ([0, 1, 2], [0.5, 0.6, 0.7])
     table = curves(*(curve("ste", beta, seed, *c) for seed in (0, 1) for beta, c in ((0.1, path), (0.2, low))))
-    assert stats.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.75, 1: 0.75})
-    assert stats.reward_at_kl(table, 1.0)["ste"] == pytest.approx({0: 0.625, 1: 0.625})  # half of the way to 0.75
+    assert frontier.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.75, 1: 0.75})
+    assert frontier.reward_at_kl(table, 1.0)["ste"] == pytest.approx({0: 0.625, 1: 0.625})  # half of the way to 0.75
 
 
 def test_policies_are_chosen_on_the_other_seeds():
@@ -74,21 +76,21 @@ def test_policies_are_chosen_on_the_other_seeds():
         curve("ste", 0.2, 0, [0, 2], [0.5, 0.6]), curve("ste", 0.2, 1, [0, 2], [0.5, 0.7]),
     )  # fmt: skip
     # Seed 0's 0.9 is luck: seed 1 prefers 0.2. Seed 1 has what seed 0 prefers.
-    assert stats.reward_at_kl(lucky, 2.0)["ste"] == pytest.approx({0: 0.6, 1: 0.5})
+    assert frontier.reward_at_kl(lucky, 2.0)["ste"] == pytest.approx({0: 0.6, 1: 0.5})
     with pytest.raises(InputError, match="at least two"):
-        stats.reward_at_kl(lucky[lucky.seed == 0], 2.0)
+        frontier.reward_at_kl(lucky[lucky.seed == 0], 2.0)
     with pytest.raises(InputError, match="above 0"):
-        stats.reward_at_kl(lucky, 0.0)
+        frontier.reward_at_kl(lucky, 0.0)
 
 
 def test_the_frontiers_line_goes_through_the_tables_values():
     table = curves(*(curve("ste", 0.1, seed, [0, 4, 8], [0.5, 0.7, 0.8]) for seed in (0, 1)))
     levels = figures.frontier_levels([2.0, 6.0], n=4)
-    line = stats.frontier_table(table, levels)
+    line = frontier.frontier_table(table, levels)
     assert line["kl"].tolist() == [0.0, *levels] and set(levels) >= {2.0, 6.0} and max(levels) == pytest.approx(7.2)
     assert line.set_index("kl")["reward"][[0.0, 2.0, 6.0]].tolist() == pytest.approx([0.5, 0.6, 0.75])
     for level in (2.0, 6.0):
-        values = list(stats.reward_at_kl(table, level)["ste"].values())
+        values = list(frontier.reward_at_kl(table, level)["ste"].values())
         assert line.set_index("kl")["reward"][level] == pytest.approx(np.mean(values))
 
 
@@ -96,7 +98,7 @@ def test_the_frontiers_line_goes_through_the_tables_values():
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
 def test_the_hull_is_above_every_point_and_every_mixture(points):
     kl, reward = zip(*points, strict=True)
-    hull = stats.upper_hull(kl, reward)
+    hull = frontier.upper_hull(kl, reward)
     x, y = [kl[i] for i in hull], [reward[i] for i in hull]
     assert x == sorted(set(x)) and y == sorted(set(y)) and max(y) == max(reward) and x[0] == min(kl)
     for a, b in itertools.product(range(len(kl)), repeat=2):
@@ -120,7 +122,7 @@ def test_paired_test_by_hand():
 
 def test_paired_figures_leave_out_what_cannot_be_compared():
     values = {"ste": {0: 0.3, 1: 0.5}, "rloo": {0: 0.2, 1: 0.2}, "ppo": {}}
-    figures = stats.paired_figures(values, "rloo", "kl5")
+    figures = frontier.paired_figures(values, "rloo", "kl5")
     assert figures["paired/ste_minus_rloo/kl5"] == pytest.approx(0.2)
     assert figures["paired/ste_minus_rloo/kl5_stderr"] == pytest.approx(0.1)
     assert {key.split("/")[1] for key in figures} == {"ste_minus_rloo"}
@@ -266,7 +268,7 @@ def test_figures_draw_tables():
             for m in ("ste", "ppo") for seed in (0, 1)]  # fmt: skip
     table = curves(*runs)
     fig, axes = plt.subplots(1, 2)
-    figures.plot_frontier(axes, stats.frontier_table(table, figures.frontier_levels([2.0])), [2.0])
+    figures.plot_frontier(axes, frontier.frontier_table(table, figures.frontier_levels([2.0])), [2.0])
     assert axes[0].get_xscale() == "linear" and [ax.get_title() for ax in axes][0] == "relaxed gradients"
     # The other panel's method in grey, the line and the dots.
     assert [len(ax.lines) for ax in axes] == [3, 3]

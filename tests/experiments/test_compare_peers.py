@@ -10,7 +10,9 @@ from grade.cli.main import main
 from grade.errors import InputError
 from grade.experiments.compare import peers as contest
 from grade.experiments.compare.measure import peers
-from grade.experiments.compare.measure.runs import CURVES, FIXED, Run, Shared, run_config
+from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config
+from grade.experiments.training_runs import FIXED
+from grade.gradients.objective import Objective
 from grade.results import read_metrics
 from grade.training.toy import toy_reviews, toy_task
 
@@ -38,23 +40,48 @@ def test_evaluating_the_peer_leaves_its_sampling_alone():
     assert (row["method"], row["samples"], row["seconds"]) == (peers.PEER, 8, 2.0) and abs(row["kl"]) <= 1e-5
 
 
-def test_the_peer_learns_from_the_same_start_on_the_same_prompts(tmp_path):
-    pytest.importorskip("trl")
-    task = toy_task(lora=None)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The toy task as files."""
+    path, task = tmp_path_factory.mktemp("peers"), toy_task(lora=None)
     with task.backbone.reference():
-        task.backbone.peft.unload().save_pretrained(tmp_path / "base")
-    task.backbone.tokenizer.save_pretrained(tmp_path / "base")
-    task.reward_model.save(tmp_path / "bag")
+        task.backbone.peft.unload().save_pretrained(path / "base")
+    task.backbone.tokenizer.save_pretrained(path / "base")
+    task.reward_model.save(path / "bag")
+    task.judge.save(path / "judge.npz")
     for seed, split in enumerate(("policy", "validation")):
         lines = [json.dumps(r._asdict()) for r in toy_reviews(40, seed)]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+        (path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def shared_by(kind, folder, reward="bag"):
     sizes = {"eval_prompts": 8, "final_eval_prompts": 8, "kl_eval_prompts": 8, "gumbel_topk": 16}
-    shared = Shared(str(tmp_path / "base"), str(tmp_path / "bag"), "", str(tmp_path), VALUES | sizes)
-    run = Run("grpo", 0.1, 0, 1e-2)
+    return kind(str(folder / "base"), str(folder / reward), "", str(folder), VALUES | sizes)
+
+
+def test_the_peer_learns_from_the_same_start_on_the_same_prompts(folder):
+    pytest.importorskip("trl")
+    shared, run = shared_by(Shared, folder), Run("grpo", 0.1, 0, 1e-2)
     ours, theirs = peers.train_once(shared, run)[0], peers.train_peer(shared, run)
     assert [row["step"] for row in theirs] == [row["step"] for row in ours] == [0, 1, 2]
     assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["samples"] == ours[-1]["samples"] == 16
     assert theirs[0]["kl"] <= 1e-5 < theirs[-1]["kl"]
+
+
+@pytest.mark.parametrize("reward", ["bag", "judge.npz"])
+def test_a_black_box_is_the_same_function_for_both(folder, reward):
+    shared, run = shared_by(peers.BlackBox, folder, reward), Run("distilled", 0.1, 0, 1e-2)
+    part = shared.task(0).reward_model
+    with pytest.raises(InputError, match="no gradient"):
+        Objective(part).require_gradient("ste")
+    ours = peers.train_once(shared, run)[0]
+    assert ours[-1]["samples"] == 16 and ours[-1]["kl"] > 1e-5
+    if reward == "bag":  # the model's own rewards, though it is asked through a function
+        assert ours[0]["reward"] == pytest.approx(peers.train_once(shared_by(Shared, folder), run)[0][0]["reward"])
+    if peers.have_peer():
+        theirs = peers.train_peer(shared, Run("grpo", 0.1, 0, 1e-2))
+        assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["kl"] > 1e-5
 
 
 def test_the_peer_has_one_name():
@@ -71,6 +98,10 @@ def test_times_to_a_goal_that_all_reach():
     assert found["peer/goal_reward"] == pytest.approx(0.6)
     assert found["peer/best_over_trl_seconds"] == pytest.approx(0.1) and found["peer/best_method"] == "ste"
     assert found["peer/end_reward/ste"] == 0.9
+    # In samples both need a part of their one step: 8 * 0.25 and 8 * 0.5. The last of ours is ste.
+    assert found["peer/samples_to_goal/ste"] == pytest.approx(2.0)
+    assert found["peer/samples_over_trl"] == pytest.approx(0.5)
+    assert found["peer/seconds_over_trl"] == pytest.approx(0.1)
     assert found["peer/grpo_over_trl_seconds_per_sample"] == 0.5
     assert found[f"peer/peak_mib/{peers.PEER}"] == 2
 
@@ -94,7 +125,10 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(monkeypatch, tmp_path, caps
     assert not (tmp_path / "peers").exists()
 
 
-@pytest.mark.parametrize("values", [{"methods": ["ste"], "learning_rates": [1e-3]}, {"learning_rates": [1e-3]}])
+@pytest.mark.parametrize(
+    "values",
+    [{"methods": ["ste"], "learning_rates": [1e-3]}, {"learning_rates": [1e-3]}, {"reward": "models/gold/judge.npz"}],
+)
 def test_a_contest_that_would_not_compare_is_refused(values):
     with pytest.raises(InputError):
         peers.PeersConfig.parse(values)

@@ -15,9 +15,9 @@ from grade.experiments.estimators.measure.enumerated import (
     variants,
     worst_bias,
 )
-from grade.experiments.estimators.measure.moments import moments
 from grade.experiments.estimators.measure.rows import KL, Setting, Variant, advantages, gradient_rows
 from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
+from grade.experiments.moments import moments
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay

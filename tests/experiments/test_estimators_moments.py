@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from grade.errors import InputError
-from grade.experiments.estimators.measure import moments as quality
-from grade.experiments.estimators.measure.rows import sketch
+from grade.experiments import moments as quality
+from grade.experiments.moments import sketch
 from grade.stats import interval, tensor_spread
 
 P = 200

@@ -17,6 +17,9 @@ from runs import in_child, settings, toy_project, wait
 from grade.cli.main import main as command_line
 from grade.training.run import train
 
+TARGETED = ("gumbel", "reinforce")
+"""Methods whose beta is adjusted on the way."""
+
 
 def free_port() -> int:
     """A port for the processes to meet at."""
@@ -43,6 +46,7 @@ def one_and_two(root: Path, methods: list[str]) -> int:
     for method in methods:
         for processes in (1, 2):
             values = common | {"gradient_accumulation_steps": 2 // processes}
+            values |= {"target_kl": 0.5} if method in TARGETED else {}
             output = root / f"{method}-{processes}"
 
             # Settings say on which process they are as soon as they are made: so they are made there.

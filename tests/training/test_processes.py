@@ -36,6 +36,7 @@ def test_two_processes_train_as_one_does_on_both_batches(runs, method):
     one, two = (runs / f"{method}-{n}" for n in (1, 2))
     for name in ("history.csv", "metrics.json", "samples.json"):
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    assert ("train/beta" in (one / "history.csv").read_text()) == (method in ("gumbel", "reinforce"))
     adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two)]
     for name, value in adapters[0].items():
         # float32; a microbatch's noise is seeded by its place in the step, so only the order of the sum differs.

@@ -17,7 +17,7 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.training.toy import toy_task
-from grade.training.trainer import PromptOrder
+from grade.training.order import PromptOrder
 
 SMALL = dict(
     method="rloo", num_generations=4, per_device_train_batch_size=8, max_completion_length=6, max_steps=2,

@@ -36,7 +36,7 @@ def plot_frontier(axes: Sequence[Axes], table: pd.DataFrame, kl_levels: Sequence
 
     Args:
         axes: Two Axes that share both axes.
-        table: From `grade.experiments.compare.frontier.frontier_table`, on `frontier_levels`.
+        table: From `grade.experiments.frontier.frontier_table`, on `frontier_levels`.
         kl_levels: The table's KL, nats a completion.
 
     Returns:

@@ -1,132 +1,22 @@
-"""Statistics of a comparison over methods, weights of KL and seeds: pure functions of tidy tables.
+"""Statistics of the comparison over methods, weights of KL and seeds: pure functions of tidy tables.
 
-The tables are the measured `curves` (evaluations along training) and `finals` (ends of runs). A seed decides adapter,
-prompts and noise of every method alike, so methods are compared pair by pair over seeds. Evaluation prompts and their
-noise are the same for all runs: standard errors over seeds say how a method varies when it is trained again, not how
-the figures would change on other prompts.
-
-**Reward at equal KL.** A policy that follows one evaluated policy with probability p and another with 1 - p has the
-mean of their rewards and, as KL is convex, at most the mean of their KLs. So the upper concave hull of the evaluated
-(KL, reward), over all weights of KL and steps, is attainable. Which two policies are mixed is chosen for each seed on
-the *other* seeds, so that the choice does not flatter a method.
+The tables are the measured `curves` (evaluations along training) and `finals` (ends of runs). How rewards are compared
+at equal KL is in `grade.experiments.frontier`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from grade.errors import InputError
-from grade.stats import Estimate, paired
+from grade.experiments.frontier import estimate_figures, reward_at_kl
+from grade.stats import Estimate
 
 QUALITIES = ("reward", "gold", "kl", "perplexity", "distinct1", "distinct2")
 """Columns of the ends of runs that are averaged over seeds."""
-
-
-def upper_hull(kl: Sequence[float], reward: Sequence[float]) -> list[int]:
-    """Vertices of the upper concave hull of points, from the lowest KL to the highest reward.
-
-    Args:
-        kl: KL of each policy [n].
-        reward: Reward of each [n].
-
-    Returns:
-        Indices, KL increasing; rewards increase along them, by less and less.
-
-    >>> upper_hull([0, 1, 2, 4, 3], [0.5, 0.6, 0.8, 0.9, 0.7])
-    [0, 2, 3]
-    """
-    hull: list[int] = []
-    for i in sorted(range(len(kl)), key=lambda i: (kl[i], -reward[i])):
-        if hull and reward[i] <= reward[hull[-1]]:
-            continue
-        while len(hull) > 1 and _above(kl, reward, hull[-2], hull[-1], i):
-            hull.pop()
-        hull.append(i)
-    return hull
-
-
-def _above(kl: Sequence[float], reward: Sequence[float], a: int, b: int, c: int) -> bool:
-    """Whether the line from a to c passes above b or through it."""
-    return (reward[c] - reward[a]) * (kl[b] - kl[a]) >= (reward[b] - reward[a]) * (kl[c] - kl[a])
-
-
-def reward_at_kl(curves: pd.DataFrame, level: float) -> dict[str, dict[int, float]]:
-    """Highest held-out reward at KL <= ``level``, method by method; see the module's head.
-
-    For each seed the hull of the other seeds' means says which two policies are mixed (by beta and step); the
-    probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
-
-    Args:
-        curves: Evaluations, with the untrained policy at step 0.
-        level: KL in nats a completion, above 0.
-
-    Returns:
-        Method to seed to reward.
-
-    Raises:
-        InputError: If a method has a single seed, or the level is not positive.
-    """
-    rewards: dict[str, dict[int, float]] = {}
-    for method, seed, values in _rewards_at_kl(curves, [level]):
-        rewards.setdefault(method, {})[seed] = values[0]
-    return rewards
-
-
-def frontier_table(curves: pd.DataFrame, levels: Sequence[float]) -> pd.DataFrame:
-    """The frontier itself: `reward_at_kl` along a grid of levels.
-
-    Args:
-        curves: Evaluations, with the untrained policy at step 0.
-        levels: KL in nats a completion, above 0.
-
-    Returns:
-        Columns ``method``, ``kl``, ``reward`` (mean over seeds) and ``stderr``; the first row of a method is its start.
-    """
-    rows: dict[str, list[list[float]]] = {}
-    for method, _, values in _rewards_at_kl(curves, levels):
-        rows.setdefault(method, []).append(values)
-    start = curves[curves["step"] == 0].groupby("method")["reward"].mean()
-    table = []
-    for method, seeds in rows.items():
-        table.append((method, 0.0, start[method], 0.0))
-        for level, values in zip(levels, zip(*seeds, strict=True), strict=True):
-            mean, stderr, _ = Estimate.of(values)
-            table.append((method, level, mean, stderr))
-    return pd.DataFrame(table, columns=["method", "kl", "reward", "stderr"])
-
-
-def _rewards_at_kl(curves: pd.DataFrame, levels: Sequence[float]) -> Iterator[tuple[str, int, list[float]]]:
-    """Method, seed, and its reward at each level."""
-    if not all(level > 0 for level in levels):
-        raise InputError("level", min(levels), "a KL above 0")
-    for method, rows in curves.groupby("method", sort=False):
-        tables = [rows.pivot(index=["beta", "step"], columns="seed", values=name).dropna() for name in ("kl", "reward")]
-        if tables[0].shape[1] < 2:
-            allowed = "at least two: policies are chosen on the other seeds"
-            raise InputError("seeds", tables[0].columns.tolist(), allowed)
-        for seed in tables[0].columns:
-            kl, reward = (table.drop(columns=seed).mean(axis=1).tolist() for table in tables)
-            own = list(zip(*(table[seed].tolist() for table in tables), strict=True))
-            hull = upper_hull(kl, reward)
-            yield method, int(seed), [_own_reward(own, kl, hull, level) for level in levels]
-
-
-def _own_reward(own: Sequence[tuple[float, float]], kl: Sequence[float], hull: Sequence[int], level: float) -> float:
-    """One seed's reward at the level: a mixture of two of its policies, chosen by the other seeds' hull."""
-    last = next((place for place, i in enumerate(hull) if kl[i] >= level), len(hull))
-    pair = hull[max(last - 1, 0) : last + 1]  # the two around the level, or the last alone if none reaches it
-    return _mixed([own[0], *(own[i] for i in pair)], level)
-
-
-def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
-    """Reward at the level along the points' line; that of the last point that stays below it if none exceeds it."""
-    for (k, r), (next_k, next_r) in zip(points, points[1:], strict=False):
-        if next_k > level:
-            return float(r + (level - k) / (next_k - k) * (next_r - r))
-    return float(points[-1][1])
 
 
 def frontier_figures(curves: pd.DataFrame, levels: Sequence[float], prefix: str = "") -> dict[str, float]:
@@ -171,40 +61,6 @@ def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[s
             figures |= estimate_figures(f"{prefix}final/{method}/{name}", runs[name].dropna())
         figures[f"{prefix}final/{method}/samples"] = int(runs["samples"].iloc[0])
     return figures
-
-
-def paired_figures(values: Mapping[str, Mapping[int, float]], against: str, name: str) -> dict[str, float]:
-    """Every method against one: ``paired/<method>_minus_<against>/<name>`` with ``_stderr``, ``_n``, ``_p``.
-
-    Args:
-        values: Method to seed to value.
-        against: The method that the others are compared with.
-        name: What the values are.
-
-    Returns:
-        The metrics; methods that share fewer than two seeds with ``against`` are left out.
-    """
-    figures: dict[str, float] = {}
-    for method, mine in values.items():
-        if method == against or len(set(mine) & set(values.get(against, {}))) < 2:
-            continue
-        test = paired(mine, values[against])
-        key = f"paired/{method}_minus_{against}/{name}"
-        figures |= estimate_figures(key, None, test.difference)
-        if test.p is not None:
-            figures[f"{key}_p"] = test.p
-    return figures
-
-
-def estimate_figures(key: str, values: Iterable[float] | None, estimate: Estimate | None = None) -> dict[str, float]:
-    """``key``, ``key_stderr`` and ``key_n`` of a mean; only ``key_n`` = 0 without values."""
-    if estimate is None:
-        values = [] if values is None else list(values)
-        if not values:
-            return {f"{key}_n": 0}
-        estimate = Estimate.of(values)
-    figures = {key: estimate.mean, f"{key}_n": estimate.n}
-    return figures if estimate.stderr is None else figures | {f"{key}_stderr": estimate.stderr}
 
 
 def overoptimisation(curves: pd.DataFrame) -> pd.DataFrame:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from grade.experiments.compare import frontier
+from grade.experiments.frontier import estimate_figures, paired_figures, reward_at_kl
 from grade.experiments.measured import Tables
 from grade.stats import Estimate
 
@@ -62,7 +63,7 @@ def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     for prefix, reward in parts.items():
         ends = run_seconds(tables["seconds"], reward, settings.headline_beta)
         for method, rows in ends.groupby("method", sort=False):
-            figures |= frontier.estimate_figures(f"{prefix}final/{method}/seconds", rows["seconds"])
+            figures |= estimate_figures(f"{prefix}final/{method}/seconds", rows["seconds"])
     return figures
 
 
@@ -82,7 +83,7 @@ def level_table(curves: pd.DataFrame, levels: list[float]) -> pd.DataFrame:
     """Reward at each KL, method by method, as text with standard errors."""
     columns = {}
     for level in levels:
-        values = frontier.reward_at_kl(curves, level)
+        values = reward_at_kl(curves, level)
         columns[f"KL {level:g}"] = {method: str(Estimate.of(seeds.values())) for method, seeds in values.items()}
     return pd.DataFrame(columns)
 
@@ -132,9 +133,9 @@ def _paired(curves: pd.DataFrame, finals: pd.DataFrame, settings: Settings) -> d
     """Every method against each of `REFERENCES`: gains at equal samples, rewards at equal KL."""
     ends = finals[finals["beta"] == settings.headline_beta]
     gains = {method: rows.set_index("seed")["gain"].to_dict() for method, rows in ends.groupby("method")}
-    values = {"gain": gains} | {f"kl{level:g}": frontier.reward_at_kl(curves, level) for level in settings.kl_levels}
+    values = {"gain": gains} | {f"kl{level:g}": reward_at_kl(curves, level) for level in settings.kl_levels}
     figures: dict[str, float] = {}
     for against in (method for method in REFERENCES if method in gains):
         for name, each in values.items():
-            figures |= frontier.paired_figures(each, against, name)
+            figures |= paired_figures(each, against, name)
     return figures

@@ -17,7 +17,7 @@ from grade.results import write_history, write_metrics
 PEER = "trl_grpo"
 """The peer's name in the tables."""
 TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",
-         "best_method", "best_over_trl_seconds")  # fmt: skip
+         "seconds_over_trl", "best_method", "best_over_trl_seconds")  # fmt: skip
 """Names below ``peer/`` of what differs from run to run."""
 
 
@@ -69,7 +69,9 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
     Returns:
         ``seconds_per_sample/<method>``, ``peak_mib/<method>``, ``start_mib/<method>``, ``end_reward/<method>``,
         ``end_kl/<method>``, ``grpo_over_trl_seconds_per_sample``, and, if all gain, ``goal_reward``,
-        ``seconds_to_goal/<method>``, ``best_method`` (the fastest of ours), ``best_over_trl_seconds``.
+        ``seconds_to_goal/<method>``, ``samples_to_goal/<method>``, ``kl_at_goal/<method>``, ``best_method`` (the
+        fastest of ours), ``best_over_trl_seconds``, and ``samples_over_trl`` and ``seconds_over_trl`` of the last of
+        ours.
     """
     figures: dict[str, Any] = {}
     for cost in costs.itertuples():
@@ -85,9 +87,14 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
     base, lowest = runs[PEER]["reward"].iloc[0], min(run["reward"].iloc[-1] for run in runs.values())
     if lowest > base:
         goal = base + share * (lowest - base)
-        seconds = {m: first_crossing(r["reward"].tolist(), r["seconds"].tolist(), goal) for m, r in runs.items()}
-        best = min((m for m in seconds if m != PEER), key=seconds.get)
-        figures |= {f"peer/seconds_to_goal/{method}": value for method, value in seconds.items()}
+        at = {name: {m: first_crossing(r["reward"].tolist(), r[name].tolist(), goal) for m, r in runs.items()}
+              for name in ("seconds", "samples", "kl")}  # fmt: skip
+        for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
+            figures |= {f"peer/{label}/{method}": value for method, value in at[name].items()}
+        seconds, ours = at["seconds"], [m for m in curves["method"].unique() if m != PEER]
+        best = min(ours, key=seconds.get)
         figures |= {"peer/goal_reward": goal, "peer/best_method": best}
         figures["peer/best_over_trl_seconds"] = seconds[best] / seconds[PEER]
+        for name in ("samples", "seconds"):
+            figures[f"peer/{name}_over_trl"] = at[name][ours[-1]] / at[name][PEER]
     return figures

@@ -1,18 +1,19 @@
-"""How much of the residual to add to the plug-in gradient, from the gradients themselves.
+"""How much of the residual to add to the plug-in gradient.
 
-A step's gradient has two parts: the plug-in a (of the distilled reward: nearly no noise, biased) and the residual d
-(what a is short of: unbiased, noisy), with ``E[a + d] = mu``, the true gradient. Of all ``a + w d`` the one with the
-largest expected cosine to mu, ``<E a + w E d, mu> / sqrt(E|a + w d|^2)``, has
+A step's gradient has two parts: the plug-in a, nearly without noise, and the residual d, with ``E[a + d] = mu``, the
+true gradient. The sum ``a + w d`` comes closest to mu in direction at
 
-    w = (B p - A q) / (A r - B q),    A = <E a, mu>,  B = <E d, mu>,  p = E|a|^2,  q = E<a, d>,  r = E|d|^2.
+    w = E / (E + V),    E = |E d|^2,    V = tr Cov(d),
 
-Products of means come from different microbatches (``sum_{i != j} a_i . d_j``), so noise does not enter them, and all
-are averaged over the steps so far with a decay. The sum is then scaled so that its expected projection on mu is that of
-mu itself: ``|mu|^2 / (A + w B)``; otherwise KL would pull the policy back from a small w.
+if the two parts are orthogonal (a Wiener filter). V is measured: parts of a step that share no completion differ by
+noise alone. It is divided by the `HORIZON` steps that the optimizer's momentum averages, as the noise of the steps
+does, but not a bias. E cannot be measured within a few steps, as the noise hides it. It follows from the share R2 of
+the reward's variance that is explained: that share of the gradient is taken to be the plug-in's, so
+``E = |a|^2 (1 - R2) / R2``.
 
-A useless distillation has ``A = 0``: any w > 0 then gives the residual alone, scaled back to size, which is `rloo`. A
-perfect one has ``B = 0`` and gives the plug-in. Source of the blend: Wiener filtering; for control variates with a
-learned weight see Grathwohl et al. 2018 (arXiv:1711.00123).
+The sum is scaled by ``1 / (R2 + w (1 - R2))``, so that its projection on mu stays that of mu itself: else KL, whose
+gradient is not scaled, would pull the policy back wherever w and R2 are small, and equal beta would not be equal
+pressure. A useless distillation has a = 0 and gives ``w d / w``, which is `rloo`; a perfect one gives the plug-in.
 """
 
 from __future__ import annotations
@@ -21,45 +22,73 @@ import torch
 from torch import Tensor
 
 DECAY = 0.9
-LEAST, MOST = 0.02, 20.0
-"""Bounds of the weight, where the plug-in is trusted at all, and of the scale."""
+"""Of the averages over earlier steps."""
+HORIZON = 10
+"""Steps that AdamW's first moment averages: 1 / (1 - 0.9)."""
+LEAST = 1e-3
+"""Smallest weight of ``auto``."""
+LARGEST = 20.0
+"""Largest scale."""
 
 
 class Blend:
-    """Moments of the two parts over the steps so far.
+    """Squared norms of the two parts over the steps so far.
 
     Attributes:
-        moments: Decayed sums of ``<Ea,Ea>, <Ea,Ed>, <Ed,Ed>, |a|^2, <a,d>, |d|^2``, and of the weights.
+        moments: Decayed sums of ``|a|^2``, V and 1.
+        before: The residual of the last step, where a step has a single part.
     """
 
     def __init__(self) -> None:
-        self.moments = torch.zeros(7, dtype=torch.float64)
+        self.moments = torch.zeros(3, dtype=torch.float64)
+        self.before = torch.zeros(0)
 
-    def add(self, plug: Tensor, residual: Tensor, squares: Tensor, shares: float) -> None:
+    def add(self, plug: Tensor, residual: Tensor, square: Tensor, shares: float) -> None:
         """Add a step, made of disjoint parts.
 
         Args:
-            plug: a [P], the sum of the parts' ``a_i``, each of which carries its share of the step.
-            residual: d [P], likewise.
-            squares: Sums over the parts of ``|a_i|^2``, ``<a_i, d_i>`` and ``|d_i|^2`` [3].
-            shares: Sum of the squared shares: 1 / n for n equal parts.
+            plug: a [P].
+            residual: d [P], the sum of the parts' ``d_i``, each of which carries its share of the step.
+            square: ``sum_i |d_i|^2``.
+            shares: Sum of the squared shares, 1 / n for n equal parts. 1 for a single part: then the last step is the
+                other one.
         """
-        a, d = plug.double(), residual.double()
-        whole = torch.stack([a @ a, a @ d, d @ d]).cpu()
-        means = (whole - squares.double().cpu()) / (1 - shares)
-        self.moments = DECAY * self.moments + torch.cat([means, whole, torch.ones(1, dtype=torch.float64)])
+        whole = float(residual.double() @ residual.double())
+        if shares < 1:
+            signal = (whole - float(square)) / (1 - shares)  # |E d|^2 from products of different parts, very noisy
+        else:
+            signal = float(residual.double() @ self.before.double()) if len(self.before) else 0.0
+            self.before = residual
+        new = torch.tensor([float(plug.double() @ plug.double()), max(whole - signal, 0.0), 1.0], dtype=torch.float64)
+        self.moments = DECAY * self.moments + new
 
-    def weight(self) -> tuple[float, float]:
-        """The residual's weight in `LEAST`..1, and the scale of the sum in 1..`MOST`."""
-        aa, ad, dd, p, q, r, steps = self.moments.tolist()
-        if not steps:
+    def weight(self, share: float) -> tuple[float, float]:
+        """The residual's weight, and the scale of the sum.
+
+        Args:
+            share: R2, the share that is explained, in 0..1.
+
+        >>> blend = Blend()
+        >>> blend.moments = torch.tensor([1.0, 30.0, 1.0], dtype=torch.float64)
+        >>> blend.weight(0.25)                              # E = 3, V = 30 / 10: w = 1/2
+        (0.5, 1.6)
+        >>> blend.weight(0.0)
+        (1.0, 1.0)
+        """
+        plug, noise, steps = self.moments.tolist()
+        if not steps or not share > 0 or not plug > 0:
             return 1.0, 1.0
-        along_a, along_d = aa + ad, ad + dd
-        if along_a <= 0:
-            return 1.0, 1.0
-        if along_d <= 0:
-            return LEAST, 1.0
-        top, bottom = along_d * p - along_a * q, along_a * r - along_d * q
-        weight = 1.0 if bottom <= 0 else min(max(top / bottom, LEAST), 1.0)
-        scale = (along_a + along_d) / (along_a + weight * along_d)
-        return weight, min(max(scale, 1.0), MOST)
+        missing = plug * (1 - share) / share
+        weight = max(missing / (missing + noise / HORIZON), LEAST) if missing > 0 else 0.0
+        return weight, scale(weight, share)
+
+
+def scale(weight: float, share: float) -> float:
+    """Factor that keeps the projection on the true gradient: ``1 / (R2 + w (1 - R2))``, at most `LARGEST`.
+
+    Args:
+        weight: w, the residual's.
+        share: R2.
+    """
+    import os
+    return min(1 / max(share + weight * (1 - share), 1 / LARGEST), LARGEST) ** float(os.environ.get('KAPPA', '1'))

@@ -1,4 +1,4 @@
-"""What a distilled reward may be linear in: token counts, embeddings, n-grams, tokens given their context, hidden states.
+"""What a distilled reward may be linear in: tokens, embeddings, n-grams, tokens in their context, hidden states.
 
 A family turns completions into rows of features, and weights [k, F] fitted on them back into the values ``s_t(v)`` of
 every token v at every position t, from which the all-action gradient is made (`grade.gradients.all_action`).
@@ -210,7 +210,7 @@ class _Linear(Family):
     """Values that are linear in the token's embedding: ``s_t(v) = scale <u_t, E_v>``."""
 
     def directions(self, weights: Tensor, seen: Observed) -> Tensor:
-        """u [B, T, D] by weights [k, F]."""
+        """U [B, T, D] by weights [k, F]."""
         raise NotImplementedError
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102

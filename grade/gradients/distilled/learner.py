@@ -37,10 +37,10 @@ import torch
 from torch import Tensor
 
 from grade.gradients.all_action import expected_values
-from grade.gradients.distilled.blend import Blend
+from grade.gradients.distilled.blend import Blend, scale
 from grade.gradients.distilled.families import Family, Observed, make_family
 from grade.gradients.distilled.ridge import centred
-from grade.gradients.distilled.store import Evidence, Fit, Store
+from grade.gradients.distilled.store import Evidence, Fit, Store, joined
 from grade.gradients.losses import rloo
 from grade.gradients.methods import FAMILIES, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
@@ -84,7 +84,8 @@ class DistilledGradient:
 
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         self.config, self.backbone = config, backbone
-        self.families: dict[str, Family] = {name: make_family(name, backbone) for name in config.distil_families or FAMILIES}
+        names = config.distil_families or FAMILIES
+        self.families: dict[str, Family] = {name: make_family(name, backbone) for name in names}
         self.store = Store(self.families, config.group, config.distil_window)
         self.evidence, self.blend = Evidence(), Blend()
         self.fit: Fit | None = None
@@ -96,6 +97,24 @@ class DistilledGradient:
     def parameters(self) -> list[torch.nn.Parameter]:
         """None but the adapter's."""
         return []
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint."""
+        tensors = self.store.state() | {"blend": self.blend.moments, "level": torch.tensor(self.level).double()}
+        tensors["residual"] = self.blend.before
+        tensors |= {f"evidence/{number}": groups for number, groups in enumerate(self.evidence.groups)}
+        return tensors if self.fit is None else tensors | {f"fit/{self.fit.family}": self.fit.weights[:1]}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Continue where `tensors` was taken."""
+        self.store.restore(tensors)
+        self.blend.moments, self.level = tensors["blend"], float(tensors["level"])
+        self.blend.before = tensors["residual"].to(self.backbone.device)
+        numbers = range(sum(name.startswith("evidence/") for name in tensors))
+        self.evidence.groups = [tensors[f"evidence/{number}"] for number in numbers]
+        for name in (name for name in tensors if name.startswith("fit/")):
+            family = name.removeprefix("fit/")
+            self.fit = Fit(family, tensors[name].to(self.backbone.device), self.store.choices[family])
 
     def step(
         self, microbatches: Iterable[tuple[PromptBatch, torch.Generator]], objective: Objective, context: StepContext
@@ -141,19 +160,22 @@ class DistilledGradient:
     @torch.no_grad()
     def learn(self, samples: list[Sample], context: StepContext) -> None:
         """Hold the last fit against the new rewards, add these, and fit again."""
-        parts = context.gather([(number, s.reward.cpu(), {k: v.cpu() for k, v in s.rows.items()})
-                                for number, s in enumerate(samples)])  # fmt: skip
+        tokens = [torch.where(s.seen.mask.bool(), s.seen.ids, -1) for s in samples]
+        parts = [(number, s.reward.cpu(), {k: v.cpu() for k, v in (s.rows | {"": own}).items()})
+                 for number, (s, own) in enumerate(zip(samples, tokens, strict=True))]  # fmt: skip
+        parts = context.gather(parts)
         parts.sort(key=lambda part: part[0])  # by microbatch, then by rank: the order of one process
         rewards = torch.cat([reward for _, reward, _ in parts]).double()
         device = self.backbone.device
-        rows = {name: torch.cat([part[name] for _, _, part in parts]).to(device) for name in self.families}
+        rows = {name: joined([part[name] for _, _, part in parts]).to(device) for name in ("", *self.families)}
         said = self._predict(rows)
         if said is not None:
             self._note("distilled/reward", said.mean() + self.level)
-            self.evidence.add(centred(said, self.config.group), centred(rewards, self.config.group))
-        self.store.add(rows, rewards)
+            group = self.config.group
+            self.evidence.add(centred(said, group), centred(rewards, group), group)
+        self.store.add(rows, rewards, rows[""])
         if not float(self.store.rewards.abs().max()) > 0:
-            warnings.warn("rewards are equal within every group: nothing is learned from them", stacklevel=2)
+            warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=2)
         self.fit = self.store.fit(len(rewards) // self.config.group)
         if self.fit is not None:
             self.level = float(rewards.mean() - self._predict(rows).mean())
@@ -170,24 +192,38 @@ class DistilledGradient:
             return None
         return self.families[self.fit.family].predict(self.fit.all[0], rows[self.fit.family]).double().cpu()
 
+    @torch.no_grad()
+    def liked_tokens(self) -> Tensor | None:
+        """What the distilled reward gives each token [V], in reward, averaged over the positions of the last batch.
+
+        Of the additive family that explains most, whichever the gradient was taken of. None before the first fit, or
+        without such a family.
+        """
+        name = self.store.best_of([name for name, family in self.families.items() if family.additive])
+        if name is None or self.fit is None or self.last is None:
+            return None
+        fit = self.fit if self.fit.family == name else self.store.fit_of(name, 0)
+        return self.families[name].typical(fit.all, self.last)
+
     # ---- the gradient ----
     def _accumulate(
         self, samples: list[Sample], places: list[int], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        scale, weight, auto = 1 / context.microbatches, self.config.residual_weight, False
+        each, weight, auto = 1 / context.microbatches, self.config.residual_weight, False
         if weight == "auto":
             weight, auto = 1.0, self.fit is not None and self.fit.choice.slope > 0
         split, steps, parts = auto and context.microbatches == 1, [], []
+        factor = 1.0 if auto or self.fit is None else scale(weight, self.fit.choice.explained)
         for sample, place in zip(samples, places, strict=True):
             kl = torch.zeros_like(sample.seen.mask, dtype=torch.float32)
             for rows in _halves(len(sample.reward), self.config.group) if split else [slice(0, len(sample.reward))]:
-                share = scale * len(sample.reward[rows]) / len(sample.reward)
+                share = each * len(sample.reward[rows]) / len(sample.reward)
                 losses, kl[rows] = self._losses(sample, rows, place, objective)
                 if auto:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
-                    total = (plug + weight * residual + penalty) * share
+                    total = (factor * (plug + weight * residual) + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
             penalised = sample.reward - objective.beta * sequence_mean(kl, sample.seen.mask)
             seen = sample.seen
@@ -206,13 +242,14 @@ class DistilledGradient:
     def _blend(self, parts: list[tuple[float, list[Tensor]]], context: StepContext) -> float:
         """Add the blended gradient of all parts; the weight."""
         plug, residual, penalty = (torch.stack(each).sum(0) for each in zip(*(g for _, g in parts), strict=True))
-        squares = torch.stack([torch.stack([a @ a, a @ d, d @ d]) for _, (a, d, _) in parts]).double().sum(0)
-        shares = context.total(torch.tensor([share * share for share, _ in parts], device=plug.device).sum())
-        self.blend.add(context.total(plug), context.total(residual), context.total(squares), float(shares))
-        weight, factor = self.blend.weight()
+        square = torch.stack([d.double() @ d.double() for _, (_, d, _) in parts]).sum()
+        shares = torch.tensor([share * share for share, _ in parts], dtype=torch.float64, device=square.device).sum()
+        square, shares = context.total(torch.stack([square, shares])).tolist()
+        self.blend.add(context.total(plug), context.total(residual), square, shares)
+        weight, factor = self.blend.weight(self.fit.choice.explained)
         gradient = factor * (plug + weight * residual) + penalty
-        for p, g in zip(self.backbone.trainable_parameters(),
-                        gradient.split([p.numel() for p in self.backbone.trainable_parameters()]), strict=True):  # fmt: skip
+        parameters = self.backbone.trainable_parameters()
+        for p, g in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             p.grad = g.view_as(p).to(p.dtype) if p.grad is None else p.grad + g.view_as(p)
         self._note("blend_scale", torch.tensor(factor))
         return weight
@@ -257,5 +294,6 @@ class DistilledGradient:
 
 
 def _halves(rows: int, group: int) -> list[slice]:
-    middle = max(1, rows // group // 2) * group
-    return [slice(0, middle), slice(middle, rows)]
+    """Two slices of whole groups; one, if there is one group."""
+    middle = rows // group // 2 * group
+    return [slice(0, middle), slice(middle, rows)] if middle else [slice(0, rows)]

@@ -33,14 +33,29 @@ class Choice:
         penalty: In units of the Gram matrix's mean diagonal.
         r2: Share of the within-prompt variance of the reward that is explained, ``1 - |y - c p|^2 / |y|^2`` at the
             slope c, with p the predictions without their own group; negative if they point the wrong way.
-        slope: c, the reward's slope on its prediction, shrunk by its own error; 0 if it is not above 0.
-        stderr: Standard error of the slope before shrinkage, over groups.
+        steepness: c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
+        stderr: Its standard error, over groups.
     """
 
     penalty: float
     r2: float
-    slope: float
+    steepness: float
     stderr: float
+
+    @property
+    def kept(self) -> float:
+        """What the slope's error leaves of it, ``1 - (stderr / c)^2``, at least 0 (James and Stein's estimator)."""
+        return max(0.0, 1 - (self.stderr / self.steepness) ** 2) if self.steepness > 0 else 0.0
+
+    @property
+    def slope(self) -> float:
+        """The shrunk slope, by which predictions are multiplied; 0 where it is not distinguishable from 0."""
+        return self.steepness * self.kept if self.kept else 0.0
+
+    @property
+    def explained(self) -> float:
+        """R2 times the share of the slope that its error leaves, in 0..1."""
+        return max(self.r2, 0.0) * self.kept
 
 
 def centred(values: Tensor, group: int) -> Tensor:
@@ -86,10 +101,6 @@ def left_out(gram: Tensor, rewards: Tensor, group: int, penalty: float) -> Tenso
 def calibrated(predicted: Tensor, rewards: Tensor, group: int) -> tuple[float, float, float]:
     """R2, slope and the slope's standard error, of the reward on its prediction.
 
-    Ridge shrinks predictions, so the reward's slope on them is usually above 1. It is an estimate itself: it is
-    shrunk by ``1 - (stderr / slope)^2``, to 0 where it is not distinguishable from 0 (the positive part of the James
-    and Stein estimator).
-
     Args:
         predicted: Centred predictions [n].
         rewards: Centred rewards [n].
@@ -105,8 +116,7 @@ def calibrated(predicted: Tensor, rewards: Tensor, group: int) -> tuple[float, f
     rest = (predicted * (rewards - slope * predicted)).view(-1, group).sum(1)
     stderr = math.sqrt(float(rest @ rest)) / square
     r2 = math.copysign(slope * slope * square / total, slope)
-    kept = max(0.0, 1 - (stderr / slope) ** 2) if slope > 0 else 0.0
-    return r2, slope * kept, stderr
+    return r2, slope, stderr
 
 
 def coefficients(gram: Tensor, rewards: Tensor, group: int, penalty: float, without: Sequence[int]) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grade.gradients.distilled.families import Family
@@ -29,20 +30,31 @@ class Evidence:
     """Predictions made before a batch's rewards were seen, against these.
 
     Attributes:
-        products: Of each batch: ``sum p y`` and ``sum p^2``, centred within prompts.
+        groups: Of each batch, ``sum p y`` and ``sum p^2`` of its groups [2, N], centred within groups.
     """
 
-    products: list[tuple[float, float]] = field(default_factory=list)
+    groups: list[Tensor] = field(default_factory=list)
 
-    def add(self, predicted: Tensor, rewards: Tensor) -> None:
-        """Add a batch: predictions and rewards [m], both centred."""
-        self.products = [*self.products, (float(predicted @ rewards), float(predicted @ predicted))][-TRUST_STEPS:]
+    def add(self, predicted: Tensor, rewards: Tensor, group: int) -> None:
+        """Add a batch: predictions and rewards [N G], both centred."""
+        products = torch.stack([predicted * rewards, predicted * predicted])
+        self.groups = [*self.groups, products.view(2, -1, group).sum(2)][-TRUST_STEPS:]
 
     @property
     def trust(self) -> float:
-        """Share of the predicted differences that came true, in 0..1; 1 before there is a prediction."""
-        came, said = (sum(values) for values in zip(*self.products, strict=True)) if self.products else (1.0, 1.0)
-        return min(max(came / said, 0.0), 1.0) if said > 0 else 1.0
+        """Share of the predicted differences that came true, plus its standard error, in 0..1.
+
+        1 before there is a prediction. With the error, because a few noisy batches must not end what works: this is a
+        bound on a distilled reward that rises where the true one does not.
+        """
+        if not self.groups:
+            return 1.0
+        came, said = torch.cat(self.groups, 1)
+        if not float(said.sum()) > 0:
+            return 1.0
+        share = came.sum() / said.sum()
+        stderr = (came - share * said).square().sum().sqrt() / said.sum()
+        return min(max(float(share + stderr), 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,7 @@ class Store:
     def __init__(self, families: Mapping[str, Family], group: int, window: int) -> None:
         self.families, self.group, self.window = families, group, max(window // group, 2) * group
         self.rewards = torch.zeros(0, dtype=torch.float64)
+        self.tokens = torch.zeros(0, 0, dtype=torch.long)
         self.rows: dict[str, Tensor] = {}
         self.grams: dict[str, Tensor] = {}
         self.choices: dict[str, Choice] = {}
@@ -91,20 +104,22 @@ class Store:
         """Completions that are kept."""
         return len(self.rewards)
 
-    def add(self, rows: Mapping[str, Tensor], rewards: Tensor) -> None:
+    def add(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor) -> None:
         """Add a batch of whole groups.
 
         Args:
             rows: Features of each family [m, ...].
             rewards: [m].
+            tokens: The completions [m, T], -1 where masked.
         """
         drop = max(0, len(self) + len(rewards) - self.window)
         self.dropped += drop
         self.rewards = torch.cat([self.rewards, centred(rewards.double().cpu(), self.group)])[drop:]
+        self.tokens = joined([self.tokens, tokens.cpu()])[drop:]
         for name, family in self.families.items():
             new = rows[name]
             new = new if new.dtype == torch.long else centred(new, self.group)
-            kept = torch.cat([self.rows[name], new]) if name in self.rows else new
+            kept = joined([self.rows[name], new]) if name in self.rows else new
             block = self._centred_block(family.gram(new, kept).cpu())
             before = self.grams.get(name, block[:, :0].T[:, :0])
             n, m = len(before), len(new)
@@ -133,7 +148,10 @@ class Store:
             self.choices = {
                 name: choose(self.grams[name][part, part], self.rewards[part], self.group) for name in self.families
             }
-        name = self.best
+        return self.fit_of(max(self.choices, key=lambda name: self.choices[name].r2), newest)
+
+    def fit_of(self, name: str, newest: int) -> Fit:
+        """Distil with a family that was chosen already; arguments as in `fit`."""
         choice = self.choices[name]
         groups = len(self) // self.group
         alpha = coefficients(
@@ -143,10 +161,9 @@ class Store:
         alpha = torch.stack([centred(a, self.group) for a in alpha]).to(self.rows[name].device)
         return Fit(name, self.families[name].weights(alpha, self.rows[name]), choice)
 
-    @property
-    def best(self) -> str:
-        """The family that explains most out of sample."""
-        return max(self.choices, key=lambda name: self.choices[name].r2)
+    def token_counts(self, vocab: int) -> Tensor:
+        """How often each token occurs in the completions that are kept [V], float64."""
+        return torch.bincount(self.tokens[self.tokens >= 0], minlength=vocab).double()
 
     def best_of(self, names: Sequence[str]) -> str | None:
         """The best of some families; None if none was fitted."""
@@ -155,16 +172,16 @@ class Store:
 
     def state(self) -> dict[str, Tensor]:
         """Everything as tensors, for a checkpoint."""
-        state = {"rewards": self.rewards, "counters": torch.tensor([self.fresh, self.dropped])}
+        state = {"rewards": self.rewards, "tokens": self.tokens, "counters": torch.tensor([self.fresh, self.dropped])}
         for name in self.rows:
             state |= {f"rows/{name}": self.rows[name], f"gram/{name}": self.grams[name]}
         for name, c in self.choices.items():
-            state[f"choice/{name}"] = torch.tensor([c.penalty, c.r2, c.slope, c.stderr], dtype=torch.float64)
+            state[f"choice/{name}"] = torch.tensor([c.penalty, c.r2, c.steepness, c.stderr], dtype=torch.float64)
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue where `state` was taken."""
-        self.rewards = state["rewards"]
+        self.rewards, self.tokens = state["rewards"], state["tokens"]
         self.fresh, self.dropped = state["counters"].tolist()
         for key, tensor in state.items():
             kind, _, name = key.partition("/")
@@ -175,3 +192,9 @@ class Store:
             elif kind == "choice":
                 self.choices[name] = Choice(*tensor.tolist())
 
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of features below each other; lists of buckets or tokens of different length are padded with -1."""
+    width = max(part.shape[1] for part in parts)
+    padded = [part if part.shape[1] == width else F.pad(part, (0, width - part.shape[1]), value=-1) for part in parts]
+    return torch.cat(padded)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
+from grade.experiments.training_runs import judged_by
 from grade.gradients.objective import Objective, Reward, TextReward
 from grade.models.backbone import Backbone
 from grade.models.embedding import RewardScope
@@ -184,15 +185,6 @@ def right_sum(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> l
     [1.0, 0.0]
     """
     return exact_answer()(completions=completions, answer=[_answer(prompt) for prompt in prompts])
-
-
-def judged_by(judge: GoldJudge) -> TextFunction:
-    """The gold judge as a function of text: P(positive) of prompt and completion."""
-
-    def gold(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-        return judge.score([p + c for p, c in zip(prompts, completions, strict=True)]).tolist()
-
-    return gold
 
 
 def read_by(model: RewardModel) -> TextFunction:

@@ -1,8 +1,9 @@
 """A peer on the same task: TRL's GRPOTrainer, with this project's model, prompts, reward, evaluation and sizes.
 
 Its code path is its own (tokenising, generating with transformers, loss, optimizer loop); its arguments are in
-`settings`. TRL is an optional extra: ``pip install -e ".[peers]"``. Each contestant runs in a fresh process of one
-thread, so that seconds and peak memory are its own; evaluations do not count.
+`settings`. With ``black_box`` both trainers get the same reward function, of which only values can be seen. TRL is an
+optional extra: ``pip install -e ".[peers]"``. Each contestant runs in a fresh process of one thread, so that seconds
+and peak memory are its own; evaluations do not count.
 
 What cannot be made equal: TRL estimates KL from the sampled token (k3) where ours is exact, and its advantages are of
 the reward alone where ours are of the penalised return. Its loss is a mean over tokens where ours is a sum, so its
@@ -15,8 +16,9 @@ import importlib.util
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Self
 
 import pandas as pd
@@ -26,12 +28,16 @@ from pydantic import Field, model_validator
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.experiments.compare.measure.runs import CURVES, FIXED, Run, Shared, run_config, train_once
+from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config, train_once
+from grade.experiments.training_runs import FIXED, judged_by
 from grade.gradients.methods import MethodName
-from grade.gradients.objective import Objective
-from grade.models.backbone import load_pretrained
+from grade.gradients.objective import Objective, Reward
+from grade.models.backbone import Backbone, load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.results import peak_memory
+from grade.rewards.functions import FunctionReward
+from grade.rewards.gold import GoldJudge
+from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig
 from grade.training.run import evaluate_task
 from grade.training.task import Task
@@ -50,10 +56,15 @@ class PeersConfig(Config):
     """The contest: folders, the run, and who takes part."""
 
     model: str = Field("models/tiny", description="folder of the base model")
-    reward: str = Field("models/reward/tiny/bag", description="folder of the reward model")
+    reward: str = Field(
+        "models/reward/tiny/bag", description="folder of the reward model; with black_box also a judge's file (.npz)"
+    )
+    black_box: bool = Field(False, description="ours get the reward as a function too, of which only values are seen")
     gold: str = Field("models/gold/judge.npz", description="the gold judge; empty for none")
     reviews: str = Field("data/reviews", description="folder of the review splits")
-    methods: list[MethodName] = Field(["grpo", "ste"], min_length=1, description="ours; the first is the peer's match")
+    methods: list[MethodName] = Field(
+        ["grpo", "ste"], min_length=1, description="ours; the first is the peer's match, the last is compared with it"
+    )
     learning_rates: list[float] = Field([2e-3, 2e-3], min_length=1, description="of each; the peer has the first")
     beta: float = Field(0.1, ge=0, description="weight beta of KL, in reward per nat and token")
     seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
@@ -71,7 +82,43 @@ class PeersConfig(Config):
             raise InputError("methods", self.methods, "grpo first: the peer's is that method")
         if len(self.methods) != len(self.learning_rates):
             raise InputError("learning_rates", self.learning_rates, f"one for each of {len(self.methods)} methods")
+        if self.reward.endswith(".npz") and not self.black_box:
+            raise InputError("black_box", False, f"true: a judge ({self.reward}) has no gradient")
         return self
+
+
+@dataclass(frozen=True)
+class BlackBox(Shared):
+    """What all runs have in common; the reward is a function that TRL's trainer takes too.
+
+    Attributes:
+        reward_dir: Folder of a reward model, or the file of a judge.
+    """
+
+    def reward(self, backbone: Backbone) -> FunctionReward:
+        """The function as a reward: `FunctionReward.function` is what the peer gets."""
+        if self.reward_dir.endswith(".npz"):
+            return FunctionReward(judged_by(GoldJudge.load(self.reward_dir)), backbone.tokenizer)
+        lengths = (self.values["max_prompt_length"], self.values["max_completion_length"])
+        return FunctionReward(scored_by(load_reward(self.reward_dir, backbone), backbone, *lengths), backbone.tokenizer)
+
+
+def scored_by(reward: Reward, backbone: Backbone, prompt_length: int, length: int) -> Callable[..., list[float]]:
+    """A reward of token ids as a function with TRL's signature.
+
+    Args:
+        reward: The reward.
+        backbone: The policy.
+        prompt_length: P, prompts are cut to so many tokens.
+        length: T, the most tokens of a completion.
+    """
+
+    @torch.no_grad()
+    def score(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        batch = encode_prompts(backbone.tokenizer, prompts, prompt_length)
+        return Objective(reward).score(backbone, batch, *_padded(completion_ids, length)).tolist()
+
+    return score
 
 
 def have_peer() -> bool:
@@ -129,11 +176,10 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
     lora = LoraConfig(r=config.lora.r, lora_alpha=config.lora.alpha, lora_dropout=0.0,
                       target_modules=config.lora.target_modules, task_type="CAUSAL_LM")  # fmt: skip
 
-    @torch.no_grad()
-    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        batch = encode_prompts(task.backbone.tokenizer, prompts, config.max_prompt_length)
-        ids, mask = _padded(completion_ids, config.max_completion_length)
-        return Objective(task.reward_model, scope=config.reward_scope).score(task.backbone, batch, ids, mask).tolist()
+    reward = task.reward_model
+    if not isinstance(reward, FunctionReward):
+        lengths = (config.max_prompt_length, config.max_completion_length)
+        reward = FunctionReward(scored_by(reward, task.backbone, *lengths), tokenizer)
 
     rows, clock = [], {"seconds": 0.0, "start": 0.0}
 
@@ -154,7 +200,7 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
     rows.append(_row(config, run, task, 0, 0.0))
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=model, reward_funcs=reward, args=GRPOConfig(output_dir=folder, **settings(config)),
+            model=model, reward_funcs=reward.function, args=GRPOConfig(output_dir=folder, **settings(config)),
             train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
             callbacks=[Evaluator()],
         )  # fmt: skip
@@ -204,7 +250,8 @@ def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict
     values = FIXED | {name: getattr(config, name) for name in names}
     values |= {"min_completion_length": config.max_completion_length, "final_eval_prompts": config.eval_prompts,
                "kl_eval_prompts": config.eval_prompts}  # fmt: skip
-    shared = Shared(config.model, config.reward, config.gold, config.reviews, values)
+    kind = BlackBox if config.black_box else Shared
+    shared = kind(config.model, config.reward, config.gold, config.reviews, values)
     pairs = zip(config.methods, config.learning_rates, strict=True)
     runs = [Run(method, config.beta, config.seed, rate) for method, rate in pairs]
     for run in runs:

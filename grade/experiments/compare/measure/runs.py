@@ -15,20 +15,17 @@ Left out: statistics (`grade.experiments.compare.frontier`, `grade.experiments.c
 from __future__ import annotations
 
 import math
-import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import pandas as pd
-import torch
 
-from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.measured import progress
+from grade.experiments.training_runs import SETTINGS, evaluations, in_workers, review_prompts
 from grade.gradients.methods import METHODS
 from grade.models.backbone import Backbone
 from grade.rewards.gold import GoldJudge
@@ -43,27 +40,8 @@ CURVES = ("method", "beta", "seed", "step", "samples", "seconds", "reward", "gol
 FINALS = (*CURVES, "gain", "gold_gain", "perplexity", "distinct1", "distinct2")
 """Columns of the ends of runs; gains are over the untrained policy."""
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "ste": {"hops": 1, "tau_start": 2.0, "tau_end": 2.0},
-    "gumbel": {"hops": 0, "tau_start": 0.5, "tau_end": 0.5},
-    "gumbel_rao": {"hops": 1, "tau_start": 2.0, "tau_end": 2.0},
-    "reinmax": {"hops": 1, "tau_start": 2.0, "tau_end": 2.0},
-    "rloo": {"num_generations": 4},
-    "grpo": {"num_generations": 4, "scale_rewards": "group"},
-}
-"""Settings of a method beside the shared ones: tau and hops as in Experiment 6, groups of 4, grpo as published."""
-
-FIXED: dict[str, Any] = {
-    "lr_scheduler_type": "constant", "eval_strategy": "steps", "truncation": "right", "raw_prompts": True,
-    "use_cpu": True,
-}  # fmt: skip
-"""Settings of all runs: prompts are beginnings of reviews, cut to their length; one process of the CPU."""
-
 SEARCHED = ("method", "learning_rate", "reward", "kl", "objective")
 """Columns of what a search tried; KL in nats a completion."""
-
-SEARCH_PROMPTS = 512
-"""Training prompts that no run trains on; the learning rates are chosen on them."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +67,7 @@ class Shared:
     @cached_property
     def texts(self) -> tuple[list[str], list[str]]:
         """Prompts of training and of evaluation."""
-        splits = [[prompt_text(r.text) for r in load_reviews(self.reviews_dir, s)] for s in ("policy", "validation")]
-        held_out = min(SEARCH_PROMPTS, len(splits[0]) // 2)
-        train, search = splits[0][:-held_out], splits[0][-held_out:]
-        return train, search if self.on_search_prompts else splits[1]
+        return review_prompts(self.reviews_dir, self.on_search_prompts)
 
     @cached_property
     def judge(self) -> GoldJudge | None:
@@ -107,7 +82,11 @@ class Shared:
             return replace(task, train_prompts=task.train_prompts[:-50], validation_prompts=held_out)
         lora = TrainConfig(method="ste", **_common(self.values)).lora
         backbone = Backbone.load(self.backbone_dir, lora=lora, seed=seed)
-        return Task(backbone, load_reward(self.reward_dir, backbone), self.judge, *self.texts)
+        return Task(backbone, self.reward(backbone), self.judge, *self.texts)
+
+    def reward(self, backbone: Backbone) -> Any:
+        """The reward that training sees."""
+        return load_reward(self.reward_dir, backbone)
 
 
 @dataclass(frozen=True)
@@ -166,13 +145,7 @@ def train_once(shared: Shared, run: Run) -> tuple[list[dict[str, Any]], dict[str
     config, task = run_config(run, shared.values), shared.task(run.seed)
     result = run_training(config, task)
     name = {"method": run.method, "beta": run.beta, "seed": run.seed}
-    curve = []
-    for row in result.history:
-        if row.get("val/reward_mean") is None:
-            continue
-        figures = {"reward": row["val/reward_mean"], "gold": row.get("val/gold_mean", math.nan)}
-        figures["kl"] = row["val/kl"] * config.max_completion_length
-        curve.append(name | {key: row[key] for key in ("step", "samples", "seconds")} | figures)
+    curve = [name | figures for figures, _ in evaluations(result, config.max_completion_length)]
     texts = task.validation_prompts[: config.kl_eval_prompts]
     lengths = (config.max_completion_length, config.max_prompt_length, config.min_completion_length)
     after, before = result.after, result.before
@@ -209,19 +182,6 @@ def untrained(shared: Shared) -> dict[str, float]:
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
-_shared: Shared | None = None
-
-
-def _start_worker(shared: Shared) -> None:
-    global _shared
-    torch.set_num_threads(1)
-    _shared = shared
-
-
-def _train_in_worker(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    return train_once(_shared, run)
-
-
 def run_all(shared: Shared, runs: Sequence[Run], processes: int = 1) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Train every run.
 
@@ -241,22 +201,12 @@ def run_all(shared: Shared, runs: Sequence[Run], processes: int = 1) -> tuple[pd
         raise InputError("runs", "none", "at least one method, weight of KL and seed")
     for run in runs:
         run_config(run, shared.values)
-    curves, finals = [], []
-    results = zip(progress(runs, "training runs"), _results(shared, runs, processes), strict=True)
-    for _, (curve, final) in results:
-        curves += curve
-        finals.append(final)
+    work, done = in_workers(train_once, shared, runs, processes), {}
+    for _, (number, result) in zip(progress(runs, "training runs"), work, strict=True):
+        done[number] = result
+    curves = [row for number in range(len(runs)) for row in done[number][0]]
+    finals = [done[number][1] for number in range(len(runs))]
     return pd.DataFrame(curves, columns=list(CURVES)), pd.DataFrame(finals, columns=list(FINALS))
-
-
-def _results(shared: Shared, runs: Sequence[Run], processes: int) -> Iterator[tuple[list, dict]]:
-    if processes == 1:
-        yield from (train_once(shared, run) for run in runs)
-        return
-    # Not a fork: torch's threads do not survive one.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start_worker, (shared,)) as pool:
-        yield from pool.map(_train_in_worker, runs)
 
 
 def search(

@@ -14,6 +14,7 @@ from grade.errors import InputError
 from grade.experiments.compare.measure import defects, runs
 from grade.experiments.measured import Measurements as Base
 from grade.experiments.setting import kl_at_start, make_setting
+from grade.experiments.training_runs import FIXED
 from grade.gradients.methods import MethodName
 from grade.results import read_metrics
 
@@ -85,7 +86,7 @@ class Settings(Config):
     def values(self) -> dict[str, Any]:
         """Fields of `grade.training.config.TrainConfig` that all runs share."""
         return dict(
-            runs.FIXED, max_steps=self.max_steps, per_device_train_batch_size=self.completions,
+            FIXED, max_steps=self.max_steps, per_device_train_batch_size=self.completions,
             max_prompt_length=self.prompt_tokens, max_completion_length=self.new_tokens,
             min_completion_length=self.new_tokens, gumbel_topk=self.support_size, eval_steps=self.eval_every,
             eval_prompts=self.eval_prompts, final_eval_prompts=self.final_eval_prompts,

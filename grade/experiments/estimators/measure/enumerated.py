@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from grade.entropy.exact import completion_logps, every_completion
-from grade.experiments.estimators.measure.moments import moments
 from grade.experiments.estimators.measure.rows import KL, Rows, Setting, Variant
+from grade.experiments.moments import moments
 from grade.gradients.objective import Objective, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten

@@ -187,32 +187,6 @@ def gradient_rows(setting: Setting, rows: int, seed: int = 0) -> Rows:
     )
 
 
-def sketch(size: int, dim: int, seed: int = 0) -> Callable[[Tensor], Tensor]:
-    """A fixed random projection that keeps inner products in expectation (count sketch, Charikar et al. 2002).
-
-    Each number goes to one of ``dim`` sums with a random sign. Products of projected vectors have relative errors of
-    about ``1 / sqrt(dim)`` of the product of their norms.
-
-    Args:
-        size: P.
-        dim: Numbers that are kept; the identity where P is not larger.
-        seed: Of the projection.
-
-    Returns:
-        From [P] to [min(P, dim)].
-    """
-    if size <= dim:
-        return lambda gradient: gradient
-    generator = torch.Generator().manual_seed(seed)
-    bucket = torch.randint(dim, (size,), generator=generator)
-    sign = torch.randint(2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
-
-    def project(gradient: Tensor) -> Tensor:
-        return torch.zeros(dim, dtype=gradient.dtype).index_add_(0, bucket, gradient * sign)
-
-    return project
-
-
 def _row(setting: Setting, generator: torch.Generator):
     """Yields (reward, estimator), gradient [P] and its seconds."""
     hard = [v for v in setting.variants if v.estimator != "gumbel"]

@@ -1,7 +1,7 @@
 """When do reward gradients win? Gradient quality on a language model, without the exact gradient.
 
 At fixed weights and prompts, repeated batches give a policy gradient (`rloo`, unbiased, the stand-in for the truth)
-and the relaxed gradients of the same completions; `grade.experiments.estimators.measure.moments` turns them into
+and the relaxed gradients of the same completions; `grade.experiments.moments` turns them into
 signal-to-noise, cosine, worth, crossover and the gain of a blend. Gradients of all parameters are kept through a
 sketch, which is the same for all rows and estimators and distorts cosines by about one per cent.
 """
@@ -17,16 +17,17 @@ from torch import nn
 
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
-from grade.experiments.estimators.measure.moments import (
+from grade.experiments.estimators.measure.rows import Rows, Setting, Variant
+from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
+from grade.experiments.moments import (
     Moments,
     crossover,
     hybrid_gain,
     moments,
     pair_moments,
+    sketch,
     worth_interval,
 )
-from grade.experiments.estimators.measure.rows import Rows, Setting, Variant, sketch
-from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
 from grade.experiments.setting import load_policy
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone

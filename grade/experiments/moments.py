@@ -15,11 +15,12 @@ Estimates come from R rows, each the mean of ``size`` samples. Products of diffe
 means, ``sum_{i != j} x_i . y_j / (R (R - 1))``, where a product of the averages would add noise. Rows of several
 estimators may be paired (made from the same completions). Standard errors are jackknives over rows.
 
-How gradients are made is left to `measure.enumerated` and `measure.study`.
+How gradients are made is left to the experiments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +106,32 @@ def moments(rows: Tensor, reference: Tensor, size: int = 1) -> Moments:
     else:
         inner, ref2 = (_off_diagonal(gram(other, reference), sets) for other in (rows, reference))
     return Moments(inner, norm2, size * (square - norm2), ref2)
+
+
+def sketch(size: int, dim: int, seed: int = 0) -> Callable[[Tensor], Tensor]:
+    """A fixed random projection that keeps inner products in expectation (count sketch, Charikar et al. 2002).
+
+    Each number goes to one of ``dim`` sums with a random sign. Products of projected vectors have relative errors of
+    about ``1 / sqrt(dim)`` of the product of their norms.
+
+    Args:
+        size: P.
+        dim: Numbers that are kept; the identity where P is not larger.
+        seed: Of the projection.
+
+    Returns:
+        From [P] to [min(P, dim)].
+    """
+    if size <= dim:
+        return lambda gradient: gradient
+    generator = torch.Generator().manual_seed(seed)
+    bucket = torch.randint(dim, (size,), generator=generator)
+    sign = torch.randint(2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
+
+    def project(gradient: Tensor) -> Tensor:
+        return torch.zeros(dim, dtype=gradient.dtype).index_add_(0, bucket, gradient * sign)
+
+    return project
 
 
 def worth(moments: Moments, unbiased: Moments, n: float = 1) -> np.ndarray:

@@ -1,0 +1,255 @@
+"""Gradients of distilled rewards: against naive formulas by enumeration, and their worth on a toy policy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from grade.errors import InputError
+from grade.experiments.any_reward.measure import enumerated, worth
+from grade.experiments.any_reward.measure.explained import explained, explained_table, family_names, scored_completions
+from grade.experiments.any_reward.measure.rewards import Folders
+from grade.experiments.any_reward.measure.subject import load_subject
+from grade.experiments.moments import moments
+from grade.gradients.distilled.families import make_family
+from grade.gradients.distilled.ridge import centred
+from grade.gradients.losses import rloo
+from grade.gradients.objective import Objective
+from grade.models.parameters import flatten
+from grade.models.scoring import predicting_hidden
+
+EXACT = 1e-12  # float64 rounding of sums over some 1,800 pairs, relative to the gradient
+
+
+@pytest.fixture(scope="module")
+def world():
+    return enumerated.make_world()
+
+
+@pytest.fixture(scope="module")
+def critics(world):
+    return enumerated.make_critics(world, n=32, best=128)
+
+
+@pytest.fixture(scope="module")
+def table(world, critics):
+    return enumerated.exact_table(world, critics).set_index(["critic", "estimator"])
+
+
+@pytest.fixture(scope="module")
+def toy():
+    return load_subject("tiny", "", Folders(), rewards=["bag", "rule"], prompt_tokens=4, length=4)
+
+
+@pytest.fixture(scope="module")
+def setting(toy):
+    return worth.Setting(toy, 4, ["counts", "trunk"], [16, 64], differentiable=["bag"])
+
+
+@pytest.fixture(scope="module")
+def rows(setting):
+    return worth.gradient_rows(setting, rows=4, reference_batches=2)
+
+
+def naive(world, fit, prompt, baseline):
+    """Corrected gradient of every completion of a prompt [N, P], term by term, with a given baseline."""
+    policy, n = world.backbone, world.probabilities.shape[1]
+    family, own = make_family(fit.family, policy), slice(prompt * n, (prompt + 1) * n)
+    seen, found = world.seen[own], []
+    for row in range(n):
+        one = seen[slice(row, row + 1)]
+        length = int(one.mask.sum())
+        pi = policy.head(predicting_hidden(policy, one.prompts, one.ids)).softmax(-1)[0, :length]
+        s = family.values(fit.all, one)(torch.arange(length)).expand(length, -1)
+        sbar, token = (pi * s).sum(1), one.ids[0, :length]
+        owns = s[torch.arange(length), token].sum()
+        terms = 0.0
+        for t in range(length):
+            advantage = world.rewards[prompt, row] - owns + sbar[t + 1 :].sum() - baseline
+            terms = terms + sbar[t] + advantage.detach() * pi[t, token[t]].log()
+        found.append(flatten(torch.autograd.grad(terms, policy.trainable_parameters())))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("critic", ["counts fitted", "values fitted", "ngrams adversarial"])
+def test_the_corrected_gradient_is_the_naive_one_and_unbiased_with_any_constant_baseline(world, critics, table, critic):
+    mean = torch.zeros_like(world.truth)
+    for prompt, p in enumerate(world.probabilities):
+        mean += p @ naive(world, critics[critic], prompt, 0.7) / len(world.prompts)
+    assert (mean - world.truth).norm() < EXACT * world.truth.norm()
+    assert table.loc[(critic, "corrected"), "bias"] < EXACT  # the learner's own, with its leave-one-out baseline
+
+
+def test_variance_is_that_of_naive_gradients_with_a_leave_one_out_baseline(world, critics, table):
+    fit, noise = critics["counts fitted"], 0.0
+    for prompt, p in enumerate(world.probabilities):
+        score, plain = (naive(world, fit, prompt, b) for b in (-1.0, 0.0))  # differ by the score
+        score = score - plain
+        # The baseline is the other's return less its own values plus the values that lie before this one's future.
+        values = make_family(fit.family, world.backbone)
+        family_sum = values.own(fit.all, world.seen).sum(1).view(world.rewards.shape)[prompt]
+        pairs, _ = _naive_pairs(world, fit, prompt, family_sum, plain)
+        weights = (p[:, None] * p[None, :]).flatten().unsqueeze(1)
+        noise += 2 * float((weights * (pairs - (weights * pairs).sum(0)) ** 2).sum()) / len(world.prompts)
+        assert torch.allclose((p.unsqueeze(1) * score).sum(0), torch.zeros(len(world.truth), dtype=torch.float64),
+                              atol=1e-12)  # fmt: skip
+    assert table.loc[("counts fitted", "corrected"), "variance"] == pytest.approx(
+        noise / float(world.truth @ world.truth), rel=1e-9
+    )
+
+
+def _naive_pairs(world, fit, prompt, sums, plain):
+    """Mean gradient of each pair of completions [N N, P]: A_t less the other's A_t."""
+    policy, n = world.backbone, world.probabilities.shape[1]
+    family, own = make_family(fit.family, policy), slice(prompt * n, (prompt + 1) * n)
+    seen, scores, futures = world.seen[own], [], []
+    for row in range(n):
+        one = seen[slice(row, row + 1)]
+        pi = policy.head(predicting_hidden(policy, one.prompts, one.ids)).softmax(-1)[0]
+        s = family.values(fit.all, one)(torch.arange(len(pi))).expand(len(pi), -1)
+        sbar = ((pi * s).sum(1) * one.mask[0]).detach()
+        futures.append(torch.stack([sbar[t + 1 :].sum() for t in range(len(pi))]))
+        logps = pi[torch.arange(len(pi)), one.ids[0]].log() * one.mask[0]
+        scores.append(torch.stack([flatten(torch.autograd.grad(x, policy.trainable_parameters(), retain_graph=True))
+                                   for x in logps]))  # fmt: skip
+    scores, futures = torch.stack(scores), torch.stack(futures)  # [N, T, P], [N, T]
+    others = (world.rewards[prompt] - sums).unsqueeze(1) + futures  # [N, T]
+    one = plain.unsqueeze(1) - torch.einsum("mt,ntp->nmp", others, scores)  # n with m as the other
+    return ((one + one.transpose(0, 1)) / 2).flatten(0, 1), scores
+
+
+def test_useless_critics_give_rloo_and_a_perfect_one_removes_most_noise(table):
+    noise = table.variance
+    assert noise["zero", "corrected"] == pytest.approx(noise["none", "rloo"])
+    assert noise["trunk fitted", "corrected"] == pytest.approx(noise["none", "rloo"])  # not additive
+    assert table.loc[("none", "rloo"), "bias"] < EXACT
+    assert noise["counts adversarial", "corrected"] > noise["none", "rloo"]
+    law = enumerated.law_table([1.0], [0.0, 0.5, 1.0], ["counts"], n=256).set_index("scale")
+    assert law.gain[0.0] == pytest.approx(1) and law.r2[0.5] == pytest.approx(0.75, abs=1e-3)
+    assert law.r2[1.0] > 0.999 and law.gain[1.0] > 10 and law.gain[0.5] < law.law[0.5]
+
+
+def test_the_sampled_mean_agrees_and_a_wrong_gradient_would_not(world, critics):
+    chosen = {name: critics[name] for name in ("counts fitted", "values random")}
+    table = enumerated.bias_table(world, chosen, samples=1600, steps=3, step_groups=4)
+    assert set(table.critic) == {"none", "counts fitted", "values random", "own step"} and len(table) == 4 * 4
+    drawn = table[table.critic != "own step"]  # three steps have no standard error to speak of
+    worst = enumerated.worst_deviation(drawn)
+    assert worst["tests"] == 12 and worst["worst"] < 3.5 and worst["p"] > 0.005
+    assert drawn.groupby("critic").stderr.first()["counts fitted"] < drawn.groupby("critic").stderr.first()["none"]
+    # Along the truth the plug-in alone is far off, by more than these errors.
+    exact = enumerated.exact_table(world, {"counts fitted": critics["counts fitted"]})
+    plugin = exact[exact.estimator == "plugin"].iloc[0]
+    assert plugin.bias > 5 * drawn[(drawn.critic == "counts fitted") & (drawn.direction == 0)].stderr.iloc[0]
+
+
+def test_completions_are_found_by_their_tokens(world):
+    n = world.probabilities.shape[1]
+    prompts, completions = world.find(world.seen.prompts, world.seen.ids, world.seen.mask)
+    assert (prompts * n + completions).tolist() == list(range(len(world.prompts) * n))
+    assert torch.allclose(world.probabilities.sum(1), torch.ones(2, dtype=torch.float64))
+
+
+def test_r2_is_that_of_fits_without_the_group_and_its_error_a_jackknife():
+    generator = torch.Generator().manual_seed(0)
+    x = centred(torch.randn(40, 3, generator=generator, dtype=torch.float64), 4)
+    y = centred(x[:, 0] + 0.5 * torch.randn(40, generator=generator, dtype=torch.float64), 4)
+    choice, stderr = explained(x @ x.T, y, 4)
+    penalty = choice.penalty * float((x @ x.T).diagonal().mean())
+    said = torch.empty(40, dtype=torch.float64)
+    for group in range(10):
+        out = torch.zeros(40, dtype=torch.bool)
+        out[4 * group : 4 * group + 4] = True
+        w = torch.linalg.solve(x[~out].T @ x[~out] + penalty * torch.eye(3, dtype=torch.float64), x[~out].T @ y[~out])
+        said[out] = x[out] @ w
+
+    def r2(keep):
+        return float((said[keep] @ y[keep]) ** 2 / (said[keep] @ said[keep]) / (y[keep] @ y[keep]))
+
+    assert choice.r2 == pytest.approx(r2(slice(None)))
+    without = np.array([r2([i for i in range(40) if i // 4 != group]) for group in range(10)])
+    assert stderr == pytest.approx(math.sqrt(0.9 * ((without - without.mean()) ** 2).sum()))
+    nothing, none = explained(x @ x.T, torch.zeros(40, dtype=torch.float64), 4)
+    assert math.isnan(nothing.r2) and math.isnan(none)
+
+
+def test_the_table_of_r2(toy):
+    table = explained_table(toy, [16, 48], ["counts", "bag", "trunk"])
+    assert len(table) == 2 * 2 * 3 and set(table.stage) == {"untrained"} and set(table.n) == {16, 48}
+    assert (table.r2 <= 1).all() and family_names(1) == ["counts", "bag", "ngrams", "values", "trunk"]
+    families = {name: make_family(name, toy.backbone) for name in ("counts", "bag")}
+    rewards, features, seen = scored_completions(toy, families, 16)
+    assert len(rewards["bag"]) == len(features["counts"]) == 16 == sum(len(part.ids) for part in seen)
+    again = torch.cat([Objective(toy.rewards["rule"], 0.0).score(toy.backbone, s.prompts, s.ids, s.mask) for s in seen])
+    assert torch.equal(rewards["rule"], again.float())
+
+
+def test_gradients_of_a_row_are_the_learners(setting, rows):
+    names = set(rows.gradients)
+    assert {(n.reward, n.estimator) for n in names} >= {("bag", "st"), ("bag", "ste_tau2_hops1"), ("rule", "ppo")}
+    assert ("rule", "st") not in {(n.reward, n.estimator) for n in names}
+    fitted = [n for n in names if n.estimator == "corrected" and n.family == "counts" and n.weight == 1.0]
+    assert fitted
+    for name in fitted:
+        plug, third, whole = (rows.gradients[name._replace(estimator=e, weight=w)] for e, w in
+                              (("plugin", 0.0), ("corrected", 0.3), ("corrected", 1.0)))  # fmt: skip
+        assert torch.allclose(third, plug + 0.3 * (whole - plug), atol=1e-6)
+    for name in (n for n in names if n.estimator == "corrected" and n.family == "trunk" and n.weight == 1.0):
+        assert torch.allclose(rows.gradients[name], rows.gradients[worth.Name(name.reward, "rloo")], atol=1e-6)
+
+
+def test_rloo_of_a_row_is_the_policy_gradient(setting):
+    learner = worth.DistilledGradient(setting.config, setting.subject.backbone)
+    generator = torch.Generator().manual_seed(5)
+    state = generator.get_state()
+    name, gradient = next(worth._row(setting, learner, {}, {}, generator, alone=True))
+    generator.set_state(state)
+    chosen = torch.randperm(len(setting.prompts), generator=generator)[: setting.batch]
+    first = next(iter(setting.subject.rewards))
+    sample = learner.sample(setting.prompts[chosen], generator, Objective(setting.subject.rewards[first], 0.0))
+    policy, seen = setting.subject.backbone, sample.seen
+    logits = policy.head(predicting_hidden(policy, seen.prompts, seen.ids))
+    logits[..., list(policy.eos_token_ids)] = float("-inf")  # all completions have T tokens
+    logps = logits.log_softmax(-1).gather(2, seen.ids.unsqueeze(2)).squeeze(2).sum(1)
+    advantages = rloo(sample.reward.view(-1, 4)).flatten()
+    exact = flatten(torch.autograd.grad((advantages * logps).mean(), policy.trainable_parameters()))
+    assert name == worth.Name(first, "rloo") and torch.allclose(gradient, exact, atol=1e-5 * float(exact.norm()))
+
+
+def test_worth_is_that_of_the_moments_and_a_zero_gradient_is_worth_nothing(rows):
+    table = worth.worth_table(rows, [1, 64])
+    assert len(table) == 2 * len(rows.gradients) and set(table.reference) == {4 * 2 * 16}
+    unit = table[(table.estimator == "rloo") & (table.reward == "bag")]
+    truth = moments(rows.reference["bag"], rows.reference["bag"], rows.reference_size)
+    assert unit.rloo_cosine.iloc[0] == pytest.approx(truth.cosine(1)[0], nan_ok=True)
+    name = next(n for n in rows.gradients if n.estimator == "plugin")
+    zero = worth.Rows({name: torch.zeros(4, 9)}, {name.reward: torch.randn(4, 9)}, 16, 32)
+    assert worth.worth_table(zero, [1]).worth.tolist() == [0.0]
+
+
+def test_the_reference_is_the_mean_of_its_batches_and_has_less_noise():
+    generator = torch.Generator().manual_seed(0)
+    mu = torch.zeros(50)
+    mu[0] = 1.0
+    draws = mu + torch.randn(200, 4, 50, generator=generator) / math.sqrt(8)  # rows of 8 samples, four a reference row
+    name = worth.Name("r", "rloo")
+    rows = worth.Rows({name: draws[:, 0]}, {"r": draws.mean(1)}, 8, 32)
+    table = worth.worth_table(rows, [1])
+    assert table.worth.iloc[0] == pytest.approx(1, abs=0.25) and table.low.iloc[0] < 1 < table.high.iloc[0]
+    assert table.rloo_cosine.iloc[0] == pytest.approx(1 / math.sqrt(51), rel=0.15)
+
+
+def test_values_in_closed_form_predict_the_reward():
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(64, 3, 5, generator=generator)
+    mask = torch.ones(64, 3, dtype=torch.long)
+    features = worth.state_features(states)
+    w = torch.tensor([1.0, -2.0, 0.0, 0.0, 0.5, 3.0])
+    fitted = worth.value_weights(states[:, :1], mask[:, :1], (features[:, 0] @ w))
+    assert torch.allclose(features @ fitted, features @ w, atol=0.05)  # the smallest penalty is 1e-3 of the squares
+
+
+def test_bad_input(toy):
+    with pytest.raises(InputError, match="prompts"):
+        _ = worth.Setting(toy, len(toy.prompts), ["counts"], [64]).prompts
