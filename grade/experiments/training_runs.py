@@ -11,13 +11,15 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from grade.data.reviews import load_reviews, prompt_text
-from grade.rewards.gold import GoldJudge
-from grade.training.run import RunResult
+
+if TYPE_CHECKING:
+    from grade.rewards.gold import GoldJudge
+    from grade.training.run import RunResult
 
 FIXED: dict[str, Any] = {
     "lr_scheduler_type": "constant", "eval_strategy": "steps", "truncation": "right", "raw_prompts": True,

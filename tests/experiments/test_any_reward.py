@@ -13,6 +13,16 @@ from grade.experiments.any_reward.measure import runs as training
 from grade.experiments.any_reward.measure.rewards import BlackBox
 from grade.experiments.any_reward.measure.runs import COLUMNS, FILE, METHODS, Run, Shared, run_all, run_config
 from grade.experiments.any_reward.measure.sums import SumsConfig
+from grade.experiments.any_reward.measure.training import (
+    RUN,
+    SEARCH_SEED,
+    grid,
+    methods_for,
+    search,
+    search_runs,
+    timed,
+    untimed,
+)
 from grade.training.toy import toy_task
 
 SMALL = {
@@ -227,6 +237,22 @@ def test_rates_are_chosen_at_equal_kl():
     assert training.chosen_rates(early, 1.0) == {"rloo": 0.3}  # (0.7 + 0.7) / 2 against (0.5 + 0.8) / 2
     with pytest.raises(InputError, match="several runs"):
         training.chosen_rates(pd.concat([search, search]), 2.0)
+
+
+def test_a_search_and_a_grid_of_runs():
+    plan = search_runs(["rloo", "ste"], [0.1, 0.2], 2.0, completions=8, steps=2)
+    assert [(run.reward, run.method, run.learning_rate) for run in plan] == [
+        ("gold", "rloo", 0.1), ("gold", "rloo", 0.2), ("trunk", "ste", 0.1), ("trunk", "ste", 0.2)
+    ]  # fmt: skip
+    assert {run.seed for run in plan} == {SEARCH_SEED}
+    rates, table = search(TOY, plan[:2])
+    assert set(rates) == {"rloo"} and rates["rloo"] in (0.1, 0.2) and len(table) == 6
+    assert "seconds" not in untimed(table) and set(timed(table)) == {*RUN, "seconds"}
+    assert not untimed(table).duplicated(list(RUN)).any()
+    runs = grid(["sums", "trunk"], [5, 20], [0, 1], {"rloo": 0.1, "ste": 0.2}, policy="smollm2", steps=7)
+    assert [(run.policy, run.method) for run in runs[:3]] == [("sums", "rloo"), ("smollm2", "rloo"), ("smollm2", "ste")]
+    assert [run.seed for run in runs] == [0] * 6 + [1] * 6 and runs[3].target_kl == 20
+    assert methods_for("gold") == tuple(method for method in METHODS if method not in ("ste", "st"))
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,13 @@ def world():
 
 @pytest.fixture(scope="module")
 def critics(world):
-    return enumerated.make_critics(world, n=32, best=128)
+    return enumerated.make_critics(world, n=64, best=128)
 
 
 @pytest.fixture(scope="module")
 def table(world, critics):
-    return enumerated.exact_table(world, critics).set_index(["critic", "estimator"])
+    names = "counts fitted", "values fitted", "trunk fitted", "ngrams adversarial", "counts adversarial", "zero"
+    return enumerated.exact_table(world, {name: critics[name] for name in names}).set_index(["critic", "estimator"])
 
 
 @pytest.fixture(scope="module")
@@ -84,23 +85,14 @@ def test_the_corrected_gradient_is_the_naive_one_and_unbiased_with_any_constant_
 def test_variance_is_that_of_naive_gradients_with_a_leave_one_out_baseline(world, critics, table):
     fit, noise = critics["counts fitted"], 0.0
     for prompt, p in enumerate(world.probabilities):
-        score, plain = (naive(world, fit, prompt, b) for b in (-1.0, 0.0))  # differ by the score
-        score = score - plain
-        # The baseline is the other's return less its own values plus the values that lie before this one's future.
-        values = make_family(fit.family, world.backbone)
-        family_sum = values.own(fit.all, world.seen).sum(1).view(world.rewards.shape)[prompt]
-        pairs, _ = _naive_pairs(world, fit, prompt, family_sum, plain)
-        weights = (p[:, None] * p[None, :]).flatten().unsqueeze(1)
+        pairs, weights = naive_pairs(world, fit, prompt), (p[:, None] * p).flatten().unsqueeze(1)
         noise += 2 * float((weights * (pairs - (weights * pairs).sum(0)) ** 2).sum()) / len(world.prompts)
-        assert torch.allclose((p.unsqueeze(1) * score).sum(0), torch.zeros(len(world.truth), dtype=torch.float64),
-                              atol=1e-12)  # fmt: skip
-    assert table.loc[("counts fitted", "corrected"), "variance"] == pytest.approx(
-        noise / float(world.truth @ world.truth), rel=1e-9
-    )
+    expected = noise / float(world.truth @ world.truth)
+    assert table.variance["counts fitted", "corrected"] == pytest.approx(expected, rel=1e-9)
 
 
-def _naive_pairs(world, fit, prompt, sums, plain):
-    """Mean gradient of each pair of completions [N N, P]: A_t less the other's A_t."""
+def naive_pairs(world, fit, prompt):
+    """Mean corrected gradient of each pair of completions [N N, P], the other's ``A_t`` being the baseline."""
     policy, n = world.backbone, world.probabilities.shape[1]
     family, own = make_family(fit.family, policy), slice(prompt * n, (prompt + 1) * n)
     seen, scores, futures = world.seen[own], [], []
@@ -111,12 +103,13 @@ def _naive_pairs(world, fit, prompt, sums, plain):
         sbar = ((pi * s).sum(1) * one.mask[0]).detach()
         futures.append(torch.stack([sbar[t + 1 :].sum() for t in range(len(pi))]))
         logps = pi[torch.arange(len(pi)), one.ids[0]].log() * one.mask[0]
-        scores.append(torch.stack([flatten(torch.autograd.grad(x, policy.trainable_parameters(), retain_graph=True))
-                                   for x in logps]))  # fmt: skip
-    scores, futures = torch.stack(scores), torch.stack(futures)  # [N, T, P], [N, T]
-    others = (world.rewards[prompt] - sums).unsqueeze(1) + futures  # [N, T]
-    one = plain.unsqueeze(1) - torch.einsum("mt,ntp->nmp", others, scores)  # n with m as the other
-    return ((one + one.transpose(0, 1)) / 2).flatten(0, 1), scores
+        parameters = policy.trainable_parameters()
+        scores.append(torch.stack([flatten(torch.autograd.grad(x, parameters, retain_graph=True)) for x in logps]))
+    sums = family.own(fit.all, seen).sum(1)
+    others = (world.rewards[prompt] - sums).unsqueeze(1) + torch.stack(futures)  # [N, T]
+    alone = naive(world, fit, prompt, 0.0).unsqueeze(1)
+    first = alone - torch.einsum("mt,ntp->nmp", others, torch.stack(scores))  # n, with m as its baseline
+    return ((first + first.transpose(0, 1)) / 2).flatten(0, 1)
 
 
 def test_useless_critics_give_rloo_and_a_perfect_one_removes_most_noise(table):
@@ -133,8 +126,8 @@ def test_useless_critics_give_rloo_and_a_perfect_one_removes_most_noise(table):
 def test_the_sampled_mean_agrees_and_a_wrong_gradient_would_not(world, critics):
     chosen = {name: critics[name] for name in ("counts fitted", "values random")}
     table = enumerated.bias_table(world, chosen, samples=1600, steps=3, step_groups=4)
-    assert set(table.critic) == {"none", "counts fitted", "values random", "own step"} and len(table) == 4 * 4
-    drawn = table[table.critic != "own step"]  # three steps have no standard error to speak of
+    assert set(table.critic) == {"none", *chosen, *enumerated.STEPS} and len(table) == 6 * 4
+    drawn = table[~table.critic.isin(enumerated.STEPS)]  # three steps have no standard error to speak of
     worst = enumerated.worst_deviation(drawn)
     assert worst["tests"] == 12 and worst["worst"] < 3.5 and worst["p"] > 0.005
     assert drawn.groupby("critic").stderr.first()["counts fitted"] < drawn.groupby("critic").stderr.first()["none"]
@@ -253,3 +246,21 @@ def test_values_in_closed_form_predict_the_reward():
 def test_bad_input(toy):
     with pytest.raises(InputError, match="prompts"):
         _ = worth.Setting(toy, len(toy.prompts), ["counts"], [64]).prompts
+
+
+def test_a_row_of_the_reference_is_the_mean_of_the_rows_own_batch_and_further_ones(setting, monkeypatch):
+    size = sum(p.numel() for p in setting.subject.backbone.trainable_parameters())
+    numbers = iter(range(100))
+
+    def row(*args, alone=False):
+        for reward in setting.subject.rewards:
+            yield worth.Name(reward, "rloo"), torch.full((size,), float(next(numbers)))
+        if not alone:
+            yield worth.Name("bag", "st"), torch.zeros(size)
+
+    monkeypatch.setattr(worth, "fitted_rewards", lambda *_: ({}, {}))
+    monkeypatch.setattr(worth, "_row", row)
+    rows = worth.gradient_rows(setting, rows=2, reference_batches=3)
+    assert rows.reference["bag"][:, 0].tolist() == [2.0, 8.0]  # of 0, 2, 4 and 6, 8, 10: the rule has the odd ones
+    assert rows.gradients[worth.Name("bag", "rloo")][:, 0].tolist() == [0.0, 6.0]
+    assert (rows.size, rows.reference_size) == (16, 48)

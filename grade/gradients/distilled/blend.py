@@ -6,14 +6,15 @@ true gradient. The sum ``a + w d`` comes closest to mu in direction at
     w = E / (E + V),    E = |E d|^2,    V = tr Cov(d),
 
 if the two parts are orthogonal (a Wiener filter). V is measured: parts of a step that share no completion differ by
-noise alone. It is divided by the `HORIZON` steps that the optimizer's momentum averages, as the noise of the steps
-does, but not a bias. E cannot be measured within a few steps, as the noise hides it. It follows from the share R2 of
-the reward's variance that is explained: that share of the gradient is taken to be the plug-in's, so
-``E = |a|^2 (1 - R2) / R2``.
+noise alone. It is divided by the `HORIZON` steps that the optimizer's momentum averages, for
+noise averages out over steps, and bias does not. E cannot be measured within a few steps, as noise hides it. It follows
+from the share f of the reward's variance that is explained: that share of the squared gradient is taken to be the
+plug-in's, so ``E = |a|^2 (1 - f) / f``. (The plug-in usually has more: interactions of tokens have no gradient.)
 
-The sum is scaled by ``1 / (R2 + w (1 - R2))``, so that its projection on mu stays that of mu itself: else KL, whose
-gradient is not scaled, would pull the policy back wherever w and R2 are small, and equal beta would not be equal
-pressure. A useless distillation has a = 0 and gives ``w d / w``, which is `rloo`; a perfect one gives the plug-in.
+Where the distillation is useless, a is 0 and any w gives the direction of `rloo`; the sum is then scaled by ``1 / w``,
+so that it has the size of `rloo`'s gradient too, and the same beta means the same. Where it is sound, the sum is not
+scaled: a + w d is the mean of what the true gradient may be, and KL outweighs what is not known. Between them the scale
+is ``(f + w (1 - f))^(k - 1)`` with k the share of the slope that its error leaves.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ HORIZON = 10
 """Steps that AdamW's first moment averages: 1 / (1 - 0.9)."""
 LEAST = 1e-3
 """Smallest weight of ``auto``."""
-LARGEST = 20.0
-"""Largest scale."""
 
 
 class Blend:
@@ -62,33 +61,25 @@ class Blend:
         new = torch.tensor([float(plug.double() @ plug.double()), max(whole - signal, 0.0), 1.0], dtype=torch.float64)
         self.moments = DECAY * self.moments + new
 
-    def weight(self, share: float) -> tuple[float, float]:
+    def weight(self, share: float, kept: float) -> tuple[float, float]:
         """The residual's weight, and the scale of the sum.
 
         Args:
-            share: R2, the share that is explained, in 0..1.
+            share: f, the share of the reward's variance that is explained, in 0..1.
+            kept: k, the share of the slope that its error leaves, in 0..1.
 
         >>> blend = Blend()
         >>> blend.moments = torch.tensor([1.0, 30.0, 1.0], dtype=torch.float64)
-        >>> blend.weight(0.25)                              # E = 3, V = 30 / 10: w = 1/2
+        >>> blend.weight(0.25, 1.0)                         # E = 3, V = 30 / 10: w = 1/2
+        (0.5, 1.0)
+        >>> blend.weight(0.25, 0.0)
         (0.5, 1.6)
-        >>> blend.weight(0.0)
+        >>> blend.weight(0.0, 0.0)
         (1.0, 1.0)
         """
         plug, noise, steps = self.moments.tolist()
         if not steps or not share > 0 or not plug > 0:
             return 1.0, 1.0
         missing = plug * (1 - share) / share
-        weight = max(missing / (missing + noise / HORIZON), LEAST) if missing > 0 else 0.0
-        return weight, scale(weight, share)
-
-
-def scale(weight: float, share: float) -> float:
-    """Factor that keeps the projection on the true gradient: ``1 / (R2 + w (1 - R2))``, at most `LARGEST`.
-
-    Args:
-        weight: w, the residual's.
-        share: R2.
-    """
-    import os
-    return min(1 / max(share + weight * (1 - share), 1 / LARGEST), LARGEST) ** float(os.environ.get('KAPPA', '1'))
+        weight = max(missing / (missing + noise / HORIZON), LEAST) if missing > 0 else LEAST
+        return weight, (share + weight * (1 - share)) ** (kept - 1)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from grade.gradients.all_action import expected_values
-from grade.gradients.distilled.blend import Blend, scale
+from grade.gradients.distilled.blend import Blend
 from grade.gradients.distilled.families import Family, Observed, make_family
 from grade.gradients.distilled.ridge import centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
@@ -100,7 +100,7 @@ class DistilledGradient:
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint."""
-        tensors = self.store.state() | {"blend": self.blend.moments, "level": torch.tensor(self.level).double()}
+        tensors = self.store.state() | {"blend": self.blend.moments, "level": torch.tensor(self.level, dtype=torch.float64)}
         tensors["residual"] = self.blend.before
         tensors |= {f"evidence/{number}": groups for number, groups in enumerate(self.evidence.groups)}
         return tensors if self.fit is None else tensors | {f"fit/{self.fit.family}": self.fit.weights[:1]}
@@ -213,7 +213,6 @@ class DistilledGradient:
         if weight == "auto":
             weight, auto = 1.0, self.fit is not None and self.fit.choice.slope > 0
         split, steps, parts = auto and context.microbatches == 1, [], []
-        factor = 1.0 if auto or self.fit is None else scale(weight, self.fit.choice.explained)
         for sample, place in zip(samples, places, strict=True):
             kl = torch.zeros_like(sample.seen.mask, dtype=torch.float32)
             for rows in _halves(len(sample.reward), self.config.group) if split else [slice(0, len(sample.reward))]:
@@ -223,7 +222,7 @@ class DistilledGradient:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
-                    total = (factor * (plug + weight * residual) + penalty) * share
+                    total = (plug + weight * residual + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
             penalised = sample.reward - objective.beta * sequence_mean(kl, sample.seen.mask)
             seen = sample.seen
@@ -246,7 +245,7 @@ class DistilledGradient:
         shares = torch.tensor([share * share for share, _ in parts], dtype=torch.float64, device=square.device).sum()
         square, shares = context.total(torch.stack([square, shares])).tolist()
         self.blend.add(context.total(plug), context.total(residual), square, shares)
-        weight, factor = self.blend.weight(self.fit.choice.explained)
+        weight, factor = self.blend.weight(self.fit.choice.explained, self.fit.choice.kept)
         gradient = factor * (plug + weight * residual) + penalty
         parameters = self.backbone.trainable_parameters()
         for p, g in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):

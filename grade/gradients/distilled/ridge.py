@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def explained(self) -> float:
-        """R2 times the share of the slope that its error leaves, in 0..1."""
+        """R2 less what its error may have added, in 0..1."""
         return max(self.r2, 0.0) * self.kept
 
 

@@ -45,6 +45,12 @@ WEIGHTS = {"rloo": None, "plugin": 0.0, "weight0.3": 0.3, "corrected": 1.0}
 """Estimators by the residual's weight; `rloo` has no critic."""
 GROUP = 4
 """Completions of a prompt, but for the enumeration, which takes pairs."""
+STEPS = {
+    "first step": "family, penalty and slope are chosen on the step's own completions",
+    "second step": "the same, on an earlier step's too",
+    "earlier choice": "they are those of the earlier step",
+}
+"""Whole steps of the method. In all, a group's critic is fitted on the other groups (and the earlier step)."""
 _CHUNK = 512
 """Completions whose Jacobians are gathered at once."""
 
@@ -290,8 +296,7 @@ def bias_table(
         world: Policy and reward.
         critics: By name; all see the same completions.
         samples: Completions, a multiple of `GROUP` times the number of prompts.
-        steps: Whole steps of the method, each of which starts anew and fits on its own completions (critic
-            ``own step``); 0: none.
+        steps: Draws of each of the `STEPS` of the method, which fit on their own completions; 0: none.
         step_groups: Groups of such a step.
         directions: Random directions, besides that of the truth.
         seed: Of completions and directions.
@@ -314,9 +319,9 @@ def bias_table(
         groups = world.gradients(sample, (plug + residual) * samples, axes).view(-1, GROUP * len(world.prompts),
                                                                                  axes.shape[1])  # fmt: skip
         table += _deviations(world, name, groups.mean(1), axes, samples)
-    if steps:
-        drawn = torch.stack([_own_step(world, step_groups, axes, generator) for _ in progress(range(steps), "steps")])
-        table += _deviations(world, "own step", drawn, axes, steps * step_groups * GROUP)
+    for step in STEPS if steps else ():
+        drawn = torch.stack([_step(world, step, step_groups, axes, generator) for _ in progress(range(steps), step)])
+        table += _deviations(world, step, drawn, axes, steps * step_groups * GROUP)
     return pd.DataFrame(table)
 
 
@@ -374,12 +379,19 @@ def _pair_moments(world: World, fit: Fit | None) -> dict[str, tuple[Tensor, Tens
     return found
 
 
-def _own_step(world: World, groups: int, axes: Tensor, generator: torch.Generator) -> Tensor:
-    """Gradient along the axes [k] of a first step of the method, its critic fitted on the step's other groups."""
-    learner = world.learner(GROUP)
+def _step(world: World, step: str, groups: int, axes: Tensor, generator: torch.Generator) -> Tensor:
+    """Gradient along the axes [k] of one of `STEPS`, each group's critic fitted without it."""
+    learner, context = world.learner(GROUP), SimpleNamespace(gather=lambda parts: parts)
     prompts = world.prompts[torch.arange(groups) % len(world.prompts)]
-    sample = learner.sample(prompts, generator, Objective(TableReward(world), 0.0))
-    learner.learn([sample], SimpleNamespace(gather=lambda parts: parts))  # type: ignore[arg-type]
+    objective = Objective(TableReward(world), 0.0)
+    sample = learner.sample(prompts, generator, objective)
+    if step != "first step":
+        learner.learn([learner.sample(prompts, generator, objective)], context)  # type: ignore[arg-type]
+    if step == "earlier choice":
+        learner.store.add(sample.rows, sample.reward, own_tokens([sample.seen]))
+        learner.fit = learner.store.fit_of(learner.fit.family, groups)
+    else:
+        learner.learn([sample], context)  # type: ignore[arg-type]
     leaf = _leaf(world, sample)
     plug, residual = state_gradients(step_losses(learner, sample, leaf), leaf)
     return world.gradients(sample, plug + residual, axes).sum(0)

@@ -1,0 +1,365 @@
+"""Gradients of distilled rewards against the formula written out on dense logits, and against `rloo`."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from conftest import VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
+
+from grade.errors import InputError
+from grade.gradients.distilled.blend import DECAY, HORIZON, LARGEST, Blend, scale
+from grade.gradients.distilled.learner import DistilledGradient, Sample
+from grade.gradients.distilled.ridge import Choice
+from grade.gradients.methods import MethodConfig
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
+from grade.models.parameters import flatten
+from grade.models.scoring import predicting_hidden
+
+GROUP, LENGTH, LEAST, BETA = 4, 6, 2, 0.3
+ALL = ("counts", "bag", "ngrams", "values", "trunk1", "trunk")
+
+
+class Constant:
+    """A text reward that is the same within every prompt."""
+
+    name = "constant"
+
+    def score(self, prompts, ids, mask):
+        return prompts.ids.sum(1).double()
+
+
+class Broken(Constant):
+    """NaN for one completion."""
+
+    def score(self, prompts, ids, mask):
+        reward = torch.arange(len(ids)).double()
+        reward[1] = torch.nan
+        return reward
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """A GPT-2, whose layer norms are float64 in a float64 model."""
+    return make_backbone(tiny_gpt2(), target_modules=["c_attn"])
+
+
+def objective(beta=BETA):
+    return Objective(ToyReward(16), beta)
+
+
+def learner(backbone, weight, families=("bag",), **changes):
+    values = dict(
+        method="distilled", residual_weight=weight, distil_families=list(families), num_generations=GROUP,
+        max_completion_length=LENGTH, min_completion_length=LEAST,
+    )  # fmt: skip
+    return DistilledGradient(MethodConfig(**values | changes), backbone)
+
+
+def choose_always(monkeypatch, choice):
+    """This penalty and slope, whatever the data say."""
+    monkeypatch.setattr("grade.gradients.distilled.store.choose", lambda *_: choice)
+
+
+def microbatches(count=1, prompts=4, seed=0):
+    return [(make_prompts(prompts, seed=seed + n), torch.Generator().manual_seed(seed + n)) for n in range(count)]
+
+
+def gradient(backbone):
+    return flatten(p.grad for p in backbone.trainable_parameters())
+
+
+def flat_grad(value, backbone):
+    grads = torch.autograd.grad(value, backbone.trainable_parameters(), retain_graph=True, allow_unused=True)
+    pairs = zip(grads, backbone.trainable_parameters(), strict=True)
+    return flatten([torch.zeros_like(p) if g is None else g for g, p in pairs])
+
+
+def take(own, batches, objective):
+    """A step's gradient, with its results."""
+    own.backbone.zero_grad(set_to_none=True)
+    steps = own.step(batches, objective, StepContext(len(batches), lambda: None))
+    return gradient(own.backbone), steps
+
+
+def warmed(backbone, weight, families, count=1, beta=BETA, **changes):
+    """A learner that has seen a batch, and the gradient of its next step."""
+    own = learner(backbone, weight, families, **changes)
+    take(own, microbatches(seed=50), objective(beta))
+    batches = microbatches(count)
+    found, steps = take(own, batches, objective(beta))
+    return own, batches, found, steps
+
+
+# ---- the formula, written out ----
+def written_out(own, prompts, step, beta=BETA, rows=None):
+    """Losses of plug-in, residual and KL of a microbatch: dense logits, one completion and position at a time."""
+    backbone, group = own.backbone, own.config.group
+    prompts, ids, mask = prompts.repeat(group), step.completion_ids, step.completion_mask
+    rows = range(len(ids)) if rows is None else rows
+    logits = backbone.head(predicting_hidden(backbone, prompts, ids))
+    with torch.no_grad(), backbone.reference():
+        reference = backbone.head(predicting_hidden(backbone, prompts, ids)).log_softmax(-1)
+    logp = logits.log_softmax(-1)
+    kl = (logp.exp() * (logp - reference)).sum(-1)
+    drawn = logits.clone()
+    drawn[:, : own.config.min_completion_length, list(backbone.eos_token_ids)] = -torch.inf
+    drawn = drawn.log_softmax(-1)
+    lengths = mask.sum(1).tolist()
+    family = own.families[own.fit.family]
+    assert torch.equal(own.last.ids, ids)
+    weights = own.fit.left_out * own.evidence.trust
+    s = family.values(weights, own.last)(torch.arange(ids.numel())).double()
+    s = (s.expand(ids.numel(), VOCAB) if s.ndim == 1 else s).view(*ids.shape, VOCAB)
+
+    def expected(b, t):
+        p = drawn[b, t].exp()
+        return (p * s[b, t]).sum()
+
+    penalised = {b: step.reward[b].double() - beta * kl[b, : lengths[b]].mean().detach() for b in rows}
+
+    def judged(b, t):
+        """What the reward has beyond the values of the tokens drawn, and of the future's expectation."""
+        if not family.additive:
+            return penalised[b]
+        own_values = sum(s[b, u, ids[b, u]] for u in range(lengths[b]))
+        future = sum(expected(b, u).detach() for u in range(t + 1, lengths[b]))
+        return penalised[b] - own_values + future
+
+    plug = residual = 0.0
+    for b in rows:
+        others = [c for c in rows if c // group == b // group and c != b]
+        for t in range(lengths[b]):
+            advantage = judged(b, t) - sum(judged(c, t) for c in others) / len(others)
+            plug = plug + expected(b, t)
+            residual = residual + advantage.detach() * drawn[b, t, ids[b, t]]
+    if not family.additive:
+        residual = residual - plug
+    penalty = sum(kl[b, : lengths[b]].mean() for b in rows)
+    n = len(rows)
+    return -plug / n, -residual / n, beta * penalty / n
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_the_gradient_is_that_of_the_formula(policy, family, weight):
+    own, [(prompts, _)], found, [step] = warmed(policy, weight, [family])
+    mask = step.completion_mask
+    assert mask.sum(1).min() <= LENGTH - 2 and own.fit.family == family
+    assert torch.isin(step.completion_ids[:, :LEAST], torch.tensor(policy.eos_token_ids)).sum() == 0
+    assert own.fit.choice.slope > 0, "there are values"
+    plug, residual, penalty = written_out(own, prompts, step)
+    factor = scale(weight, own.fit.choice.explained)
+    want = flat_grad(factor * (plug + weight * residual) + penalty, policy)
+    assert (found - want).norm() <= 1e-10 * want.norm()
+    parts = [flat_grad(part, policy).norm() / want.norm() for part in (plug, residual, penalty)]
+    assert min(parts) > 1e-3, "each part counts"
+    reported = -step.reward.mean() + BETA * (step.kl * mask).sum(1).div(mask.sum(1)).mean()
+    assert float(step.loss) == pytest.approx(float(reported), rel=1e-6)  # KL is reported in float32
+
+
+def test_values_are_of_fits_without_the_prompts_own_completions(policy, monkeypatch):
+    """What the rewards of one prompt are does not reach its own values, only those of the others."""
+    choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))
+    sample = learner(policy, 0.0).sample(*microbatches()[0], objective())
+    changed = sample.reward.clone()
+    changed[GROUP : 2 * GROUP] += torch.arange(GROUP)
+    weights = []
+    for reward in (sample.reward, changed):
+        own = learner(policy, 0.0)
+        own.learn([Sample(sample.seen, reward, sample.rows)], StepContext(1, lambda: None))
+        weights.append(own.fit.left_out)
+    assert weights[0].shape == (4, 16)
+    moved = (weights[1] - weights[0]).norm(dim=1) / weights[0].norm(dim=1)
+    assert moved[1] <= 1e-9 and (moved[[0, 2, 3]] > 0.1).all()
+
+
+# ---- auto ----
+@pytest.mark.parametrize("family", ["values", "trunk1"])
+def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch, family):
+    """Of one microbatch the halves are the parts; weight and scale follow from their norms."""
+    choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))
+    own = learner(policy, "auto", [family])
+    moments = torch.zeros(3, dtype=torch.float64)
+    for seed in (50, 0, 1):
+        batches = microbatches(seed=seed)
+        found, [step] = take(own, batches, objective())
+        plug, residual, penalty = (flat_grad(part, policy) for part in written_out(own, batches[0][0], step))
+        halves = []
+        for rows in (range(2 * GROUP), range(2 * GROUP, 4 * GROUP)):
+            halves.append(flat_grad(written_out(own, batches[0][0], step, rows=rows)[1], policy) / 2)
+        torch.testing.assert_close(sum(halves), residual)
+        noise = max(float(residual @ residual) - 4 * float(halves[0] @ halves[1]), 0.0)  # |d|^2 - 2 (d_1 . d_2) / (1/2)
+        moments = DECAY * moments + torch.tensor([float(plug @ plug), noise, 1.0], dtype=torch.float64)
+        torch.testing.assert_close(own.blend.moments, moments, rtol=1e-9, atol=0)
+        weight, factor = (float(own.figures[name][0]) for name in ("residual_weight", "blend_scale"))
+        assert (weight, factor) == pytest.approx(own.blend.weight(own.fit.choice.explained), rel=1e-6)
+        want = factor * (plug + weight * residual) + penalty
+        assert (found - want).norm() <= 1e-6 * want.norm()  # the two figures are float32
+        assert 0 < weight < 1 and factor >= 1
+
+
+def test_the_blend_by_hand():
+    """Two equal parts of d = (3, 0) are (2, 1) and (1, -1): |d|^2 = 9, of which 2 (2 - 1) / ... is signal."""
+    blend = Blend()
+    assert blend.weight(0.5) == (1.0, 1.0), "nothing is known yet"
+    plug, parts = torch.tensor([2.0, 0.0]), torch.tensor([[2.0, 1.0], [1.0, -1.0]])
+    blend.add(plug, parts.sum(0), (parts * parts).sum(), 0.5)
+    assert blend.moments.tolist() == pytest.approx([4.0, 9 - (9 - 7) / 0.5, 1.0])
+    weight, _ = blend.weight(0.5)  # E = 4, V = 5 / 10
+    assert weight == pytest.approx(4 / (4 + 5 / HORIZON))
+    blend.add(plug, parts.sum(0), (parts * parts).sum(), 0.5)
+    assert blend.moments.tolist() == pytest.approx([4 * (1 + DECAY), 5 * (1 + DECAY), 1 + DECAY])
+    assert blend.weight(1.0)[0] == 0.0, "nothing is missing"
+    assert blend.weight(0.0) == blend.weight(-0.1) == (1.0, 1.0)
+
+
+def test_a_single_part_is_held_against_the_step_before():
+    blend = Blend()
+    blend.add(torch.ones(2), torch.tensor([3.0, 0.0]), torch.tensor(9.0), 1.0)
+    assert blend.moments.tolist() == [2.0, 9.0, 1.0]
+    blend.add(torch.ones(2), torch.tensor([1.0, 2.0]), torch.tensor(5.0), 1.0)  # product 3: 2 of 5 are noise
+    assert blend.moments.tolist() == pytest.approx([2 * (1 + DECAY), 9 * DECAY + 2, 1 + DECAY])
+
+
+def test_the_scale_keeps_the_projection():
+    assert scale(1.0, 0.3) == scale(0.2, 1.0) == 1.0
+    assert scale(0.5, 0.2) == pytest.approx(1 / 0.6) and scale(0.0, 0.0) == LARGEST
+
+
+# ---- without values it is rloo ----
+def rloo_gradient(backbone, prompts, steps, objective, **changes):
+    values = dict(method="rloo", num_generations=GROUP, max_completion_length=LENGTH, min_completion_length=LEAST)
+    own = PolicyGradient(MethodConfig(**values | changes), backbone)
+    backbone.zero_grad(set_to_none=True)
+    for each, step in zip(prompts, steps, strict=True):
+        completions = Completions(each.repeat(own.config.group), step.completion_ids, step.completion_mask)
+        own.accumulate(completions, objective, 1 / len(steps))
+    return gradient(backbone)
+
+
+@pytest.mark.parametrize("weight", [1.0, "auto"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_without_values_the_gradient_is_that_of_rloo(policy, monkeypatch, weight, count):
+    own = learner(policy, weight)
+    choose_always(monkeypatch, Choice(1.0, 0.0, 0.0, math.inf))
+    batches = microbatches(count)
+    found, steps = take(own, batches, objective())
+    want = rloo_gradient(policy, [prompts for prompts, _ in batches], steps, objective())
+    assert own.fit is not None and (found - want).norm() <= 1e-12 * want.norm()
+
+
+@pytest.mark.parametrize("weight", [1.0, "auto"])
+def test_a_step_can_be_one_group(policy, weight):
+    """The first teaches nothing of itself; the second is judged by the first, whether or not that helps."""
+    own = learner(policy, weight)
+    for seed in range(4):
+        batches = microbatches(prompts=1, seed=seed)
+        found, steps = take(own, batches, objective())
+        assert found.isfinite().all() and found.any() and len(own.store) == GROUP * (seed + 1)
+        if seed == 0:
+            want = rloo_gradient(policy, [batches[0][0]], steps, objective())
+            assert (found - want).norm() <= 1e-12 * want.norm()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, "auto"])
+def test_a_constant_reward_warns_once_and_trains_on_kl_alone(policy, weight):
+    own, constant = learner(policy, weight, ALL), Objective(Constant(), BETA)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for seed in range(3):
+            batches = microbatches(seed=seed)
+            found, steps = take(own, batches, constant)
+    assert [str(w.message).partition(":")[0] for w in seen if "reward" in str(w.message)] == [
+        "the reward is equal within every group so far"
+    ]
+    assert own.fit is None and own.liked_tokens() is None and found.isfinite().all()
+    if weight != 0:  # which has KL's own gradient alone, not that of the return's part
+        want = rloo_gradient(policy, [batches[0][0]], steps, constant)
+        assert (found - want).norm() <= 1e-9 * want.norm()
+    with pytest.warns(UserWarning, match="nothing is learned from it"):
+        found, _ = take(learner(policy, weight), microbatches(), Objective(Constant(), 0.0))
+    # Rewards of up to 100 minus their own mean leave rounding, which the gradient of log-probabilities multiplies.
+    assert found.abs().max() <= 1e-12
+
+
+def test_a_reward_that_is_not_finite_is_one_line_and_nothing_is_kept(policy):
+    own = learner(policy, "auto")
+    policy.zero_grad(set_to_none=True)
+    with pytest.raises(InputError, match="reward: got .*nan.*; allowed: finite numbers; nothing was updated") as error:
+        own.step(microbatches(), Objective(Broken(), BETA), StepContext(1, pytest.fail))
+    assert "\n" not in str(error.value) and len(own.store) == 0
+    assert all(p.grad is None for p in policy.trainable_parameters())
+
+
+# ---- microbatches ----
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0, "auto"])
+@pytest.mark.parametrize("family", ["values", "trunk1"])
+def test_two_microbatches_are_one_of_their_size(policy, monkeypatch, weight, family):
+    """Also auto: its two parts are the halves of one batch."""
+    found = []
+    for count in (1, 2):
+        own = learner(policy, weight, [family])
+        for seed in (50, 0):
+            whole = own.sample(*microbatches(seed=seed)[0], objective())
+            size = len(whole.reward) // count
+            parts = [slice(n * size, (n + 1) * size) for n in range(count)]
+            pieces = iter([Sample(whole.seen[part], whole.reward[part], {k: v[part] for k, v in whole.rows.items()})
+                           for part in parts])  # fmt: skip
+            with monkeypatch.context() as patch:
+                patch.setattr(own, "sample", lambda *_, pieces=pieces: next(pieces))
+                last = take(own, microbatches(count), objective())[0]
+        found.append((last, own.fit.weights, own.blend.moments))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+    assert found[0][0].norm() > 1e-3
+
+
+def test_recomputing_layers_changes_nothing(policy):
+    plain, again = (warmed(policy, "auto", ["values"], gradient_checkpointing=on)[2] for on in (False, True))
+    torch.testing.assert_close(plain, again)
+
+
+# ---- the rest ----
+@pytest.mark.parametrize("weight", [0.3, "auto"])
+def test_a_half_precision_base_takes_steps(weight):
+    backbone = make_backbone(dtype=torch.bfloat16)
+    own = learner(backbone, weight, ALL)
+    for seed in range(3):
+        found, _ = take(own, microbatches(seed=seed), Objective(ToyReward(16, torch.bfloat16), BETA))
+        assert found.isfinite().all() and found.any()
+
+
+@pytest.mark.parametrize("prompts", [3, 8])
+def test_a_window_smaller_than_a_step_is_enough(policy, prompts):
+    """A fit has not seen the groups that it does not keep: it is the one without them."""
+    own = learner(policy, 1.0, distil_window=2 * GROUP)
+    for seed in range(2):
+        found, _ = take(own, microbatches(prompts=prompts, seed=seed), objective())
+        assert found.isfinite().all() and len(own.store) == 2 * GROUP
+        assert len(own.fit.left_out) == prompts
+        torch.testing.assert_close(own.fit.left_out[: prompts - 2], own.fit.all.expand(prompts - 2, -1))
+
+
+def test_its_figures_say_what_it_knows(policy):
+    own, _, _, _ = warmed(policy, "auto", ["counts", "bag"])
+    names = {"r2", "r2/counts", "r2/bag", "slope", "trust", "completions", "dropped", "reward", "seconds"}
+    assert {f"distilled/{name}" for name in names} | {"residual_weight", "blend_scale"} <= set(own.figures)
+    assert all(len(values) == 1 for values in own.figures.values())
+    assert float(own.figures["distilled/completions"][0]) == 8 * GROUP
+    assert own.liked_tokens().shape == (VOCAB,) and own.parameters() == []
+
+
+def test_a_learner_that_was_restored_takes_the_same_step(policy):
+    own = learner(policy, "auto", ALL)
+    for seed in range(2):
+        take(own, microbatches(seed=seed), objective())
+    again = learner(policy, "auto", ALL)
+    again.load_tensors({name: value.clone() for name, value in own.tensors().items()})
+    assert again.evidence.trust == own.evidence.trust < 1 and again.level == own.level
+    first, second = (take(each, microbatches(seed=7), objective())[0] for each in (own, again))
+    assert torch.equal(first, second)
+    assert own.figures.keys() == again.figures.keys()
+    for name in set(own.figures) - {"distilled/seconds"}:
+        assert torch.equal(own.figures[name][0], again.figures[name][0]), name

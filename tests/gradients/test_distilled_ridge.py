@@ -1,0 +1,127 @@
+"""Ridge on groups against fits that are really made again without each group, and numbers by hand."""
+
+import math
+
+import pytest
+import torch
+
+from grade.gradients.distilled.ridge import (
+    PENALTIES,
+    Choice,
+    calibrated,
+    centred,
+    choose,
+    coefficients,
+    left_out,
+)
+
+GROUP = 3
+
+
+def data(groups=7, size=5, group=GROUP, seed=0, noise=0.3):
+    """Centred features [n, F] and rewards [n] that are partly linear in them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(groups * group, size, generator=generator, dtype=torch.float64)
+    y = x @ torch.randn(size, generator=generator, dtype=torch.float64)
+    y = y + noise * torch.randn(len(x), generator=generator, dtype=torch.float64)
+    return centred(x, group), centred(y, group)
+
+
+def refit(x, y, penalty):
+    """Weights of ridge regression by its normal equations in the features, not in the completions."""
+    return torch.linalg.solve(x.T @ x + penalty * torch.eye(x.shape[1], dtype=x.dtype), x.T @ y)
+
+
+def without(n, number, group=GROUP):
+    """Rows of all groups but one."""
+    return [i for i in range(n) if i // group != number]
+
+
+@pytest.mark.parametrize("group", [2, 3, 4])
+@pytest.mark.parametrize("penalty", [0.01, 3.0])
+def test_predictions_are_those_of_fits_made_again_without_each_group(group, penalty):
+    x, y = data(group=group)
+    want = torch.zeros(len(y), dtype=torch.float64)
+    for number in range(len(y) // group):
+        rest = without(len(y), number, group)
+        own = slice(number * group, (number + 1) * group)
+        want[own] = x[own] @ refit(x[rest], y[rest], penalty)
+    got = left_out(x @ x.T, y, group, penalty)
+    assert (got - want).abs().max() <= 1e-10 * want.abs().max()
+    seen = x @ refit(x, y, penalty)
+    assert (got - seen).abs().max() > 1e-3 * want.abs().max(), "a fit that has seen the group says something else"
+
+
+def test_coefficients_are_those_of_fits_made_again():
+    x, y = data()
+    gram, share, numbers = x @ x.T, 0.1, (6, 0, 3)
+    penalty = share * float(gram.diagonal().mean())  # one penalty, also for the fits that have fewer rows
+    got = coefficients(gram, y, GROUP, share, numbers)
+    assert got.shape == (4, len(y))
+    for row, rest in zip(got, [list(range(len(y))), *(without(len(y), number) for number in numbers)], strict=True):
+        weights = refit(x[rest], y[rest], penalty)
+        assert (row @ x - weights).abs().max() <= 1e-10 * weights.abs().max()
+        alpha = torch.linalg.solve(gram[rest][:, rest] + penalty * torch.eye(len(rest), dtype=x.dtype), y[rest])
+        assert (row[rest] - alpha).abs().max() <= 1e-10 * alpha.abs().max()
+        left = [i for i in range(len(y)) if i not in rest]
+        assert not row[left].any(), "exactly 0: what the fit has not seen must not enter by rounding"
+    assert torch.equal(coefficients(gram, y, GROUP, share, ()), got[:1])
+
+
+def test_slope_and_r2_by_hand():
+    """p = (1, -1 | 2, -2) and y = (2, -2 | 2, -2): sum py = 12, sum pp = 10, sum yy = 16.
+
+    Slope 1.2; R2 = 12^2 / (10 * 16) = 0.9. What is left of y is (.8, -.8 | -.4, .4), times p and summed by groups 1.6
+    and -1.6: the error is sqrt(2 * 1.6^2) / 10.
+    """
+    p, y = torch.tensor([[1.0, -1, 2, -2], [2, -2, 2, -2]], dtype=torch.float64)
+    r2, slope, stderr = calibrated(p, y, 2)
+    assert (r2, slope) == pytest.approx((0.9, 1.2)) and stderr == pytest.approx(math.sqrt(5.12) / 10)
+    residual = y - slope * p
+    assert r2 == pytest.approx(1 - float(residual @ residual / (y @ y)))
+    assert calibrated(-p, y, 2) == pytest.approx((-0.9, -1.2, stderr)), "the wrong way: negative"
+    assert calibrated(0 * p, y, 2) == calibrated(p, 0 * y, 2) == (0.0, 0.0, math.inf)
+
+
+def test_what_a_choice_keeps_of_its_slope_by_hand():
+    """Slope 2 with error 1: 1 - 1/4 is kept. Explained is the root of what is kept of R2."""
+    choice = Choice(0.1, 0.4, 2.0, 1.0)
+    assert (choice.kept, choice.slope, choice.explained) == pytest.approx((0.75, 1.5, math.sqrt(0.4 * 0.75)))
+    for nothing in (Choice(0.1, 0.4, 1.0, 1.0), Choice(0.1, -0.4, -2.0, 0.1), Choice(10.0, 0.0, 0.0, math.inf)):
+        assert (nothing.kept, nothing.slope, nothing.explained) == (0.0, 0.0, 0.0)
+
+
+def test_the_penalty_that_explains_most_is_chosen():
+    x, y = data(groups=12, size=20, noise=2.0)
+    gram = x @ x.T
+    scale = float(gram.diagonal().mean())
+    fits = {share: calibrated(left_out(gram, y, GROUP, share * scale), y, GROUP) for share in PENALTIES}
+    best = max(fits, key=lambda share: fits[share][0])
+    assert choose(gram, y, GROUP) == Choice(best, *fits[best])
+    assert choose(gram, y, GROUP, [best]) == choose(gram, y, GROUP)
+    assert len({round(r2, 6) for r2, _, _ in fits.values()}) == len(PENALTIES), "the penalty matters here"
+    assert choose(9 * gram, 2 * y, GROUP).r2 == pytest.approx(fits[best][0]), "units do not"
+
+
+def test_a_reward_that_is_linear_is_explained_and_one_at_random_is_not():
+    x, y = data(groups=40, noise=0.0)
+    found = choose(x @ x.T, y, GROUP)
+    assert found.r2 > 0.999 and found.slope == pytest.approx(1, abs=0.01)  # penalty 0.01 shrinks by less than 1 %
+    other = centred(torch.randn(len(y), generator=torch.Generator().manual_seed(5), dtype=torch.float64), GROUP)
+    assert abs(choose(x @ x.T, other, GROUP).r2) < 0.05
+
+
+@pytest.mark.parametrize("what", ["constant rewards", "constant features", "one group", "nothing at all"])
+def test_nothing_to_explain_or_to_explain_it_with(what):
+    x, y = data()
+    x, y = {
+        "constant rewards": (x, 0 * y), "constant features": (0 * x, y), "one group": (x[:GROUP], y[:GROUP]),
+        "nothing at all": (x[:0], y[:0]),
+    }[what]  # fmt: skip
+    choice = choose(x @ x.T, y, GROUP)
+    assert (choice.r2, choice.slope, choice.explained) == (0.0, 0.0, 0.0) and choice.penalty in PENALTIES
+
+
+def test_values_are_centred_by_groups():
+    got = centred(torch.tensor([[1.0, 10], [3, 20], [5, 7], [5, 9]]), 2)
+    assert got.tolist() == [[-1, -5], [1, 5], [0, -1], [0, 1]]

@@ -1,0 +1,220 @@
+"""What is kept of scored completions: Gram matrices by rows, a window, and whether predictions came true."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grade.gradients.distilled import store as store_module
+from grade.gradients.distilled.families import Counts, Family
+from grade.gradients.distilled.ridge import centred, choose
+from grade.gradients.distilled.store import TRUST_STEPS, Evidence, Store, joined
+
+GROUP, SIZE, TOKENS = 3, 4, 11
+
+
+class Base:
+    """What families read of a backbone here."""
+
+    dtype, device, vocab_size = torch.float64, torch.device("cpu"), TOKENS
+
+
+def families():
+    return {"dense": Family(Base()), "counts": Counts(Base())}
+
+
+def batch(groups=2, length=5, seed=0, noise=0.1):
+    """Rows of both families, rewards that are linear in the dense ones, and tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(groups * GROUP, SIZE, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(TOKENS, (len(x), length), generator=generator)
+    tokens[0, length // 2 :] = -1
+    noisy = noise * torch.randn(len(x), generator=generator, dtype=torch.float64)
+    return {"dense": x, "counts": tokens}, x @ torch.arange(1.0, SIZE + 1).double() + noisy, tokens
+
+
+def filled(window=1000, batches=4, **options):
+    store = Store(families(), GROUP, window)
+    for seed in range(batches):
+        store.add(*batch(seed=seed, length=4 + seed, **options))
+    return store
+
+
+def dense_counts(tokens):
+    return torch.stack([torch.bincount(row[row >= 0], minlength=TOKENS) for row in tokens]).double()
+
+
+def everything(batches=4):
+    """Features of all batches at once, centred."""
+    parts = [batch(seed=seed, length=4 + seed) for seed in range(batches)]
+    x = centred(torch.cat([rows["dense"] for rows, _, _ in parts]), GROUP)
+    counts = centred(torch.cat([dense_counts(tokens) for _, _, tokens in parts]), GROUP)
+    return {"dense": x, "counts": counts}, centred(torch.cat([rewards for _, rewards, _ in parts]), GROUP)
+
+
+def test_a_gram_matrix_that_grew_by_rows_is_that_of_all_at_once():
+    store, (features, rewards) = filled(), everything()
+    assert len(store) == 24 and store.dropped == 0
+    torch.testing.assert_close(store.rewards, rewards)
+    for name, x in features.items():
+        torch.testing.assert_close(store.grams[name], x @ x.T, rtol=1e-12, atol=1e-12)
+    once = Store(families(), GROUP, 1000)
+    parts = [batch(seed=seed, length=4 + seed) for seed in range(4)]
+    tokens = joined([tokens for _, _, tokens in parts])
+    rows = {"dense": torch.cat([rows["dense"] for rows, _, _ in parts]), "counts": tokens}
+    once.add(rows, torch.cat([rewards for _, rewards, _ in parts]), tokens)
+    for name in features:
+        torch.testing.assert_close(store.grams[name], once.grams[name], rtol=1e-12, atol=1e-12)
+    assert torch.equal(store.tokens, once.tokens)
+
+
+@pytest.mark.parametrize(("window", "kept", "dropped"), [(24, 24, 0), (23, 21, 3), (12, 12, 12), (1, 6, 18)])
+def test_a_window_drops_the_oldest_groups_and_says_how_many(window, kept, dropped):
+    """23 are 7 whole groups; there are at least two, of which one judges the other."""
+    store, (features, rewards) = filled(window), everything()
+    assert (len(store), store.dropped) == (kept, dropped)
+    torch.testing.assert_close(store.rewards, rewards[-kept:])
+    for name, x in features.items():
+        assert len(store.rows[name]) == kept
+        torch.testing.assert_close(store.grams[name], x[-kept:] @ x[-kept:].T, rtol=1e-12, atol=1e-12)
+    assert store.token_counts(TOKENS).sum() == (store.tokens >= 0).sum() and len(store.tokens) == kept
+
+
+def test_a_batch_that_is_larger_than_the_window_keeps_its_newest_groups():
+    store, (rows, rewards, tokens) = Store(families(), GROUP, 6), batch(groups=4)
+    store.add(rows, rewards, tokens)
+    assert (len(store), store.dropped) == (6, 6)
+    torch.testing.assert_close(store.rewards, centred(rewards, GROUP)[6:])
+
+
+@pytest.mark.parametrize("name", ["dense", "counts"])
+def test_weights_are_those_of_ridge_on_the_features(name):
+    """Also without each of the newest groups, at the one penalty that was chosen."""
+    store = filled(noise=2.0)
+    parts = [batch(seed=seed, length=4 + seed, noise=2.0) for seed in range(4)]
+    x = torch.cat([rows["dense"] if name == "dense" else dense_counts(tokens) for rows, _, tokens in parts])
+    x, y = centred(x, GROUP), centred(torch.cat([rewards for _, rewards, _ in parts]), GROUP)
+    assert store.fit(2) is not None
+    fit = store.fit_of(name, 2)
+    assert fit.choice == choose(store.grams[name], y, GROUP)
+    penalty = fit.choice.penalty * float((x * x).sum(1).mean())
+    for weights, rest in zip(fit.weights, (list(range(24)), list(range(18)) + list(range(21, 24)), list(range(21))), strict=True):
+        want = torch.linalg.solve(x[rest].T @ x[rest] + penalty * torch.eye(x.shape[1], dtype=x.dtype), x[rest].T @ y[rest])
+        torch.testing.assert_close(weights, want, rtol=1e-9, atol=1e-9)
+    assert fit.weights.shape[0] == 3
+    torch.testing.assert_close(fit.all[0], fit.weights[0] * fit.choice.slope)
+    torch.testing.assert_close(fit.left_out, fit.weights[1:] * fit.choice.slope)
+
+
+def test_the_family_that_explains_most_is_taken_and_the_first_of_equals():
+    store = filled()
+    assert store.fit(1).family == store.best_of(["counts", "dense"]) == "dense"
+    assert store.best_of(["counts"]) == "counts" and store.best_of(["other"]) is None
+    tied = Store({"first": Family(Base()), "second": Family(Base())}, GROUP, 100)
+    rows, rewards, tokens = batch(4)
+    tied.add({"first": rows["dense"], "second": rows["dense"]}, rewards, tokens)
+    assert tied.fit(1).family == "first"
+
+
+def test_it_is_chosen_again_when_a_tenth_is_new_and_on_the_latest_only(monkeypatch):
+    monkeypatch.setattr(store_module, "RECENT", 31)  # 30: whole groups
+    chosen = []
+    monkeypatch.setattr(store_module, "choose", lambda gram, *_: chosen.append(len(gram)) or choose(gram, *_))
+    store, seen = Store({"dense": Family(Base())}, GROUP, 1000), []
+    for seed in range(20):
+        rows, rewards, tokens = batch(groups=1 if seed else 20, seed=seed)
+        store.add({"dense": rows["dense"]}, rewards, tokens)
+        store.fit(1)
+        seen.append(len(chosen))
+    assert set(chosen) == {30} and seen == list(range(1, 21))  # 3 of 30 are new every time
+    monkeypatch.setattr(store_module, "GROWTH", 0.2)
+    chosen.clear()
+    for seed in range(6):
+        rows, rewards, tokens = batch(groups=1, seed=seed)
+        store.add({"dense": rows["dense"]}, rewards, tokens)
+        store.fit(1)
+    assert len(chosen) == 3
+
+
+@pytest.mark.parametrize("rewards", [torch.zeros(6), torch.tensor([1.0, 1, 1, 5, 5, 5])], ids=["zero", "by prompt"])
+def test_rewards_that_do_not_differ_within_prompts_are_not_distilled(rewards):
+    store = Store(families(), GROUP, 100)
+    rows, _, tokens = batch()
+    store.add(rows, rewards, tokens)
+    assert store.fit(2) is None and store.best_of(["dense"]) is None
+
+
+def test_one_group_teaches_nothing_of_itself():
+    store = Store(families(), GROUP, 100)
+    store.add(*batch(groups=1))
+    fit = store.fit(1)
+    assert fit.choice.slope == 0 and not fit.all.any() and not fit.left_out.any()
+    assert fit.weights.isfinite().all() and not fit.weights[1].any()
+
+
+# ---- predictions made in advance ----
+def test_trust_by_hand():
+    """Groups of two: p = (1, -1 | 2, -2 | 1, -1) and y = (1, -1 | 0, 0 | 0, 0), sum py = 2 of sum pp = 12.
+
+    The share is 1/6; of groups came - share said = 2 - 2/6, -8/6, -2/6, so the error is sqrt(168) / 6 / 12.
+    """
+    evidence = Evidence()
+    assert evidence.trust == 1.0
+    p, y = torch.tensor([[1.0, -1, 2, -2, 1, -1], [1, -1, 0, 0, 0, 0]], dtype=torch.float64)
+    evidence.add(p, y, 2)
+    assert evidence.trust == pytest.approx(1 / 6 + math.sqrt(100 + 64 + 4) / 6 / 12)
+    true = Evidence()
+    true.add(p, 3 * p, 2)
+    assert true.trust == 1.0, "more came than was said"
+    wrong = Evidence()
+    wrong.add(p, -p, 2)
+    assert wrong.trust == 0.0
+    silent = Evidence()
+    silent.add(0 * p, y, 2)
+    assert silent.trust == 1.0, "nothing was said yet"
+
+
+def test_only_the_latest_batches_count():
+    evidence = Evidence()
+    p = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    for _ in range(5):
+        evidence.add(p, -p, 2)
+    assert evidence.trust == 0.0
+    for _ in range(TRUST_STEPS):
+        evidence.add(p, p, 2)
+    assert evidence.trust == 1.0 and len(evidence.groups) == TRUST_STEPS
+
+
+# ---- checkpoints ----
+@pytest.mark.parametrize("window", [1000, 15])
+def test_a_store_that_was_restored_makes_the_same_fits(window, tmp_path):
+    whole = filled(window)
+    whole.fit(2)
+    whole.add(*batch(seed=8, length=9))  # new since the choice
+    save_file(whole.state(), tmp_path / "state.safetensors")
+    again = Store(families(), GROUP, window)
+    again.restore(load_file(tmp_path / "state.safetensors"))
+    assert (again.fresh, again.dropped, len(again)) == (whole.fresh, whole.dropped, len(whole))
+    assert again.choices == whole.choices
+    for seed in (9, 10):
+        fits = []
+        for store in (whole, again):
+            store.add(*batch(seed=seed, length=6))
+            fits.append(store.fit(2))
+        assert fits[0].family == fits[1].family and fits[0].choice == fits[1].choice
+        assert torch.equal(fits[0].weights, fits[1].weights)
+    for name in whole.families:
+        assert torch.equal(whole.rows[name], again.rows[name]) and torch.equal(whole.grams[name], again.grams[name])
+    assert torch.equal(whole.token_counts(TOKENS), again.token_counts(TOKENS))
+
+
+def test_an_empty_store_has_a_state():
+    again = Store(families(), GROUP, 100)
+    again.restore(Store(families(), GROUP, 100).state())
+    assert len(again) == 0 and again.choices == {}
+
+
+def test_rows_of_other_lengths_are_padded():
+    got = joined([torch.tensor([[1, 2]]), torch.tensor([[3, 4, 5]])])
+    assert got.tolist() == [[1, 2, -1], [3, 4, 5]]
