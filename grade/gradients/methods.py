@@ -92,7 +92,7 @@ POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
         ("scale_rewards", "self_certainty_reward"), grouped=True, clipped=True,
     ),
     "ppo": PolicyGradientMethod(
-        None, ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages"),
+        None, ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages", "value_fit"),
         clipped=True, value_head=True, passes=4,
     ),
 }  # fmt: skip
@@ -142,10 +142,10 @@ class MethodConfig(Settings):
 
     method: MethodName = setting(
         AUTO,
-        f"auto: chosen from the reward; distilled: gradients of a reward distilled from all completions so far, which "
-        f"takes any reward; {', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the "
-        f"original's; {', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward. A setting that a method does not "
-        "have is an error",
+        f"auto: chosen from the reward; distilled: gradients of a reward distilled from all completions so far; "
+        f"{', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the original's; "
+        f"{', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward, as distilled does. A setting that a "
+        "method does not have is an error",
     )
     max_completion_length: PositiveInt = setting(512, "completion length T in tokens")
     min_completion_length: NonNegativeInt = setting(0, "end-of-sequence is not sampled before this many tokens")
@@ -191,6 +191,9 @@ class MethodConfig(Settings):
     value_learning_rate: PositiveFloat = setting(1e-3, "ppo: AdamW learning rate of the value head")
     value_clip: PositiveFloat = setting(0.2, "ppo: clip range of the value, in units of reward")
     whiten_advantages: bool = setting(True, "ppo: whiten the advantages of a step")
+    value_fit: Literal["sgd", "closed_form"] = setting(
+        "sgd", "ppo: how values are learned: sgd, or closed_form, ridge regression on the frozen base's hidden states"
+    )
 
     residual_weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = setting(
         "auto", "distilled: weight of what the distilled reward misses: 0 biased, 1 unbiased, auto from the gradients"
@@ -215,6 +218,9 @@ class MethodConfig(Settings):
             value = getattr(self, option)
             if (DISTILLED if self.method == AUTO else self.method) not in methods and value != self.default_of(option):
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
+        if self.value_fit == "closed_form" and self.kl_estimator != "exact":
+            allowed = "exact with value_fit = closed_form, which reads the reference's hidden states"
+            raise InputError("kl_estimator", self.kl_estimator, allowed)
         if self.method in (*GROUPED, AUTO) and self.group == 1:
             raise InputError("num_generations", 1, f"at least 2 for {self.method}: the baseline comes from the group")
         if self.method in (DISTILLED, AUTO) and self.distil_window < 2 * self.group:

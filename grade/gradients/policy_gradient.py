@@ -16,10 +16,11 @@ because KL depends on which tokens were sampled, and KL's own gradient at the sa
 | ppo | token by token: generalised advantage estimation over time with a learned value, whitened over the step |
 
 A step with one update needs one pass with gradient; with several updates, completions are first scored without
-gradient. The value head reads the policy's hidden states but sends no gradient into them. With
-``self_certainty_reward`` (Intuitor) the reward is the policy's own self-certainty, a constant of the update.
+gradient. The value head reads the policy's hidden states but sends no gradient into them; with ``value_fit:
+closed_form`` it is solved from the frozen base's states instead. With ``self_certainty_reward`` (Intuitor) the reward
+is the policy's own self-certainty, a constant of the update.
 
-Left out: entropy bonuses, adaptive beta, sampling by another engine, shuffling between passes.
+Left out: entropy bonuses, sampling by another engine, shuffling between passes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import predicting_hidden, score_hidden, token_kl
 from grade.models.self_certainty import completion_certainty
+
+CLOSED_FORM_PENALTY = 0.1
+"""Ridge penalty of `ClosedFormValues` a token, in units of a normalised state's mean square, 1."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,40 @@ class ValueHead(nn.Module):
         return self.linear(F.layer_norm(hidden, hidden.shape[-1:])).squeeze(-1)
 
 
+class ClosedFormValues(ValueHead):
+    """`ValueHead` solved by ridge regression on all tokens so far, instead of trained.
+
+    Features are the *frozen base's* normalised hidden states x (with a constant), targets the penalised returns of the
+    completions: neither depends on the policy that is trained, so tokens of earlier steps stay valid. With
+    ``A = sum x x^T`` and ``b = sum x G``, ``w = (A + lambda n I)^-1 b``; A and b are all that is kept.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__(backbone)
+        self.requires_grad_(False)
+        size = backbone.hidden_size + 1
+        for name, shape in (("products", (size, size)), ("targets", (size,)), ("tokens", ())):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64, device=backbone.device))
+
+    def add(self, hidden: Tensor, returns: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> None:
+        """Add a microbatch: hidden states [B, T, D], returns [B], mask [B, T]; ``total`` sums over processes."""
+        kept = mask.bool()
+        x = F.layer_norm(hidden.double(), hidden.shape[-1:])[kept]
+        x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+        y = returns.double().unsqueeze(1).expand(mask.shape)[kept]
+        self.products += total(x.T @ x)
+        self.targets += total(x.T @ y)
+        self.tokens += total(kept.sum().double())
+
+    def solve(self) -> None:
+        """Fit to everything that was added."""
+        penalty = torch.full_like(self.targets, CLOSED_FORM_PENALTY) * self.tokens
+        penalty[-1] = 0  # the mean is not shrunk
+        weights = torch.linalg.solve(self.products + penalty.diag(), self.targets)
+        self.linear.weight.copy_(weights[:-1].unsqueeze(0))
+        self.linear.bias.copy_(weights[-1:])
+
+
 class PolicyGradient:
     """One of the methods, with its state between steps: a running baseline or a value head.
 
@@ -141,12 +179,14 @@ class PolicyGradient:
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         self.config, self.backbone, self.method = config, backbone, config.policy_gradient
         self.means: list[float] = []
-        self.value_head = ValueHead(backbone) if self.method.value_head else None
+        self.closed_form = self.method.value_head and config.value_fit == "closed_form"
+        kind = ClosedFormValues if self.closed_form else ValueHead
+        self.value_head = kind(backbone) if self.method.value_head else None
         self.figures: dict[str, list[Tensor]] = {}
 
     def parameters(self) -> list[nn.Parameter]:
         """Trained parameters other than the adapter's."""
-        return [] if self.value_head is None else list(self.value_head.parameters())
+        return [] if self.value_head is None or self.closed_form else list(self.value_head.parameters())
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint, beside `means`: the value head's."""
@@ -233,6 +273,11 @@ class PolicyGradient:
                     gae = losses.gae(rewards, seen.values, completions.mask, self.config.gamma, self.config.gae_lambda)
                     seen = replace(seen, advantages=gae[0], targets=gae[1])
             experience.append(seen)
+        if self.closed_form:  # after the advantages: a baseline must not have seen its own completions
+            for seen in experience:
+                returns = _penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
+                self.value_head.add(seen.reference, returns, seen.completions.mask, context.total)
+            self.value_head.solve()
         if self.value_head is not None and self.config.whiten_advantages:
             experience = self._whitened(experience, context)
         inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
@@ -278,7 +323,7 @@ class PolicyGradient:
         if reward is None:
             reward = self._reward(completions, objective, hidden)
         check_finite(reward, _penalised(reward, kl, completions.mask, objective.beta))
-        values = None if self.value_head is None else self.value_head(hidden)
+        values = None if self.value_head is None else self.value_head(reference if self.closed_form else hidden)
         return Experience(completions, reference, logps, kl, reward, values)
 
     @torch.no_grad()
@@ -324,7 +369,7 @@ class PolicyGradient:
         return losses.policy_gradient_loss(weighted, mask) + penalty
 
     def _value_loss(self, hidden: Tensor, seen: Experience) -> Tensor | float:
-        if self.value_head is None:
+        if self.value_head is None or self.closed_form:
             return 0.0
         each = losses.value_loss(self.value_head(hidden), seen.values, seen.targets, self.config.value_clip)
         loss = sequence_mean(each, seen.completions.mask).mean()

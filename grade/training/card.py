@@ -23,7 +23,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import Trainer
 
-from grade.gradients.methods import RELAXED
+from grade.gradients.methods import AUTO, RELAXED
 from grade.results import environment, replacing
 from grade.stats import Estimate
 from grade.training.config import TrainConfig
@@ -42,8 +42,9 @@ PAPERS = {
     "remax": ("ReMax, Li et al. 2023", "https://arxiv.org/abs/2310.10505"),
     "grpo": ("GRPO, Shao et al. 2024", "https://arxiv.org/abs/2402.03300"),
     "ppo": ("PPO, Schulman et al. 2017", "https://arxiv.org/abs/1707.06347"),
+    "distilled": ("all-action policy gradients, Ciosek and Whiteson 2018", "https://arxiv.org/abs/1706.05374"),
 }
-"""Policy gradients' papers. Every relaxed method is of `GRADE`."""
+"""Papers of methods that take any reward. Every relaxed method is of `GRADE`."""
 
 SAMPLES, SAMPLE_CHARACTERS = 3, 400
 _NOT_SET = ("method", "reward", "output_dir", "run_name", "report_to", "project")
@@ -69,6 +70,7 @@ class Card:
         adapter: Where the adapter is, seen from the card.
         samples: Completions before and after to show.
         command: What made the run; empty if a script did.
+        method: The method that trained; empty: that of the settings, which is not `auto` then.
         datasets: Hugging Face ids of the data.
         about: Further metadata.
     """
@@ -86,6 +88,7 @@ class Card:
     adapter: str = "."
     samples: int = SAMPLES
     command: str = ""
+    method: str = ""
     datasets: list[str] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -106,9 +109,10 @@ class Card:
         return "\n\n".join(filter(None, sections)) + "\n"
 
     def _opening(self) -> str:
-        paper, link = GRADE if self.args.method in RELAXED else PAPERS[self.args.method]
-        base = self._base_link()
-        return f"A LoRA adapter for {base}, trained with `{self.args.method}` ([{paper}]({link}))."
+        method = self.method or self.args.method
+        paper, link = GRADE if method in RELAXED else PAPERS[method]
+        chosen = f", which `{AUTO}` chose for its reward" if self.args.method == AUTO else ""
+        return f"A LoRA adapter for {self._base_link()}, trained with `{method}` ([{paper}]({link})){chosen}."
 
     def _base_link(self) -> str:
         if is_hub_id(self.base):
@@ -140,10 +144,16 @@ class Card:
             "prompts": self.train_data, "held-out prompts": self.eval_data, "adapter": self.lora,
             "steps": f"{self.steps}, of {per_step} completions",
             "completion length": f"at most {args.max_completion_length} tokens",
-            "learning rate": f"{args.learning_rate:g}", "weight of KL (beta)": f"{args.beta:g}",
+            "learning rate": f"{args.learning_rate:g}", "weight of KL (beta)": self._beta(),
             "temperature": f"{args.temperature:g}", "seed": str(args.seed),
         }  # fmt: skip
         return "\n".join(["## Training", "", *(f"- {name}: {value}" for name, value in rows.items() if value)])
+
+    def _beta(self) -> str:
+        beta, target = self.args.beta, self.args.target_kl
+        if target is None:
+            return f"{beta:g}"
+        return f"{beta:g} at the start, then adjusted for a KL of {target:g} nats a completion"
 
     def _samples(self) -> str:
         if self.before is None or self.after is None:
@@ -189,7 +199,7 @@ def write_card(folder: str | Path, config: TrainConfig, result: RunResult) -> No
         f"`{without_places(config.train_dataset)}`",
         f"`{without_places(config.eval_dataset)}`" if config.eval_dataset else "",
         result.step, result.before, result.after, lora, "adapter", min(config.samples, SAMPLES), command_of(config),
-        list(dict.fromkeys(data)),
+        result.method, list(dict.fromkeys(data)),
     )  # fmt: skip
     _write(place / "README.md", card.text())
     if (place / "adapter").is_dir():

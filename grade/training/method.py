@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING
 from grade.gradients.methods import DISTILLED
 
 if TYPE_CHECKING:
-    from grade.gradients.methods import MethodConfig
     from grade.gradients.objective import Objective
 
 
-def choose_method(config: MethodConfig, objective: Objective) -> tuple[str, str]:
+def choose_method(objective: Objective) -> tuple[str, str]:
     """The method for a reward, with the reason in one line.
 
+    `docs/methods.md` has the measurements behind it.
+
     Args:
-        config: Settings.
         objective: The reward.
 
     Returns:
         Name and reason.
     """
-    if config.self_certainty_reward:
-        return "grpo", "self-certainty is the reward"
-    return DISTILLED, "placeholder"
+    without = [part for part in objective.parts if not callable(part)]
+    if without:
+        name = getattr(without[0], "name", type(without[0]).__name__)
+        return DISTILLED, f"reward {name!r} gives values only, so a gradient is distilled from them"
+    return DISTILLED, "the reward has a gradient, but one distilled from its values trains as well or better"

@@ -22,6 +22,7 @@ import pandas as pd
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback
 
+from grade.gradients.methods import AUTO
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training import folder
@@ -69,6 +70,7 @@ class RunResult:
         seconds: Training time without evaluations.
         interrupted: The signal that stopped the run before its end.
         step: The last step.
+        method: The method that trained, which `auto` chose if the settings say so.
     """
 
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -77,6 +79,7 @@ class RunResult:
     seconds: float = 0.0
     interrupted: int | None = None
     step: int = 0
+    method: str = ""
 
 
 def train(
@@ -162,7 +165,10 @@ def run_training(
 
 
 def _result(trainer: GradeTrainer, stop: StopOnSignal | None, place: Path) -> RunResult:
-    result = RunResult(history_rows(trainer.state.log_history), seconds=trainer.seconds, step=trainer.state.global_step)
+    result = RunResult(
+        history_rows(trainer.state.log_history), seconds=trainer.seconds, step=trainer.state.global_step,
+        method=trainer.args.method,
+    )  # fmt: skip
     if stop is not None and stop.received is not None and trainer.state.global_step < trainer.state.max_steps:
         result.interrupted = int(stop.received)
         return result
@@ -285,6 +291,8 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
                 flat |= {f"gain/{name}": gain.mean, f"gain/{name}_stderr": gain.stderr, f"gain/{name}_n": gain.n}
     if before:
         flat["before/val/kl_max"] = before.kl_max
+    if config.method == AUTO:
+        flat["method_chosen"] = result.method
     return flat | {
         "method": config.method,
         "seed": config.seed,

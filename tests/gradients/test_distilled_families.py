@@ -200,16 +200,16 @@ def test_the_trunks_directions_are_the_slopes_of_what_is_distilled(name, monkeyp
     weights = fitted(family, seen)
     u = family.directions(weights, seen)
     embed, step = backbone.embed, 1e-5
+
+    def distilled(change):
+        with monkeypatch.context() as patch:
+            patch.setattr(backbone, "embed", lambda ids: embed(ids) + (change if ids is seen.ids else 0))
+            rows = family.rows(observe(backbone, seen.prompts, seen.ids, seen.mask))
+        return (rows.view(3, GROUP, -1) * weights.unsqueeze(1)).sum(-1).flatten()
+
     for seed in range(3):
         d = torch.randn(u.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        sides = []
-        for sign in (1, -1):
-            moved = lambda ids, sign=sign: embed(ids) + (sign * step * d if ids is seen.ids else 0)  # noqa: E731
-            with monkeypatch.context() as patch:
-                patch.setattr(backbone, "embed", moved)
-                rows = family.rows(observe(backbone, seen.prompts, seen.ids, seen.mask))
-            sides.append((rows.view(3, GROUP, -1) * weights.unsqueeze(1)).sum(-1).flatten())
-        want = (sides[0] - sides[1]) / (2 * step)
+        want = (distilled(step * d) - distilled(-step * d)) / (2 * step)
         got = (u * d).sum((1, 2))
         assert (got - want).abs().max() <= 1e-7 * want.abs().max()  # step^2 leaves 1e-9
     assert not u[seen.mask == 0].any()

@@ -22,12 +22,12 @@ import torch
 from runs import in_child, settings, toy_project, wait
 
 from grade.gradients.methods import METHODS
-from grade.training.checkpoint import last_checkpoint
+from grade.training.checkpoint import LEARNER_FILE, last_checkpoint
 from grade.training.config import TrainConfig
 from grade.training.run import train
 
 SAME = ("adapter/adapter_model.safetensors", "adapter/optimizer.pt", "history.csv", "metrics.json", "samples.json")
-"""What must be the same bytes; everything but times."""
+"""What must be the same bytes; everything but times. With it the learner's state in the last checkpoint."""
 
 
 def run(config: TrainConfig, resume: str) -> int:
@@ -95,7 +95,8 @@ def main() -> int:
                 print(f"{method}: the uninterrupted run ended with {code}")
                 return 1
             seconds[method] = time.perf_counter() - start
-            expected[method] = {name: (output / name).read_bytes() for name in SAME}
+            learned = [str(file.relative_to(output)) for file in last_checkpoint(output).glob(LEARNER_FILE)]
+            expected[method] = {name: (output / name).read_bytes() for name in (*SAME, *learned)}
         failed += bool(trial(number, method, common | {"signal": kind}, args.folder, seconds[method], expected[method]))
     print(f"{len(signals) - failed} of {len(signals)} runs ended with the same bits")
     return int(failed > 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from grade.gradients.methods import OPTIONS
+from grade.gradients.methods import AUTO, GROUPED, OPTIONS
 from grade.training.config import TrainConfig
 from grade.training.toy import toy_task
 
@@ -41,7 +41,7 @@ def toy_project(root: Path) -> dict:
 def settings(method: str, common: dict, output: Path) -> TrainConfig:
     """A run of a method; with several updates a step where it has them."""
     own = {"gumbel_topk": 16} if method in OPTIONS["gumbel_topk"] else {}
-    own |= {"num_generations": 4} if method in ("rloo", "grpo") else {}
+    own |= {"num_generations": 4} if method in (*GROUPED, AUTO) else {}
     own |= {"num_iterations": 2} if method in ("grpo", "ppo") else {}
     return TrainConfig.parse(common | own | {"method": method, "output_dir": str(output)})
 

@@ -27,11 +27,11 @@ BEFORE = evaluation([0.0, 1.0], ["first", "second"])
 AFTER = evaluation([2.0, 5.0], ["```\nthird", "x" * 1000 + "\x1b"])
 
 
-def card_of(folder, before=BEFORE, after=AFTER, **changes):
+def card_of(folder, before=BEFORE, after=AFTER, trained_with="", **changes):
     values = {"method": "rloo", "model": "someone/model", "output_dir": str(folder / "run"), "reward": "hf:some/judge",
               "train_dataset": "some/texts:train", "eval_dataset": "held_out.jsonl", "max_steps": 7}  # fmt: skip
     config = TrainConfig.parse(values | {"use_cpu": True} | changes)
-    write_card(folder / "run", config, RunResult([], before, after, 1.0, None, 7))
+    write_card(folder / "run", config, RunResult([], before, after, 1.0, None, 7, trained_with))
     return config, ModelCard.load(folder / "run" / "README.md")
 
 
@@ -78,6 +78,20 @@ def test_every_method_links_its_paper(tmp_path, method):
     links = [link for _, link in PAPERS.values() if link in text]
     assert ("2601.11574" in text) == (method in RELAXED)
     assert links == ([] if method in RELAXED else [PAPERS[method][1]])
+
+
+@pytest.mark.parametrize("chosen", ["distilled", "ste"])
+def test_what_auto_chose_is_named_and_the_command_says_auto(tmp_path, chosen):
+    text = card_of(tmp_path, trained_with=chosen, method="auto")[1].text
+    assert f"trained with `{chosen}` (" in text and "), which `auto` chose for its reward.\n" in text
+    assert "--method auto" in text and ("2601.11574" in text) == (chosen == "ste")
+    assert "`auto`" not in card_of(tmp_path, method="distilled")[1].text
+
+
+def test_a_beta_that_is_adjusted_is_not_called_the_weight_of_kl(tmp_path):
+    assert "- weight of KL (beta): 0.3\n" in card_of(tmp_path, beta=0.3)[1].text
+    adjusted = "- weight of KL (beta): 0.3 at the start, then adjusted for a KL of 8 nats a completion\n"
+    assert adjusted in card_of(tmp_path, beta=0.3, target_kl=8.0)[1].text
 
 
 def test_nothing_says_where_it_was_made(tmp_path):

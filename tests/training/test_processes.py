@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from grade.gradients.methods import METHODS
+from grade.gradients.methods import AUTO, METHODS
 
 HERE = Path(__file__).parent
 
@@ -26,12 +26,12 @@ def script(name, *arguments):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    done, errors = script("processes.py", folder, *METHODS)
+    done, errors = script("processes.py", folder, *METHODS, AUTO)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:] + errors[-2000:]
     return folder
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", (*METHODS, AUTO))
 def test_two_processes_train_as_one_does_on_both_batches(runs, method):
     one, two = (runs / f"{method}-{n}" for n in (1, 2))
     for name in ("history.csv", "metrics.json", "samples.json"):

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from grade.cli.main import main
 from grade.errors import InputError
+from grade.gradients.methods import METHODS
 from grade.training import folder
 from grade.training.run import train
 
@@ -33,9 +35,10 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path):
     """One kill for each method, two of the other signals. `interrupted.py` itself takes any number."""
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "interrupted.py"), str(tmp_path), "--seed", "1"]
-    command += ["--kills", "11", "--terms", "2", "--interrupts", "2"]
+    command += ["--kills", str(len(METHODS)), "--terms", "2", "--interrupts", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert "15 of 15 runs ended with the same bits" in done.stdout, done.stdout + done.stderr[-2000:]
+    trials = len(METHODS) + 4
+    assert f"{trials} of {trials} runs ended with the same bits" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 class Stop(Exception):
@@ -56,6 +59,22 @@ def interrupted(common, output, monkeypatch, method="ste", after=2):
     with pytest.raises(Stop):
         train(settings(method, common, output), silent)
     monkeypatch.setattr(StepEnd, "on_step_begin", before)
+
+
+@pytest.mark.parametrize(("method", "options"), [("distilled", {"distil_window": 24}), ("auto", {})])
+def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, method, options):
+    """All that was scored, the fits, what they predicted, the blend: the last checkpoints have the same bytes."""
+    values = common | options | {"max_steps": 5, "save_total_limit": None, "logging_steps": 3}
+    train(settings(method, values, tmp_path / "whole"), silent)
+    interrupted(values, tmp_path / "again", monkeypatch, method, after=2)
+    assert not (tmp_path / "again" / "checkpoint-5").exists()
+    assert train(settings(method, values, tmp_path / "again"), silent, "yes").step == 5
+    for name in ("checkpoint-5/learner.safetensors", "checkpoint-5/adapter_model.safetensors", "history.csv",
+                 "metrics.json"):  # fmt: skip
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+    state = load_file(tmp_path / "again" / "checkpoint-5" / "learner.safetensors")
+    assert len(state["rewards"]) == options.get("distil_window", 80)
+    assert {"blend", "level", "residual", "rows/counts", "gram/values"} <= set(state)
 
 
 def test_an_interrupted_run_is_not_overwritten_by_mistake(common, tmp_path, monkeypatch):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from grade.gradients.methods import GROUPED, POLICY_GRADIENTS
+from grade.gradients.methods import AUTO, DISTILLED, GROUPED, POLICY_GRADIENTS
 from grade.training.config import TrainConfig
-from grade.training.run import evaluate_task, run_training
+from grade.training.run import evaluate_task, run_metrics, run_training
 from grade.training.toy import toy_task
 from grade.training.trainer import GradeTrainer
 
@@ -19,7 +19,7 @@ SMALL = dict(
 
 def settings(**changes):
     values = {**SMALL, **changes}
-    grouped = {"num_generations": 4} if values["method"] in GROUPED else {}
+    grouped = {"num_generations": 4} if values["method"] in (*GROUPED, AUTO) else {}
     return TrainConfig(**TrainConfig.values_for(values["method"], values | grouped))
 
 
@@ -70,7 +70,7 @@ def test_warm_up_and_tau_schedule_reach_the_history():
     assert [row["train/learning_rate"] for row in result.history[1:]] == pytest.approx([0.0, 5e-3, 1e-2, 1e-2])
 
 
-@pytest.mark.parametrize("method", POLICY_GRADIENTS)
+@pytest.mark.parametrize("method", (*POLICY_GRADIENTS, DISTILLED, AUTO))
 def test_policy_gradients_move_the_adapter_alone_and_count_every_completion(method):
     task, before, result = run(method=method, minibatches=2)
     for name, p in task.backbone.model.named_parameters():
@@ -83,7 +83,7 @@ def test_policy_gradients_move_the_adapter_alone_and_count_every_completion(meth
     assert ("train/value_loss" in first) == (method == "ppo")
 
 
-@pytest.mark.parametrize(("method", "prompts"), {"ste": 4, "reinforce": 4, "rloo": 1, "grpo": 1, "ppo": 4}.items())
+@pytest.mark.parametrize(("method", "prompts"), {"ste": 4, "reinforce": 4, "rloo": 1, "grpo": 1, "ppo": 4, "distilled": 1}.items())
 def test_a_microbatch_is_whole_groups_of_completions(method, prompts):
     assert {len(batch) for batch in trainer(toy_task(), method=method).get_train_dataloader()} == {prompts}
 
@@ -111,6 +111,26 @@ def test_a_policy_gradient_raises_reward_when_it_is_all_that_counts():
     _, _, result = run(method="rloo", max_steps=20, beta=0.0, final_eval_prompts=128, per_device_train_batch_size=32)
     gain = result.after.reward - result.before.reward
     assert gain.mean() > 5 * gain.std(ddof=1) / np.sqrt(len(gain))
+
+
+@pytest.mark.parametrize("method", [DISTILLED, AUTO])
+def test_a_distilled_reward_raises_the_reward_and_its_figures_reach_the_history(method):
+    _, _, result = run(method=method, max_steps=12, beta=0.0, final_eval_prompts=128, per_device_train_batch_size=32)
+    gain = result.after.reward - result.before.reward
+    assert gain.mean() > 5 * gain.std(ddof=1) / np.sqrt(len(gain))
+    rows = result.history[1:]
+    assert [row["train/distilled/completions"] for row in rows] == [32 * n for n in range(1, 13)]
+    assert "train/distilled/reward" not in rows[0], "there was no fit to predict it"
+    assert all(0 <= row["train/residual_weight"] <= 1 and np.isfinite(row["train/distilled/reward"]) for row in rows[1:])
+    assert rows[-1]["train/distilled/r2"] > 0.2  # the reward is linear in embeddings, up to a sigmoid
+    assert result.method == DISTILLED
+
+
+def test_the_metrics_name_the_method_and_what_auto_chose():
+    for method, extra in (("rloo", {}), (AUTO, {"method_chosen": DISTILLED})):
+        task, _, result = run(method=method)
+        metrics = run_metrics(settings(method=method), result, task.backbone)
+        assert {k: v for k, v in metrics.items() if k.startswith("method")} == {"method": method} | extra
 
 
 def test_a_run_in_memory_writes_nothing(tmp_path, monkeypatch):

@@ -100,8 +100,8 @@ class DistilledGradient:
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint."""
-        tensors = self.store.state() | {"blend": self.blend.moments, "level": torch.tensor(self.level, dtype=torch.float64)}
-        tensors["residual"] = self.blend.before
+        tensors = self.store.state() | {"blend": self.blend.moments, "residual": self.blend.before}
+        tensors["level"] = torch.tensor(self.level, dtype=torch.float64)
         tensors |= {f"evidence/{number}": groups for number, groups in enumerate(self.evidence.groups)}
         return tensors if self.fit is None else tensors | {f"fit/{self.fit.family}": self.fit.weights[:1]}
 

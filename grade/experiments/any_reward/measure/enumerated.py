@@ -14,7 +14,7 @@ completions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -126,9 +126,8 @@ class World:
         prompts, completions = self.find(sample.seen.prompts, sample.seen.ids, sample.seen.mask)
         rows = prompts * self.probabilities.shape[1] + completions
         states = torch.nn.functional.pad(states, (0, 0, 0, self.length - states.shape[1])).flatten(1)
-        parts = [(v.unsqueeze(1) @ jacobian[at]).squeeze(1) for v, at in zip(states.split(_CHUNK), rows.split(_CHUNK),
-                                                                             strict=True)]  # fmt: skip
-        return torch.cat(parts)
+        chunks = zip(states.split(_CHUNK), rows.split(_CHUNK), strict=True)
+        return torch.cat([(v.unsqueeze(1) @ jacobian[at]).squeeze(1) for v, at in chunks])
 
 
 def make_world(length: int = 2, batch: int = 2, additive: float = 0.5, seed: int = 0) -> World:
@@ -210,7 +209,7 @@ def make_critics(world: World, n: int = 64, best: int = 1024, seed: int = 1) -> 
         if large is None or family not in ADDITIVE:
             continue
         noise = torch.randn(large.weights.shape, generator=generator, dtype=large.weights.dtype)
-        random = scaled(replace(large, weights=noise / noise.norm() * large.all.norm(), choice=_unit(large)), 1.0)
+        random = Fit(family, noise / noise.norm() * large.all.norm(), Choice(large.choice.penalty, 0.0, 1.0, 0.0))
         critics |= {f"{family} random": random, f"{family} adversarial": scaled(large, -3.0),
                     f"{family} huge": scaled(random, 1000.0), "zero": scaled(random, 0.0)}  # fmt: skip
     return critics
@@ -316,9 +315,8 @@ def bias_table(
     for name, fit in {"none": None, **critics}.items():
         plug, residual = state_gradients(split_losses(learner, sample, fit, leaf), leaf)
         # The mean over a round of all prompts is one draw of the mean over prompts.
-        groups = world.gradients(sample, (plug + residual) * samples, axes).view(-1, GROUP * len(world.prompts),
-                                                                                 axes.shape[1])  # fmt: skip
-        table += _deviations(world, name, groups.mean(1), axes, samples)
+        drawn = world.gradients(sample, (plug + residual) * samples, axes).unflatten(0, (-1, GROUP * len(world.prompts)))
+        table += _deviations(world, name, drawn.mean(1), axes, samples)
     for step in STEPS if steps else ():
         drawn = torch.stack([_step(world, step, step_groups, axes, generator) for _ in progress(range(steps), step)])
         table += _deviations(world, step, drawn, axes, steps * step_groups * GROUP)
@@ -334,10 +332,6 @@ def worst_deviation(table: pd.DataFrame) -> dict[str, float]:
     """
     worst, tests = float(table.z.abs().max()), len(table)
     return dict(worst=worst, tests=tests, p=float(1 - (1 - 2 * norm.sf(worst)) ** tests))
-
-
-def _unit(fit: Fit) -> Choice:
-    return Choice(fit.choice.penalty, 0.0, 1.0, 0.0)
 
 
 def _leaf(world: World, sample: Sample) -> Tensor:
