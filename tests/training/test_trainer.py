@@ -16,8 +16,8 @@ from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.training.toy import toy_task
 from grade.training.order import PromptOrder
+from grade.training.toy import toy_task
 
 SMALL = dict(
     method="rloo", num_generations=4, per_device_train_batch_size=8, max_completion_length=6, max_steps=2,
@@ -122,17 +122,20 @@ def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
         assert [row[name] for row in rows[2]] == pytest.approx(pairs.tolist(), rel=1e-6)
 
 
-def test_a_run_resumed_between_two_rows_writes_the_same_row(base, tmp_path):
-    whole = trainer(base, tmp_path / "whole", max_steps=4, logging_steps=4, save_steps=3)
+@pytest.mark.parametrize("method", ["rloo", "distilled", "auto"])
+def test_a_run_resumed_between_two_rows_writes_the_same_row(base, tmp_path, method):
+    changes = dict(method=method, max_steps=4, logging_steps=4, save_steps=3)
+    whole = trainer(base, tmp_path / "whole", **changes)
     whole.train()
-    again = trainer(base, tmp_path / "whole", max_steps=4, logging_steps=4, save_steps=3)
+    again = trainer(base, tmp_path / "whole", **changes)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    timed = ("seconds", "step_time", "epoch")
+    timed = ("seconds", "step_time", "epoch")  # also a fit's seconds
     first, second = (
         {k: v for k, v in made.state.log_history[0].items() if not any(part in k for part in timed)}
         for made in (whole, again)
     )
     assert first == second and first["step"] == 4
+    assert ("distilled/reward" in first) == (method != "rloo")
 
 
 def test_early_stopping_and_the_best_model(base, tmp_path):
@@ -170,6 +173,29 @@ def test_completions_are_written_as_tables(base, tmp_path):
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
 
 
+def test_auto_says_what_it_chose_and_the_tokens_that_the_reward_likes_are_written(base, tmp_path, caplog):
+    """A reward that counts one token: it stands first, with the rewards' unit."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    wanted = next(i for i in range(40, 400) if len(tokenizer.decode([i])) == 1 and tokenizer.decode([i]).isalpha())
+    letter = tokenizer.decode([wanted])
+
+    def reward(completion_ids, **_):
+        return [2.0 * ids.count(wanted) for ids in completion_ids]
+
+    with caplog.at_level("INFO", logger="grade.training.trainer"):
+        made = trainer(base, tmp_path, reward, held_out=PROMPTS, method="auto", max_steps=6, num_generations=8,
+                       per_device_train_batch_size=64, eval_strategy="steps", eval_steps=6)  # fmt: skip
+    assert made.args.method == "distilled"
+    assert [r.message.partition(": ")[2].partition(":")[0] for r in caplog.records] == ["distilled"]
+    made.train()
+    assert all("\n" not in record.message for record in caplog.records)
+    table = pd.read_parquet(tmp_path / "completions" / "tokens_00006.parquet")
+    assert list(table.columns) == ["rank", "token", "id", "value", "count"]
+    assert (table["token"][0], table["id"][0], table["rank"][0]) == (letter, wanted, 1)
+    assert table["value"][0] == pytest.approx(2.0, abs=0.3), "ridge is calibrated"
+    assert table["rank"].tolist() == [*range(1, 21), *range(-20, 0)] and table["value"].is_monotonic_decreasing
+
+
 def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
     made = trainer(base, tmp_path, held_out={"a": PROMPTS.select(range(3)), "b": PROMPTS.select(range(3, 6))})
     metrics = made.evaluate()
@@ -202,17 +228,19 @@ def test_temperature_changes_the_policy_everywhere(base, tmp_path):
     assert made.state.log_history[0]["kl"] <= 1e-3
 
 
-def test_bf16_casts_the_base_and_not_the_adapter(base, tmp_path):
-    made = trainer(base, tmp_path, bf16=True, max_steps=1, save_strategy="no")
+@pytest.mark.parametrize("method", ["rloo", "distilled"])
+def test_bf16_casts_the_base_and_not_the_adapter(base, tmp_path, method):
+    made = trainer(base, tmp_path, method=method, bf16=True, save_strategy="no")
     kinds = {("lora_" in name, p.dtype) for name, p in made.model.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     made.train()
 
 
-def test_recomputing_layers_changes_nothing_but_memory(base, tmp_path):
+@pytest.mark.parametrize("method", ["rloo", "distilled"])
+def test_recomputing_layers_changes_nothing_but_memory(base, tmp_path, method):
     rows = []
     for recompute in (False, True):
-        made = trainer(base, tmp_path, gradient_checkpointing=recompute, save_strategy="no")
+        made = trainer(base, tmp_path, method=method, gradient_checkpointing=recompute, save_strategy="no")
         made.train()
         rows.append([row["grad_norm"] for row in made.state.log_history if "loss" in row])
     assert rows[1] == pytest.approx(rows[0], rel=1e-5)  # float32, recomputed in another order

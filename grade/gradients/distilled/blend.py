@@ -8,8 +8,9 @@ true gradient. The sum ``a + w d`` comes closest to mu in direction at
 if the two parts are orthogonal (a Wiener filter). V is measured: parts of a step that share no completion differ by
 noise alone. It is divided by the `HORIZON` steps that the optimizer's momentum averages, for
 noise averages out over steps, and bias does not. E cannot be measured within a few steps, as noise hides it. It follows
-from the share f of the reward's variance that is explained: that share of the squared gradient is taken to be the
-plug-in's, so ``E = |a|^2 (1 - f) / f``. (The plug-in usually has more: interactions of tokens have no gradient.)
+from the share f of the squared gradient that is the plug-in's: ``E = |a|^2 (1 - f) / f``. For f the root of R2 is
+taken, which is what worth showed: of four fits with R2 of .07, .09, .53 and .68 the squared cosine to mu was .26, .58,
+.77 and .87 (tiny model, gold judge and ``trunk``), as part of the reward's variance is interactions without a gradient.
 
 Where the distillation is useless, a is 0 and any w gives the direction of `rloo`; the sum is then scaled by ``1 / w``,
 so that it has the size of `rloo`'s gradient too, and the same beta means the same. Where it is sound, the sum is not
@@ -22,10 +23,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-DECAY = 0.9
-"""Of the averages over earlier steps."""
+DECAY = 0.7
+"""Of the averages over earlier measurements."""
 HORIZON = 10
 """Steps that AdamW's first moment averages: 1 / (1 - 0.9)."""
+EVERY = 4
+"""Steps between measurements, which take two more backward passes."""
 LEAST = 1e-3
 """Smallest weight of ``auto``."""
 
@@ -65,7 +68,7 @@ class Blend:
         """The residual's weight, and the scale of the sum.
 
         Args:
-            share: f, the share of the reward's variance that is explained, in 0..1.
+            share: f, the share of the squared gradient that is the plug-in's, in 0..1.
             kept: k, the share of the slope that its error leaves, in 0..1.
 
         >>> blend = Blend()

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from grade.gradients.all_action import expected_values
-from grade.gradients.distilled.blend import Blend
+from grade.gradients.distilled.blend import EVERY, Blend
 from grade.gradients.distilled.families import Family, Observed, make_family
 from grade.gradients.distilled.ridge import centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
@@ -89,7 +89,7 @@ class DistilledGradient:
         self.store = Store(self.families, config.group, config.distil_window)
         self.evidence, self.blend = Evidence(), Blend()
         self.fit: Fit | None = None
-        self.level = 0.0
+        self.level, self.taken = 0.0, 0
         self.last: Observed | None = None
         self.means: list[float] = []
         self.figures: dict[str, list[Tensor]] = {}
@@ -101,15 +101,15 @@ class DistilledGradient:
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint."""
         tensors = self.store.state() | {"blend": self.blend.moments, "residual": self.blend.before}
-        tensors["level"] = torch.tensor(self.level, dtype=torch.float64)
+        tensors["level"] = torch.tensor([self.level, self.taken], dtype=torch.float64)
         tensors |= {f"evidence/{number}": groups for number, groups in enumerate(self.evidence.groups)}
         return tensors if self.fit is None else tensors | {f"fit/{self.fit.family}": self.fit.weights[:1]}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Continue where `tensors` was taken."""
         self.store.restore(tensors)
-        self.blend.moments, self.level = tensors["blend"], float(tensors["level"])
-        self.blend.before = tensors["residual"].to(self.backbone.device)
+        self.blend.moments, self.blend.before = tensors["blend"], tensors["residual"].to(self.backbone.device)
+        self.level, self.taken = float(tensors["level"][0]), int(tensors["level"][1])
         numbers = range(sum(name.startswith("evidence/") for name in tensors))
         self.evidence.groups = [tensors[f"evidence/{number}"] for number in numbers]
         for name in (name for name in tensors if name.startswith("fit/")):
@@ -209,28 +209,38 @@ class DistilledGradient:
     def _accumulate(
         self, samples: list[Sample], places: list[int], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        each, weight, auto = 1 / context.microbatches, self.config.residual_weight, False
+        each, weight, factor = 1 / context.microbatches, self.config.residual_weight, 1.0
+        measured = False
         if weight == "auto":
-            weight, auto = 1.0, self.fit is not None and self.fit.choice.slope > 0
-        split, steps, parts = auto and context.microbatches == 1, [], []
+            weight, sound = 1.0, self.fit is not None and self.fit.choice.slope > 0
+            measured = sound and self.taken % EVERY == 0
+            if sound and not measured:
+                weight, factor = self.blend.weight(self.fit.choice.explained, self.fit.choice.kept)
+        steps, parts = [], []
         for sample, place in zip(samples, places, strict=True):
             kl = torch.zeros_like(sample.seen.mask, dtype=torch.float32)
-            for rows in _halves(len(sample.reward), self.config.group) if split else [slice(0, len(sample.reward))]:
+            for rows in self._parts(len(sample.reward), measured and context.microbatches == 1):
                 share = each * len(sample.reward[rows]) / len(sample.reward)
                 losses, kl[rows] = self._losses(sample, rows, place, objective)
-                if auto:
+                if measured:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
-                    total = (plug + weight * residual + penalty) * share
+                    total = (factor * (plug + weight * residual) + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
             penalised = sample.reward - objective.beta * sequence_mean(kl, sample.seen.mask)
             seen = sample.seen
             steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, -penalised.mean()))
-        if auto:
+        if measured:
             weight = self._blend(parts, context)
+        self.taken += 1
         self._note("residual_weight", torch.tensor(float(weight)))
         return steps
+
+    def _parts(self, rows: int, split: bool) -> list[slice]:
+        """All rows of a microbatch, or two parts of whole groups, if there are two groups."""
+        middle = rows // self.config.group // 2 * self.config.group
+        return [slice(0, middle), slice(middle, rows)] if split and middle else [slice(0, rows)]
 
     def _gradient(self, loss: Tensor) -> Tensor:
         parameters = self.backbone.trainable_parameters()
@@ -290,9 +300,3 @@ class DistilledGradient:
 
     def _note(self, name: str, value: Tensor) -> None:
         self.figures.setdefault(name, []).append(value)
-
-
-def _halves(rows: int, group: int) -> list[slice]:
-    """Two slices of whole groups; one, if there is one group."""
-    middle = rows // group // 2 * group
-    return [slice(0, middle), slice(middle, rows)] if middle else [slice(0, rows)]

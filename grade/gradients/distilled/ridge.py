@@ -54,8 +54,11 @@ class Choice:
 
     @property
     def explained(self) -> float:
-        """R2 less what its error may have added, in 0..1."""
-        return max(self.r2, 0.0) * self.kept
+        """Share of the squared gradient that is taken to be the distilled reward's, in 0..1: the root of R2.
+
+        Of R2 less what its error may have added; see `grade.gradients.distilled.blend` for the root.
+        """
+        return math.sqrt(max(self.r2, 0.0) * self.kept)
 
 
 def centred(values: Tensor, group: int) -> Tensor:

@@ -154,9 +154,9 @@ class Store:
         """Distil with a family that was chosen already; arguments as in `fit`."""
         choice = self.choices[name]
         groups = len(self) // self.group
-        alpha = coefficients(
-            self.grams[name], self.rewards, self.group, choice.penalty, range(groups - newest, groups)
-        )  # fmt: skip
+        kept = min(newest, groups)  # a step may be larger than the window: what was dropped is in no fit
+        alpha = coefficients(self.grams[name], self.rewards, self.group, choice.penalty, range(groups - kept, groups))
+        alpha = torch.cat([alpha[:1], alpha[:1].expand(newest - kept, -1), alpha[1:]])
         # Rows of dense families are centred; those of buckets are not, so the coefficients are.
         alpha = torch.stack([centred(a, self.group) for a in alpha]).to(self.rows[name].device)
         return Fit(name, self.families[name].weights(alpha, self.rows[name]), choice)

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from scipy.stats import norm
 from torch import Tensor
 
@@ -44,13 +44,13 @@ FAMILIES = (*ADDITIVE, "trunk")
 WEIGHTS = {"rloo": None, "plugin": 0.0, "weight0.3": 0.3, "corrected": 1.0}
 """Estimators by the residual's weight; `rloo` has no critic."""
 GROUP = 4
-"""Completions of a prompt, but for the enumeration, which takes pairs."""
+"""Completions of a prompt; the enumeration takes pairs."""
 STEPS = {
     "first step": "family, penalty and slope are chosen on the step's own completions",
     "second step": "the same, on an earlier step's too",
     "earlier choice": "they are those of the earlier step",
 }
-"""Whole steps of the method. In all, a group's critic is fitted on the other groups (and the earlier step)."""
+"""Whole steps of the method; a group's critic is fitted on the other groups and the earlier step."""
 _CHUNK = 512
 """Completions whose Jacobians are gathered at once."""
 
@@ -101,17 +101,17 @@ class World:
 
     def learner(self, group: int) -> DistilledGradient:
         """The method with groups of this size."""
-        return DistilledGradient(
-            MethodConfig(
-                method="distilled", num_generations=group, max_completion_length=self.length, residual_weight=1.0,
-                distil_families=list(FAMILIES),
-            ), self.backbone,
+        config = MethodConfig(
+            method="distilled", num_generations=group, max_completion_length=self.length, residual_weight=1.0,
+            distil_families=list(FAMILIES),
         )  # fmt: skip
+        return DistilledGradient(config, self.backbone)
 
     def find(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of prompts and completions [n], of prompts and completions [n, T' <= T]."""
-        ids = torch.nn.functional.pad(ids * mask, (0, self.length - ids.shape[1]))
-        every = self.seen.ids[: self.probabilities.shape[1]] * self.seen.mask[: self.probabilities.shape[1]]
+        ids = F.pad(ids * mask, (0, self.length - ids.shape[1]))
+        n = self.probabilities.shape[1]
+        every = self.seen.ids[:n] * self.seen.mask[:n]
         places = [(a[:, None] == b).all(2).int().argmax(1) for a, b in ((prompts.ids, self.prompts.ids), (ids, every))]
         return places[0], places[1]
 
@@ -125,7 +125,7 @@ class World:
         jacobian = self.jacobian if along is None else self.jacobian @ along
         prompts, completions = self.find(sample.seen.prompts, sample.seen.ids, sample.seen.mask)
         rows = prompts * self.probabilities.shape[1] + completions
-        states = torch.nn.functional.pad(states, (0, 0, 0, self.length - states.shape[1])).flatten(1)
+        states = F.pad(states, (0, 0, 0, self.length - states.shape[1])).flatten(1)
         chunks = zip(states.split(_CHUNK), rows.split(_CHUNK), strict=True)
         return torch.cat([(v.unsqueeze(1) @ jacobian[at]).squeeze(1) for v, at in chunks])
 
@@ -249,7 +249,7 @@ def exact_table(world: World, critics: Mapping[str, Fit]) -> pd.DataFrame:
                 critic=name, family=fit.family if fit else "", additive=bool(fit) and fit.family in ADDITIVE, r2=r2,
                 estimator=estimator, bias=float(bias2.sqrt()), variance=float(noise / norm2),
                 mse=float(bias2 + noise / norm2), gain=float(base[1] / noise) if noise > 0 else float("inf"),
-                cosine=float(torch.nn.functional.cosine_similarity(mean, world.truth, 0)),
+                cosine=float(F.cosine_similarity(mean, world.truth, 0)),
             ))  # fmt: skip
     return pd.DataFrame(table)
 
@@ -315,8 +315,9 @@ def bias_table(
     for name, fit in {"none": None, **critics}.items():
         plug, residual = state_gradients(split_losses(learner, sample, fit, leaf), leaf)
         # The mean over a round of all prompts is one draw of the mean over prompts.
-        drawn = world.gradients(sample, (plug + residual) * samples, axes).unflatten(0, (-1, GROUP * len(world.prompts)))
-        table += _deviations(world, name, drawn.mean(1), axes, samples)
+        each = world.gradients(sample, (plug + residual) * samples, axes)
+        rounds = each.unflatten(0, (-1, GROUP * len(world.prompts))).mean(1)
+        table += _deviations(world, name, rounds, axes, samples)
     for step in STEPS if steps else ():
         drawn = torch.stack([_step(world, step, step_groups, axes, generator) for _ in progress(range(steps), step)])
         table += _deviations(world, step, drawn, axes, steps * step_groups * GROUP)
@@ -394,7 +395,6 @@ def _step(world: World, step: str, groups: int, axes: Tensor, generator: torch.G
 def _deviations(world: World, critic: str, drawn: Tensor, axes: Tensor, n: int) -> list[dict]:
     """Rows of `bias_table` from independent draws [R, k]."""
     size = world.truth.norm()
-    bias = (drawn.mean(0) - world.truth @ axes) / size
-    stderr = drawn.std(0) / size / np.sqrt(len(drawn))
+    bias, stderr = (drawn.mean(0) - world.truth @ axes) / size, drawn.std(0) / size / len(drawn) ** 0.5
     return [dict(critic=critic, direction=k, bias=float(b), stderr=float(s), z=float(b / s), n=n)
             for k, (b, s) in enumerate(zip(bias, stderr, strict=True))]  # fmt: skip
