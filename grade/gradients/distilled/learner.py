@@ -9,7 +9,8 @@ what it is subtracted from, a step ascends
 The first term is the plug-in, exact over all actions (Ciosek and Whiteson 2018; Petit et al. 2019): biased where s is
 not the reward, with almost no noise. The second is the residual, with weight w:
 
-- w = 1 is unbiased for every s that was fitted on other completions, here on all but the prompt's own: a
+- w = 1 is unbiased for every s that was fitted on other completions, here on all but the prompt's own, with a family
+  and a slope that earlier steps chose (in the first step, the step itself: a bias of some percent): a
   trajectory-wise control variate (Cheng, Yan and Boots 2019, arXiv:1908.03263; Pan and Schoelkopf 2024,
   arXiv:2402.12874). A baseline of the action at t alone would gain nothing, because the noise lies in the future
   (Tucker et al. 2018, arXiv:1802.10031). The variance falls by about ``1 - R2``;
@@ -31,7 +32,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from torch import Tensor
 from grade.gradients.all_action import expected_values
 from grade.gradients.distilled.blend import EVERY, Blend
 from grade.gradients.distilled.families import Family, Observed, make_family
-from grade.gradients.distilled.ridge import centred
+from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
 from grade.gradients.losses import rloo
 from grade.gradients.methods import FAMILIES, MethodConfig
@@ -89,7 +90,7 @@ class DistilledGradient:
         self.store = Store(self.families, config.group, config.distil_window)
         self.evidence, self.blend = Evidence(), Blend()
         self.fit: Fit | None = None
-        self.level, self.taken = 0.0, 0
+        self.level, self.taken, self.trust = 0.0, 0, 1.0
         self.last: Observed | None = None
         self.means: list[float] = []
         self.figures: dict[str, list[Tensor]] = {}
@@ -103,7 +104,10 @@ class DistilledGradient:
         tensors = self.store.state() | {"blend": self.blend.moments, "residual": self.blend.before}
         tensors["level"] = torch.tensor([self.level, self.taken], dtype=torch.float64)
         tensors |= {f"evidence/{number}": groups for number, groups in enumerate(self.evidence.groups)}
-        return tensors if self.fit is None else tensors | {f"fit/{self.fit.family}": self.fit.weights[:1]}
+        if self.fit is not None:
+            choice = torch.tensor(astuple(self.fit.choice), dtype=torch.float64)
+            tensors |= {f"fit/{self.fit.family}": self.fit.weights[:1], "fitted": choice}
+        return tensors
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Continue where `tensors` was taken."""
@@ -114,7 +118,7 @@ class DistilledGradient:
         self.evidence.groups = [tensors[f"evidence/{number}"] for number in numbers]
         for name in (name for name in tensors if name.startswith("fit/")):
             family = name.removeprefix("fit/")
-            self.fit = Fit(family, tensors[name].to(self.backbone.device), self.store.choices[family])
+            self.fit = Fit(family, tensors[name].to(self.backbone.device), Choice(*tensors["fitted"].tolist()))
 
     def step(
         self, microbatches: Iterable[tuple[PromptBatch, torch.Generator]], objective: Objective, context: StepContext
@@ -169,6 +173,7 @@ class DistilledGradient:
         device = self.backbone.device
         rows = {name: joined([part[name] for _, _, part in parts]).to(device) for name in ("", *self.families)}
         said = self._predict(rows)
+        self.trust = self.evidence.trust  # of the steps before: this step's rewards must not weigh their own gradient
         if said is not None:
             self._note("distilled/reward", said.mean() + self.level)
             group = self.config.group
@@ -183,7 +188,7 @@ class DistilledGradient:
                 self._note(f"distilled/r2/{name}", torch.tensor(choice.r2))
             self._note("distilled/r2", torch.tensor(self.fit.choice.r2))
             self._note("distilled/slope", torch.tensor(self.fit.choice.slope))
-        self._note("distilled/trust", torch.tensor(self.evidence.trust))
+        self._note("distilled/trust", torch.tensor(self.trust))
         self._note("distilled/completions", torch.tensor(float(len(self.store))))
         self._note("distilled/dropped", torch.tensor(float(self.store.dropped)))
 
@@ -280,7 +285,7 @@ class DistilledGradient:
         if self.fit is not None and self.fit.choice.slope > 0:
             family = self.families[self.fit.family]
             first = place * len(whole.ids) // group + rows.start // group
-            weights = self.fit.left_out[first : first + len(seen.ids) // group] * self.evidence.trust
+            weights = self.fit.left_out[first : first + len(seen.ids) // group] * self.trust
             expected = self._expected(hidden, family.values(weights, seen), mask)
             plug, additive = -expected.sum(1).mean(), family.additive
             if additive:

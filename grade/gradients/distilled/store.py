@@ -8,7 +8,7 @@ completions the oldest groups are dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,9 @@ from torch import Tensor
 from grade.gradients.distilled.families import Family
 from grade.gradients.distilled.ridge import Choice, centred, choose, coefficients
 
-RECENT = 512
+RECENT = 1024
 """Latest completions on which family and penalty are chosen: the cost is cubic, and they resemble the next ones."""
-GROWTH = 0.1
+GROWTH = 0.2
 """Share of those completions that must be new before family and penalty are chosen again."""
 TRUST_STEPS = 8
 """Batches over which predictions made in advance are held against the rewards that came."""
@@ -132,7 +132,9 @@ class Store:
         return centred(centred(block, self.group).T.contiguous(), self.group).T
 
     def fit(self, newest: int) -> Fit | None:
-        """Distil.
+        """Distil, with the family and penalty that the completions before the last batch chose.
+
+        In the first step the batch itself chooses.
 
         Args:
             newest: Groups of the last batch, each of which gets a fit without it.
@@ -142,13 +144,20 @@ class Store:
         """
         if not float(self.rewards.abs().max()) > 0:
             return None
-        recent = min(len(self), RECENT // self.group * self.group)
-        if not self.choices or self.fresh >= GROWTH * recent:
-            part, self.fresh = slice(len(self) - recent, None), 0
-            self.choices = {
-                name: choose(self.grams[name][part, part], self.rewards[part], self.group) for name in self.families
-            }
-        return self.fit_of(max(self.choices, key=lambda name: self.choices[name].r2), newest)
+        if not self.choices:
+            self._choose()
+        fit = self.fit_of(max(self.choices, key=lambda name: self.choices[name].r2), newest)
+        # For the next step: a choice that has seen a group's rewards would bias its gradient, by some percent.
+        if self.fresh >= GROWTH * min(len(self), RECENT):
+            self._choose()
+        return fit
+
+    def _choose(self) -> None:
+        recent, self.fresh = min(len(self), RECENT // self.group * self.group), 0
+        part = slice(len(self) - recent, None)
+        self.choices = {
+            name: choose(self.grams[name][part, part], self.rewards[part], self.group) for name in self.families
+        }
 
     def fit_of(self, name: str, newest: int) -> Fit:
         """Distil with a family that was chosen already; arguments as in `fit`."""
@@ -176,7 +185,7 @@ class Store:
         for name in self.rows:
             state |= {f"rows/{name}": self.rows[name], f"gram/{name}": self.grams[name]}
         for name, c in self.choices.items():
-            state[f"choice/{name}"] = torch.tensor([c.penalty, c.r2, c.steepness, c.stderr], dtype=torch.float64)
+            state[f"choice/{name}"] = torch.tensor(astuple(c), dtype=torch.float64)
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
