@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from grade.config import Settings, setting
@@ -136,6 +136,17 @@ OPTIONS: dict[str, tuple[str, ...]] = _options()
 """Settings that only some methods have, with those methods. Any other setting applies to every method."""
 
 
+def residual_weight(value: float | str) -> float | str:
+    """The value, if it is a weight of the residual.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if value != "auto" and (isinstance(value, str) or not 0 <= value <= 1):
+        raise ValueError("0 to 1, or auto")
+    return value
+
+
 @dataclass
 class MethodConfig(Settings):
     """Settings of a method. `grade.training.config.GradeConfig` adds those of a training run."""
@@ -195,7 +206,7 @@ class MethodConfig(Settings):
         "sgd", "ppo: how values are learned: sgd, or closed_form, ridge regression on the frozen base's hidden states"
     )
 
-    residual_weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = setting(
+    residual_weight: Annotated[float | str, AfterValidator(residual_weight)] = setting(
         "auto", "distilled: weight of what the distilled reward misses: 0 biased, 1 unbiased, auto from the gradients"
     )
     distil_families: Annotated[list[str], Field(min_length=1)] | None = setting(

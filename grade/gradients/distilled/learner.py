@@ -272,10 +272,28 @@ class DistilledGradient:
         self, sample: Sample, rows: slice, place: int, objective: Objective
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Losses of plug-in, residual and KL, and KL [b, T]."""
+        seen = sample.seen[rows]
+        with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
+            hidden = predicting_hidden(self.backbone, seen.prompts, seen.ids)
+        return self.losses_from(hidden, sample, rows, place, objective)
+
+    def losses_from(
+        self, hidden: Tensor, sample: Sample, rows: slice, place: int, objective: Objective
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """Losses of plug-in, residual and KL of a microbatch's completions, from hidden states.
+
+        Args:
+            hidden: Of the policy, at the positions that predict the tokens [b, T, D].
+            sample: The microbatch.
+            rows: Which of its completions, whole groups.
+            place: Number of the microbatch in the step, over all processes.
+            objective: KL weight.
+
+        Returns:
+            Three scalars, to be minimised, and KL [b, T].
+        """
         whole, backbone, group = sample.seen, self.backbone, self.config.group
         seen, mask = whole[rows], whole.mask[rows]
-        with backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
-            hidden = predicting_hidden(backbone, seen.prompts, seen.ids)
         least = self.config.min_completion_length
         logps = score_hidden(backbone, hidden, seen.ids, mask, ("logps",), min_new_tokens=least).logps
         kl = token_kl(backbone, hidden, seen.states.predicting, mask)

@@ -7,36 +7,13 @@ fits and hidden states come from outside, and the losses end at the hidden state
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.store import Fit
 from grade.gradients.objective import Objective
-from grade.models.backbone import Backbone
-
-
-class KnownStates:
-    """A policy whose hidden states along the completions at hand are given.
-
-    Args:
-        backbone: The policy.
-        hidden: States [B, T, D] that predict the completions.
-    """
-
-    def __init__(self, backbone: Backbone, hidden: Tensor) -> None:
-        self._backbone, self._hidden = backbone, hidden
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the policy's."""
-        return getattr(self._backbone, name)
-
-    def hidden(self, inputs: Tensor, mask: Tensor) -> Tensor:
-        """The given states, after as many empty ones as there are positions before them."""
-        return F.pad(self._hidden, (0, 0, inputs.shape[1] - self._hidden.shape[1], 0))
 
 
 def split_losses(learner: DistilledGradient, sample: Sample, fit: Fit | None, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,12 +37,8 @@ def split_losses(learner: DistilledGradient, sample: Sample, fit: Fit | None, hi
 
 def step_losses(learner: DistilledGradient, sample: Sample, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """`split_losses` with the learner's own fit."""
-    backbone, learner.backbone = learner.backbone, KnownStates(learner.backbone, hidden)
-    try:
-        rows = slice(0, len(sample.reward))
-        (plug, residual, _), _ = learner._losses(sample, rows, 0, Objective(None, 0.0))  # type: ignore[arg-type]
-    finally:
-        learner.backbone = backbone
+    rows = slice(0, len(sample.reward))
+    (plug, residual, _), _ = learner.losses_from(hidden, sample, rows, 0, Objective(None, 0.0))  # type: ignore[arg-type]
     return plug, residual
 
 

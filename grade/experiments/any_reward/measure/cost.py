@@ -1,0 +1,112 @@
+"""What a fit costs in a training step, and what it teaches: the learner alone, without a training run."""
+
+from __future__ import annotations
+
+import time
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from grade.experiments.any_reward.measure.explained import own_tokens
+from grade.experiments.any_reward.measure.rewards import BATCH_ROWS
+from grade.experiments.any_reward.measure.subject import Subject
+from grade.gradients.distilled.learner import DistilledGradient, Sample
+from grade.gradients.methods import MethodConfig
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import StepContext
+from grade.training.tokens import token_table
+
+BETA = 0.1
+NOISE = 0.1
+"""Of the features that fill a store, in standard deviations: rows that are drawn twice differ."""
+
+
+def fit_cost(subject: Subject, batch: int, completions: int, steps: int, seed: int = 0) -> pd.DataFrame:
+    """Time steps of the method `auto` with a store that is as full.
+
+    The store is filled with features and rewards of one batch, drawn again and again with some noise: their sizes are
+    those of real ones, and nothing else about them takes time. A first step is not timed.
+
+    Args:
+        subject: Policy and reward; the first one counts.
+        batch: Completions a step, a multiple of G.
+        completions: In the store when the first step begins.
+        steps: Timed steps.
+        seed: Of the noise.
+
+    Returns:
+        One row per step. Columns policy, batch, completions (in the store after the step), chosen (whether family and
+        penalty were chosen anew), fit_seconds (adding, predicting, fitting), step_seconds (all but the optimizer's).
+    """
+    learner, objective = _learner(subject), Objective(next(iter(subject.rewards.values())), BETA)
+    generator = torch.Generator(subject.backbone.device).manual_seed(seed)
+    prompts = batch // subject.group
+    _fill(learner, learner.sample(subject.prompts[slice(0, prompts)], generator, objective), completions, seed)
+    table = []
+    for step in range(steps + 1):
+        own = subject.prompts[torch.arange(step * prompts, (step + 1) * prompts) % len(subject.prompts)]
+        start = time.perf_counter()
+        learner.step([(own, generator)], objective, StepContext(1, apply=lambda: None))
+        seconds = time.perf_counter() - start
+        for p in subject.backbone.trainable_parameters():
+            p.grad = None
+        table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store),
+                          chosen=learner.store.fresh == 0, fit_seconds=float(learner.figures["distilled/seconds"][0]),
+                          step_seconds=seconds))  # fmt: skip
+    return pd.DataFrame(table[1:])
+
+
+def liked_tokens(subject: Subject, completions: int, seed: int = 0) -> pd.DataFrame:
+    """Tokens that a reward likes most and least, distilled from the policy's completions.
+
+    Args:
+        subject: Policy and reward; the first one counts.
+        completions: That it is distilled from.
+        seed: Of the completions.
+
+    Returns:
+        Columns policy, reward; rank, token (quoted, as a Python literal), id, value, count as in
+        `grade.training.tokens.token_table`.
+    """
+    (name, reward), learner = next(iter(subject.rewards.items())), _learner(subject)
+    generator = torch.Generator(subject.backbone.device).manual_seed(seed)
+    prompts = min(BATCH_ROWS, completions) // subject.group
+    samples = []
+    for start in range(0, completions // subject.group, prompts):
+        own = subject.prompts[torch.arange(start, start + prompts) % len(subject.prompts)]
+        samples.append(learner.sample(own, generator, Objective(reward, 0.0)))
+    learner.learn(samples, StepContext(1, apply=lambda: None))
+    learner.last = samples[-1].seen
+    table = token_table(subject.backbone, learner)
+    table["token"] = [repr(token) for token in table["token"]]  # spaces can be seen, line ends do no harm
+    table.insert(0, "policy", subject.policy)
+    table.insert(1, "reward", name)
+    return table
+
+
+def _learner(subject: Subject) -> DistilledGradient:
+    config = MethodConfig(
+        method="distilled", num_generations=subject.group, max_completion_length=subject.length,
+        min_completion_length=subject.min_length, residual_weight="auto",
+    )  # fmt: skip
+    return DistilledGradient(config, subject.backbone)
+
+
+def _fill(learner: DistilledGradient, sample: Sample, completions: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = own_tokens([sample.seen]).cpu()
+    group, left = learner.config.group, completions // learner.config.group * learner.config.group
+    while left > 0:
+        n = min(BATCH_ROWS // group * group, left)
+        drawn = torch.randint(len(tokens), (n,), generator=generator)
+        rows = {name: _noisy(rows.cpu()[drawn], generator).to(rows.device) for name, rows in sample.rows.items()}
+        learner.store.add(rows, torch.randn(n, generator=generator), tokens[drawn])
+        left -= n
+
+
+def _noisy(rows: Tensor, generator: torch.Generator) -> Tensor:
+    if not rows.is_floating_point():
+        return rows
+    noise = torch.randn(rows.shape, generator=generator, dtype=rows.dtype)
+    return rows + NOISE * float(rows.std()) * noise
