@@ -23,7 +23,17 @@ from transformers import PretrainedConfig
 from grade.config import Config
 from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig, Support
-from grade.gradients.methods import METHODS, OPTIONS, POLICY_GRADIENTS, RELAXED, EngineName, MethodConfig, MethodName
+from grade.gradients.methods import (
+    AUTO,
+    DISTILLED,
+    METHODS,
+    OPTIONS,
+    POLICY_GRADIENTS,
+    RELAXED,
+    EngineName,
+    MethodConfig,
+    MethodName,
+)
 from grade.gradients.objective import Engine, Objective
 from grade.gradients.policy_gradient import PolicyGradient, StepContext
 from grade.gradients.unrolled import UNROLLED, stepwise
@@ -213,12 +223,15 @@ class StepConfig(TracedConfig):
     num_iterations: int | None = Field(None, ge=1, description="grpo, ppo: passes over a step's completions")
     minibatches: int = Field(1, ge=1, description="grpo, ppo: updates in a pass, each on a share of every microbatch")
     self_certainty_reward: bool = Field(False, description="grpo: the policy's self-certainty is the reward")
+    distil_window: int = Field(2048, ge=1, description="distilled: completions that are kept for the fit")
     kl_coef: float = Field(0.1, ge=0, description="weight beta of KL")
     reward: RewardSpec = Field("bag", description="bag: on the embedding table; trunk: on the transformer; "
                                "hf:<id or folder>: a sequence classifier")  # fmt: skip
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.method == AUTO:
+            raise InputError("method", AUTO, f"the method itself, as auto depends on the reward: {', '.join(METHODS)}")
         for option, methods in OPTIONS.items():
             field = type(self).model_fields.get(option)
             if option == "gradient_checkpointing" or field is None or self.method in methods:
@@ -243,8 +256,8 @@ class StepConfig(TracedConfig):
 
     @property
     def policy_gradient(self) -> bool:
-        """Whether the method is a policy gradient; otherwise it is relaxed and has an engine."""
-        return self.method in POLICY_GRADIENTS
+        """Whether the method takes any reward; otherwise it is relaxed and has an engine."""
+        return self.method in (*POLICY_GRADIENTS, DISTILLED)
 
     @property
     def batch_unit(self) -> int:
@@ -264,7 +277,7 @@ class StepConfig(TracedConfig):
         return MethodConfig(
             method=self.method, max_completion_length=self.max_new_tokens, num_generations=self.num_generations,
             kl_estimator=self.kl_estimator, num_iterations=self.num_iterations, minibatches=self.minibatches,
-            self_certainty_reward=self.self_certainty_reward,
+            self_certainty_reward=self.self_certainty_reward, distil_window=self.distil_window,
             gradient_checkpointing=self.gradient_checkpointing and self.policy_gradient,
         )  # fmt: skip
 
@@ -334,16 +347,23 @@ class StepConfig(TracedConfig):
     def program(self, backbone: Backbone, others: list[nn.Module]) -> tuple[Program, list[nn.Module]]:  # noqa: D102
         if not self.policy_gradient:
             return super().program(backbone, others)
-        learner, objective = PolicyGradient(self._settings, backbone), Objective(others[0], self.kl_coef)
+        objective = Objective(others[0], self.kl_coef)
         prompts = self.prompts(backbone, self.batch_size // self._settings.group)
-        context = partial(StepContext, self.gradient_accumulation_steps, total=_total)
+        if self.method == DISTILLED:
+            from grade.memory.distilled_step import TracedDistilled, total  # here: only this method needs it
+
+            learner, context = TracedDistilled(self._settings, backbone, prompts), partial(StepContext, total=total)
+            more = [learner.kept]
+        else:
+            learner, context = PolicyGradient(self._settings, backbone), partial(StepContext, total=_total)
+            more = [learner.value_head] if learner.value_head is not None else []
 
         def run(tracker: LiveTracker | None, apply: Callable[[], None]) -> None:
             with backbone.watched_by(tracker), self.casting(backbone):
                 microbatches = ((prompts, generator_on(backbone)) for _ in range(self.gradient_accumulation_steps))
-                learner.step(microbatches, objective, context(apply))
+                learner.step(microbatches, objective, context(self.gradient_accumulation_steps, apply))
 
-        return run, [learner.value_head] if learner.value_head is not None else []
+        return run, more
 
 
 def _total(values: Tensor) -> Tensor:

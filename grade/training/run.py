@@ -220,7 +220,8 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row = {"step": logged["step"], "samples": logged["num_samples"], "seconds": logged["seconds"]}
             row |= {column: logged.get(name) for column, name in TRAIN_COLUMNS.items()}
             row |= {column: logged[name] for column, name in METHOD_COLUMNS.items() if name in logged}
-            row |= {f"train/{name}": value for name, value in logged.items() if name.startswith("distilled/")}
+            # Sorted, as rows of a checkpoint are.
+            row |= {f"train/{name}": logged[name] for name in sorted(logged) if name.startswith("distilled/")}
             row["train/seconds"] = logged["step_time"]
         elif "eval_reward" in logged:
             row = {} if logged["step"] else {"step": 0, "samples": 0, "seconds": 0.0}

@@ -119,24 +119,31 @@ def test_the_family_that_explains_most_is_taken_and_the_first_of_equals():
     assert tied.fit(1).family == "first"
 
 
-def test_it_is_chosen_again_when_a_tenth_is_new_and_on_the_latest_only(monkeypatch):
+@pytest.mark.parametrize(("growth", "chosen"), [(0.1, [1, 2, 3, 4, 5, 6]), (0.2, [1, 1, 2, 2, 3, 3])])
+def test_it_is_chosen_again_when_a_share_is_new_and_on_the_latest_only(monkeypatch, growth, chosen):
+    """3 of the latest 30 are new in every batch but the first, which chooses for itself."""
     monkeypatch.setattr(store_module, "RECENT", 31)  # 30: whole groups
-    chosen = []
-    monkeypatch.setattr(store_module, "choose", lambda gram, *_: chosen.append(len(gram)) or choose(gram, *_))
-    store, seen = Store({"dense": Family(Base())}, GROUP, 1000), []
-    for seed in range(20):
+    monkeypatch.setattr(store_module, "GROWTH", growth * 30 / 31)
+    sizes, seen = [], []
+    monkeypatch.setattr(store_module, "choose", lambda gram, *rest: sizes.append(len(gram)) or choose(gram, *rest))
+    store = Store({"dense": Family(Base())}, GROUP, 1000)
+    for seed in range(6):
         rows, rewards, tokens = batch(groups=1 if seed else 20, seed=seed)
         store.add({"dense": rows["dense"]}, rewards, tokens)
         store.fit(1)
-        seen.append(len(chosen))
-    assert set(chosen) == {30} and seen == list(range(1, 21))  # 3 of 30 are new every time
-    monkeypatch.setattr(store_module, "GROWTH", 0.2)
-    chosen.clear()
-    for seed in range(6):
-        rows, rewards, tokens = batch(groups=1, seed=seed)
-        store.add({"dense": rows["dense"]}, rewards, tokens)
+        seen.append(len(sizes))
+    assert set(sizes) == {30} and seen == chosen
+
+
+def test_a_batch_is_fitted_with_what_the_batches_before_it_chose(monkeypatch):
+    """Its own rewards choose for the next: a choice that has seen a group would bias its gradient."""
+    monkeypatch.setattr(store_module, "GROWTH", 0.0)
+    store, known = filled(batches=2), []
+    for seed in (7, 8, 9):
         store.fit(1)
-    assert len(chosen) == 3
+        known.append(dict(store.choices))
+        store.add(*batch(seed=seed, noise=3.0))
+        assert store.fit(2).choice == known[-1]["dense"] != store.choices["dense"]
 
 
 @pytest.mark.parametrize("rewards", [torch.zeros(6), torch.tensor([1.0, 1, 1, 5, 5, 5])], ids=["zero", "by prompt"])

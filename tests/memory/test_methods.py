@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from grade.errors import InputError
+from grade.gradients.distilled.families import SKETCH
 from grade.gradients.methods import METHODS, POLICY_GRADIENTS
 from grade.memory.bench import measure
 from grade.memory.kernels import kernels_of
@@ -25,6 +26,16 @@ CASES = [
     dict(method="ppo", batch_size=4, minibatches=2, reward="trunk"),
     dict(method="ppo", batch_size=2, num_iterations=1, dtype="bfloat16", gradient_checkpointing=True),
     dict(method="ppo", batch_size=2, num_iterations=2, autocast=True),
+    dict(method="distilled", num_generations=2, batch_size=4, distil_window=64),
+    dict(
+        method="distilled",
+        num_generations=2,
+        batch_size=2,
+        gradient_accumulation_steps=2,
+        reward="trunk",
+        dtype="bfloat16",
+        gradient_checkpointing=True,
+    ),
     dict(method="st", batch_size=3),
     dict(method="st", batch_size=2, dtype="bfloat16", gradient_checkpointing=True, reward="trunk"),
 ]
@@ -44,7 +55,7 @@ def five_layers(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("method", POLICY_GRADIENTS)
+@pytest.mark.parametrize("method", (*POLICY_GRADIENTS, "distilled"))
 def test_extrapolated_layers_change_nothing(method, five_layers):
     config = StepConfig(**STEP | dict(model=five_layers, method=method, num_generations=2, batch_size=4))
     full, short = (trace(config, device="cpu", all_layers=every) for every in (True, False))
@@ -59,6 +70,15 @@ def test_every_method_can_be_traced_and_reports_the_phases_of_a_step():
         sampling = set() if method.endswith("_legacy") else {"rollout"}
         assert set(phases) == {"forward", "reference", "reward", "backward", "optimizer"} | sampling
     assert "reward" not in trace(StepConfig(**STEP, method="grpo", self_certainty_reward=True)).phases
+
+
+def test_a_wider_window_costs_its_rows_in_memory():
+    """Tokens [T] of 8 bytes, embeddings [D] and the sketch [2048] of 4, once: the copy is there in either case."""
+    narrow, wide = (trace(StepConfig(**STEP, method="distilled", num_generations=2, distil_window=n), device="cpu")
+                    for n in (256, 1280))  # fmt: skip
+    rows = 1024 * (6 * 8 + 4 * model_config("tiny").hidden_size + 4 * SKETCH)
+    assert wide.categories["weights"] >= narrow.categories["weights"]
+    assert rows <= wide.peak - narrow.peak <= 2.2 * rows
 
 
 def test_a_step_takes_the_method_s_updates_with_its_value_head():
@@ -102,6 +122,17 @@ def test_a_batch_that_is_not_given_is_the_smallest_one():
         (dict(method="grpo", engine="replay"), "engine: got 'replay'; allowed: auto for grpo"),
         (dict(method="grpo", explicit_freeing=True), "explicit_freeing: got True; allowed: false for the method grpo"),
         (dict(method="st", gumbel_topk=8), "gumbel_topk: got 8; allowed: only with gumbel.*not with st$"),
+        (dict(method="rloo", distil_window=64), "distil_window: got 64; allowed: only with distilled, not with rloo"),
+        (dict(method="distilled", distil_window=8), "distil_window: got 8; allowed: at least 16: two groups of 8"),
+        (dict(method="distilled", engine="replay"), "engine: got 'replay'; allowed: auto for distilled"),
+        (
+            dict(method="distilled", kl_estimator="k3"),
+            "kl_estimator: got 'k3'; allowed: only with .*not with distilled",
+        ),
+        (
+            dict(method="auto"),
+            "method: got 'auto'; allowed: the method itself, as auto depends on the reward: gumbel, ",
+        ),
         (dict(method="gropo"), "method: got 'gropo'; .*did you mean 'grpo'"),
     ],
     ids=str,

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
-from grade.gradients.methods import AUTO, METHODS
+from grade.gradients.methods import AUTO, DISTILLED, METHODS
 
 HERE = Path(__file__).parent
 
@@ -34,8 +35,13 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("method", (*METHODS, AUTO))
 def test_two_processes_train_as_one_does_on_both_batches(runs, method):
     one, two = (runs / f"{method}-{n}" for n in (1, 2))
-    for name in ("history.csv", "metrics.json", "samples.json"):
+    for name in ("metrics.json", "samples.json"):
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    if method in (DISTILLED, AUTO):
+        # Each process weighs its own parts before they are added up: float32 in another order, six digits are written.
+        pd.testing.assert_frame_equal(*(pd.read_csv(folder / "history.csv") for folder in (one, two)), rtol=1e-5)
+    else:
+        assert (one / "history.csv").read_bytes() == (two / "history.csv").read_bytes()
     assert ("train/beta" in (one / "history.csv").read_text()) == (method in ("gumbel", "reinforce"))
     adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two)]
     for name, value in adapters[0].items():

@@ -64,7 +64,7 @@ def interrupted(common, output, monkeypatch, method="ste", after=2):
 @pytest.mark.parametrize(("method", "options"), [("distilled", {"distil_window": 24}), ("auto", {})])
 def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, method, options):
     """All that was scored, the fits, what they predicted, the blend: the last checkpoints have the same bytes."""
-    values = common | options | {"max_steps": 5, "save_total_limit": None, "logging_steps": 3}
+    values = common | options | {"max_steps": 5, "save_total_limit": None, "logging_steps": 2}
     train(settings(method, values, tmp_path / "whole"), silent)
     interrupted(values, tmp_path / "again", monkeypatch, method, after=2)
     assert not (tmp_path / "again" / "checkpoint-5").exists()

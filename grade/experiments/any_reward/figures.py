@@ -11,6 +11,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from grade.experiments.any_reward import learning
 from grade.experiments.any_reward.metrics import best_worths, main_runs, subject_name, worth_label
@@ -56,7 +57,7 @@ def law_figure(table: pd.DataFrame) -> Figure:
     ends = [min(shown["law"].min(), shown["gain"].min()), max(shown["law"].max(), shown["gain"].max())]
     ax.plot(ends, ends, color=color("line"), linestyle="--", linewidth=1, zorder=0)
     ax.set(xscale="log", yscale="log", xlabel="1 / (1 - R2)", ylabel="variance of rloo / corrected form's")
-    ax.set_title("The noise that a critic takes away is what it explains")
+    ax.set_title("Noise that critics take away, and what they explain")
     ax.legend(title="family")
     return fig
 
@@ -119,8 +120,8 @@ def worth_figure(table: pd.DataFrame) -> Figure:
         ax.set_title("one sample" if n == 1 else f"a sample in a batch of {n}", fontsize=10)
         ax.grid(False, axis="x")
     axes[-1, 0].set_xticks(range(len(places)), [title_of(name) for name, _ in places])
-    fig.suptitle("A sample of the plug-in stands for many of rloo", x=0.01, ha="left", fontsize=12)
-    fig.supylabel("worth, in rloo samples (95 %)", fontsize=10)
+    fig.suptitle("What one sample is worth, in samples of rloo", x=0.01, ha="left", fontsize=12)
+    fig.supylabel("worth (bars: 95 %)", fontsize=10)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8.5)
     return fig
 
@@ -197,7 +198,8 @@ def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | Non
     for ax in list(axes.flat)[len(tables) :]:
         ax.set_axis_off()
     fig.suptitle("The highest reward at each KL", x=0.01, ha="left", fontsize=12)
-    fig.supxlabel("KL to the reference, nats a completion", fontsize=10)
+    for ax in axes.flat[max(len(tables) - columns, 0) : len(tables)]:  # a label below all would lie on the legend
+        ax.set_xlabel("KL, nats a completion", fontsize=9)
     fig.supylabel("held-out reward", fontsize=10)
     _legend(fig, [method for table in tables.values() for method in table["method"].unique()])
     return fig
@@ -242,17 +244,18 @@ def tokens_figure(table: pd.DataFrame, shown: int = 12) -> Figure | None:
     if not panels:
         return None
     fig, axes = plt.subplots(
-        1, len(panels), figsize=(3.2 * len(panels) + 1.0, 0.22 * 2 * shown + 1.0), squeeze=False, layout="constrained"
-    )
+        1, len(panels), figsize=(max(3.2 * len(panels) + 1.0, 5.6), 0.22 * 2 * shown + 1.0), squeeze=False
+    )  # fmt: skip
     for ax, ((policy, reward), rows) in zip(axes[0], panels, strict=True):
         rows = rows[rows["rank"].abs() <= shown].sort_values("value", ascending=False)
         names = [str(token).replace("$", r"\$") for token in rows["token"]]
         ax.barh(range(len(rows)), rows["value"], color=[color("good" if v > 0 else "bad") for v in rows["value"]])
         ax.set_yticks(range(len(rows)), names, fontsize=8)
         ax.invert_yaxis()
+        ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.grid(False, axis="y")
         ax.set_title(title_of(subject_name(policy, reward)), fontsize=10)
-    fig.suptitle("What the reward teaches: the tokens it likes most and least", x=0.01, ha="left", fontsize=12)
+    fig.suptitle("Tokens that the reward likes most and least", x=0.01, ha="left", fontsize=12)
     fig.supxlabel("change in the completion's reward", fontsize=10)
     return fig
 

@@ -140,9 +140,9 @@ def worth_label(estimator: str, fitted: int, weight: float) -> str:
     """A row of the table of worth in one word.
 
     >>> worth_label("plugin", 256, 0.0), worth_label("corrected", 256, 0.3), worth_label("st", 0, 1.0)
-    ('plugin_256', 'corrected0.3_256', 'st')
+    ('plugin_256', 'corrected_w0.3_256', 'st')
     """
-    part = f"{weight:g}" if estimator == "corrected" and weight != 1 else ""
+    part = f"_w{weight:g}" if estimator == "corrected" and weight != 1 else ""
     return f"{estimator}{part}" + (f"_{fitted}" if fitted else "")
 
 

@@ -63,7 +63,7 @@ def bars(figures: Values, asked: Iterable[Bar] = BARS) -> pd.DataFrame:
         asked: Which bars; those that were not measured are left out.
 
     Returns:
-        Columns figure, bar, found, low, high, verdict: ``reached`` or ``missed``.
+        Columns figure, bar, found, low, high, seeds (None: not of training), verdict: ``reached`` or ``missed``.
     """
     rows = []
     for bar in asked:
@@ -74,8 +74,10 @@ def bars(figures: Values, asked: Iterable[Bar] = BARS) -> pd.DataFrame:
         reached = found <= bar.bound if bar.most else found >= bar.bound
         if bar.end is not None:
             reached = reached and low is not None and low > bar.end
-        rows.append((bar.label, f"{sign} {bar.bound:.3g}", found, low, high, "reached" if reached else "missed"))
-    return pd.DataFrame(rows, columns=["figure", "bar", "found", "low", "high", "verdict"])
+        reached = reached and not figures.get(f"{bar.key}_censored")  # a lower bound reaches no upper one
+        n, verdict = figures.get(f"{bar.key}_n"), "reached" if reached else "missed"
+        rows.append((bar.label, f"{sign} {bar.bound:.3g}", found, low, high, n, verdict))
+    return pd.DataFrame(rows, columns=["figure", "bar", "found", "low", "high", "seeds", "verdict"])
 
 
 def subject(name: str) -> str:
@@ -112,8 +114,8 @@ def law_sentence(figures: Values) -> str:
     """How far the law of variance holds."""
     return (
         f"Critics with R2 of up to {figures['law/best_r2']:.2f} divide the variance by up to "
-        f"{figures['law/best_gain']:.2g}; gains are {figures['law/gain_over_law_low']:.2g} to {figures['law/gain_over_law_high']:.2g} times "
-        "1 / (1 - R2)."
+        f"{figures['law/best_gain']:.2g}; gains are {figures['law/gain_over_law_low']:.2g} to "
+        f"{figures['law/gain_over_law_high']:.2g} times 1 / (1 - R2)."
     )
 
 
@@ -128,7 +130,7 @@ def explained_sentences(figures: Values) -> list[str]:
             continue
         most = max(sizes)
         start = figures[key]
-        since = "nothing is explained" if start is None else f"explained from {start:,} completions on"
+        since = "nothing beyond the error is explained" if start is None else f"explained from {start:,} completions on"
         found.append(f"{_start(subject(name))}: {since}; R2 {sizes[most]:.2f} with {most:,}.")
     return found
 

@@ -46,13 +46,13 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int, seed: i
     table = []
     for step in range(steps + 1):
         own = subject.prompts[torch.arange(step * prompts, (step + 1) * prompts) % len(subject.prompts)]
-        start = time.perf_counter()
+        start, known = time.perf_counter(), learner.store.choices
         learner.step([(own, generator)], objective, StepContext(1, apply=lambda: None))
         seconds = time.perf_counter() - start
         for p in subject.backbone.trainable_parameters():
             p.grad = None
         table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store),
-                          chosen=learner.store.fresh == 0, fit_seconds=float(learner.figures["distilled/seconds"][0]),
+                          chosen=learner.store.choices is not known, fit_seconds=float(learner.figures["distilled/seconds"][0]),
                           step_seconds=seconds))  # fmt: skip
     return pd.DataFrame(table[1:])
 
