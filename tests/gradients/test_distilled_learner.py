@@ -8,7 +8,7 @@ import torch
 from conftest import VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
-from grade.gradients.distilled.blend import DECAY, EVERY, HORIZON, LEAST, Blend
+from grade.gradients.distilled.blend import DECAY, EVERY, HORIZON, Blend
 from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.methods import MethodConfig
@@ -191,13 +191,14 @@ def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch
             )
             torch.testing.assert_close(first + second, residual)
             noise = max(float(residual @ residual) - 4 * float(first @ second), 0.0)  # |d|^2 - 2 d_1 d_2 / (1 - 1/2)
-            moments = DECAY * moments + torch.tensor([float(plug @ plug), noise, 1.0], dtype=torch.float64)
+            size = float(plug @ plug) / own.sound**2  # without the factor that the slope's error and trust put on it
+            moments = DECAY * moments + torch.tensor([size, noise, 1.0], dtype=torch.float64)
         torch.testing.assert_close(own.blend.moments, moments, rtol=1e-9, atol=0)
-        weight, factor = own.blend.weight(own.fit.choice.explained, own.fit.choice.kept)
-        want = factor * (plug + weight * residual) + penalty
+        weight = own.blend.weight(own.fit.choice.explained, own.sound)
+        want = plug + weight * residual + penalty
         assert (found - want).norm() <= 1e-10 * want.norm()
         assert float(own.figures["residual_weight"][0]) == pytest.approx(weight, rel=1e-6)  # float32
-        assert 0 < weight < 1 < factor
+        assert 0 < own.sound < 1 and 1 - own.sound < weight < 1
 
 
 def test_the_blend_by_hand():
@@ -206,24 +207,24 @@ def test_the_blend_by_hand():
     With |a|^2 = 4 and half the reward explained, E = 4 and V = 5 / 10.
     """
     blend = Blend()
-    assert blend.weight(0.5, 1.0) == (1.0, 1.0), "nothing is known yet"
-    plug, parts = torch.tensor([2.0, 0.0]), torch.tensor([[2.0, 1.0], [1.0, -1.0]])
-    blend.add(plug, parts.sum(0), (parts * parts).sum(), 0.5)
+    assert blend.weight(0.5, 1.0) == 1.0, "nothing is known yet"
+    plug, parts = torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 1.0], [1.0, -1.0]])
+    blend.add(plug, parts.sum(0), (parts * parts).sum(), 0.5, 0.5)  # a has the factor 1/2: |a|^2 = 4 without it
     assert blend.moments.tolist() == [4.0, 5.0, 1.0]
     weight = 4 / (4 + 5 / HORIZON)
-    assert blend.weight(0.5, 1.0) == pytest.approx((weight, 1.0))
-    assert blend.weight(0.5, 0.0) == pytest.approx((weight, 1 / (0.5 + weight * 0.5)))
-    blend.add(plug, parts.sum(0), (parts * parts).sum(), 0.5)
+    assert blend.weight(0.5, 1.0) == pytest.approx(weight)
+    assert blend.weight(0.5, 0.25) == pytest.approx(1 - 0.25 * (1 - weight))
+    blend.add(plug, parts.sum(0), (parts * parts).sum(), 0.5, 0.5)
     assert blend.moments.tolist() == pytest.approx([4 * (1 + DECAY), 5 * (1 + DECAY), 1 + DECAY])
-    assert blend.weight(1.0, 1.0) == (LEAST, 1.0), "nothing is missing"
-    assert blend.weight(0.0, 0.0) == blend.weight(-0.1, 0.0) == (1.0, 1.0)
+    assert blend.weight(1.0, 1.0) == 0.0, "nothing is missing"
+    assert blend.weight(0.0, 0.0) == blend.weight(-0.1, 0.0) == 1.0
 
 
 def test_a_single_part_is_held_against_the_step_before():
     blend = Blend()
-    blend.add(torch.ones(2), torch.tensor([3.0, 0.0]), torch.tensor(9.0), 1.0)
+    blend.add(torch.ones(2), torch.tensor([3.0, 0.0]), torch.tensor(9.0), 1.0, 1.0)
     assert blend.moments.tolist() == [2.0, 9.0, 1.0]
-    blend.add(torch.ones(2), torch.tensor([1.0, 2.0]), torch.tensor(5.0), 1.0)  # product 3: 2 of 5 are noise
+    blend.add(torch.ones(2), torch.tensor([1.0, 2.0]), torch.tensor(5.0), 1.0, 1.0)  # product 3: 2 of 5 are noise
     assert blend.moments.tolist() == pytest.approx([2 * (1 + DECAY), 9 * DECAY + 2, 1 + DECAY])
 
 

@@ -66,13 +66,16 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
         settings: What they were measured with.
 
     Returns:
-        ``cost/fit_share`` of a step's seconds, the largest over policies; ``cost/fit_share_<policy>``;
-        ``cost/completions`` in the store; ``seconds/<subject>/<method>`` of training, with ``_stderr`` and ``_n``.
+        ``cost/fit_share_<policy>`` of a step's seconds, and ``cost/fit_share``, that of the policy whose steps are
+        slowest: the fit takes as long on all. ``cost/completions``, the fewest in the store; ``seconds/<subject>/<method>`` of training, with ``_stderr`` and ``_n``.
     """
     cost, found = tables["fit_cost"], {}
     sums = cost.groupby("policy", sort=False)[["fit_seconds", "step_seconds"]].sum()
     shares = sums["fit_seconds"] / sums["step_seconds"]
-    found |= {"cost/fit_share": shares.max(), "cost/completions": int(cost["completions"].min())}
+    found |= {
+        "cost/fit_share": shares[cost.loc[cost["step_seconds"].idxmax(), "policy"]],
+        "cost/completions": int(cost["completions"].min()),
+    }
     found |= {f"cost/fit_share_{policy}": share for policy, share in shares.items()}
     for name, completions, most, curves in subjects(tables["run_seconds"]):
         curves = curves[curves["target_kl"] == settings.headline_kl]

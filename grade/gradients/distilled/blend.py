@@ -12,10 +12,10 @@ from the share f of the squared gradient that is the plug-in's: ``E = |a|^2 (1 -
 taken, which is what worth showed: of four fits with R2 of .07, .09, .53 and .68 the squared cosine to mu was .26, .58,
 .77 and .87 (tiny model, gold judge and ``trunk``), as part of the reward's variance is interactions without a gradient.
 
-Where the distillation is useless, a is 0 and any w gives the direction of `rloo`; the sum is then scaled by ``1 / w``,
-so that it has the size of `rloo`'s gradient too, and the same beta means the same. Where it is sound, the sum is not
-scaled: a + w d is the mean of what the true gradient may be, and KL outweighs what is not known. Between them the scale
-is ``(f + w (1 - f))^(k - 1)`` with k the share of the slope that its error leaves.
+A distillation that is not certain is worth less than that: with k the share of the slope that its error leaves, and t
+the share of earlier predictions that came true, the weight is ``1 - k t (1 - w)``, and a carries the factor k t, which
+E above does not have. So a useless distillation gives `rloo` exactly, a sound one that explains much almost the
+plug-in.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ HORIZON = 10
 """Steps that AdamW's first moment averages: 1 / (1 - 0.9)."""
 EVERY = 4
 """Steps between measurements, which take two more backward passes."""
-LEAST = 1e-3
-"""Smallest weight of ``auto``."""
 
 
 class Blend:
     """Squared norms of the two parts over the steps so far.
 
     Attributes:
-        moments: Decayed sums of ``|a|^2``, V and 1.
+        moments: Decayed sums of ``|a|^2`` without the factor k t, V and 1.
         before: The residual of the last step, where a step has a single part.
     """
 
@@ -45,7 +43,7 @@ class Blend:
         self.moments = torch.zeros(3, dtype=torch.float64)
         self.before = torch.zeros(0)
 
-    def add(self, plug: Tensor, residual: Tensor, square: Tensor, shares: float) -> None:
+    def add(self, plug: Tensor, residual: Tensor, square: float, shares: float, sound: float) -> None:
         """Add a step, made of disjoint parts.
 
         Args:
@@ -54,6 +52,7 @@ class Blend:
             square: ``sum_i |d_i|^2``.
             shares: Sum of the squared shares, 1 / n for n equal parts. 1 for a single part: then the last step is the
                 other one.
+            sound: k t, above 0.
         """
         whole = float(residual.double() @ residual.double())
         if shares < 1:
@@ -61,28 +60,26 @@ class Blend:
         else:
             signal = float(residual.double() @ self.before.double()) if len(self.before) else 0.0
             self.before = residual
-        new = torch.tensor([float(plug.double() @ plug.double()), max(whole - signal, 0.0), 1.0], dtype=torch.float64)
+        size = float(plug.double() @ plug.double()) / sound**2
+        new = torch.tensor([size, max(whole - signal, 0.0), 1.0], dtype=torch.float64)
         self.moments = DECAY * self.moments + new
 
-    def weight(self, share: float, kept: float) -> tuple[float, float]:
-        """The residual's weight, and the scale of the sum.
+    def weight(self, share: float, sound: float) -> float:
+        """The residual's weight.
 
         Args:
             share: f, the share of the squared gradient that is the plug-in's, in 0..1.
-            kept: k, the share of the slope that its error leaves, in 0..1.
+            sound: k t, in 0..1.
 
         >>> blend = Blend()
         >>> blend.moments = torch.tensor([1.0, 30.0, 1.0], dtype=torch.float64)
         >>> blend.weight(0.25, 1.0)                         # E = 3, V = 30 / 10: w = 1/2
-        (0.5, 1.0)
-        >>> blend.weight(0.25, 0.0)
-        (0.5, 1.6)
-        >>> blend.weight(0.0, 0.0)
-        (1.0, 1.0)
+        0.5
+        >>> blend.weight(0.25, 0.5), blend.weight(0.25, 0.0)
+        (0.75, 1.0)
         """
         plug, noise, steps = self.moments.tolist()
         if not steps or not share > 0 or not plug > 0:
-            return 1.0, 1.0
+            return 1.0
         missing = plug * (1 - share) / share
-        weight = max(missing / (missing + noise / HORIZON), LEAST) if missing > 0 else LEAST
-        return weight, (share + weight * (1 - share)) ** (kept - 1)
+        return 1 - sound * (1 - missing / (missing + noise / HORIZON)) if missing + noise > 0 else 1 - sound

@@ -18,7 +18,7 @@ not the reward, with almost no noise. The second is the residual, with weight w:
 - ``auto`` takes the w of the largest expected cosine to the true gradient (`grade.gradients.distilled.blend`).
 
 Values are scaled by the reward's slope on its out-of-sample prediction, and by the share of earlier predictions that
-came true: a reward that cannot be distilled gives values of 0, and g is that of `rloo`. With a `trunk` family, which is
+came true: a reward that cannot be distilled gives values of 0, and g with w = 1 or ``auto`` is that of `rloo`. With a `trunk` family, which is
 not additive, the plug-in is straight-through (`st`), and the residual what `rloo` has beyond it.
 
 ``R`` in A is the penalised return, ``R - beta * mean_t KL_t``, and KL's own gradient is added, as in
@@ -47,6 +47,7 @@ from grade.gradients.methods import FAMILIES, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.policy_gradient import StepContext
 from grade.models.backbone import Backbone
+from grade.models.head import wide
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
@@ -180,7 +181,7 @@ class DistilledGradient:
             self.evidence.add(centred(said, group), centred(rewards, group), group)
         self.store.add(rows, rewards, rows[""])
         if not float(self.store.rewards.abs().max()) > 0:
-            warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=2)
+            warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=3)
         self.fit = self.store.fit(len(rewards) // self.config.group)
         if self.fit is not None:
             self.level = float(rewards.mean() - self._predict(rows).mean())
@@ -214,16 +215,13 @@ class DistilledGradient:
     def _accumulate(
         self, samples: list[Sample], places: list[int], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        each, weight, factor = 1 / context.microbatches, self.config.residual_weight, 1.0
-        measured = False
+        each, weight, measured = 1 / context.microbatches, self.config.residual_weight, False
         if weight == "auto":
-            weight, sound = 1.0, self.fit is not None and self.fit.choice.slope > 0
-            measured = sound and self.taken % EVERY == 0
-            if sound and not measured:
-                weight, factor = self.blend.weight(self.fit.choice.explained, self.fit.choice.kept)
+            measured = self.sound > 0 and self.taken % EVERY == 0
+            weight = 1.0 if measured else self._weight()
         steps, parts = [], []
         for sample, place in zip(samples, places, strict=True):
-            kl = torch.zeros_like(sample.seen.mask, dtype=torch.float32)
+            kl = torch.zeros(sample.seen.mask.shape, dtype=wide(self.backbone.dtype), device=self.backbone.device)
             for rows in self._parts(len(sample.reward), measured and context.microbatches == 1):
                 share = each * len(sample.reward[rows]) / len(sample.reward)
                 losses, kl[rows] = self._losses(sample, rows, place, objective)
@@ -231,7 +229,7 @@ class DistilledGradient:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
-                    total = (factor * (plug + weight * residual) + penalty) * share
+                    total = (plug + weight * residual + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
             penalised = sample.reward - objective.beta * sequence_mean(kl, sample.seen.mask)
             seen = sample.seen
@@ -259,14 +257,21 @@ class DistilledGradient:
         square = torch.stack([d.double() @ d.double() for _, (_, d, _) in parts]).sum()
         shares = torch.tensor([share * share for share, _ in parts], dtype=torch.float64, device=square.device).sum()
         square, shares = context.total(torch.stack([square, shares])).tolist()
-        self.blend.add(context.total(plug), context.total(residual), square, shares)
-        weight, factor = self.blend.weight(self.fit.choice.explained, self.fit.choice.kept)
-        gradient = factor * (plug + weight * residual) + penalty
+        self.blend.add(context.total(plug), context.total(residual), square, shares, self.sound)
+        weight = self._weight()
+        gradient = plug + weight * residual + penalty
         parameters = self.backbone.trainable_parameters()
         for p, g in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             p.grad = g.view_as(p).to(p.dtype) if p.grad is None else p.grad + g.view_as(p)
-        self._note("blend_scale", torch.tensor(factor))
         return weight
+
+    @property
+    def sound(self) -> float:
+        """Factor on the values besides the unshrunk slope, in 0..1: what its error leaves of it, times trust."""
+        return 0.0 if self.fit is None else self.fit.choice.kept * self.trust
+
+    def _weight(self) -> float:
+        return self.blend.weight(self.fit.choice.explained, self.sound) if self.sound > 0 else 1.0
 
     def _losses(
         self, sample: Sample, rows: slice, place: int, objective: Objective

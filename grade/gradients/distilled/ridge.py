@@ -56,9 +56,9 @@ class Choice:
     def explained(self) -> float:
         """Share of the squared gradient that is taken to be the distilled reward's, in 0..1: the root of R2.
 
-        Of R2 less what its error may have added; see `grade.gradients.distilled.blend` for the root.
+        See `grade.gradients.distilled.blend` for the root.
         """
-        return math.sqrt(max(self.r2, 0.0) * self.kept)
+        return math.sqrt(min(max(self.r2, 0.0), 1.0))
 
 
 def centred(values: Tensor, group: int) -> Tensor:
