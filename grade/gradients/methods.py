@@ -136,6 +136,11 @@ OPTIONS: dict[str, tuple[str, ...]] = _options()
 """Settings that only some methods have, with those methods. Any other setting applies to every method."""
 
 
+def may_be(method: str) -> tuple[str, ...]:
+    """The methods that a name may stand for: several for ``auto``."""
+    return (DISTILLED, "grpo") if method == AUTO else (method,)
+
+
 def residual_weight(value: float | str) -> float | str:
     """The value, if it is a weight of the residual.
 
@@ -227,7 +232,7 @@ class MethodConfig(Settings):
             raise InputError("min_completion_length", self.min_completion_length, allowed)
         for option, methods in OPTIONS.items():
             value = getattr(self, option)
-            if (DISTILLED if self.method == AUTO else self.method) not in methods and value != self.default_of(option):
+            if not set(may_be(self.method)) & set(methods) and value != self.default_of(option):
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
         if self.value_fit == "closed_form" and self.kl_estimator != "exact":
             allowed = "exact with value_fit = closed_form, which reads the reference's hidden states"
@@ -241,8 +246,8 @@ class MethodConfig(Settings):
     @staticmethod
     def values_for(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that apply to a method, with ``method`` set: one file can serve several methods."""
-        reads = DISTILLED if method == AUTO else method
-        return {k: v for k, v in values.items() if reads in OPTIONS.get(k, (reads,))} | {"method": method}
+        names = (*may_be(method), method)
+        return {k: v for k, v in values.items() if set(names) & set(OPTIONS.get(k, names))} | {"method": method}
 
     @property
     def relaxed(self) -> bool:

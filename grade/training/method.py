@@ -4,25 +4,47 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grade.gradients.methods import DISTILLED
+from grade.errors import InputError
+from grade.gradients.methods import DISTILLED, OPTIONS
 
 if TYPE_CHECKING:
+    from grade.gradients.methods import MethodConfig
     from grade.gradients.objective import Objective
 
 
-def choose_method(objective: Objective) -> tuple[str, str]:
+def choose_method(config: MethodConfig, objective: Objective) -> tuple[str, str]:
     """The method for a reward, with the reason in one line.
 
-    `docs/methods.md` has the measurements behind it.
+    A setting that only `grpo` has means `grpo`, so that a script for TRL's trainer does what it says. `docs/methods.md`
+    has the measurements behind the rest.
 
     Args:
+        config: Settings.
         objective: The reward.
 
     Returns:
         Name and reason.
+
+    Raises:
+        InputError: If settings of both methods are given.
     """
+    own = {method: _own_settings(config, method) for method in ("grpo", DISTILLED)}
+    if own["grpo"] and own[DISTILLED]:
+        allowed = f"grpo, which has {own['grpo'][0]}, or {DISTILLED}, which has {own[DISTILLED][0]}"
+        raise InputError("method", config.method, allowed)
+    if own["grpo"]:
+        return "grpo", f"{own['grpo'][0]} is a setting of grpo"
     without = [part for part in objective.parts if not callable(part)]
     if without:
         name = getattr(without[0], "name", type(without[0]).__name__)
         return DISTILLED, f"reward {name!r} gives values only, so a gradient is distilled from them"
     return DISTILLED, "the reward has a gradient, but one distilled from its values trains as well or better"
+
+
+def _own_settings(config: MethodConfig, method: str) -> list[str]:
+    """Settings in use that this method has, and the other one that ``auto`` may be has not."""
+    other = "grpo" if method == DISTILLED else DISTILLED
+    return [
+        option for option, methods in OPTIONS.items()
+        if method in methods and other not in methods and getattr(config, option) != config.default_of(option)
+    ]  # fmt: skip

@@ -117,7 +117,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         self.objective = Objective(self.rewards, args.beta, args.reward_scope)
         if args.method == AUTO:
             args = copy.copy(args)
-            args.method, why = choose_method(self.objective)
+            args.method, why = choose_method(args, self.objective)
             logger.info(f"method: {args.method}: {why}")
         if args.relaxed:
             self.objective.require_gradient(args.method)

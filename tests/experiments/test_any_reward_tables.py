@@ -189,6 +189,8 @@ def test_samples_over_rloo_by_hand():
     assert found["samples_over_rloo/tiny_gold_high"] < 1 and found["samples_over_rloo/tiny_gold_n"] == 3
     assert found["samples_over_rloo/tiny_gold_censored"] == 0 and found["kl_over_rloo/tiny_gold"] < 0.7
     assert verdict.outcome(found, "tiny_gold") == verdict.BETTER
+    lower_bound = found | {"samples_over_rloo/tiny_gold_censored": 1}
+    assert verdict.outcome(lower_bound, "tiny_gold") == verdict.EQUAL
     never = sample_figures(learned(auto=(0.5, 0.5, 0.6, 0.6, 0.6)), "tiny_gold")
     assert never["samples_over_rloo/tiny_gold_censored"] == 3 and never["kl_over_rloo/tiny_gold"] is not None
     assert verdict.outcome(never, "tiny_gold") == verdict.WORSE

@@ -67,7 +67,8 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
 
     Returns:
         ``cost/fit_share_<policy>`` of a step's seconds, and ``cost/fit_share``, that of the policy whose steps are
-        slowest: the fit takes as long on all. ``cost/completions``, the fewest in the store; ``seconds/<subject>/<method>`` of training, with ``_stderr`` and ``_n``.
+        slowest: the fit takes as long on all. ``cost/completions``, the fewest in the store;
+        ``seconds/<subject>/<method>`` of training, with ``_stderr`` and ``_n``.
     """
     cost, found = tables["fit_cost"], {}
     sums = cost.groupby("policy", sort=False)[["fit_seconds", "step_seconds"]].sum()

@@ -229,7 +229,16 @@ def _with_interval(figures: Values, key: str) -> str:
     value, low, high = (figures.get(key + end) for end in ("", "_low", "_high"))
     if value is None:
         return "an unknown number"
-    return f"{value:.2g}" + ("" if low is None or high is None else f" [{low:.2g}, {high:.2g}]")
+    return _number(value) + ("" if low is None or high is None else f" [{_number(low)}, {_number(high)}]")
+
+
+def _number(value: float) -> str:
+    """Two significant digits, without an exponent above 100.
+
+    >>> _number(179.2), _number(0.214), _number(1234.0)
+    ('179', '0.21', '1,234')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
 
 
 def _list(names: Iterable[str]) -> str:

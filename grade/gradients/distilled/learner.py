@@ -18,8 +18,8 @@ not the reward, with almost no noise. The second is the residual, with weight w:
 - ``auto`` takes the w of the largest expected cosine to the true gradient (`grade.gradients.distilled.blend`).
 
 Values are scaled by the reward's slope on its out-of-sample prediction, and by the share of earlier predictions that
-came true: a reward that cannot be distilled gives values of 0, and g with w = 1 or ``auto`` is that of `rloo`. With a `trunk` family, which is
-not additive, the plug-in is straight-through (`st`), and the residual what `rloo` has beyond it.
+came true: a reward that cannot be distilled gives values of 0, and g with w = 1 or ``auto`` is that of `rloo`. With a
+`trunk` family, which is not additive, the plug-in is straight-through (`st`), the residual what `rloo` has beyond it.
 
 ``R`` in A is the penalised return, ``R - beta * mean_t KL_t``, and KL's own gradient is added, as in
 `grade.gradients.policy_gradient`.

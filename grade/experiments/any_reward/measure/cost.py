@@ -51,9 +51,9 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int, seed: i
         seconds = time.perf_counter() - start
         for p in subject.backbone.trainable_parameters():
             p.grad = None
-        table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store),
-                          chosen=learner.store.choices is not known, fit_seconds=float(learner.figures["distilled/seconds"][0]),
-                          step_seconds=seconds))  # fmt: skip
+        fit_seconds, chosen = float(learner.figures["distilled/seconds"][0]), learner.store.choices is not known
+        table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store), chosen=chosen,
+                          fit_seconds=fit_seconds, step_seconds=seconds))  # fmt: skip
     return pd.DataFrame(table[1:])
 
 
