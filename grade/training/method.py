@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def choose_method(config: MethodConfig, objective: Objective) -> tuple[str, str]:
     """The method for a reward, with the reason in one line.
 
+    A reward on the embedding table (`bag`) is differentiated itself, unless groups are asked for; others are distilled.
     A setting that only `grpo` has means `grpo`, so that a script for TRL's trainer does what it says. `docs/methods.md`
     has the measurements behind the rest.
 
@@ -34,11 +35,14 @@ def choose_method(config: MethodConfig, objective: Objective) -> tuple[str, str]
         raise InputError("method", config.method, allowed)
     if own["grpo"]:
         return "grpo", f"{own['grpo'][0]} is a setting of grpo"
+    shallow = all(getattr(part, "kind", None) == "bag" for part in objective.parts)
+    if shallow and not own[DISTILLED] and config.num_generations is None:
+        return "ste", "the reward reads the embedding table itself, so its own gradient needs the fewest samples"
     without = [part for part in objective.parts if not callable(part)]
     if without:
         name = getattr(without[0], "name", type(without[0]).__name__)
         return DISTILLED, f"reward {name!r} gives values only, so a gradient is distilled from them"
-    return DISTILLED, "the reward has a gradient, but one distilled from its values trains as well or better"
+    return DISTILLED, "the reward has a gradient, but through a transformer one distilled from its values trains better"
 
 
 def _own_settings(config: MethodConfig, method: str) -> list[str]:

@@ -119,6 +119,8 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             args = copy.copy(args)
             args.method, why = choose_method(args, self.objective)
             logger.info(f"method: {args.method}: {why}")
+            if args.relaxed:
+                args.relaxation(args.tau_start).check(self.backbone.vocab_size)
         if args.relaxed:
             self.objective.require_gradient(args.method)
         self.judge, self.evaluations = judge, dict[int, Evaluation]()

@@ -27,6 +27,15 @@ def test_auto_is_the_default_and_says_what_it_chose_and_why():
     assert name == "distilled" and why.startswith("the reward has a gradient")
 
 
+class Bag(ToyReward):
+    kind = "bag"
+
+
+def test_a_reward_on_the_embedding_table_is_differentiated_itself_unless_groups_are_asked_for():
+    assert chosen(Bag(4))[0] == "ste"
+    assert chosen(Bag(4), num_generations=4)[0] == chosen(Bag(4), residual_weight=0.3)[0] == "distilled"
+
+
 def test_settings_of_grpo_mean_grpo_as_in_a_script_for_trl():
     assert chosen(Judge(), scale_rewards="group") == ("grpo", "scale_rewards is a setting of grpo")
     assert chosen(Judge(), self_certainty_reward=True)[0] == "grpo"
