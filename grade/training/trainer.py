@@ -118,7 +118,8 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         if args.method == AUTO:
             args = copy.copy(args)
             args.method, why = choose_method(args, self.objective)
-            logger.info(f"method: {args.method}: {why}")
+            if args.process_index == 0:  # a warning, because others are not shown unless asked for
+                logger.warning(f"method: {args.method}: {why}")
             if args.relaxed:
                 args.relaxation(args.tau_start).check(self.backbone.vocab_size)
         if args.relaxed:
