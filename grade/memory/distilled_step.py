@@ -1,13 +1,15 @@
 """A step of `distilled` without a fit: what it keeps and allocates on the device, whatever the rewards are.
 
-Included: sampling, scoring, features, the rows of all families of a full window, their copy when a batch is added and
-the products with it, the weights of a fit without each of the step's groups, and the gradient with the two parts apart,
-as in the steps that measure them. The family that is used is `values` if there is one, the largest of the additive
-ones; otherwise the last. Left out: what is on the CPU for any device, that is Gram matrices and factors (8 bytes times
-the square of the window for each family) and lists of tokens.
+Included: sampling, scoring, features, the rows of all families of a full window and of as many completions as may wait,
+their copy when these are entered and the products with them, the weights of a fit without each of the step's groups,
+and the gradient with the two parts apart, as in the steps that measure them. The family that is used is the last. Left
+out: what is on the CPU for any device, that is Gram matrices and factors (8 bytes times the square of the window for
+each family) and lists of tokens.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from grade.gradients.distilled.families import Observed
 from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
-from grade.gradients.distilled.store import Fit, joined
+from grade.gradients.distilled.store import Fit, growth, joined
 from grade.gradients.methods import MethodConfig
 from grade.gradients.policy_gradient import StepContext
 from grade.memory.nodata import has_data
@@ -47,20 +49,23 @@ class TracedDistilled(DistilledGradient):
         for name, family in self.families.items():
             row = family.rows(seen)
             self.kept.register_buffer(f"rows_{name}", row.new_zeros(self.store.window, *row.shape[1:]))
+            waiting = math.ceil(growth(self.store.window) / 2)
+            self.kept.register_buffer(f"waiting_{name}", row.new_zeros(waiting, *row.shape[1:]))
             for number, signs in enumerate(getattr(family, "_signs", ())):
                 self.kept.register_buffer(f"signs_{name}_{number}", signs)
 
     @torch.no_grad()
     def learn(self, samples: list[Sample], context: StepContext) -> None:
-        """Add rows and make the weights of a fit; see the module."""
+        """Enter rows and make the weights of a fit; see the module."""
         self.taken, groups = 0, sum(len(s.reward) for s in samples) // self.config.group
         for name, family in self.families.items():
-            new = joined([s.rows[name] for s in samples])
+            new = joined([getattr(self.kept, f"waiting_{name}"), *(s.rows[name] for s in samples)])
             rows = joined([getattr(self.kept, f"rows_{name}"), new])
             if new.dtype != torch.long:  # buckets are multiplied on the CPU
                 family.gram(new, rows)
             setattr(self.kept, f"rows_{name}", rows[len(new) :])  # a view, as in the store
-        name = "values" if "values" in self.families else list(self.families)[-1]
+            setattr(self.kept, f"waiting_{name}", new[: -sum(len(s.reward) for s in samples)])
+        *_, name = self.families
         rows = getattr(self.kept, f"rows_{name}")
         alpha = torch.zeros(1 + groups, len(rows), dtype=torch.float64, device=rows.device)
         self.fit = Fit(name, self.families[name].weights(alpha, rows), Choice(1.0, 0.5, 1.0, 0.1))

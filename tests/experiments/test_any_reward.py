@@ -23,6 +23,7 @@ from grade.experiments.any_reward.measure.training import (
     timed,
     untimed,
 )
+from grade.gradients.methods import FAMILIES
 from grade.training.toy import toy_task
 
 SMALL = {
@@ -154,7 +155,7 @@ def test_every_method_is_a_run_of_the_same_size(all_methods):
     assert (start["reward"] == start["reward"].iloc[0]).all() and (start["kl"].abs() < 1e-4).all()
     distilled = rows["method"].isin(["plug_in", "corrected", "auto"]) & (rows["step"] > 0)
     assert rows.loc[distilled, ["r2", "slope", "trust", "residual_weight"]].notna().all(axis=None)
-    assert set(rows.loc[distilled, "family"]) <= {"counts", "bag", "values"}
+    assert set(rows.loc[distilled, "family"]) <= set(FAMILIES)
     assert rows.loc[~distilled, "r2"].isna().all() and set(rows.loc[~distilled, "family"]) == {""}
     weights = rows[distilled].groupby("method")["residual_weight"].max()
     assert (weights["plug_in"], weights["corrected"]) == (0, 1)

@@ -13,7 +13,7 @@ from grade.experiments.any_reward.measure.rewards import Folders
 from grade.experiments.any_reward.measure.subject import load_subject
 from grade.experiments.moments import moments
 from grade.gradients.distilled.families import make_family
-from grade.gradients.distilled.ridge import centred
+from grade.gradients.distilled.ridge import Spectrum, centred
 from grade.gradients.losses import rloo
 from grade.gradients.objective import Objective
 from grade.models.parameters import flatten
@@ -148,7 +148,7 @@ def test_r2_is_that_of_fits_without_the_group_and_its_error_a_jackknife():
     generator = torch.Generator().manual_seed(0)
     x = centred(torch.randn(40, 3, generator=generator, dtype=torch.float64), 4)
     y = centred(x[:, 0] + 0.5 * torch.randn(40, generator=generator, dtype=torch.float64), 4)
-    choice, stderr = explained(x @ x.T, y, 4)
+    choice, stderr = explained(Spectrum.of(x @ x.T), y, 4)
     penalty = choice.penalty * float((x @ x.T).diagonal().mean())
     said = torch.empty(40, dtype=torch.float64)
     for group in range(10):
@@ -163,7 +163,7 @@ def test_r2_is_that_of_fits_without_the_group_and_its_error_a_jackknife():
     assert choice.r2 == pytest.approx(r2(slice(None)))
     without = np.array([r2([i for i in range(40) if i // 4 != group]) for group in range(10)])
     assert stderr == pytest.approx(math.sqrt(0.9 * ((without - without.mean()) ** 2).sum()))
-    nothing, none = explained(x @ x.T, torch.zeros(40, dtype=torch.float64), 4)
+    nothing, none = explained(Spectrum.of(x @ x.T), torch.zeros(40, dtype=torch.float64), 4)
     assert math.isnan(nothing.r2) and math.isnan(none)
 
 

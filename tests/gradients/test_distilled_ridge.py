@@ -8,6 +8,7 @@ import torch
 from grade.gradients.distilled.ridge import (
     PENALTIES,
     Choice,
+    Spectrum,
     calibrated,
     centred,
     choose,
@@ -46,7 +47,7 @@ def test_predictions_are_those_of_fits_made_again_without_each_group(group, pena
         rest = without(len(y), number, group)
         own = slice(number * group, (number + 1) * group)
         want[own] = x[own] @ refit(x[rest], y[rest], penalty)
-    got = left_out(x @ x.T, y, group, penalty)
+    got = left_out(Spectrum.of(x @ x.T), y, group, penalty)
     assert (got - want).abs().max() <= 1e-10 * want.abs().max()
     seen = x @ refit(x, y, penalty)
     assert (got - seen).abs().max() > 1e-3 * want.abs().max(), "a fit that has seen the group says something else"
@@ -95,21 +96,22 @@ def test_what_a_choice_keeps_of_its_slope_by_hand():
 def test_the_penalty_that_explains_most_is_chosen():
     x, y = data(groups=12, size=20, noise=2.0)
     gram = x @ x.T
-    scale = float(gram.diagonal().mean())
-    fits = {share: calibrated(left_out(gram, y, GROUP, share * scale), y, GROUP) for share in PENALTIES}
+    spectrum = Spectrum.of(gram)
+    assert spectrum.scale == pytest.approx(float(gram.diagonal().mean()))
+    fits = {share: calibrated(left_out(spectrum, y, GROUP, share * spectrum.scale), y, GROUP) for share in PENALTIES}
     best = max(fits, key=lambda share: fits[share][0])
-    assert choose(gram, y, GROUP) == Choice(best, *fits[best])
-    assert choose(gram, y, GROUP, [best]) == choose(gram, y, GROUP)
+    assert choose(spectrum, y, GROUP) == Choice(best, *fits[best])
+    assert choose(spectrum, y, GROUP, [best]) == choose(spectrum, y, GROUP)
     assert len({round(r2, 6) for r2, _, _ in fits.values()}) == len(PENALTIES), "the penalty matters here"
-    assert choose(9 * gram, 2 * y, GROUP).r2 == pytest.approx(fits[best][0]), "units do not"
+    assert choose(Spectrum.of(9 * gram), 2 * y, GROUP).r2 == pytest.approx(fits[best][0]), "units do not"
 
 
 def test_a_reward_that_is_linear_is_explained_and_one_at_random_is_not():
     x, y = data(groups=40, noise=0.0)
-    found = choose(x @ x.T, y, GROUP)
+    found = choose(Spectrum.of(x @ x.T), y, GROUP)
     assert found.r2 > 0.999 and found.slope == pytest.approx(1, abs=0.01)  # penalty 0.01 shrinks by less than 1 %
     other = centred(torch.randn(len(y), generator=torch.Generator().manual_seed(5), dtype=torch.float64), GROUP)
-    assert abs(choose(x @ x.T, other, GROUP).r2) < 0.05
+    assert abs(choose(Spectrum.of(x @ x.T), other, GROUP).r2) < 0.05
 
 
 @pytest.mark.parametrize("what", ["constant rewards", "constant features", "one group", "nothing at all"])
@@ -119,7 +121,7 @@ def test_nothing_to_explain_or_to_explain_it_with(what):
         "constant rewards": (x, 0 * y), "constant features": (0 * x, y), "one group": (x[:GROUP], y[:GROUP]),
         "nothing at all": (x[:0], y[:0]),
     }[what]  # fmt: skip
-    choice = choose(x @ x.T, y, GROUP)
+    choice = choose(Spectrum.of(x @ x.T), y, GROUP)
     assert (choice.r2, choice.slope, choice.explained) == (0.0, 0.0, 0.0) and choice.penalty in PENALTIES
 
 

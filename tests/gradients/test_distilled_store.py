@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from grade.gradients.distilled import store as store_module
 from grade.gradients.distilled.families import Counts, Family
-from grade.gradients.distilled.ridge import centred, choose
+from grade.gradients.distilled.ridge import Spectrum, centred, choose
 from grade.gradients.distilled.store import TRUST_STEPS, Evidence, Store, joined
 
 GROUP, SIZE, TOKENS = 3, 4, 11
@@ -97,7 +97,7 @@ def test_weights_are_those_of_ridge_on_the_features(name):
     x, y = centred(x, GROUP), centred(torch.cat([rewards for _, rewards, _ in parts]), GROUP)
     assert store.fit(2) is not None
     fit = store.fit_of(name, 2)
-    assert fit.choice == choose(store.grams[name], y, GROUP)
+    assert fit.choice == choose(Spectrum.of(store.grams[name]), y, GROUP)
     penalty = fit.choice.penalty * float((x * x).sum(1).mean())
     every, eye = list(range(24)), torch.eye(x.shape[1], dtype=x.dtype)
     for weights, left in zip(fit.weights, ([], every[18:21], every[21:]), strict=True):
@@ -119,13 +119,18 @@ def test_the_family_that_explains_most_is_taken_and_the_first_of_equals():
     assert tied.fit(1).family == "first"
 
 
-@pytest.mark.parametrize(("growth", "chosen"), [(0.1, [1, 2, 3, 4, 5, 6]), (0.2, [1, 1, 2, 2, 3, 3])])
-def test_it_is_chosen_again_when_a_share_is_new_and_on_the_latest_only(monkeypatch, growth, chosen):
-    """3 of the latest 30 are new in every batch but the first, which chooses for itself."""
+@pytest.mark.parametrize(("large", "chosen"), [(600, [1, 2, 3, 4, 5, 6]), (240, [1, 1, 2, 2, 2, 3])])
+def test_it_is_chosen_again_when_a_share_is_new_and_on_the_latest_only(monkeypatch, large, chosen):
+    """3 are new in every batch but the first, which chooses for itself; n^3 / large^2 must be, of n = 60 to 75.
+
+    That is .6 to 1.2 for 600; 4.7 of 63, 5.4 of 66 for 240 (6 are new), and 6.5 of 72 (6 are new), 7.3 of 75 (9 are).
+    """
     monkeypatch.setattr(store_module, "RECENT", 31)  # 30: whole groups
-    monkeypatch.setattr(store_module, "GROWTH", growth * 30 / 31)
+    monkeypatch.setattr(store_module, "LARGE", large)
     sizes, seen = [], []
-    monkeypatch.setattr(store_module, "choose", lambda gram, *rest: sizes.append(len(gram)) or choose(gram, *rest))
+    monkeypatch.setattr(
+        store_module, "choose", lambda seen, *rest: sizes.append(len(seen.values)) or choose(seen, *rest)
+    )
     store = Store({"dense": Family(Base())}, GROUP, 1000)
     for seed in range(6):
         rows, rewards, tokens = batch(groups=1 if seed else 20, seed=seed)
@@ -137,7 +142,7 @@ def test_it_is_chosen_again_when_a_share_is_new_and_on_the_latest_only(monkeypat
 
 def test_a_batch_is_fitted_with_what_the_batches_before_it_chose(monkeypatch):
     """Its own rewards choose for the next: a choice that has seen a group would bias its gradient."""
-    monkeypatch.setattr(store_module, "GROWTH", 0.0)
+    monkeypatch.setattr(store_module, "LARGE", 10**6)
     store, known = filled(batches=2), []
     for seed in (7, 8, 9):
         store.fit(1)
@@ -160,6 +165,38 @@ def test_one_group_teaches_nothing_of_itself():
     fit = store.fit(1)
     assert fit.choice.slope == 0 and not fit.all.any() and not fit.left_out.any()
     assert fit.weights.isfinite().all() and not fit.weights[1].any()
+
+
+# ---- completions that wait ----
+def test_completions_wait_until_they_are_a_share_that_grows_with_what_was_fitted(monkeypatch):
+    """6 a batch; of n the new must be n^3 / 48^2 / 2: 3 of 24, 5.9 of 30, 10.1 of 36; 24 of 48, 30 of 60."""
+    monkeypatch.setattr(store_module, "LARGE", 48)
+    store, waiting = Store(families(), GROUP, 1000), []
+    for seed in range(14):
+        store.append(*batch(seed=seed))
+        waiting.append(len(store) - len(store.rewards))
+        if store.due:
+            store.absorb()
+    assert waiting == [6, 6, 6, 6, 6, 6, 6, 12, 6, 12, 18, 24, 6, 12]
+
+
+@pytest.mark.parametrize("window", [1000, 12])
+def test_what_waited_is_in_the_next_fit_as_if_it_had_not_waited(window):
+    eager, late = filled(window), Store(families(), GROUP, window)
+    for seed in range(4):
+        late.append(*batch(seed=seed, length=4 + seed))
+    assert len(late) == 24 and torch.equal(late.token_counts(TOKENS), filled().token_counts(TOKENS))
+    fits = [store.fit(2) for store in (eager, late)]
+    torch.testing.assert_close(fits[0].weights, fits[1].weights, rtol=1e-12, atol=1e-12)
+    assert (len(late), late.dropped, late.waiting) == (len(eager), eager.dropped, [])
+    assert torch.equal(late.tokens, eager.tokens) and torch.equal(late.rewards, eager.rewards)
+
+
+def test_an_older_fit_has_seen_no_group_of_the_step():
+    store = filled()
+    fit = store.fit(2)
+    assert torch.equal(fit.unseen(1, 1), fit.weights[2:] * fit.choice.slope)
+    assert torch.equal(fit.older.unseen(1, 1), fit.all) and torch.equal(fit.older.all, fit.all)
 
 
 # ---- predictions made in advance ----
@@ -201,6 +238,8 @@ def test_a_store_that_was_restored_makes_the_same_fits(window, tmp_path):
     whole = filled(window)
     whole.fit(2)
     whole.add(*batch(seed=8, length=9))  # new since the choice
+    whole.append(*batch(seed=11, length=7))
+    whole.append(*batch(seed=12, length=8))
     save_file(whole.state(), tmp_path / "state.safetensors")
     again = Store(families(), GROUP, window)
     again.restore(load_file(tmp_path / "state.safetensors"))

@@ -179,10 +179,13 @@ class DistilledGradient:
             self._note("distilled/reward", said.mean() + self.level)
             group = self.config.group
             self.evidence.add(centred(said, group), centred(rewards, group), group)
-        self.store.add(rows, rewards, rows[""])
-        if not float(self.store.rewards.abs().max()) > 0:
+        self.store.append({name: rows[name] for name in self.families}, rewards, rows[""])
+        if self.fit is not None and not self.store.due:
+            self.fit = self.fit.older
+        else:
+            self.fit = self.store.fit(len(rewards) // self.config.group)
+        if self.fit is None:
             warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=3)
-        self.fit = self.store.fit(len(rewards) // self.config.group)
         if self.fit is not None:
             self.level = float(rewards.mean() - self._predict(rows).mean())
             for name, choice in self.store.choices.items():
@@ -308,7 +311,7 @@ class DistilledGradient:
         if self.fit is not None and self.fit.choice.slope > 0:
             family = self.families[self.fit.family]
             first = place * len(whole.ids) // group + rows.start // group
-            weights = self.fit.left_out[first : first + len(seen.ids) // group] * self.trust
+            weights = self.fit.unseen(first, len(seen.ids) // group) * self.trust
             expected = self._expected(hidden, family.values(weights, seen), mask)
             plug, additive = -expected.sum(1).mean(), family.additive
             if additive:

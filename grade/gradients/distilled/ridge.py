@@ -67,38 +67,62 @@ def centred(values: Tensor, group: int) -> Tensor:
     return (grouped - grouped.mean(1, keepdim=True)).view(values.shape)
 
 
-def choose(gram: Tensor, rewards: Tensor, group: int, penalties: Sequence[float] = PENALTIES) -> Choice:
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigendecomposition ``K = Q diag(l) Q^T``, which serves all penalties and rewards.
+
+    Attributes:
+        values: l [n], at least 0.
+        vectors: Q [n, n], in columns.
+    """
+
+    values: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, gram: Tensor) -> Spectrum:
+        """That of a Gram matrix [n, n]."""
+        values, vectors = torch.linalg.eigh(gram)
+        return cls(values.clamp_min(0), vectors)  # below 0 by rounding alone
+
+    @property
+    def scale(self) -> float:
+        """Mean diagonal of the Gram matrix."""
+        return float(self.values.mean())
+
+
+def choose(spectrum: Spectrum, rewards: Tensor, group: int, penalties: Sequence[float] = PENALTIES) -> Choice:
     """The penalty that explains most, out of sample.
 
     Args:
-        gram: Of centred features [n, n].
+        spectrum: Of the Gram matrix of centred features [n, n].
         rewards: Centred [n].
         group: G.
-        penalties: To choose from.
+        penalties: To choose from, in units of the Gram matrix's mean diagonal.
 
     Returns:
         The best penalty; slope and R2 are 0 if there is nothing to explain or to explain it with.
     """
-    scale = float(gram.diagonal().mean())
+    scale = spectrum.scale
     if len(rewards) < 2 * group or not scale > 0 or not float(rewards @ rewards) > 0:
         return Choice(penalties[-1], 0.0, 0.0, math.inf)
-    fits = (calibrated(left_out(gram, rewards, group, penalty * scale), rewards, group) for penalty in penalties)
+    fits = (calibrated(left_out(spectrum, rewards, group, penalty * scale), rewards, group) for penalty in penalties)
     return max((Choice(penalty, *fit) for penalty, fit in zip(penalties, fits, strict=True)), key=lambda fit: fit.r2)
 
 
-def left_out(gram: Tensor, rewards: Tensor, group: int, penalty: float) -> Tensor:
+def left_out(spectrum: Spectrum, rewards: Tensor, group: int, penalty: float) -> Tensor:
     """Predictions [n] of each completion by the fit without its group, centred within groups.
 
     Args:
-        gram: Of centred features [n, n].
+        spectrum: Of the Gram matrix of centred features [n, n]; ``C = Q diag(1 / (l + lambda)) Q^T``.
         rewards: Centred [n].
         group: G.
-        penalty: lambda.
+        penalty: lambda, above 0.
     """
-    inverse = torch.cholesky_inverse(_factor(gram, penalty))
-    blocks = inverse.view(-1, group, len(gram) // group, group).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    residuals = torch.linalg.solve(blocks, (inverse @ rewards).view(-1, group, 1)).flatten()
-    return centred(rewards - residuals, group)
+    inverse, grouped = 1 / (spectrum.values + penalty), spectrum.vectors.view(-1, group, len(rewards))
+    blocks = (grouped * inverse) @ grouped.mT  # C_gg
+    alpha = spectrum.vectors @ (inverse * (rewards @ spectrum.vectors))
+    return centred(rewards - torch.linalg.solve(blocks, alpha.view(-1, group, 1)).flatten(), group)
 
 
 def calibrated(predicted: Tensor, rewards: Tensor, group: int) -> tuple[float, float, float]:

@@ -1,26 +1,32 @@
 """Every scored completion so far, and the reward that is distilled from them.
 
 A completion's reward does not depend on the policy that wrote it, so all completions of a run serve every fit: the
-reuse that policy gradients do not have. Features and Gram matrices grow by rows, batch by batch; beyond `window`
-completions the oldest groups are dropped.
+reuse that policy gradients do not have. Features and Gram matrices grow by rows; beyond `window` completions the oldest
+groups are dropped.
+
+A fit of n completions costs ``n^3``, and one more batch hardly changes it once n is large. So new completions wait
+until they are a share of those that were fitted, ``(n / LARGE)^2 / 2``: 2 % of 400, half of 2,048 and of more. The time
+per completion then does not grow with n. A step without a fit of its own uses the last one, which has seen none of its
+rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from grade.gradients.distilled.families import Family
-from grade.gradients.distilled.ridge import Choice, centred, choose, coefficients
+from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, coefficients
 
 RECENT = 1024
 """Latest completions on which family and penalty are chosen: the cost is cubic, and they resemble the next ones."""
-GROWTH = 0.2
-"""Share of those completions that must be new before family and penalty are chosen again."""
+LARGE = 2048
+"""Completions of which half must be new before they are fitted again, and all before family and penalty are chosen
+again; of fewer, the square of their share less."""
 TRUST_STEPS = 8
 """Batches over which predictions made in advance are held against the rewards that came."""
 
@@ -81,6 +87,44 @@ class Fit:
         """Weights [k, F] without each of the newest groups, with the slope."""
         return self.weights[1:] * self.choice.slope
 
+    def unseen(self, first: int, groups: int) -> Tensor:
+        """Weights that have not seen some groups, with the slope.
+
+        Args:
+            first: Number of the first group within the step.
+            groups: How many.
+
+        Returns:
+            [groups, F]; [1, F], all groups', of a fit that is older than the step.
+        """
+        return self.left_out[first : first + groups] if len(self.weights) > 1 else self.all
+
+    @property
+    def older(self) -> Fit:
+        """The fit for steps after its own."""
+        return replace(self, weights=self.weights[:1])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Completions that wait for a fit.
+
+    Attributes:
+        rewards: Centred [m].
+        tokens: [m, T].
+        rows: Features of each family [m, ...]; dense ones centred.
+    """
+
+    rewards: Tensor
+    tokens: Tensor
+    rows: dict[str, Tensor]
+
+    @classmethod
+    def join(cls, batches: Sequence[Batch], families: Iterable[str]) -> Batch:
+        """All batches as one."""
+        rows = {name: joined([batch.rows[name] for batch in batches]) for name in families}
+        return cls(torch.cat([b.rewards for b in batches]), joined([b.tokens for b in batches]), rows)
+
 
 class Store:
     """Completions, rewards and Gram matrices.
@@ -98,41 +142,60 @@ class Store:
         self.rows: dict[str, Tensor] = {}
         self.grams: dict[str, Tensor] = {}
         self.choices: dict[str, Choice] = {}
+        self.waiting: list[Batch] = []
         self.fresh = self.dropped = 0
 
     def __len__(self) -> int:
-        """Completions that are kept."""
-        return len(self.rewards)
+        """Completions that are kept, with those that wait."""
+        return len(self.rewards) + sum(len(batch.rewards) for batch in self.waiting)
 
-    def add(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor) -> None:
-        """Add a batch of whole groups.
+    def append(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor) -> None:
+        """Let a batch of whole groups wait for `absorb`.
 
         Args:
             rows: Features of each family [m, ...].
             rewards: [m].
             tokens: The completions [m, T], -1 where masked.
         """
-        drop = max(0, len(self) + len(rewards) - self.window)
-        self.dropped += drop
-        self.rewards = torch.cat([self.rewards, centred(rewards.double().cpu(), self.group)])[drop:]
-        self.tokens = joined([self.tokens, tokens.cpu()])[drop:]
+        dense = {name: r if r.dtype == torch.long else centred(r, self.group) for name, r in rows.items()}
+        self.waiting.append(Batch(centred(rewards.double().cpu(), self.group), tokens.cpu(), dense))
+
+    @property
+    def due(self) -> bool:
+        """Whether enough completions wait for another fit to be worth its time."""
+        fitted = len(self.rewards)
+        return len(self) - fitted >= growth(fitted) / 2
+
+    def add(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor) -> None:
+        """`append` and `absorb`."""
+        self.append(rows, rewards, tokens)
+        self.absorb()
+
+    def absorb(self) -> None:
+        """Enter what waits into features and Gram matrices, and drop what is beyond the window."""
+        if not self.waiting:
+            return
+        new, self.waiting = Batch.join(self.waiting, self.families), []
+        drop = max(0, len(self) + len(new.rewards) - self.window)
+        self.dropped, self.fresh = self.dropped + drop, self.fresh + len(new.rewards)
+        self.rewards = torch.cat([self.rewards, new.rewards])[drop:]
+        self.tokens = joined([self.tokens, new.tokens])[drop:]
         for name, family in self.families.items():
-            new = rows[name]
-            new = new if new.dtype == torch.long else centred(new, self.group)
-            kept = joined([self.rows[name], new]) if name in self.rows else new
-            block = self._centred_block(family.gram(new, kept).cpu())
-            before = self.grams.get(name, block[:, :0].T[:, :0])
-            n, m = len(before), len(new)
-            gram = torch.empty(n + m, n + m, dtype=torch.float64)
+            rows = new.rows[name]
+            kept = (joined([self.rows[name], rows]) if name in self.rows else rows)[drop:]
+            rows = rows[-len(kept) :]
+            block = self._centred_block(family.gram(rows, kept).cpu())
+            before = self.grams[name][drop:, drop:] if name in self.grams else block[:0, :0]
+            n = len(before)
+            gram = torch.empty(len(kept), len(kept), dtype=torch.float64)
             gram[:n, :n], gram[n:], gram[:n, n:] = before, block, block[:, :n].T
-            self.rows[name], self.grams[name] = kept[drop:], gram[drop:, drop:].contiguous()
-        self.fresh += len(rewards)
+            self.rows[name], self.grams[name] = kept, gram
 
     def _centred_block(self, block: Tensor) -> Tensor:
         return centred(centred(block, self.group).T.contiguous(), self.group).T
 
     def fit(self, newest: int) -> Fit | None:
-        """Distil, with the family and penalty that the completions before the last batch chose.
+        """Distil everything, with the family and penalty that the completions before the last batch chose.
 
         In the first step the batch itself chooses.
 
@@ -142,13 +205,14 @@ class Store:
         Returns:
             The distilled reward of the best family; None if rewards do not differ within prompts.
         """
+        self.absorb()
         if not float(self.rewards.abs().max()) > 0:
             return None
         if not self.choices:
             self._choose()
         fit = self.fit_of(max(self.choices, key=lambda name: self.choices[name].r2), newest)
-        # For the next step: a choice that has seen a group's rewards would bias its gradient, by some percent.
-        if self.fresh >= GROWTH * min(len(self), RECENT):
+        # For the next fit: a choice that has seen a group's rewards would bias its gradient, by some percent.
+        if self.fresh >= growth(len(self)):
             self._choose()
         return fit
 
@@ -156,7 +220,8 @@ class Store:
         recent, self.fresh = min(len(self), RECENT // self.group * self.group), 0
         part = slice(len(self) - recent, None)
         self.choices = {
-            name: choose(self.grams[name][part, part], self.rewards[part], self.group) for name in self.families
+            name: choose(Spectrum.of(self.grams[name][part, part]), self.rewards[part], self.group)
+            for name in self.families
         }
 
     def fit_of(self, name: str, newest: int) -> Fit:
@@ -172,7 +237,8 @@ class Store:
 
     def token_counts(self, vocab: int) -> Tensor:
         """How often each token occurs in the completions that are kept [V], float64."""
-        return torch.bincount(self.tokens[self.tokens >= 0], minlength=vocab).double()
+        tokens = joined([self.tokens, *(batch.tokens for batch in self.waiting)])
+        return torch.bincount(tokens[tokens >= 0], minlength=vocab).double()
 
     def best_of(self, names: Sequence[str]) -> str | None:
         """The best of some families; None if none was fitted."""
@@ -182,6 +248,10 @@ class Store:
     def state(self) -> dict[str, Tensor]:
         """Everything as tensors, for a checkpoint."""
         state = {"rewards": self.rewards, "tokens": self.tokens, "counters": torch.tensor([self.fresh, self.dropped])}
+        if self.waiting:  # as one batch, as `absorb` will take them
+            batch = Batch.join(self.waiting, self.families)
+            state |= {"waiting": batch.rewards, "waiting_tokens": batch.tokens}
+            state |= {f"waiting/{name}": rows for name, rows in batch.rows.items()}
         for name in self.rows:
             state |= {f"rows/{name}": self.rows[name], f"gram/{name}": self.grams[name]}
         for name, c in self.choices.items():
@@ -192,14 +262,27 @@ class Store:
         """Continue where `state` was taken."""
         self.rewards, self.tokens = state["rewards"], state["tokens"]
         self.fresh, self.dropped = state["counters"].tolist()
+        waiting = dict[str, Tensor]()
         for key, tensor in state.items():
             kind, _, name = key.partition("/")
-            if kind == "rows":
-                self.rows[name] = tensor.to(self.families[name].backbone.device)
+            if kind in ("rows", "waiting") and name:
+                rows = self.rows if kind == "rows" else waiting
+                rows[name] = tensor.to(self.families[name].backbone.device)
             elif kind == "gram":
                 self.grams[name] = tensor
             elif kind == "choice":
                 self.choices[name] = Choice(*tensor.tolist())
+        if waiting:
+            self.waiting = [Batch(state["waiting"], state["waiting_tokens"], waiting)]
+
+
+def growth(completions: int) -> float:
+    """New completions that make another choice of family and penalty worth its time.
+
+    >>> [growth(n) for n in (0, 128, 1024, 2048, 4096)]
+    [0.0, 0.5, 256.0, 2048.0, 4096.0]
+    """
+    return completions * min((completions / LARGE) ** 2, 1.0)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 
 import pandas as pd
@@ -12,6 +14,7 @@ from grade.experiments.any_reward.measure.explained import own_tokens
 from grade.experiments.any_reward.measure.rewards import BATCH_ROWS
 from grade.experiments.any_reward.measure.subject import Subject
 from grade.gradients.distilled.learner import DistilledGradient, Sample
+from grade.gradients.distilled.store import RECENT
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import StepContext
@@ -23,10 +26,13 @@ NOISE = 0.1
 
 
 def fit_cost(subject: Subject, batch: int, completions: int, steps: int, seed: int = 0) -> pd.DataFrame:
-    """Time steps of the method `auto` with a store that is as full.
+    """Time the fits of the method `auto` with a store that is as full, and whole steps beside them.
 
-    The store is filled with features and rewards of one batch, drawn again and again with some noise: their sizes are
-    those of real ones, and nothing else about them takes time. A first step is not timed.
+    A step learns what its completions scored; that it only sometimes fits, and rarely chooses a family, is what makes
+    it cheap. So learning is timed over as many batches as lie between two choices, and all else in a step over a few
+    real ones, of which the first is not timed. The store is filled with features and rewards of one batch, drawn again
+    and again with some noise, and so are the batches: their sizes are those of real ones, and nothing else about them
+    takes time.
 
     Args:
         subject: Policy and reward; the first one counts.
@@ -36,25 +42,34 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int, seed: i
         seed: Of the noise.
 
     Returns:
-        One row per step. Columns policy, batch, completions (in the store after the step), chosen (whether family and
-        penalty were chosen anew), fit_seconds (adding, predicting, fitting), step_seconds (all but the optimizer's).
+        One row per batch that is learned. Columns policy, batch, completions (in the store after it), fitted, chosen
+        (whether family and penalty were chosen anew), fit_seconds (adding, predicting, fitting), step_seconds (these,
+        and the mean of all else but the optimizer's).
     """
     learner, objective = _learner(subject), Objective(next(iter(subject.rewards.values())), BETA)
     generator = torch.Generator(subject.backbone.device).manual_seed(seed)
-    prompts = batch // subject.group
-    _fill(learner, learner.sample(subject.prompts[slice(0, prompts)], generator, objective), completions, seed)
-    table = []
+    prompts, context = batch // subject.group, StepContext(1, apply=lambda: None)
+    sample = learner.sample(subject.prompts[slice(0, prompts)], generator, objective)
+    _fill(learner, sample, completions, seed)
+    rest = []
     for step in range(steps + 1):
         own = subject.prompts[torch.arange(step * prompts, (step + 1) * prompts) % len(subject.prompts)]
-        start, known = time.perf_counter(), learner.store.choices
-        learner.step([(own, generator)], objective, StepContext(1, apply=lambda: None))
-        seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        learner.step([(own, generator)], objective, context)
+        rest.append(time.perf_counter() - start - float(learner.figures["distilled/seconds"][0]))
         for p in subject.backbone.trainable_parameters():
             p.grad = None
-        fit_seconds, chosen = float(learner.figures["distilled/seconds"][0]), learner.store.choices is not known
-        table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store), chosen=chosen,
-                          fit_seconds=fit_seconds, step_seconds=seconds))  # fmt: skip
-    return pd.DataFrame(table[1:])
+    table, noise = [], torch.Generator().manual_seed(seed)
+    for _ in range(math.ceil(RECENT / batch)):
+        reward = torch.randn(len(sample.reward), generator=noise)
+        rows = {name: _noisy(rows.cpu(), noise).to(rows.device) for name, rows in sample.rows.items()}
+        start, choices = time.perf_counter(), learner.store.choices
+        learner.learn([Sample(sample.seen, reward, rows)], context)
+        seconds, fitted = time.perf_counter() - start, learner.store.waiting == []
+        table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store), fitted=fitted,
+                          chosen=learner.store.choices is not choices, fit_seconds=seconds,
+                          step_seconds=seconds + statistics.fmean(rest[1:])))  # fmt: skip
+    return pd.DataFrame(table)
 
 
 def liked_tokens(subject: Subject, completions: int, seed: int = 0) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from torch import Tensor
 from grade.experiments.any_reward.measure.rewards import sample_scored
 from grade.experiments.any_reward.measure.subject import Subject
 from grade.gradients.distilled.families import Family, Observed, layers_of, make_family
-from grade.gradients.distilled.ridge import Choice, centred, choose, left_out
+from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out
 from grade.gradients.distilled.store import Store
 from grade.gradients.objective import Objective
 from grade.models.states import completion_states
@@ -107,35 +107,35 @@ def explained_table(
         store = Store({name: family}, subject.group, max(sizes))
         first, *_ = rewards.values()
         store.add({name: rows[name]}, first, tokens)  # the Gram matrix does not depend on rewards
-        for reward, values in rewards.items():
-            y = centred(values.double().cpu(), subject.group)
-            for n in sizes:
+        for n in sizes:
+            start = time.perf_counter()
+            spectrum, made_in = Spectrum.of(store.grams[name][:n, :n]), time.perf_counter() - start
+            for reward, values in rewards.items():
                 start = time.perf_counter()
-                choice, stderr = explained(store.grams[name][:n, :n], y[:n], subject.group)
+                choice, stderr = explained(spectrum, centred(values[:n].double().cpu(), subject.group), subject.group)
                 table.append(dict(
                     policy=subject.policy, stage=subject.stage, reward=reward, family=name, n=n, r2=choice.r2,
                     r2_stderr=stderr, slope=choice.steepness, penalty=choice.penalty,
-                    seconds=time.perf_counter() - start,
+                    seconds=made_in + time.perf_counter() - start,
                 ))  # fmt: skip
     return pd.DataFrame(table)
 
 
-def explained(gram: Tensor, rewards: Tensor, group: int) -> tuple[Choice, float]:
+def explained(spectrum: Spectrum, rewards: Tensor, group: int) -> tuple[Choice, float]:
     """The best penalty with its R2, and the standard error of R2.
 
     Args:
-        gram: Of centred features [n, n].
+        spectrum: Of the Gram matrix of centred features [n, n].
         rewards: Centred [n].
         group: G.
 
     Returns:
         The choice; the jackknife over groups of the R2 of given predictions (NaN if there is none).
     """
-    gram = gram.contiguous()
-    choice, scale = choose(gram, rewards, group), float(gram.diagonal().mean())
-    if not float(rewards @ rewards) > 0 or not scale > 0:
+    choice = choose(spectrum, rewards, group)
+    if not float(rewards @ rewards) > 0 or not spectrum.scale > 0:
         return Choice(choice.penalty, float("nan"), float("nan"), float("nan")), float("nan")
-    predicted = left_out(gram, rewards, group, choice.penalty * scale)
+    predicted = left_out(spectrum, rewards, group, choice.penalty * spectrum.scale)
     sums = torch.stack([predicted * rewards, predicted * predicted, rewards * rewards]).view(3, -1, group).sum(2)
     py, pp, yy = sums.sum(1, keepdim=True) - sums  # [n / G] each, one group left out
     return choice, jackknife_stderr(py.abs() * py / (pp * yy))
