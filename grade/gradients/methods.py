@@ -101,7 +101,7 @@ DISTILLED = "distilled"
 """The method that differentiates a reward distilled from scored completions (`grade.gradients.distilled`)."""
 AUTO = "auto"
 """The trainer chooses the method from the reward (`grade.training.method`)."""
-FAMILIES = ("counts", "bag", "values")
+FAMILIES = ("counts", "bag")
 """What a distilled reward may be linear in, unless the settings say otherwise."""
 METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS, DISTILLED)
 GROUPED: tuple[str, ...] = (
