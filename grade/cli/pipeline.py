@@ -9,7 +9,7 @@ from grade.errors import InputError
 from grade.experiments.claims import to_markdown, verdict_counts, write_claims
 from grade.experiments.headline import as_text, check, headline
 from grade.experiments.report import join_claims, report
-from grade.pipeline.params import DEFAULT_PROFILE, SUITE, profile_values
+from grade.pipeline.params import DEFAULT_PROFILE, suite_values
 from grade.pipeline.profiles import run
 from grade.results import replacing, write_metrics
 
@@ -29,7 +29,7 @@ def run_repro(args: argparse.Namespace) -> None:
     code = run(Path.cwd(), args.profile, [*args.stages, *options], args.jobs)
     if code:
         raise SystemExit(code)
-    outputs = profile_values(Path(), args.profile, SUITE)["outputs"]
+    outputs = suite_values(Path(), args.profile)["outputs"]
     if args.stages or args.dry or not Path(outputs, "README.md").is_file():
         return  # a part of the pipeline, or a profile whose results stay in its workspace
     try:
@@ -46,7 +46,7 @@ def add_results_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_results(args: argparse.Namespace) -> None:
     """Write a profile's README.md, claims.csv, claims.md and headline.json."""
-    suite = profile_values(Path(), args.profile, SUITE)
+    suite = suite_values(Path(), args.profile)
     outputs = Path(suite["outputs"])
     notebooks = suite["alone"] | suite["experiments"]
     claims = join_claims(outputs, notebooks)
@@ -71,7 +71,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_check(args: argparse.Namespace) -> None:
     """Print one line for each headline figure; exit 1 if one is out of its tolerance."""
-    lines = check(profile_values(Path(), args.profile, SUITE)["outputs"], args.against)
+    lines = check(suite_values(Path(), args.profile)["outputs"], args.against)
     print(as_text(lines))
     if not all(line.holds for line in lines):
         raise SystemExit(1)

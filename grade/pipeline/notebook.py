@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any
 import nbformat
 
 import grade
-from grade.errors import InputError
+from grade.errors import InputError, require_file
 
 # What differs between two runs, or says when they were, and nothing about the result.
 VOLATILE_KEYS = ("metadata.papermill", "cell.metadata.papermill", "cell.metadata.execution")
@@ -32,6 +33,11 @@ FRONT_END_KEYS = ("metadata.language_info", *(f"cell.metadata.{key}" for key in 
 
 SOURCES = "notebooks"
 """Folder of the source notebooks, which are kept without outputs."""
+
+
+# What nbformat raises for other files: its own errors, and Python's for JSON of another form.
+_NOT_A_NOTEBOOK = (nbformat.reader.NotJSONError, nbformat.ValidationError, ValueError, KeyError, TypeError,
+                   AttributeError, RecursionError)  # fmt: skip
 
 
 class NotebookError(RuntimeError):
@@ -160,8 +166,8 @@ def stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 def _read(notebook: str | Path) -> nbformat.NotebookNode:
     try:
-        return nbformat.read(notebook, as_version=4)
-    except (OSError, UnicodeDecodeError, nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
+        return nbformat.read(require_file(notebook), as_version=4)
+    except (OSError, *_NOT_A_NOTEBOOK) as error:
         raise InputError("notebook", str(notebook), f"a readable .ipynb file ({error.__class__.__name__})") from None
 
 
@@ -186,6 +192,8 @@ def _converted(name: str, value: Any, default: Any) -> Any:
         # YAML 1.1 reads 1e-5 as text, the usual way to get here.
         hint = " (YAML reads 1e-5 as text: write 1.0e-5)" if type(value) is str and type(default) is float else ""
         raise InputError(name, value, f"a value of type {type(default).__name__}, like the default {default!r}{hint}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(name, value, "a finite number")
     if isinstance(default, list) and default:
         return [_item(f"{name}[{i}]", item, default) for i, item in enumerate(value)]
     return value

@@ -45,6 +45,35 @@ def profile_values(root: Path, profile: str, name: str) -> dict[str, Any]:
     return {}
 
 
+def suite_values(root: Path, profile: str) -> dict[str, Any]:
+    """The values of a profile's ``suite.yaml``, checked: whose results it replaces, and how many stages run at once.
+
+    Args:
+        root: The project's root.
+        profile: The profile.
+
+    Returns:
+        Its values, with those of the profile that it lies over.
+
+    Raises:
+        InputError: For an unknown profile, a file that cannot be read, or results in another folder than the profile's
+            own: a copy of another profile's folder would replace that profile's results.
+    """
+    values, file = profile_values(root, profile, SUITE), f"params/{profile}/{SUITE}.yaml"
+    default = profile_values(root, DEFAULT_PROFILE, SUITE).get("outputs")
+    parts = Path(default).parts if isinstance(default, str) else ()
+    if not parts or Path(default).is_absolute() or ".." in parts:
+        raise InputError(f"params/{DEFAULT_PROFILE}/{SUITE}.yaml: outputs", default, "a folder of the project")
+    own = default if profile == DEFAULT_PROFILE else f"{default}/{profile}"
+    for key, allowed in (("outputs", own), ("profile", profile)):
+        if values.get(key) != allowed:
+            raise InputError(f"{file}: {key}", values.get(key), f"{allowed!r}, the profile's own")
+    jobs = values.setdefault("jobs", 1)
+    if type(jobs) is not int or jobs < 1:
+        raise InputError(f"{file}: jobs", jobs, "a number of at least 1")
+    return values
+
+
 def resolved_files(root: Path, profile: str) -> dict[str, str]:
     """Every parameter file of a profile as DVC can read it: complete, without another file below it.
 
@@ -63,6 +92,7 @@ def resolved_files(root: Path, profile: str) -> dict[str, str]:
 def _folders(root: Path, profile: str) -> list[Path]:
     """The profile's folder, and those that its suite lies over, nearest first."""
     folder = root / "params" / profile
-    suite = yaml.safe_load((folder / f"{SUITE}.yaml").read_text(encoding="utf-8")) or {}
-    below = suite.get("over")
-    return [folder, *(_folders(root, Path(below).parent.name) if below else [])]
+    read_yaml(folder / f"{SUITE}.yaml")  # follows every `over`, and says what is wrong with one
+    below = yaml.safe_load((folder / f"{SUITE}.yaml").read_text(encoding="utf-8")) or {}
+    over = below.get("over")
+    return [folder, *(_folders(root, Path(str(over)).parent.name) if over else [])]

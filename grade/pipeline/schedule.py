@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 import threading
 import time
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grade.errors import InputError
+from grade.pipeline.processes import GRACE, POLL, Children, Signals, Stopped
 from grade.results import replacing
 
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
@@ -24,6 +25,21 @@ KNOWN_WARNINGS = (
     "ignore::UserWarning:peft.tuners.lora.layer",  # GPT-2's transposed weights, which it then handles
 )
 """What pinned packages say in every process and no reader can change."""
+
+DVC = """\
+import logging, sys
+from dvc.cli import main
+from dvc.logger import set_loggers_level
+from dvc.ui import ui
+ui.enable = lambda: None
+sys.argv[0] = "dvc"
+with set_loggers_level(logging.ERROR):
+    sys.exit(main(sys.argv[1:]))
+"""
+"""DVC that says nothing but why it failed: with --quiet it does not say that either."""
+
+LOGS = ".dvc/tmp/logs"
+"""What each stage printed the last time it ran, one file a stage."""
 
 RAN_HERE = ".dvc/tmp/ran_here"
 """Names of the stages that have run in this clone, below a folder that git ignores."""
@@ -49,7 +65,15 @@ class Stage:
 
 @dataclass
 class Schedule:
-    """Runs stages as soon as those that they need are up to date, `jobs` at once, and says so line by line."""
+    """Runs stages as soon as those that they need are up to date, `jobs` at once, and says so line by line.
+
+    SIGINT, SIGTERM and SIGHUP end the running stages: they are asked to, and killed after `grace` seconds or at a
+    second signal. Nothing that a stage started outlives the pipeline.
+
+    Attributes:
+        failed: Names of the stages that failed.
+        stopped_by: Name of the signal that ended the run, or None.
+    """
 
     place: Path
     stages: Mapping[str, Stage]
@@ -58,44 +82,66 @@ class Schedule:
     outputs: str = "outputs"
     seen: int = 0
     code: int = 0
+    grace: float = GRACE
+    failed: list[str] = field(default_factory=list)
+    stopped_by: str | None = None
     printing: threading.Lock = field(default_factory=threading.Lock)
+    children: Children = field(default_factory=Children)
 
     def run(self) -> int:
         """Run all that is not up to date.
 
         Returns:
-            0, or the first exit code that is not; then what was running has ended, and nothing new was started.
+            0, or the first exit code that is not; then what was running has ended, and nothing new was started. For a
+            signal, 128 and its number.
         """
         todo, timings = self._outdated(), Timings(self.place / self.outputs / TIMINGS)
         self.seen = len(self.stages) - len(todo)
         self._print(f"{len(todo)} of {len(self.stages)} stages to run{timings.expected(todo, self.jobs)}")
         running: dict[Future, str] = {}
-        with ThreadPoolExecutor(self.jobs) as pool:
+        signals = Signals()
+        with signals.catching(), ThreadPoolExecutor(self.jobs) as pool:
             try:
-                while running or (todo and not self.code):
+                while running or (todo and not self.code and not signals.numbers):
                     busy = todo | set(running.values())
                     ready = [n for n in self._urgent_first(todo, timings) if not self.stages[n].needs & busy]
-                    for name in ready[: 0 if self.code else self.jobs - len(running)]:
+                    for name in ready[: 0 if self.code or signals.numbers else self.jobs - len(running)]:
                         running[pool.submit(self._repro, name, timings)] = name
                         todo.remove(name)
-                    for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                    for ended in wait(running, timeout=POLL, return_when=FIRST_COMPLETED).done:
                         del running[ended]
                         self.code = self.code or ended.result()
-            except KeyboardInterrupt:  # DVC got it too: it releases its locks, and the pool waits for that
-                self.code = 130
+                    if signals.numbers and not self.stopped_by:
+                        self._end(signals)
+            except BaseException:  # the reader of the output has gone, the disk is full: no stage is left alone
+                self.children.end(self.grace)
+                raise
+        if signals.numbers and not self.stopped_by:  # between two stages
+            self._end(signals)
         return self.code
+
+    def _end(self, signals: Signals) -> None:
+        """End the running stages; with them, what they started."""
+        number = signals.numbers[0]
+        self.code, self.stopped_by = 128 + number, signal.Signals(number).name
+        self._print(f"{self.stopped_by}: ending the running stages; a second signal, or {self.grace:.0f} s, kills them")
+        self.children.end(self.grace, hurry=lambda: len(signals.numbers) > 1)
 
     def _outdated(self) -> set[str]:
         """Stages that have changed or have never run in this clone, and all that need them.
 
         A clone comes with the published results. To DVC they are up to date; whoever reproduces them wants them made.
         """
+        from dvc.exceptions import DvcException
         from dvc.repo import Repo
 
         if {"--force", "-f"} & set(self.options):
             return set(self.stages)
-        with Repo(str(self.place)) as repo:
-            found = {key.rpartition(":")[2] for key in repo.status()} & set(self.stages)
+        try:
+            with Repo(str(self.place)) as repo:
+                found = {key.rpartition(":")[2] for key in repo.status()} & set(self.stages)
+        except DvcException as error:
+            raise InputError("working folder", str(self.place), f"a folder that DVC can read ({error})") from None
         found |= set(self.stages) - self._ran_here()
         for name, stage in self.stages.items():  # those that are needed come first
             if stage.needs & found:
@@ -122,29 +168,38 @@ class Schedule:
     def _repro(self, name: str, timings: Timings) -> int:
         started, number = time.monotonic(), self._announce(name)
         options = [*self.options, *([] if name in self._ran_here() else ["--force"])]
-        process = subprocess.Popen(
-            # Quiet: what is heard is the stage's own command.
-            [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "-q", "--single-item", *options, name],
-            cwd=self.place,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        for line in process.stdout:
-            if line.strip():
-                self._print(f"{name} | {line.rstrip()}" if self.jobs > 1 else line.rstrip())
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = code = os.waitstatus_to_exitcode(status)
+        command = [sys.executable, "-c", DVC, "--wait-for-lock", "repro", "--single-item", *options, name]
+        log = self.log_of(name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with (
+                open(log, "w", encoding="utf-8") as file,
+                self.children.running(command, self.place, self._environment()) as process,
+            ):
+                for line in process.stdout:
+                    file.write(line)
+                    file.flush()
+                    if line.strip():
+                        self._print(f"{name} | {line.rstrip()}" if self.jobs > 1 else line.rstrip())
+                _, status, usage = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
+        except Stopped:
+            return 0  # it was about to start when a signal came
+        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
         seconds = time.monotonic() - started
         if code == 0 and not {"--dry"} & set(self.options):
             with self.printing:
                 self._note_that_it_ran(name)
                 timings.record(name, seconds, usage.ru_maxrss * MAXRSS_BYTES)
+        if code:
+            self.failed.append(name)
         word = "took" if code == 0 else "stopped after"
         self._print(f"[{number}/{len(self.stages)}] {name} {word} {duration(seconds)}")
         return code
+
+    def log_of(self, name: str) -> Path:
+        """The file with what a stage printed the last time it ran."""
+        return self.place / LOGS / f"{name.replace('/', '-')}.log"
 
     def _announce(self, name: str) -> int:
         with self.printing:
@@ -182,7 +237,7 @@ def read_stages(place: Path) -> dict[str, Stage]:
             graph = repo.index.graph  # from a stage to what it needs
             needs = {stage.name: frozenset(n.name for n in graph.successors(stage)) for stage in graph}
             found = {s.name: Stage(s.name, s.desc or "", needs[s.name]) for s in repo.index.stages}
-    except DvcException as error:
+    except (DvcException, RecursionError) as error:  # lists in lists in lists
         raise InputError("dvc.yaml", str(place / "dvc.yaml"), f"a pipeline that DVC reads ({error})") from None
     ordered: dict[str, Stage] = {}
     while len(ordered) < len(found):

@@ -1,7 +1,10 @@
 """Profiles run in workspaces that leave the project alone, stages side by side."""
 
 import json
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,7 +107,12 @@ def test_another_profile_runs_in_a_workspace_is_resumed_and_brings_its_results_b
     (workspace / "fail").touch()
     assert run(project, "full") != 0
     out = capfd.readouterr().out
-    assert "second stopped after" in out and "full: failed" in out and "using the first version" in out
+    assert "second stopped after" in out and "using the first version" in out
+    log = ".workspaces/full/.dvc/tmp/logs/second.log"
+    assert out.splitlines()[-1].startswith("full: failed after") and out.splitlines()[-1].endswith(
+        f": second (log: {log})"
+    )
+    assert "exited with 3" in (project / log).read_text()
     assert not (project / "outputs").exists()
 
     (workspace / "fail").unlink()
@@ -126,6 +134,96 @@ def test_another_profile_runs_in_a_workspace_is_resumed_and_brings_its_results_b
     (project / "grade" / "__init__.py").write_text("WHO = 'the second version'")
     assert run(project, "full", ["first"]) == 0
     assert "using the second version" in capfd.readouterr().out
+
+
+def test_a_stage_that_does_not_make_its_output_says_so_in_its_log(project, capfd):
+    (project / "steps/step.py").write_text("")
+    assert run(project, dvc_arguments=["first"]) != 0
+    assert "output 'outputs/first/big' does not exist" in (project / ".dvc/tmp/logs/first.log").read_text()
+    assert capfd.readouterr().out.splitlines()[-1].endswith("first (log: .dvc/tmp/logs/first.log)")
+
+
+def kept(project):
+    (project / "outputs/first").mkdir(parents=True)
+    (project / "outputs/first/metrics.json").write_text("of cpu")
+    return project / "outputs/first/metrics.json"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({}, "params/mine/suite.yaml: outputs: got 'outputs'; allowed: 'outputs/mine', the profile's own"),
+        ({"outputs": "outputs/full"}, "outputs: got 'outputs/full'; allowed: 'outputs/mine'"),
+        ({"outputs": "outputs/mine/../full"}, "allowed: 'outputs/mine'"),
+        ({"outputs": "."}, "allowed: 'outputs/mine'"),
+        ({"outputs": None}, "allowed: 'outputs/mine'"),
+        ({"outputs": "outputs/mine"}, "params/mine/suite.yaml: profile: got 'cpu'; allowed: 'mine'"),
+        ({"outputs": "outputs/mine", "profile": "mine", "jobs": 0}, "jobs: got 0; allowed: a number of at least 1"),
+        ({"outputs": "outputs/mine", "profile": "mine", "jobs": "two"}, "jobs: got 'two'"),
+    ],
+)
+def test_a_copied_profile_cannot_replace_the_results_of_another(project, change, message, monkeypatch, capsys):
+    before, values = kept(project), yaml.safe_load((project / "params/cpu/suite.yaml").read_text())
+    shutil.copytree(project / "params/cpu", project / "params/mine")
+    (project / "params/mine/suite.yaml").write_text(yaml.safe_dump(values | change))
+    monkeypatch.chdir(project)
+    for command in (["repro", "mine"], ["results", "--profile", "mine"], ["check", "--profile", "mine"]):
+        assert main(command) == 2
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1
+    assert before.read_text() == "of cpu" and not (project / ".workspaces").exists()
+
+
+def test_a_profile_cannot_have_the_name_of_a_result(project):
+    (project / "params/first").mkdir()
+    (project / "params/first/suite.yaml").write_text("profile: first\noutputs: outputs/first\n")
+    before = kept(project)
+    with pytest.raises(InputError, match="outputs/first/big is a result of profile cpu"):
+        run(project, "first")
+    assert before.read_text() == "of cpu"
+
+
+def test_results_that_could_not_come_back_are_refused_before_anything_runs(project):
+    (project / "outputs").mkdir()
+    (project / "outputs/full").touch()
+    with pytest.raises(InputError, match="outputs: got .*not a file"):
+        run(project, "full")
+    assert not (project / ".workspaces/full/outputs").exists()
+
+
+def test_a_workspace_shares_the_projects_cache_wherever_the_project_lies(project, tmp_path):
+    # What DVC's settings or a shell would take for a comment, a list, a variable or a placeholder, and a file's name
+    # that is not UTF-8.
+    project = project.rename(tmp_path / "a, 'b' #c %(d)s $e %")
+    (project / os.fsdecode(b"\xff\n.txt")).touch()
+    cached = project / ".dvc/cache/files/md5"
+    # Two big files, which are the same for both profiles, and one small one, which is not.
+    for profile, objects in (("cpu", 3), ("full", 4)):
+        assert run(project, profile) == 0
+        assert len([path for path in cached.glob("**/*") if path.is_file()]) == objects
+    workspace = project / ".workspaces/full"
+    assert not (workspace / ".dvc/cache").exists()
+    assert (project / "outputs/full/first/metrics.json").read_text() == '{"profile": "full"}'
+
+    # Lost, an output comes back out of the cache, without its stage: the other profile's objects are the same ones.
+    (workspace / "outputs/full/second/big").unlink()
+    (workspace / "steps/step.py").unlink()
+    subprocess.run([sys.executable, "-m", "dvc", "checkout", "-q"], cwd=workspace, check=True)
+    assert (workspace / "outputs/full/second/big").read_text() == "second" * 100
+
+    (project / os.fsdecode(b"\xff\n.txt")).unlink()
+    prepare_workspace(project, "full")
+    assert not (workspace / os.fsdecode(b"\xff\n.txt")).exists() and (workspace / "steps/step.py").exists()
+
+
+@pytest.mark.parametrize("name, allowed", [(b"a\xff", "UTF-8"), (b"a:b", "':'"), (b"a{b}", "'{'"), (b"a\nb", "n'")])
+def test_a_path_that_dvc_or_python_cannot_use_is_one_line(project, tmp_path, name, allowed):
+    project = project.rename(tmp_path / os.fsdecode(name))
+    for profile in ("cpu", "full"):
+        with pytest.raises(InputError, match=f"a path .*{allowed}") as error:
+            run(project, profile)
+        assert "\n" not in str(error.value)
+    assert not (project / ".workspaces").exists()
 
 
 def test_a_part_of_the_pipeline_does_not_replace_results(project):

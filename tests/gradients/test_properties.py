@@ -1,0 +1,349 @@
+"""A batch is its rows: padding, order and what follows the end of a completion change nothing.
+
+Hypothesis chooses lengths, paddings, places of end-of-sequence and orders; seeds fill in tokens. A row alone has no
+padding at all: no masked prompt token, no token after its end. Everything is in float64 on a GPT-2, whose layer norms
+are float64 as well (Llama's are not).
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from unittest import mock
+
+import pytest
+import torch
+from conftest import EOS, VOCAB, ToyReward, make_backbone, tiny_gpt2
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from grade.gradients import estimators
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
+from grade.gradients.methods import RELAXED, MethodConfig
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
+from grade.gradients.replay import replay
+from grade.gradients.rollout import sample
+from grade.gradients.unrolled import unrolled
+from grade.models import sampling
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import Decoder, generate
+from grade.models.scoring import score, sequence_kl
+
+T, BETA = 4, 0.3
+ENDS = torch.tensor(EOS)
+WORDS = torch.tensor([token for token in range(VOCAB) if token not in EOS])
+TOLERANCE = 1e-10  # rounding leaves about 1e-15 of values and gradients of size 1; a wrong position, 1e-3 and more
+
+# The same examples every time, none from earlier runs, and no limit on time: a test cannot fail by chance.
+few = partial(
+    settings, derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+
+
+class Reward(ToyReward):
+    """Depends on the order of tokens, and not on how far a batch is padded."""
+
+    def forward(self, embeds, mask):
+        position = 1 + 0.3 * mask.cumsum(1)
+        return torch.sigmoid((torch.tanh(3 * embeds @ self.w) * position * mask).sum(1) / mask.sum(1))
+
+
+@cache
+def policy():
+    return make_backbone(tiny_gpt2(), target_modules=["c_attn"])
+
+
+def objective():
+    return Objective(Reward(policy().hidden_size), BETA)
+
+
+def tokens(among, count, seed):
+    return among[torch.randint(len(among), (count,), generator=torch.Generator().manual_seed(seed))]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt and its completion, which ends with end-of-sequence or at T."""
+
+    prompt: torch.Tensor
+    completion: torch.Tensor
+
+
+def batch(rows, left=0, right=0, seed=0):
+    """Rows side by side, with some more padding than they need; anything may stand where the mask is 0."""
+    width = left + max(len(row.prompt) for row in rows)
+    length = min(right + max(len(row.completion) for row in rows), T)
+    anything = partial(tokens, torch.arange(VOCAB))
+    ids, mask = anything(len(rows) * width, seed).view(len(rows), width), torch.zeros(len(rows), width).long()
+    out = anything(len(rows) * length, seed + 1).view(len(rows), length)
+    valid = torch.zeros(len(rows), length).long()
+    for n, row in enumerate(rows):
+        ids[n, width - len(row.prompt) :], mask[n, width - len(row.prompt) :] = row.prompt, 1
+        out[n, : len(row.completion)], valid[n, : len(row.completion)] = row.completion, 1
+    return Completions(PromptBatch(ids, mask), out, valid)
+
+
+@st.composite
+def groups(draw, size=1, least=0):
+    """Prompts of 1 to 5 tokens, each with `size` completions that do not end before `least` tokens."""
+    found = []
+    for _ in range(draw(st.integers(2, 3))):
+        prompt = tokens(torch.arange(VOCAB), draw(st.integers(1, 5)), draw(st.integers(0, 99)))
+        rows = []
+        for _ in range(size):
+            length = draw(st.integers(least + 1, T))
+            completion = tokens(WORDS, length, draw(st.integers(0, 99))).clone()
+            if length < T or draw(st.booleans()):
+                completion[-1] = tokens(ENDS, 1, draw(st.integers(0, 9)))[0]
+            rows.append(Row(prompt, completion))
+        found.append(rows)
+    return found
+
+
+@st.composite
+def paddings(draw):
+    return dict(left=draw(st.integers(0, 3)), right=draw(st.integers(0, 2)), seed=draw(st.integers(0, 99)))
+
+
+def flat(groups):
+    return [row for group in groups for row in group]
+
+
+def assert_equal(got, want):
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def assert_same_rows(values, alone):
+    """Row by row [B, T]: those of a row alone, then 0."""
+    for got, want in zip(values, alone, strict=True):
+        assert_equal(got[: want.shape[1]], want[0])
+        assert not got[want.shape[1] :].any()
+
+
+# --- given completions ---
+
+
+@few(max_examples=25)
+@given(groups(least=1), paddings(), st.sampled_from([(1.0, 0), (0.7, 1)]))
+def test_scores_and_kl_of_a_padded_batch_are_those_of_each_row_alone(rows, padding, how):
+    temperature, least = how
+    all_scores = ("logps", "entropy", "self_certainty")
+
+    def values(c):
+        with torch.no_grad():
+            scores = score(policy(), c.prompts, c.ids, c.mask, all_scores, temperature, least)
+        return [*(getattr(scores, name) for name in all_scores), sequence_kl(policy(), c.prompts, c.ids, c.mask)]
+
+    alone = zip(*(values(batch(row)) for row in rows), strict=True)
+    for together, each in zip(values(batch(flat(rows), **padding)), alone, strict=True):
+        assert_same_rows(together, each)
+
+
+@few(max_examples=20)
+@given(groups(), paddings())
+def test_sampling_on_the_cache_has_the_log_probabilities_that_scoring_has(rows, padding):
+    def logits(c):
+        steps = [(state := Decoder(policy(), c.prompts)).logits()]
+        for t in range(c.ids.shape[1] - 1):
+            state.advance(policy().embed(c.ids[:, t]))
+            steps.append(state.logits())
+        return torch.stack(steps, 1).log_softmax(-1)
+
+    with torch.no_grad(), policy().merged():
+        c = batch(flat(rows), **padding)
+        together = logits(c)
+        for got, row in zip(together, rows, strict=True):
+            want = logits(batch(row))[0]
+            assert_equal(got[: len(want)], want)
+    logps = together.gather(2, c.ids.unsqueeze(2)).squeeze(2) * c.mask
+    assert_equal(logps, score(policy(), c.prompts, c.ids, c.mask).logps.detach())
+
+
+def learned(microbatches, config):
+    """Gradients after a step, each update moving the policy a little; nothing stays changed."""
+    backbone, generator = policy(), torch.Generator().manual_seed(0)
+    learner = PolicyGradient(config, backbone)
+    learner.means = [0.4]
+    if learner.value_head is not None:  # 0 at first, which would hide most of it
+        for value in learner.value_head.linear.parameters():
+            value.data.normal_(generator=generator)
+    inputs = [*backbone.trainable_parameters(), *learner.parameters()]
+    before = [p.detach().clone() for p in inputs]
+    for p in inputs:
+        p.grad = None
+
+    def apply():
+        with torch.no_grad():
+            for p in inputs:
+                p.sub_(0.05 * p.grad)
+
+    steps = learner.learn(microbatches, objective(), StepContext(len(microbatches), apply))
+    with torch.no_grad():
+        for p, value in zip(inputs, before, strict=True):
+            p.copy_(value)
+    loss = torch.stack([step.loss for step in steps]).mean()
+    return torch.cat([*(p.grad.flatten() for p in inputs), loss.detach().flatten()])
+
+
+LOSSES = {
+    "reinforce": {}, "reinforce k3": dict(kl_estimator="k3"), "rloo": {}, "rloo k3": dict(kl_estimator="k3"),
+    "rloo min": dict(min_completion_length=1), "remax": {}, "grpo": {}, "grpo group": dict(scale_rewards="group"),
+    "grpo self-certainty": dict(self_certainty_reward=True), "grpo twice": dict(num_iterations=2),
+    "ppo": dict(num_iterations=2), "ppo raw": dict(whiten_advantages=False, num_iterations=1),
+    "ppo closed form": dict(value_fit="closed_form", num_iterations=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@few(max_examples=6)
+@given(groups(size=2, least=1), paddings(), st.randoms(use_true_random=False))
+def test_a_policy_gradient_of_a_padded_batch_is_the_mean_over_prompts_in_any_order(name, prompts, padding, random):
+    options = dict(method=name.split()[0], max_completion_length=T, num_generations=2, **LOSSES[name])
+    run = partial(learned, config=MethodConfig(**options))
+    together = run([batch(flat(prompts), **padding)])
+    assert together.norm() > 1e-3
+    assert_equal(together, run([batch(group) for group in prompts]))
+    mixed = [random.sample(group, len(group)) for group in random.sample(prompts, len(prompts))]
+    assert_equal(together, run([batch(flat(mixed))]))
+
+
+# --- samples ---
+
+
+class Noise:
+    """Noise that belongs to rows and steps, in place of a generator's, which depends on the batch.
+
+    Args:
+        rows: Numbers of the batch's rows.
+        ends: Each row's step that draws end-of-sequence; None: where it happens.
+        after: Seed of what is drawn after such a step.
+        draws: Calls a step.
+    """
+
+    def __init__(self, rows, ends, after, draws):
+        self.rows, self.ends, self.after, self.draws, self.calls = rows, ends, after, draws, {}
+
+    def of(self, kind, shape):
+        call = self.calls[kind] = self.calls.get(kind, -1) + 1
+        step = call // (self.draws if kind == "exponential" else 1)
+        drawn = []
+        for row in self.rows:
+            end = self.ends[row]
+            seed = self.after if end is not None and step > end else 0
+            generator = torch.Generator().manual_seed(10_000 * seed + 100 * row + call)
+            drawn.append(torch.empty(shape[1:]).exponential_(generator=generator))
+            if kind == "gumbel":
+                drawn[-1] = -drawn[-1].log()
+                if step == end:
+                    drawn[-1][EOS[row % len(EOS)]] += 50  # certain
+        return torch.stack(drawn)
+
+    def patched(self):
+        gumbel = lambda shape, generator, device=None: self.of("gumbel", shape)  # noqa: E731
+        exponential = lambda shape, generator, device: self.of("exponential", shape)  # noqa: E731
+        stack = mock.patch.multiple(estimators, gumbel_noise=gumbel, exponential_noise=exponential)
+        return stack, mock.patch.object(sampling, "gumbel_noise", gumbel)
+
+
+def with_noise(rows, ends, after, function, draws=2):
+    first, second = Noise(rows, ends, after, draws).patched()
+    with first, second:
+        return function()
+
+
+@st.composite
+def samples(draw):
+    """Prompts, where their completions end, seeds for what follows, and an order."""
+    rows = flat(draw(groups()))
+    ends = [draw(st.none() | st.integers(0, T - 1)) for _ in rows]
+    return rows, ends, draw(st.integers(1, 9)), draw(paddings()), draw(st.permutations(range(len(rows))))
+
+
+def gradient(engine, config, rows, numbers, ends, after, **padding):
+    """The step and the flattened gradient of some of the rows."""
+    prompts = batch([rows[n] for n in numbers], **padding).prompts
+    policy().zero_grad(set_to_none=True)
+    run = partial(engine, policy(), prompts, objective(), config, torch.Generator())
+    step = with_noise(numbers, ends, after, run)
+    return step, torch.cat([p.grad.flatten() for p in policy().trainable_parameters()])
+
+
+ENGINES = {"replay": partial(replay, hops=T), "replay, 1 hop": partial(replay, hops=1), "unrolled": unrolled}
+RELAXATIONS = [(name, "replay") for name in ESTIMATORS] + [("gumbel_rao", "replay, 1 hop")]
+RELAXATIONS += [(method.estimator, "unrolled") for method in RELAXED.values() if method.engine == "unrolled"]
+
+
+@pytest.mark.parametrize("estimator, engine", RELAXATIONS)
+@few(max_examples=10)
+@given(samples(), st.sampled_from([0, 7]))
+def test_a_relaxed_gradient_of_a_padded_batch_is_the_mean_over_rows_in_any_order(estimator, engine, given, topk):
+    rows, ends, after, padding, order = given
+    config = RelaxationConfig(estimator=estimator, gumbel_topk=topk, rao_draws=2, tau=0.9, max_new_tokens=T)
+    run = partial(gradient, ENGINES[engine], config, rows)
+    numbers = list(range(len(rows)))
+    step, together = run(numbers, ends, after=0, **padding)
+    assert together.norm() > 1e-3
+    for n, end in enumerate(ends):  # where it should end it ends, if it did not before
+        assert end is None or step.completion_mask[n].sum() <= end + 1
+
+    alone = [run([n], ends, after) for n in numbers]
+    assert_equal(together, torch.stack([g for _, g in alone]).mean(0))
+    assert_equal(step.reward, torch.cat([each.reward for each, _ in alone]))
+    assert_same_rows(step.kl, [each.kl[:, : each.completion_mask.sum()] for each, _ in alone])
+    mixed, again = run(list(order), ends, after)
+    assert_equal(again, together)
+    assert torch.equal(mixed.completion_mask, step.completion_mask[list(order)])
+    valid = step.completion_ids * step.completion_mask
+    assert torch.equal(mixed.completion_ids * mixed.completion_mask, valid[list(order)])
+
+
+@few(max_examples=20)
+@given(samples(), st.sampled_from([0.0, 1.0, 1.5]), st.sampled_from([0, 2]))
+def test_samples_of_a_padded_batch_are_those_of_each_row_alone(given, temperature, least):
+    rows, ends, after, padding, order = given
+    ends = [None if end is None or end < least else end for end in ends]  # an earlier end is not sampled
+
+    def draw(numbers, after, **padding):
+        prompts = batch([rows[n] for n in numbers], **padding).prompts
+        make = partial(generate, policy(), prompts, T, torch.Generator(), temperature, least, stop_early=False)
+        return with_noise(numbers, ends, after, make)
+
+    ids, mask = draw(range(len(rows)), 0, **padding)
+    alone = [draw([n], after) for n in range(len(rows))]
+    assert torch.equal(mask, torch.cat([m for _, m in alone]))
+    assert torch.equal(ids * mask, torch.cat([i * m for i, m in alone]))
+    mixed = draw(order, after)
+    assert torch.equal(mixed[0] * mixed[1], (ids * mask)[list(order)])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@few(max_examples=8)
+@given(samples(), st.integers(1, 99))
+def test_what_a_rollout_holds_after_the_end_has_no_influence(estimator, given, seed):
+    rows, ends, _, padding, _ = given
+    config = RelaxationConfig(estimator=estimator, gumbel_topk=7, rao_draws=2, tau=0.9, max_new_tokens=T)
+    prompts, numbers = batch(rows, **padding).prompts, range(len(rows))
+    rollout = with_noise(numbers, ends, 0, lambda: sample(policy(), prompts, config, torch.Generator()))
+    generator = torch.Generator().manual_seed(seed)
+
+    def other(values, fresh):
+        valid = rollout.completion_mask.bool().view(*rollout.completion_mask.shape, *[1] * (values.ndim - 2))
+        return torch.where(valid, values, fresh.to(values))
+
+    changed = replace(
+        rollout,
+        completion_ids=other(
+            rollout.completion_ids, torch.randint(VOCAB, rollout.completion_ids.shape, generator=generator)
+        ),
+        support=other(rollout.support, torch.randint(VOCAB, rollout.support.shape, generator=generator)),
+        noise=other(rollout.noise, torch.randn(rollout.noise.shape, generator=generator)),
+        embeds=other(rollout.embeds, torch.randn(rollout.embeds.shape, generator=generator)),
+    )
+
+    def run(rollout):
+        policy().zero_grad(set_to_none=True)
+        step = replay(policy(), prompts, objective(), config, torch.Generator(), hops=T, rollout=rollout)
+        return torch.cat([*(p.grad.flatten() for p in policy().trainable_parameters()), step.reward, step.kl.flatten()])
+
+    assert_equal(run(changed), run(rollout))
