@@ -24,20 +24,27 @@ from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from grade.errors import InputError
-from grade.models.adapter import LoraSettings, continued_adapter, load_adapter, new_adapter
+from grade.models.adapter import (
+    LoraSettings,
+    continued_adapter,
+    load_adapter,
+    new_adapter,
+    refuse_adapted,
+    save_adapter,
+)
+from grade.models.folding import FOLDED_TYPES, folded
+from grade.models.gate import check_loaded, check_probe, check_supported, check_vocabulary, silence
 from grade.models.head import Head
 from grade.models.prompts import position_ids
 from grade.models.watcher import WatchedCache, Watcher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_PROBE_TOLERANCE = 1e-2
-"""Largest relative error of the probe: far above bfloat16 rounding of a logit, far below any structural difference."""
 
 
 class Backbone(nn.Module):
@@ -65,9 +72,12 @@ class Backbone(nn.Module):
         super().__init__()
         wrapped = model if isinstance(model, PeftModel) else None
         model = model.get_base_model() if wrapped else model
-        _check_supported(model)
-        model.requires_grad_(False).eval()
+        if wrapped is None:
+            refuse_adapted(model)
+        check_supported(model)
+        silence(model)
         self.model = model
+        self._watcher: Watcher | None = None
         self.tokenizer = tokenizer
         self.decoder = model.base_model
         self.head = _head_of(model)
@@ -76,13 +86,13 @@ class Backbone(nn.Module):
         self._takes_positions = "position_ids" in accepted
         # Read once: the Trainer aligns the model's special tokens with its tokenizer's.
         self.eos_token_ids = _eos_of(model)
-        _check_probe(self)
+        check_vocabulary(model, tokenizer, self.eos_token_ids)
+        check_probe(self)
         self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
         if adapter is not None:
             self.peft = load_adapter(model, adapter)
         elif lora is not None:
             self.add_adapter(lora, seed)
-        self._watcher: Watcher | None = None
 
     @classmethod
     def load(
@@ -248,25 +258,12 @@ class Backbone(nn.Module):
 
     @contextlib.contextmanager
     def _folded(self) -> Iterator[None]:
-        if self.peft is None or self.dtype not in (torch.float32, torch.float64):
+        if self.peft is None or self.dtype not in FOLDED_TYPES:
             yield
             return
-        layers = [m for m in self.model.modules() if isinstance(m, LoraLayer) and not m.disable_adapters]
-        originals = []
-        try:
-            with torch.no_grad():
-                for layer in layers:
-                    weight = layer.get_base_layer().weight
-                    originals.append((weight, weight.data))
-                    delta = sum(layer.get_delta_weight(name) for name in layer.active_adapters)
-                    weight.data = weight.data + delta.to(weight.dtype)
-                    if self._watcher:
-                        self._watcher.tag([weight], "weights")
-            with self.reference():
-                yield
-        finally:
-            for weight, original in originals:
-                weight.data = original
+        watcher = self._watcher
+        with folded(self.model, watcher and (lambda new: watcher.tag(new, "weights"))), self.reference():
+            yield
 
     @contextlib.contextmanager
     def checkpointed_layers(self, enabled: bool) -> Iterator[None]:
@@ -281,8 +278,16 @@ class Backbone(nn.Module):
         model = self.model  # the names of transformers >= 5.20, else the older ones
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-        enable({"use_reentrant": False})
+        try:
+            enable({"use_reentrant": False})
+        except ValueError:
+            allowed = f"false: {type(model).__name__} cannot recompute its layers"
+            raise InputError("gradient_checkpointing", True, allowed) from None
         layers = [m for m in self.model.modules() if hasattr(m, "gradient_checkpointing")]
+        outer = [m for m in layers if isinstance(m, GradientCheckpointingLayer)]
+        for layer in {inner for m in outer for inner in m.modules() if inner is not m}:
+            if hasattr(layer, "gradient_checkpointing"):  # within another: recomputed in backward, when this is off
+                layer.gradient_checkpointing = False
         for layer in layers:
             layer.training = True
         try:
@@ -293,7 +298,7 @@ class Backbone(nn.Module):
                 layer.training = False
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter as PEFT does (safetensors and ``adapter_config.json``).
+        """Write the adapter as PEFT does (safetensors and ``adapter_config.json``), with its base's fingerprint.
 
         Args:
             folder: Target folder.
@@ -303,10 +308,18 @@ class Backbone(nn.Module):
         """
         if self.peft is None:
             raise InputError("adapter", None, "a backbone with a LoRA adapter")
-        for config in self.peft.peft_config.values():
-            if isinstance(config.target_modules, set):  # its order, and so the file, changes from process to process
-                config.target_modules = sorted(config.target_modules)
-        self.peft.save_pretrained(str(folder))
+        save_adapter(self.peft, folder)
+
+
+@contextlib.contextmanager
+def no_load_report() -> Iterator[None]:
+    """Without the table that transformers logs of missing and surplus weights: an error names them in a line."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "auto") -> tuple[PreTrainedModel, Any]:
@@ -332,11 +345,13 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
                 setattr(config, key, 0.0)
         logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, use_safetensors=True,
-            attn_implementation=None if attention == "auto" else attention,
-            trust_remote_code=False,
-        )  # fmt: skip
+        with no_load_report():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, use_safetensors=True,
+                attn_implementation=None if attention == "auto" else attention,
+                trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
+        check_loaded(name, info)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except InputError:
         raise
@@ -345,16 +360,6 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
         allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
         raise InputError("backbone", name, f"{allowed} ({reason})") from None
     return model, tokenizer
-
-
-def _check_supported(model: PreTrainedModel) -> None:
-    name = model.__class__.__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise InputError("backbone", name, "a decoder-only causal language model, not an encoder-decoder")
-    if model.get_output_embeddings() is None:
-        raise InputError("backbone", name, "a causal language model with an output head")
-    if "inputs_embeds" not in inspect.signature(model.base_model.forward).parameters:
-        raise InputError("backbone", name, "a model that accepts inputs_embeds: soft tokens have no ids")
 
 
 def _eos_of(model: PreTrainedModel) -> tuple[int, ...]:
@@ -374,25 +379,3 @@ def _head_of(model: PreTrainedModel) -> Head:
     elif getattr(config, "logit_scale", None):  # Cohere multiplies
         scale = float(config.logit_scale)
     return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
-
-
-@torch.no_grad()
-def _check_probe(backbone: Backbone) -> None:
-    """Reject a model whose logits are not ``head(hidden(embed(ids)))`` or that is not causal."""
-    name = backbone.model.__class__.__name__
-    ids = torch.arange(1, 7, device=backbone.device).remainder(backbone.vocab_size).view(1, -1)
-    mask = torch.ones_like(ids)
-    want = backbone.model(input_ids=ids, attention_mask=mask).logits
-    if want.device.type == "meta":
-        return
-    want = want.to(torch.float64)
-    got = backbone.head(backbone.hidden(backbone.embed(ids), mask)).to(torch.float64)
-    table = backbone.embedding_weight[ids] * backbone.embedding_scale
-    if got.shape != want.shape or (got - want).norm() > _PROBE_TOLERANCE * want.norm():
-        raise InputError("backbone", name, "a model whose logits are head(last hidden state), scaled or soft-capped")
-    if (table - backbone.embed(ids)).norm() > _PROBE_TOLERANCE * table.norm():
-        raise InputError("backbone", name, "a model whose input embedding is a (scaled) row of one table")
-    other = torch.cat([ids[:, :-1], ids[:, :1]], 1)
-    ahead = backbone.head(backbone.hidden(backbone.embed(other), mask)).to(torch.float64)
-    if (ahead - want)[:, :-1].norm() > _PROBE_TOLERANCE * want.norm():
-        raise InputError("backbone", name, "a causal model: a position's logits may not depend on later tokens")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,9 @@ def _without_eos(ids: list[int], eos: int | None) -> list[int]:
 
 def _text_ids(tokenizer: Any, texts: list[str], fields: Sequence[str]) -> list[list[int]]:
     """Token ids of plain texts, each without a final EOS; ``fields`` names the texts in errors."""
+    for field, text in zip(fields, texts, strict=True):
+        if re.search("[\ud800-\udfff]", text):  # half of a surrogate pair, which no tokenizer takes
+            raise InputError(field, text, "text that UTF-8 can store")
     # A prompt of special tokens alone is empty, hence both encodings.
     plain = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
     for field, text, ids in zip(fields, texts, plain, strict=True):

@@ -68,7 +68,7 @@ def generate(
         Completion ids and mask, each [B, T'] with T' <= T.
 
     Raises:
-        InputError: If a length or the temperature is out of range.
+        InputError: If a length or the temperature is out of range, or the logits are not finite.
     """
     if max_new_tokens < 1:
         raise InputError("max_new_tokens", max_new_tokens, "at least 1")
@@ -91,6 +91,7 @@ def _generate(
         if temperature > 0:
             logits = logits / temperature + gumbel_noise(tuple(logits.shape), generator)
         token = logits.argmax(-1)
+        _check_finite(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
         ids.append(token)
         masks.append(alive)
         alive = alive & ~is_eos(token, eos)
@@ -98,6 +99,14 @@ def _generate(
             break
         state.advance(backbone.embed(token))
     return torch.stack(ids, 1), torch.stack(masks, 1).long()
+
+
+def _check_finite(largest: Tensor, alive: Tensor) -> None:
+    """Reject NaN and infinity among the largest logits [B]; where there is NaN, arg max takes it for the largest."""
+    finite = largest.isfinite() | ~alive
+    if not finite.all():
+        rows = f"NaN or infinity for {int((~finite).sum())} of {len(finite)} prompts"
+        raise InputError("logits", rows, "a model and an adapter whose logits are finite")
 
 
 def check_length(backbone: Backbone, length: int) -> None:

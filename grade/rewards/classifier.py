@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 BATCH_ROWS = 64
 _UNLIMITED = 10**9
 """A tokenizer without a limit has a larger one."""
+_BUFFERS = ("position_ids", "inv_freq", "masked_bias")
+"""Ends of names that older versions of transformers wrote and that hold no weights."""
 
 
 class TextClassifier:
@@ -149,13 +151,16 @@ def load_classifier(source: str | Path, device: torch.device | str = "cpu") -> t
     Raises:
         InputError: If it cannot be loaded, or is no trained classifier: a base model has no weights for the labels.
     """
+    from grade.models.backbone import no_load_report  # here: the chain of imports is long enough
+
     name = str(source)
     allowed = "a folder or hub id of a sequence classifier with safetensors weights, a tokenizer and no remote code"
     logging.disable_progress_bar()
     try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
+        with no_load_report():
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
         tokenizer = load_tokenizer(name)
     except InputError:
         raise
@@ -164,6 +169,10 @@ def load_classifier(source: str | Path, device: torch.device | str = "cpu") -> t
     missing = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
     if missing:
         raise InputError("reward", name, f"a trained classifier: it has no weights for {', '.join(missing[:3])}")
+    trunk = f"{model.base_model_prefix}."  # another task's head may stay unread, but not a part of the trunk
+    unread = sorted(key for key in info["unexpected_keys"] if key.startswith(trunk) and not key.endswith(_BUFFERS))
+    if unread:
+        raise InputError("reward", name, f"a classifier whose config has a place for {', '.join(unread[:3])}")
     return model.to(device), tokenizer
 
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from grade.config import Config
+from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.rewards.labels import LabelledText, head_loss, head_measure, held_out_measures, label_tensor
 from grade.rewards.model import HeadSettings, Labels, RewardKind, RewardModel, table_moments
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class FitSettings(HeadSettings):
     """Training settings of one kind of reward model."""
 
-    lr: float = Field(1e-3, gt=0, description="AdamW learning rate")
+    lr: float = Field(1e-3, gt=0, le=1e30, description="AdamW learning rate")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay")
     batch_size: int = Field(64, ge=1, description="reviews per update")
     epochs: int = Field(60, ge=1, description="maximum number of passes over the reviews")
@@ -67,10 +67,12 @@ class RewardConfig(Config):
 
     bag: BagSettings = Field(BagSettings(), description="reward on the embedding table")
     trunk: TrunkSettings = Field(TrunkSettings(), description="reward on the frozen transformer")
-    eval_tokens: list[int] = Field([32, 64, 128], min_length=1, description="prefix lengths to report accuracy at")
+    eval_tokens: list[PositiveInt] = Field(
+        [32, 64, 128], min_length=1, description="prefix lengths to report accuracy at"
+    )
     feature_batch_size: int = Field(32, ge=1, description="reviews in one pass through the base")
     labels: Labels = Field("binary", description="binary: 0 and 1; number: any numbers (regression, squared error)")
-    seed: int = Field(0, ge=0, description="seed of initialisation, dropout, order and crops")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="seed of initialisation, dropout, order and crops")
 
 
 def train_reward(

@@ -106,7 +106,7 @@ class FunctionReward:
             "log_metric": log.metric,
         }
 
-    def failed(self, error: Exception, texts: Texts) -> InputError:
+    def failed(self, error: BaseException, texts: Texts) -> InputError:
         """The error for an exception in the function."""
         said = str(error)[:_MOST_SHOWN] or "no message"
         first = f"row 0 of {len(texts)} begins {beginning(texts.completions[0])}"
@@ -158,7 +158,7 @@ def run_functions(rewards: Sequence[FunctionReward], texts: Texts, log: Log) -> 
                 result = reward.function(**reward.arguments(texts, log))
             except InputError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise reward.failed(error, texts) from error
             results[index] = reward.checked(result, texts), time.perf_counter() - start
     waiting = {index: reward for index, reward in enumerate(rewards) if reward.is_async}
@@ -182,7 +182,7 @@ async def _awaited(reward: FunctionReward, texts: Texts, log: Log) -> tuple[Tens
         result = await reward.function(**reward.arguments(texts, log))
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise reward.failed(error, texts) from error
     return reward.checked(result, texts), time.perf_counter() - start
 

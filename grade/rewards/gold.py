@@ -23,7 +23,7 @@ from scipy.special import expit
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from grade.errors import InputError
+from grade.errors import InputError, require_file
 from grade.stats import Estimate
 
 
@@ -128,7 +128,7 @@ class GoldJudge:
             InputError: If the file is missing, damaged or something else.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with np.load(require_file(path), allow_pickle=False) as arrays:
                 terms = arrays["terms"].tobytes().decode().split("\n")
                 idf, coef, intercept = (arrays[name].astype(np.float64) for name in ("idf", "coef", "intercept"))
         except (
@@ -138,6 +138,7 @@ class GoldJudge:
             TypeError,
             AttributeError,
             EOFError,
+            RuntimeError,  # an encrypted archive, or a way of packing that zipfile does not know
             zipfile.BadZipFile,
             zlib.error,
         ) as error:

@@ -32,7 +32,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grade.config import Config
-from grade.errors import InputError
+from grade.errors import InputError, require_file
+from grade.models.fingerprint import fingerprint, same_base
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -219,11 +220,11 @@ class RewardModel(nn.Module):
             self.label_std.copy_(labels.std())
 
     def save(self, folder: str | Path) -> None:
-        """Write ``reward.safetensors`` and ``reward.json`` (kind, sizes, and which base it belongs to)."""
+        """Write ``reward.safetensors`` and ``reward.json`` (kind, sizes, and a fingerprint of the weights it reads)."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         sizes = self.settings.model_dump(include=set(HeadSettings.model_fields))
-        about = {"kind": self.kind, "settings": sizes, "base": _identity(self.backbone)}
+        about = {"kind": self.kind, "settings": sizes, "base": _identity(self.backbone, self.kind)}
         if self.labels != "binary":  # what folders without it hold
             about["labels"] = self.labels
         weights, config = folder / f"{_WEIGHTS}.tmp", folder / f"{_CONFIG}.tmp"
@@ -248,20 +249,38 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
     """
     folder = Path(folder)
     try:
-        about = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        state = load_file(folder / _WEIGHTS)
-        kind, settings, trained_on = about["kind"], about["settings"], about["base"]
-        labels = about.get("labels", "binary")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        about = json.loads(require_file(folder / _CONFIG).read_text(encoding="utf-8"))
+        state = load_file(require_file(folder / _WEIGHTS))
+        kind, settings, labels = about["kind"], about["settings"], about.get("labels", "binary")
+        trained_on = {"fingerprint": {}} | about["base"]  # older folders have none
+        trained_on |= {
+            "fingerprint": dict(trained_on["fingerprint"]),
+            "embedding_rms": float(trained_on["embedding_rms"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         allowed = f"a folder with {_CONFIG} and {_WEIGHTS} as written by the reward stage ({type(error).__name__})"
         raise InputError("reward model", str(folder), allowed) from None
-    _check_same_base(trained_on, _identity(backbone))
+    _check_same_base(trained_on, _identity(backbone, kind))
     model = RewardModel(kind, backbone, HeadSettings.parse(settings, _CONFIG), labels)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError:
-        raise InputError("reward model", str(folder), f"weights in {_WEIGHTS} that fit {_CONFIG}") from None
+    reason = _misfit(state, model.state_dict())
+    if reason:
+        raise InputError("reward model", str(folder), f"weights in {_WEIGHTS} that fit {_CONFIG} ({reason})")
+    model.load_state_dict(state)
     return model.requires_grad_(False)
+
+
+def _misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+    """The first tensor that is missing, has no place, has another shape or is not finite."""
+    for name in sorted(given.keys() | wanted.keys()):
+        if name not in given:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} has no place in the model"
+        if given[name].shape != wanted[name].shape:
+            return f"{name} has shape {list(given[name].shape)}, not {list(wanted[name].shape)}"
+        if not torch.isfinite(given[name]).all():
+            return f"{name} is not finite"
+    return ""
 
 
 def masked_mean(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -302,13 +321,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     return hashlib.sha256(pairs.encode("ascii")).hexdigest()
 
 
-def _identity(backbone: Backbone) -> dict[str, Any]:
+def _identity(backbone: Backbone, kind: RewardKind) -> dict[str, Any]:
     mean, std = table_moments(backbone)
+    read = backbone.embedding if kind == "bag" else backbone.decoder
     return {
         "vocab_size": backbone.vocab_size,
         "hidden_size": backbone.hidden_size,
         "tokenizer": tokenizer_fingerprint(backbone.tokenizer),
         "embedding_rms": float((mean.square() + std.square()).mean().sqrt()),
+        "fingerprint": fingerprint(read),
     }
 
 
@@ -320,7 +341,11 @@ def _check_same_base(trained_on: dict[str, Any], here: dict[str, Any]) -> None:
             "a reward model reads the policy's own embeddings, so tokenizer and base must be the ones it was trained on"
         )
         raise InputError(f"reward model: {key} of the base", here[key], f"{trained_on.get(key)!r} ({why})")
-    rms = trained_on.get("embedding_rms", 0.0)
+    rms = trained_on["embedding_rms"]
     if not abs(rms - here["embedding_rms"]) <= _NORM_TOLERANCE * rms:
         allowed = f"{rms} (same sizes, but other weights than the reward model was trained on)"
         raise InputError("reward model: embedding_rms of the base", here["embedding_rms"], allowed)
+    if not same_base(trained_on["fingerprint"], here["fingerprint"]):
+        allowed = "that of the base that the reward model was trained on: same sizes, but other weights"
+        shown = {name: digest[:8] for name, digest in here["fingerprint"].items()}
+        raise InputError("reward model: fingerprint of the base", shown, allowed)

@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_utils import sort_checkpoints
 
-from grade.errors import InputError
+from grade.errors import InputError, require_file
+from grade.models.adapter import ADAPTER_FILES, BASE_FILE, refuse_saved, write_fingerprint
 
 OPTIMIZER_FILE = "optimizer.pt"
 STATE_FILE, LEARNER_FILE = "grade_state.json", "learner.safetensors"
@@ -62,6 +64,15 @@ class Saving(Trainer):
         finally:
             self._staging = None
         self.together.wait()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            write_fingerprint(self.backbone.peft, output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        refuse_saved(self.backbone.peft, resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_own(self, folder: Path) -> None:
         state = {"seconds": self.seconds, "window": self.window.state()}
@@ -156,10 +167,11 @@ def export_adapter(checkpoint: Path, folder: Path) -> None:
 
     Args:
         checkpoint: Of the Trainer.
-        folder: Is made; holds what PEFT loads, and ``optimizer.pt``.
+        folder: Is made; holds what PEFT loads, the base's fingerprint if there is one, and ``optimizer.pt``.
     """
     folder.mkdir(parents=True)
-    for name in ("adapter_config.json", "adapter_model.safetensors", OPTIMIZER_FILE):
+    older = () if (checkpoint / BASE_FILE).is_file() else (BASE_FILE,)
+    for name in {*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE}.difference(older):
         shutil.copy2(checkpoint / name, folder / name)
 
 
@@ -175,13 +187,19 @@ def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
     """
     before = copy.deepcopy(optimizer.state_dict())
     try:
-        optimizer.load_state_dict(torch.load(path, weights_only=True))
+        with warnings.catch_warnings():
+            # Of a pickle that torch did not write; it is refused below in a line.
+            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+            state = torch.load(require_file(path), weights_only=True)
+        optimizer.load_state_dict(state)
         for group in optimizer.param_groups:
             for p in group["params"]:
                 for name, value in optimizer.state.get(p, {}).items():
                     if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
                         raise ValueError(f"{name} of shape {list(value.shape)} for {list(p.shape)}")
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+    except (
+        OSError, EOFError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, pickle.UnpicklingError
+    ) as error:  # fmt: skip
         optimizer.load_state_dict(before)
         reason = str(error).splitlines()[0] if str(error) else error.__class__.__name__
         raise InputError("optimizer state", str(path), f"AdamW's state_dict for this adapter ({reason})") from None

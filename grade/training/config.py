@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from transformers import TrainingArguments
+from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from grade.config import allowed_names, setting
+from grade.config import SEEDS, allowed_names, setting
 from grade.errors import InputError
-from grade.gradients.methods import MethodConfig
+from grade.gradients.methods import MethodConfig, Rate
 from grade.gradients.objective import RewardScope
 from grade.models.adapter import LoraSettings
 
@@ -85,8 +86,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
     )
     gradient_accumulation_steps: PositiveInt = setting(1, "microbatches of a process in an optimizer step")
     max_steps: Annotated[int, Field(ge=-1)] = setting(-1, "optimizer steps; -1: num_train_epochs passes")
-    seed: NonNegativeInt = setting(42, "seed of adapter, prompt order and noise")
-    learning_rate: PositiveFloat = setting(2e-4, "AdamW learning rate of the adapter")
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] = setting(42, "seed of adapter, prompt order and noise")
+    learning_rate: Rate = setting(2e-4, "AdamW learning rate of the adapter")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW weight decay")
     max_grad_norm: NonNegativeFloat = setting(1.0, "the gradient is clipped to this norm; 0: it is not clipped")
     optim: str = setting("adamw_torch", "optimizer, one of transformers' names")
@@ -128,6 +129,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
         unknown = [name for name in self.trackers if name not in INTEGRATION_TO_CALLBACK]
         if unknown:
             raise InputError("report_to", unknown[0], allowed_names(unknown[0], [*INTEGRATION_TO_CALLBACK, "none"]))
+        absent = [name for name in self.trackers if not _is_installed(name)]
+        if absent:
+            raise InputError("report_to", absent[0], f"none, or a tracker that is installed: pip install {absent[0]}")
         # Layers are recomputed by the engines, outside the rollout, which needs its cache: not by transformers.
         recompute = bool(self.gradient_checkpointing or self.activation_checkpointing)
         self.gradient_checkpointing = self.activation_checkpointing = None
@@ -147,6 +151,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
         for name in ("warmup_steps", "dataloader_num_workers"):
             if getattr(self, name) < 0:
                 raise InputError(name, getattr(self, name), "at least 0")
+        if self.data_seed is not None and not 0 <= self.data_seed < SEEDS:
+            raise InputError("data_seed", self.data_seed, f"0 to {SEEDS - 1}")
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
@@ -170,6 +176,12 @@ class GradeConfig(MethodConfig, TrainingArguments):
         """Completions generated and scored for a microbatch, greedy ones included."""
         greedy = self.policy_gradient is not None and self.policy_gradient.greedy
         return self.per_device_train_batch_size + (self.batch_prompts if greedy else 0)
+
+
+def _is_installed(tracker: str) -> bool:
+    """Whether transformers finds a tracker's package, for which it has a function each."""
+    available = getattr(integration_utils, f"is_{tracker.removesuffix('_ml')}_available", None)
+    return available is None or bool(available())
 
 
 @dataclass

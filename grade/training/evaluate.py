@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from grade.errors import InputError
 from grade.gradients.objective import Objective, RewardScope, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.noise import gumbel_noise
@@ -55,10 +56,15 @@ class Evaluation:
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float | int]:
-        """Flat metrics ``val/...``: mean, standard error and n."""
+        """Flat metrics ``val/...``: mean, standard error and n.
+
+        Raises:
+            InputError: If a value is not finite.
+        """
         flat: dict[str, float | int] = {}
         for name, values in (("reward", self.reward), ("gold", self.gold), ("kl", self.kl)):
-            if len(values) and np.isfinite(values).all():
+            if len(values) and not (name == "gold" and np.isnan(values).all()):  # no judge
+                check_finite(name, values)
                 estimate = Estimate.of(values)
                 key = "kl" if name == "kl" else f"{name}_mean"
                 flat[f"val/{key}"] = estimate.mean
@@ -104,6 +110,22 @@ class Evaluation:
             table["prompt"].tolist(), table["completion"].tolist(), table["reward"].to_numpy(),
             table["gold"].to_numpy(), kl[~np.isnan(kl)], float(table["kl_max"].iloc[0]), parts,
         )  # fmt: skip
+
+
+def check_finite(name: str, values: np.ndarray) -> None:
+    """Reject NaN and infinity: a mean without them would be that of other prompts.
+
+    Args:
+        name: What the values are.
+        values: Of any shape.
+
+    Raises:
+        InputError: Naming it and the first bad value.
+    """
+    bad = values[~np.isfinite(values)]
+    if bad.size:
+        allowed = f"finite numbers in an evaluation; {bad.size} of {values.size} are not"
+        raise InputError(name, float(bad.flat[0]), allowed)
 
 
 @dataclass(frozen=True)
@@ -156,6 +178,9 @@ def evaluate(
 
     Returns:
         The values, prompt by prompt.
+
+    Raises:
+        InputError: If logits, a reward, the judge's score or a KL are not finite.
     """
 
     def encode(rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
@@ -193,6 +218,9 @@ def evaluate_examples(
 
     Returns:
         The values, prompt by prompt, on every process.
+
+    Raises:
+        InputError: If logits, a reward, the judge's score or a KL are not finite.
     """
     own = attempt(lambda: _own_batches(backbone, examples, encode, objective, sampling, judge, *share))
     batches = [values for _, values in sorted(gather(own), key=lambda pair: pair[0])]
@@ -227,20 +255,21 @@ def _evaluate_batch(
     generator: torch.Generator, start: int,
 ) -> dict[str, Any]:  # fmt: skip
     prompts = prompts.to(backbone.device)
-    ids, mask = generate(
-        backbone, prompts, sampling.max_new_tokens, generator, min_new_tokens=sampling.min_new_tokens
-    )
+    ids, mask = generate(backbone, prompts, sampling.max_new_tokens, generator, min_new_tokens=sampling.min_new_tokens)
     reward = objective.score(backbone, prompts, ids, mask).cpu().double().numpy()
+    check_finite("reward", reward)
     before = [decode(backbone.tokenizer, i, m) for i, m in zip(prompts.ids, prompts.mask, strict=True)]
     after = [decode(backbone.tokenizer, i, m) for i, m in zip(ids, mask, strict=True)]
     gold = np.full(len(after), np.nan)
     if judge is not None:
         gold = judge.score([p + c for p, c in zip(before, after, strict=True)])
+        check_finite("gold", gold)
     kl, kl_max, with_kl = np.zeros(0), 0.0, min(len(after), sampling.kl_prompts - start)
     if with_kl > 0:
         rows = slice(0, with_kl)
         each = sequence_kl(backbone, prompts[rows], ids[rows], mask[rows])
         kl, kl_max = sequence_mean(each, mask[rows]).cpu().double().numpy(), float(each.abs().max())
+        check_finite("kl", kl)
     last = getattr(objective.reward_model, "last", None)
     parts = {} if last is None else {name: v.cpu().double().numpy() for name, v in last.values.items()}
     return {

@@ -7,16 +7,15 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
-
 import grade
 from grade.errors import InputError
+from grade.outputs import LOCK, claimed, writing
 from grade.results import replacing
 from grade.training.checkpoint import clean, last_checkpoint
 from grade.training.config import TrainConfig
@@ -28,35 +27,44 @@ _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base
          "dataloader_num_workers", "ddp_timeout", "eval_on_start", "local_rank")  # fmt: skip
 _FREE_PREFIXES = ("save_", "hub_", "push_", "log_", "trackio_")
 _HASHED_BYTES = 2**20
+_SIGNS = ("run.json", "history.csv")
+"""One of these is in every folder that a run has begun or finished in."""
+_REPLACED = ("adapter", "checkpoint-*", "checkpoints", "completions", "README.md")
+"""What a run replaces and others could have made. Tables of numbers are left out: a checkout may hold them alone."""
 
 
 @contextmanager
-def locked(output_dir: str | Path) -> Iterator[None]:
+def locked(output_dir: str | Path, inputs: Iterable[str] = ()) -> Iterator[None]:
     """Hold a run's folder; the lock goes with the process, however it ends.
 
     Args:
-        output_dir: The folder; it is made.
+        output_dir: The folder; it is made. Files that a run does not write may be in it, and stay.
+        inputs: Paths that the run reads.
 
     Raises:
-        InputError: If another run has it, or it cannot be written.
+        InputError: If another run has it, it cannot be written, it is no place for a run (see `grade.outputs.claimed`),
+            or it holds what a run replaces, of something else than a run.
     """
-    folder = Path(output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise InputError("output_dir", str(folder), "a folder that no other run is writing to") from None
-    except OSError as error:
-        raise InputError("output_dir", str(folder), f"a folder that can be written ({error.strerror})") from None
-    try:
+    with claimed(output_dir, (), inputs=inputs, option="output_dir", shared=True) as output:
+        if not any((output.path / name).exists() for name in _SIGNS):
+            foreign = sorted({path.name for pattern in _REPLACED for path in output.path.glob(pattern)})
+            if foreign:
+                allowed = f"a folder without {foreign[0]!r}, which a run would replace and no run wrote"
+                raise InputError("output_dir", str(output_dir), allowed)
         yield
-    finally:
-        lock.release()
+
+
+def inputs(config: TrainConfig) -> list[str]:
+    """Paths that a run reads; what is no path may be among them.
+
+    Args:
+        config: The run.
+    """
+    return [place for spec in _inputs(config).values() for place in _places(spec)]
 
 
 def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path | None | Literal["finished"]:
-    """Decide where a run begins, and note what it is.
+    """Decide where a run begins. Nothing is changed yet: see `begin`.
 
     Args:
         config: The run.
@@ -91,9 +99,29 @@ def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path 
     if checkpoint and before and not _finished(folder, before) and not overwrite:
         allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
         raise InputError("output_dir", str(folder), allowed)
-    remove_checkpoints(folder)
-    _write(folder, now | {"id": uuid.uuid4().hex[:12]})
     return None
+
+
+def begin(config: TrainConfig) -> None:
+    """Remove an earlier run's checkpoints, and note what this run is: once its inputs are known to be good.
+
+    Args:
+        config: The run.
+    """
+    folder = Path(config.output_dir)
+    remove_checkpoints(folder)
+    _write(folder, about(config) | {"id": uuid.uuid4().hex[:12]})
+
+
+def forget(output_dir: str | Path) -> None:
+    """Remove the note on a run that ended before it wrote anything else, such as one with a reward that fails at once.
+
+    Args:
+        output_dir: The run's folder.
+    """
+    folder = Path(output_dir)
+    if {path.name for path in folder.iterdir()} <= {RUN_FILE, LOCK}:
+        (folder / RUN_FILE).unlink(missing_ok=True)
 
 
 def continue_trackers(output_dir: str | Path, resumed: bool) -> None:
@@ -126,15 +154,16 @@ def _finished(folder: Path, run: dict[str, Any]) -> bool:
 
 
 def _write(folder: Path, run: dict[str, Any]) -> None:
-    with replacing(folder / RUN_FILE) as file:
+    with writing(folder, "output_dir"), replacing(folder / RUN_FILE) as file:
         file.write(json.dumps(run, indent=1, sort_keys=True) + "\n")
 
 
 def remove_checkpoints(folder: Path) -> None:
     """Remove a run's checkpoints, each in one step."""
-    while (checkpoint := last_checkpoint(folder)) is not None:
-        checkpoint.rename(folder / ".old")
-        shutil.rmtree(folder / ".old")
+    with writing(folder, "output_dir"):
+        while (checkpoint := last_checkpoint(folder)) is not None:
+            checkpoint.rename(folder / ".old")
+            shutil.rmtree(folder / ".old")
 
 
 def about(config: TrainConfig) -> dict[str, Any]:
@@ -146,17 +175,26 @@ def about(config: TrainConfig) -> dict[str, Any]:
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
     settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
-    rewards = [config.reward] if isinstance(config.reward, str) else config.reward
-    inputs = {"model": config.model, "train_dataset": config.train_dataset, "eval_dataset": config.eval_dataset,
-              "gold": config.gold} | {f"reward {i}": spec for i, spec in enumerate(rewards)}  # fmt: skip
     package = Path(grade.__file__).parent
     others = {"experiments", "cli", "pipeline"}
     sources = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parts[0] not in others]
     return {
         "settings": settings,
-        "inputs": {name: _fingerprint(value) for name, value in inputs.items()},
+        "inputs": {name: _fingerprint(value) for name, value in _inputs(config).items()},
         "code": _digest(sources, package),
     }
+
+
+def _inputs(config: TrainConfig) -> dict[str, str]:
+    rewards = [config.reward] if isinstance(config.reward, str) else config.reward
+    return {"model": config.model, "train_dataset": config.train_dataset, "eval_dataset": config.eval_dataset,
+            "gold": config.gold} | {f"reward {i}": spec for i, spec in enumerate(rewards)}  # fmt: skip
+
+
+def _places(spec: str) -> tuple[str, ...]:
+    """The paths that an input may mean: all of it, or what stands before a function, a split or a label."""
+    place = spec.removeprefix("hf:").partition("@")[0]
+    return tuple(path for path in (place, place.rpartition(":")[0]) if path)
 
 
 def _plain(value: Any) -> Any:
@@ -165,9 +203,8 @@ def _plain(value: Any) -> Any:
 
 def _fingerprint(spec: str) -> str:
     """A hash of the files that an input names, or the name itself where it names none."""
-    place = spec.removeprefix("hf:").partition("@")[0]
-    path = Path(place if Path(place).exists() else place.rpartition(":")[0])
-    if not place or not path.exists() or not str(path).strip("."):
+    path = next((Path(place) for place in _places(spec) if Path(place).exists()), None)
+    if path is None or not str(path).strip("."):
         return spec
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     return _digest(files, path)
@@ -176,16 +213,23 @@ def _fingerprint(spec: str) -> str:
 def _digest(files: list[Path], root: Path) -> str:
     digest = hashlib.sha256()
     for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(root) if file != root else ''} {size}\n".encode())
-        with open(file, "rb") as content:
-            if size <= 64 * _HASHED_BYTES:
-                digest.update(content.read())
-            else:  # weights of gigabytes: beginning and end
-                digest.update(content.read(_HASHED_BYTES))
-                content.seek(-_HASHED_BYTES, 2)
-                digest.update(content.read())
+        try:
+            _add_file(digest, file, root)
+        except OSError as error:
+            raise InputError("input", str(file), f"a file that can be read ({error.strerror})") from None
     return digest.hexdigest()
+
+
+def _add_file(digest: Any, file: Path, root: Path) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.relative_to(root) if file != root else ''} {size}\n".encode())
+    with open(file, "rb") as content:
+        if size <= 64 * _HASHED_BYTES:
+            digest.update(content.read())
+        else:  # weights of gigabytes: beginning and end
+            digest.update(content.read(_HASHED_BYTES))
+            content.seek(-_HASHED_BYTES, 2)
+            digest.update(content.read())
 
 
 def _read(file: Path) -> dict[str, Any] | None:

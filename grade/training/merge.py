@@ -7,24 +7,20 @@ the output. Rounding to bfloat16 keeps 8 bits, and with them only part of a smal
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from grade.errors import InputError
-from grade.models.adapter import load_adapter
-from grade.models.backbone import DTYPES
+from grade.models.adapter import ADAPTER_FILES, load_adapter
+from grade.models.backbone import DTYPES, no_load_report
+from grade.models.gate import check_loaded
+from grade.outputs import claimed
 from grade.training.checkpoint import last_checkpoint
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> torch.dtype:
@@ -43,25 +39,20 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> t
     """
     if dtype is not None and dtype not in DTYPES:
         raise InputError("dtype", dtype, ", ".join(DTYPES))
-    adapter, target = adapter_folder(source), Path(output).resolve()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InputError("OUT", str(output), "a folder that does not exist yet, or is empty")
-    with warnings.catch_warnings(action="ignore"):  # PEFT's on what `_fitting` checks
-        model, tokenizer = _load(adapter)
-        kind = model.dtype if dtype is None else DTYPES[dtype]
-        if model.dtype != torch.float64:
-            model.float()
-        merged = _fitting(model, adapter).merge_and_unload().to(kind)
-    staging = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        staging.mkdir(parents=True)
-        merged.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        os.replace(staging, target)
-    except (OSError, ValueError, RuntimeError) as error:  # the generation config's checks raise ValueError
-        raise InputError("OUT", str(output), f"a folder that can be written ({_reason(error)})") from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    adapter = adapter_folder(source)
+    with claimed(output, (), inputs=(source,), option="OUT") as folder:
+        with warnings.catch_warnings(action="ignore"):  # transformers' and PEFT's on what is checked here
+            model, tokenizer = _load(adapter)
+            kind = model.dtype if dtype is None else DTYPES[dtype]
+            if model.dtype != torch.float64:
+                model.float()
+            merged = load_adapter(model, adapter).merge_and_unload().to(kind)
+        with folder.replacement() as staging:
+            try:
+                merged.save_pretrained(staging)
+                tokenizer.save_pretrained(staging)
+            except (ValueError, RuntimeError) as error:  # the generation config's checks raise ValueError
+                raise InputError("OUT", str(output), f"a folder that can be written ({_reason(error)})") from None
     return kind
 
 
@@ -95,29 +86,16 @@ def _load(adapter: Path) -> tuple[PreTrainedModel, Any]:
         raise InputError("base_model_name_or_path", base, allowed)
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", use_safetensors=True, trust_remote_code=False)
+        with no_load_report():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                base, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            )
         own = (adapter / "tokenizer_config.json").is_file()
         tokenizer = AutoTokenizer.from_pretrained(adapter if own else base, trust_remote_code=False)
     except Exception as error:  # transformers raises a dozen types, which mean the same to the user
         raise InputError("base_model_name_or_path", base, f"{allowed} ({_reason(error)})") from None
+    check_loaded(base, info)
     return model.eval(), tokenizer
-
-
-def _fitting(model: PreTrainedModel, adapter: Path) -> PeftModel:
-    """The model with the adapter, every tensor of which must have its place: PEFT takes what it can."""
-    allowed = "an adapter that fits this model"
-    try:
-        with safe_open(adapter / ADAPTER_FILES[1], "pt") as file:
-            given = set(file.keys())
-        peft = load_adapter(model, adapter)
-    except (OSError, KeyError, TypeError, SafetensorError) as error:
-        raise InputError("adapter", str(adapter), f"{allowed} ({_reason(error)})") from None
-    wanted = set(get_peft_model_state_dict(peft, save_embedding_layers=False))
-    if given != wanted:
-        odd = min(given - wanted or wanted - given)
-        reason = f"{odd} has no place in the base" if odd in given else f"it lacks {odd}"
-        raise InputError("adapter", str(adapter), f"{allowed} ({reason})")
-    return peft
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,7 +21,9 @@ import pandas as pd
 from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback
 
+from grade.errors import InputError
 from grade.gradients.methods import AUTO
+from grade.outputs import OutputFolder
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training import folder
@@ -30,7 +31,6 @@ from grade.training.callbacks import Lines, StopOnSignal
 from grade.training.card import write_card
 from grade.training.checkpoint import (
     OPTIMIZER_FILE,
-    RESULTS_STAGING,
     export_adapter,
     last_checkpoint,
     not_written,
@@ -57,6 +57,11 @@ METHOD_COLUMNS = {
     "train/residual_weight": "residual_weight",
 }  # fmt: skip
 """Columns that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
+
+
+RESULTS = ("adapter/", "checkpoints/", "history.csv", "timings.csv", "samples.json", "metrics.json", "timings.json",
+           "README.md")  # fmt: skip
+"""What `write_run` writes."""
 
 
 @dataclass
@@ -101,7 +106,7 @@ def train(
         InputError: For bad input, or a reward or loss that is not finite; the last checkpoint stands.
     """
     main = config.process_index == 0
-    with folder.locked(config.output_dir) if main else nullcontext():
+    with folder.locked(config.output_dir, folder.inputs(config)) if main else nullcontext():
         begin = [folder.start(config, resume, overwrite) if main else None]
         if config.world_size > 1:
             broadcast_object_list(begin)
@@ -112,6 +117,8 @@ def train(
         if config.device.type == "cpu":
             use_fastest_threads(task.backbone.hidden_size)
         name_base(task.backbone, config.base_name)
+        if main and begin is None:
+            folder.begin(config)
         if config.trackers:
             folder.continue_trackers(config.output_dir, begin is not None)
         try:
@@ -119,6 +126,10 @@ def train(
             if main and result.interrupted is None:
                 write_run(config.output_dir, config, task, result)
                 folder.finish(config.output_dir)
+        except InputError:
+            if main:
+                folder.forget(config.output_dir)
+            raise
         except OSError as error:
             raise not_written(config.output_dir, error) from error
     return result
@@ -237,7 +248,7 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
-    """Write a finished run's files beside ``output_dir`` and move them in when all are complete.
+    """Write a finished run's files and move them in when all are complete.
 
     Args:
         output_dir: Holds the checkpoints; its earlier results are replaced.
@@ -245,29 +256,20 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         task: Holds the adapter.
         result: The run's results.
     """
-    output = Path(output_dir)
-    staging = output / RESULTS_STAGING
-    shutil.rmtree(staging, ignore_errors=True)
-    (staging / "checkpoints").mkdir(parents=True)
-    task.backbone.save_adapter(staging / "adapter")
-    last = last_checkpoint(output)
-    if last is not None:
-        shutil.copy2(last / OPTIMIZER_FILE, staging / "adapter")
-    for earlier in sorted(set(output.glob("checkpoint-*")) - {last}):
-        export_adapter(earlier, staging / "checkpoints" / f"step-{earlier.name.removeprefix('checkpoint-')}")
-    for file, timed in (("history.csv", False), ("timings.csv", True)):
-        parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
-        write_history(staging / file, parts)
-    (staging / "samples.json").write_text(json.dumps(_samples(config, result), indent=1) + "\n", encoding="utf-8")
-    write_results(staging / "metrics.json", run_metrics(config, result, task.backbone))
-    write_card(staging, config, result)
-    for item in staging.iterdir():
-        target = output / item.name
-        if target.is_dir():
-            os.replace(target, output / ".old")
-            shutil.rmtree(output / ".old")
-        item.replace(target)
-    staging.rmdir()
+    output, last = Path(output_dir), last_checkpoint(output_dir)
+    with OutputFolder(output, output_dir, RESULTS, "output_dir", shared=True).replacement() as staging:
+        (staging / "checkpoints").mkdir()
+        task.backbone.save_adapter(staging / "adapter")
+        if last is not None:
+            shutil.copy2(last / OPTIMIZER_FILE, staging / "adapter")
+        for earlier in sorted(set(output.glob("checkpoint-*")) - {last}):
+            export_adapter(earlier, staging / "checkpoints" / f"step-{earlier.name.removeprefix('checkpoint-')}")
+        for file, timed in (("history.csv", False), ("timings.csv", True)):
+            parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
+            write_history(staging / file, parts)
+        (staging / "samples.json").write_text(json.dumps(_samples(config, result), indent=1) + "\n", encoding="utf-8")
+        write_results(staging / "metrics.json", run_metrics(config, result, task.backbone))
+        write_card(staging, config, result)
 
 
 def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> dict[str, Any]:

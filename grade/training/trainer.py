@@ -301,10 +301,18 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
 
     # ---- log and evaluation ----
     def step_ended(self) -> None:
-        """Add a step's seconds; called when its update is done."""
+        """Add a step's seconds, and check its update; called when that is done.
+
+        Raises:
+            InputError: If a weight is not finite; nothing of it has been saved.
+        """
         step_time = time.perf_counter() - self._started
         self.seconds += step_time
         self.window.note({"step_time": step_time})
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not torch.stack([p.detach().isfinite().all() for p in weights]).all():
+            allowed = f"a smaller one: weights are not finite after step {self.state.global_step}"
+            raise InputError("learning_rate", self.args.learning_rate, allowed)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the steps since the last row had, as means over microbatches and processes.

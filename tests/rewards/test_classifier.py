@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import make_prompts
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -108,6 +109,14 @@ def test_a_saved_classifier_is_loaded(tmp_path, make_classifier, tokenizer, batc
     assert_close(TextClassifier(loaded, own, tokenizer).score(*batch), want, rtol=0, atol=0)
 
 
+def test_what_another_task_or_an_older_version_left_in_the_file_is_no_reason(tmp_path, make_classifier, tokenizer):
+    make_classifier("bert", dtype=torch.float32).save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    left = {"lm_head.weight": torch.ones(2, 2), "bert.embeddings.position_ids": torch.arange(4)}
+    save_file(load_file(path) | left, path, metadata={"format": "pt"})
+    load_classifier(tmp_path)
+
+
 def base_model(folder, policy, tokenizer):
     policy.model.config.save_pretrained(folder)
     policy.peft.unload().save_pretrained(folder)
@@ -128,9 +137,18 @@ def pickled(folder, policy, tokenizer):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def fewer_layers(folder, policy, tokenizer):
+    """A config that leaves a layer of the file out."""
+    sizes = dict(vocab_size=300, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    BertForSequenceClassification(BertConfig(**sizes, num_hidden_layers=2)).save_pretrained(folder)
+    BertConfig(**sizes, num_hidden_layers=1, architectures=["BertForSequenceClassification"]).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("write", "match"),
     [
+        (fewer_layers, r"a classifier whose config has a place for bert.encoder.layer.1"),
         (base_model, "a trained classifier: it has no weights for score.weight"),
         (no_tokenizer, "reward: tokenizer.*files are missing"),
         (broken_config, "a sequence classifier with safetensors"),

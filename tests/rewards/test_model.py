@@ -6,11 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import make_backbone, tiny_config, tiny_gpt2
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from grade.errors import InputError
+from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.fit import (
     FitSettings,
@@ -242,6 +244,68 @@ def test_another_base_is_refused_and_says_why(tmp_path, other, message):
     RewardModel("bag", bare(), HeadSettings(channels=4)).save(tmp_path)
     with pytest.raises(InputError, match=f"{message} of the base.*trained on"):
         load_reward(tmp_path, other())
+
+
+def other_weights(part):
+    """The same sizes and nearly the same norms, but other weights in the embedding or in a layer."""
+    backbone = bare()
+    with torch.no_grad():
+        p = backbone.embedding.weight if part == "embedding" else backbone.model.model.layers[1].mlp.up_proj.weight
+        p.copy_(p.flip(0))
+    return backbone
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "fits"),
+    [("bag", "embedding", False), ("bag", "layer", True), ("trunk", "embedding", False), ("trunk", "layer", False)],
+)
+def test_a_reward_fits_the_weights_that_it_reads(tmp_path, kind, part, fits):
+    """A bag reads the embedding table, a trunk all layers; folders without a fingerprint are read as before."""
+    RewardModel(kind, bare(), HeadSettings()).save(tmp_path)
+    if fits:
+        load_reward(tmp_path, other_weights(part))
+    else:
+        with pytest.raises(InputError, match="fingerprint of the base: .*same sizes, but other weights"):
+            load_reward(tmp_path, other_weights(part))
+    about = json.loads((tmp_path / "reward.json").read_text())
+    del about["base"]["fingerprint"]
+    (tmp_path / "reward.json").write_text(json.dumps(about))
+    load_reward(tmp_path, other_weights(part))
+    load_reward(tmp_path, bare())
+
+
+def test_an_adapter_on_the_base_does_not_change_its_fingerprint(tmp_path):
+    RewardModel("trunk", bare(), HeadSettings()).save(tmp_path)
+    backbone = bare()
+    backbone.add_adapter(LoraSettings(r=2))
+    load_reward(tmp_path, backbone)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != "bias"}, "bias is missing"),
+        (lambda t: t | {"more": torch.ones(1)}, "more has no place"),
+        (lambda t: t | {"bias": torch.ones(5)}, r"bias has shape \[5\], not \[4\]"),
+        (lambda t: t | {"spread": t["spread"] * torch.nan}, "spread is not finite"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
+    RewardModel("bag", bare(), HeadSettings(channels=4)).save(tmp_path)
+    path = tmp_path / "reward.safetensors"
+    save_file(change(load_file(path)), path)
+    with pytest.raises(InputError, match=f"reward model: got .*reward.safetensors that fit reward.json .{message}"):
+        load_reward(tmp_path, bare())
+
+
+@pytest.mark.parametrize("base", [{"fingerprint": [1]}, {"fingerprint": None}, {"embedding_rms": "big"}, {}, None, "x"])
+def test_a_damaged_identity_of_the_base_is_one_clear_error(tmp_path, base):
+    RewardModel("bag", bare(), HeadSettings()).save(tmp_path)
+    about = json.loads((tmp_path / "reward.json").read_text())
+    about["base"] = about["base"] | base if isinstance(base, dict) and base else base
+    (tmp_path / "reward.json").write_text(json.dumps(about))
+    with pytest.raises(InputError, match="reward model: got .* as written by the reward stage"):
+        load_reward(tmp_path, bare())
 
 
 @pytest.mark.parametrize("damage", ["missing", "no_weights", "bad_json", "bad_weights", "wrong_shapes", "not_a_dict"])

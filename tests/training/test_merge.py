@@ -138,6 +138,28 @@ def test_what_does_not_fit_is_one_line_and_writes_nothing(adapter, tmp_path, rec
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"] and not recwarn.list
 
 
+def lacks_a_tensor(tensors):
+    return {name: value for name, value in tensors.items() if "layers.1.mlp.up_proj" not in name}
+
+
+BASES = {
+    "one tensor less": (lacks_a_tensor, "these lack .*up_proj"),
+    "one tensor more": (lambda tensors: tensors | {"model.more": torch.ones(1)}, "model.more"),
+    "other weights": (lambda tensors: {name: value * 1.01 for name, value in tensors.items()}, "with other weights"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BASES.values(), ids=BASES)
+def test_a_base_with_other_tensors_than_the_adapters_is_refused(bases, tmp_path, change, message):
+    shutil.copytree(bases / "float32", tmp_path / "base")
+    make_adapter(tmp_path / "base", tmp_path / "adapter")
+    path = tmp_path / "base" / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=message):
+        merge(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_that_has_not_finished_names_its_newest_checkpoint(tmp_path):
     for step in (2, 10):
         (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
@@ -162,8 +184,8 @@ def test_an_unknown_type_names_those_that_there_are(adapter, tmp_path):
 
 def test_a_disk_that_fills_up_leaves_nothing_behind(adapter, tmp_path, monkeypatch):
     def full(self, folder, **options):
-        assert (folder / "model.safetensors").is_file()  # half of the folder is there, elsewhere
-        assert not (tmp_path / "out").exists()
+        assert (folder / "model.safetensors").is_file()  # half of the model is there, hidden
+        assert all(path.name.startswith(".") for path in (tmp_path / "out").iterdir())
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)

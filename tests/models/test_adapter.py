@@ -1,0 +1,393 @@
+"""Saved, new and continued adapters: plain LoRA is exact in every role, anything else is refused by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import VOCAB, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from grade.errors import InputError
+from grade.models.adapter import BASE_FILE, continued_adapter, refuse_saved
+from grade.models.backbone import Backbone
+from grade.models.prompts import position_ids
+from grade.models.sampling import generate
+
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+UNTIED = {"tie_word_embeddings": False}
+ROUNDED = 1e-5
+"""Llama's norms round to float32, whatever the type: logits of order 10 agree to 1e-6; a part left out is 1e-1."""
+EXPERTS = MixtralConfig(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, num_local_experts=4, eos_token_id=2, initializer_range=0.3,
+)  # fmt: skip
+
+
+def base(config=None, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config or tiny_config(), dtype=dtype)
+
+
+def lora(**changes):
+    return LoraConfig(
+        **{"r": 2, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | changes
+    )
+
+
+def noisy(peft, seed=0):
+    """Every trainable parameter changed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in peft.parameters():
+            if p.requires_grad:
+                p.add_(0.3 * torch.randn(p.shape, generator=generator).to(p))
+    return peft
+
+
+def saved(folder, config=None, dtype=torch.float64, **changes):
+    """An adapter as plain PEFT saves it."""
+    noisy(get_peft_model(base(config, dtype=dtype), lora(**changes))).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def logits(backbone):
+    prompts = make_prompts()
+    return backbone.head(backbone.hidden(backbone.embed(prompts.ids), prompts.mask))[prompts.mask.bool()]
+
+
+# GPT-2 keeps float64 throughout; Llama rounds to float32 in its norms.
+GPT2 = {"target_modules": ["c_attn", "c_proj"]}
+PLAIN = {
+    "default": GPT2,
+    "rank-stabilised": GPT2 | {"use_rslora": True},
+    "patterns": GPT2 | {"rank_pattern": {"c_proj": 3}, "alpha_pattern": {"c_attn": 7}},
+    "dropout": GPT2 | {"lora_dropout": 0.5},
+    "some layers": GPT2 | {"layers_to_transform": [1], "layers_pattern": "h"},
+    "a regular expression": {"target_modules": r".*\.(c_fc|c_attn)"},
+    "excluded": {"target_modules": "all-linear", "exclude_modules": ["c_fc"]},
+    "positions": {"target_modules": ["wpe"]},
+    "no zeros at the start": GPT2 | {"init_lora_weights": False},
+    "gaussian": GPT2 | {"init_lora_weights": "gaussian"},
+    "orthogonal": GPT2 | {"init_lora_weights": "orthogonal"},
+}
+
+
+@pytest.mark.parametrize("how", ["folder", "new", "continued"])
+@pytest.mark.parametrize("changes", PLAIN.values(), ids=PLAIN)
+def test_plain_lora_samples_what_it_trains_and_leaves_the_base_alone(tmp_path, changes, how):
+    model = base(tiny_gpt2())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    reference = logits(Backbone(base(tiny_gpt2())))
+    if how == "folder":
+        backbone = Backbone(model, adapter=saved(tmp_path, tiny_gpt2(), **changes))
+        peft, prompts = PeftModel.from_pretrained(base(tiny_gpt2()), tmp_path).eval(), make_prompts()
+        places = position_ids(prompts.mask)
+        with torch.no_grad():
+            want = peft(input_ids=prompts.ids, attention_mask=prompts.mask, position_ids=places).logits
+        torch.testing.assert_close(logits(backbone), want[prompts.mask.bool()], rtol=0, atol=1e-10)
+    elif how == "new":
+        backbone = Backbone(model, lora=lora(**changes))
+        noisy(backbone.peft)
+    else:
+        backbone = Backbone(noisy(get_peft_model(model, lora(**changes))))
+    backbone.peft.train()  # a Trainer of the user's may have done so
+    policy = logits(backbone)
+    assert torch.equal(logits(backbone), policy)  # nothing is dropped
+    with backbone.merged():
+        inside = logits(backbone)
+    generate(backbone, make_prompts(), 4, torch.Generator().manual_seed(0))
+    # 1e-10: rounding of float64 is 1e-15 here, a setting that is left out 1e-1.
+    torch.testing.assert_close(inside, policy, rtol=0, atol=1e-10)
+    with backbone.reference():
+        assert torch.equal(logits(backbone), reference)
+    assert (policy - reference).abs().max() > 1e-3 and torch.equal(logits(backbone), policy)
+    after = {name.replace(".base_layer.", "."): value for name, value in backbone.model.state_dict().items()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+BAD = {
+    "DoRA": ({"use_dora": True}, "use_dora: got True; allowed: False"),
+    "modules_to_save": ({"modules_to_save": ["k_proj"]}, r"modules_to_save: got \['k_proj'\]"),
+    "head to save": ({"modules_to_save": ["lm_head"]}, r"modules_to_save: got \['lm_head'\]"),
+    "lora_bias": ({"lora_bias": True}, "lora_bias: got True"),
+    "bias all": ({"bias": "all"}, "bias: got 'all'; allowed: 'none' .*the reference"),
+    "bias lora_only": ({"bias": "lora_only"}, "bias: got 'lora_only'"),
+    "PiSSA": ({"init_lora_weights": "pissa"}, "init_lora_weights: got 'pissa'.*the reference"),
+    "PiSSA, fast": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got 'pissa_niter_4'"),
+    "OLoRA": ({"init_lora_weights": "olora"}, "init_lora_weights: got 'olora'"),
+    "MiCA": ({"init_lora_weights": "mica"}, "init_lora_weights: got 'mica'"),
+    "tokens": ({"trainable_token_indices": [3, 4]}, r"trainable_token_indices: got \[3, 4\]"),
+    "activated": ({"alora_invocation_tokens": [3, 4]}, r"alora_invocation_tokens: got \[3, 4\]"),
+    "replicated": ({"layer_replication": [(0, 2), (0, 2)]}, "layer_replication: got .*share their weights"),
+    "another task": ({"task_type": "SEQ_CLS"}, "task_type: got 'SEQ_CLS'; allowed: CAUSAL_LM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["folder", "new", "continued"])
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_settings_that_would_be_left_out_or_change_the_base_are_refused(tmp_path, changes, message, how):
+    config = tiny_config(attention_bias="bias" in changes)
+    with pytest.raises(InputError, match=message) as caught:
+        if how == "folder":
+            Backbone(base(config, dtype=torch.float32), adapter=saved(tmp_path, config, torch.float32, **changes))
+        elif how == "new":
+            Backbone(base(config), lora=lora(**changes))
+        else:
+            Backbone(get_peft_model(base(config, dtype=torch.float32), lora(**changes)))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_initialisation_from_data_needs_its_data(tmp_path):
+    with pytest.raises(InputError, match="lora: init_lora_weights: got 'eva'"):
+        Backbone(base(), lora=lora(init_lora_weights="eva"))
+    Backbone(base(), adapter=saved(tmp_path, init_lora_weights="eva"))  # its weights are in the folder
+
+
+@pytest.mark.parametrize(
+    ("targets", "config", "hit"),
+    [
+        (".*(q_proj|lm_head)", tiny_config(**UNTIED), "lm_head"),
+        (".*(q_proj|embed_tokens)", tiny_config(), "embed_tokens"),
+        ("(model.)?.*(embed|head).*", tiny_config(**UNTIED), "embed_tokens"),
+        (["q_proj", "lm_head"], tiny_config(**UNTIED), "lm_head"),
+        (["wte"], tiny_gpt2(), "wte"),
+    ],
+)
+def test_a_target_that_reaches_head_or_embedding_is_refused(tmp_path, targets, config, hit):
+    with pytest.raises(InputError, match=f"target_modules: got .*{hit}.* reward share"):
+        Backbone(base(config), lora=lora(target_modules=targets))
+    with pytest.raises(InputError, match=f"target_modules: got .*{hit}.* reward share"):
+        Backbone(base(config), adapter=saved(tmp_path, config, target_modules=targets))
+
+
+def test_a_wrapped_head_is_refused_too():
+    """PeftModels are not matched by name."""
+    model = get_peft_model(base(tiny_config(**UNTIED)), lora(target_modules=["lm_head"]))
+    with pytest.raises(InputError, match="target_modules: got .*lm_head.* reward share"):
+        continued_adapter(model)
+
+
+def test_a_base_can_be_used_again_after_an_adapter_was_refused(tmp_path):
+    model, spoilt = base(), saved(tmp_path)
+    shared_weight(model)
+    FILES["one tensor less"][0](spoilt)
+    for refused in ({"lora": lora()}, {"lora": lora(target_modules=".*lm_head|.*q_proj")}, {"adapter": spoilt}):
+        with pytest.raises(InputError):
+            Backbone(model, **refused)
+        assert not any(isinstance(module, LoraLayer) for module in model.modules())
+    Backbone(model, lora=lora(target_modules=["v_proj"]))
+
+
+def test_all_linear_layers_leave_the_head_out():
+    backbone = Backbone(base(tiny_config(**UNTIED)), lora=lora(target_modules="all-linear"))
+    assert sum(isinstance(m, LoraLayer) for m in backbone.model.modules()) == 2 * 7
+
+
+def test_fused_experts_are_refused(tmp_path):
+    changes = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    with pytest.raises(InputError, match="target_parameters: got .*fused experts"):
+        Backbone(base(EXPERTS, dtype=torch.float32), lora=lora(**changes))
+    with pytest.raises(InputError, match="target_parameters: got .*fused experts"):
+        folder = saved(tmp_path, EXPERTS, torch.float32, **changes)
+        Backbone(base(EXPERTS, dtype=torch.float32), adapter=folder)
+    with pytest.raises(InputError, match="target_modules: got .*mlp.*linear layers, not"):  # PEFT finds them too
+        Backbone(base(EXPERTS, dtype=torch.float32), lora=lora(target_modules="all-linear"))
+
+
+def shared_weight(model):
+    first, second = model.model.layers
+    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+
+
+def shared_layer(model):
+    first, second = model.model.layers
+    second.self_attn.q_proj = first.self_attn.q_proj
+
+
+@pytest.mark.parametrize("share", [shared_weight, shared_layer])
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_an_adapter_on_weights_that_layers_share_is_refused(share, layers):
+    """Also where only one of them is adapted: folding would change the other."""
+    model = base()
+    share(model)
+    with pytest.raises(InputError, match=r"target_modules: got '.*layers\.\d\.self_attn\.q_proj'.*that layers share"):
+        Backbone(model, lora=lora(layers_to_transform=layers))
+    other = base()
+    share(other)
+    Backbone(other, lora=lora(target_modules=["v_proj"]))
+
+
+def test_a_block_that_is_used_twice_has_one_adapter_and_is_exact():
+    """One module at two places, its adapter with it: not a weight that two adapters share."""
+    model = base()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    backbone = Backbone(noisy(get_peft_model(model, lora(target_modules=["up_proj"]))))
+    with backbone.merged():
+        inside = logits(backbone)
+    torch.testing.assert_close(inside, logits(backbone), rtol=0, atol=ROUNDED)
+
+
+def test_a_base_with_adapter_layers_of_its_own_is_refused():
+    """Nothing would switch them off: the reference would be the policy."""
+    inside = get_peft_model(base(), lora()).get_base_model()
+    for settings in (None, lora()):
+        with pytest.raises(InputError, match="backbone: got .*q_proj.*a base without adapter layers"):
+            Backbone(inside, lora=settings)
+    merged = get_peft_model(base(), lora())
+    merged.merge_adapter()
+    with pytest.raises(InputError, match=r"merged into .*q_proj.*unmerge_adapter"):
+        Backbone(merged)
+
+
+def test_an_adapter_that_is_not_active_counts_as_well():
+    """PiSSA has changed the base, whatever adapter is in use."""
+    model = get_peft_model(base(dtype=torch.float32), lora())
+    Backbone(model)
+    model.add_adapter("other", lora(init_lora_weights="pissa"))
+    with pytest.raises(InputError, match="init_lora_weights: got 'pissa'"):
+        Backbone(model)
+
+
+def test_a_second_plain_adapter_on_other_layers_is_left_out():
+    model = get_peft_model(base(), lora())
+    model.add_adapter("other", lora(target_modules=["k_proj"]))
+    backbone = Backbone(noisy(model))
+    with backbone.merged():
+        inside = logits(backbone)
+    torch.testing.assert_close(inside, logits(backbone), rtol=0, atol=ROUNDED)
+
+
+# --- the base's fingerprint
+
+
+def trained(folder, model=None):
+    backbone = perturb_adapter(Backbone(model or base(), lora=lora()))
+    backbone.save_adapter(folder)
+    return backbone
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_an_adapter_goes_back_on_its_base_in_any_type(tmp_path, dtype):
+    trained(tmp_path, base(dtype=torch.float32))
+    model = base(dtype=torch.float32).to(dtype)
+    assert Backbone(model, adapter=tmp_path).peft is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_adapter_of_another_base_of_the_same_shape_is_refused(tmp_path, dtype):
+    trained(tmp_path)
+    with pytest.raises(InputError, match=r"adapter: got .* trained on a base with other weights than Llama"):
+        Backbone(base(seed=1).to(dtype), adapter=tmp_path)
+    (tmp_path / BASE_FILE).unlink()  # as plain PEFT leaves it
+    Backbone(base(seed=1).to(dtype), adapter=tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "null", '{"shapes": 1}'])
+def test_a_damaged_fingerprint_is_one_line(tmp_path, text):
+    trained(tmp_path)
+    (tmp_path / BASE_FILE).write_text(text)
+    with pytest.raises(InputError, match="adapter: got .*fingerprint"):
+        Backbone(base(), adapter=tmp_path)
+
+
+# --- files
+
+
+def spoil_tensors(change):
+    def spoil(folder):
+        save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+
+    return spoil
+
+
+def spoil_settings(**values):
+    def spoil(folder):
+        (folder / SETTINGS).write_text(json.dumps(json.loads((folder / SETTINGS).read_text()) | values))
+
+    return spoil
+
+
+def pickled(folder):
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+FILES = {
+    "one tensor less": (spoil_tensors(lambda t: {n: v for n, v in t.items() if n != FIRST}), f"it lacks {FIRST}"),
+    "one tensor more": (spoil_tensors(lambda t: t | {"extra.lora_A.weight": torch.ones(1)}),
+                        "extra.lora_A.weight has no place"),
+    "another shape": (spoil_tensors(lambda t: t | {FIRST: torch.ones(2, 17)}), "size mismatch for .*q_proj"),
+    "not finite": (spoil_tensors(lambda t: t | {FIRST: t[FIRST] * torch.nan}), f"{FIRST} is not finite"),
+    "no tensors": (lambda f: (f / WEIGHTS).unlink(), f"a folder with {WEIGHTS}$"),
+    "pickled": (pickled, "adapter_model.bin is pickled"),
+    "damaged tensors": (lambda f: (f / WEIGHTS).write_bytes(b"x"), "an adapter that fits this model"),
+    "damaged settings": (lambda f: (f / SETTINGS).write_text("{"), "an adapter that fits this model"),
+    "no settings": (lambda f: (f / SETTINGS).unlink(), "adapter_config.json"),
+    "a list": (lambda f: (f / SETTINGS).write_text("[]"), "an adapter that fits this model"),
+    "rank 0": (spoil_settings(r=0), "adapter: r: got 0; allowed: a whole number from 1"),
+    "rank as text": (spoil_settings(r="two"), "adapter: r: got 'two'"),
+    "a rank beyond any memory": (spoil_settings(rank_pattern={"q_proj": 10**9}), "adapter: r: got 1000000000"),
+    "an infinite scale": (spoil_settings(lora_alpha=float("inf")), "lora_alpha: got inf"),
+    "a bad expression": (spoil_settings(target_modules="(("), "an adapter that fits this model"),
+    "a new setting": (spoil_settings(use_tomorrow=True), "use_tomorrow: got True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "message"), FILES.values(), ids=FILES)
+def test_a_damaged_folder_is_one_line_that_names_what(tmp_path, recwarn, spoil, message):
+    trained(tmp_path)
+    spoil(tmp_path)
+    recwarn.clear()
+    with pytest.raises(InputError, match=message) as caught:
+        Backbone(base(), adapter=tmp_path)
+    assert "\n" not in str(caught.value) and not recwarn.list
+
+
+def test_a_new_setting_that_is_off_is_no_reason(tmp_path):
+    trained(tmp_path)
+    spoil_settings(use_tomorrow=False, of_tomorrow=None)(tmp_path)
+    Backbone(base(), adapter=tmp_path)
+
+
+def test_what_a_run_continues_must_fit_it(tmp_path):
+    backbone = trained(tmp_path / "whole")
+    refuse_saved(backbone.peft, tmp_path / "whole")
+    for spoil, message in (FILES[name] for name in ("one tensor less", "one tensor more", "not finite", "pickled")):
+        shutil.copytree(tmp_path / "whole", tmp_path / "spoilt", dirs_exist_ok=True)
+        spoil(tmp_path / "spoilt")
+        with pytest.raises(InputError, match=message):
+            refuse_saved(backbone.peft, tmp_path / "spoilt")
+    FILES["another shape"][0](tmp_path / "whole")
+    with pytest.raises(InputError, match=r"q_proj.lora_A.weight has shape \[2, 17\], not \[2, 16\]"):
+        refuse_saved(backbone.peft, tmp_path / "whole")
+    trained(tmp_path / "other", base(seed=1))
+    with pytest.raises(InputError, match="a base with other weights"):
+        refuse_saved(backbone.peft, tmp_path / "other")
+
+
+def test_an_adapter_with_a_name_of_its_own_is_found_in_its_folder(tmp_path):
+    backbone = Backbone(get_peft_model(base(), lora(), adapter_name="mine"))
+    backbone.save_adapter(tmp_path)
+    assert (tmp_path / "mine" / BASE_FILE).is_file()
+    refuse_saved(backbone.peft, tmp_path)
+    Backbone(base(), adapter=tmp_path / "mine")
+
+
+def test_a_saved_adapter_has_the_same_bytes_in_every_process(tmp_path):
+    """PEFT keeps sets, whose order depends on the process's hash seed: they are sorted."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    Backbone(base(), lora=lora(target_modules=names, exclude_modules=["gate_proj", "zz", "yy"])).save_adapter(tmp_path)
+    Backbone(base(), adapter=tmp_path).save_adapter(tmp_path / "again")
+    Backbone(PeftModel.from_pretrained(base(), tmp_path)).save_adapter(tmp_path / "continued")
+    for folder in (tmp_path, tmp_path / "again", tmp_path / "continued"):
+        settings = json.loads((folder / SETTINGS).read_text())
+        assert settings["target_modules"] == sorted(names)
+        assert settings["exclude_modules"] == ["gate_proj", "yy", "zz"]
+        for name in (WEIGHTS, BASE_FILE):
+            assert (folder / name).read_bytes() == (tmp_path / name).read_bytes()

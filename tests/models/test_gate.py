@@ -1,0 +1,257 @@
+"""What a model must do to be accepted: each of these breaks one thing, and the line names it."""
+
+from types import MethodType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2
+from models.zoo import build
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, OPTConfig
+
+from grade.errors import InputError
+from grade.gradients.estimators import RelaxationConfig
+from grade.gradients.rollout import sample
+from grade.models.backbone import Backbone, load_pretrained
+from grade.models.gate import check_loaded
+
+
+def tiny(config=None, dtype=torch.float32):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config or tiny_config(), dtype=dtype)
+
+
+def refused(model, reason, tokenizer=None):
+    with pytest.raises(InputError, match=reason) as caught:
+        Backbone(model, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def change(module, function):
+    """Let ``function(forward, *args, **kwargs)`` stand in for a module's forward."""
+    forward = type(module).forward
+    module.forward = MethodType(lambda self, *args, **kw: function(forward.__get__(self), *args, **kw), module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_good_model_is_accepted_in_every_type(dtype):
+    Backbone(tiny(dtype=dtype))
+
+
+def test_the_probe_changes_nothing():
+    model = tiny()
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    Backbone(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not any(m.training for m in model.modules())
+    assert all(p.grad is None and not p.requires_grad for p in model.parameters())
+
+
+def test_a_model_without_data_is_not_run():
+    with torch.device("meta"):
+        model = tiny()
+    model.model.register_forward_pre_hook(lambda *args: pytest.fail("was run"))
+    Backbone(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(value):
+    model = tiny()
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = value
+    refused(model, "finite logits")
+
+
+@pytest.mark.parametrize(
+    ("cap", "dtype"), [(30.0, torch.float32), (5000.0, torch.float32), (30.0, torch.bfloat16), (1000.0, torch.bfloat16)]
+)
+def test_a_soft_cap_that_the_head_does_not_know_is_refused(cap, dtype):
+    """The logits here are below 1, where a cap of 1000 changes them by less than rounding."""
+    model = tiny(tiny_config(initializer_range=0.02), dtype)
+    forward = type(model).forward
+
+    def capped(self, *args, **kw):
+        result = forward(self, *args, **kw)
+        result.logits = cap * torch.tanh(result.logits / cap)
+        return result
+
+    model.forward = MethodType(capped, model)
+    refused(model, "soft-capped")
+
+
+def layer_changed(function, config=None):
+    model = tiny(config)
+    change(model.model.layers[0], function)
+    return model
+
+
+def test_a_function_in_place_of_a_dropout_module_is_refused():
+    model = layer_changed(lambda forward, *args, **kw: F.dropout(forward(*args, **kw), 0.1))
+    refused(model, "without randomness")
+
+
+def test_randomness_in_training_mode_only_is_refused():
+    """As a router's jitter: off in eval mode, on when the layer is recomputed."""
+    model = tiny()
+    layer = model.model.layers[0]
+
+    def noisy(forward, *args, **kw):
+        out = forward(*args, **kw)
+        return out * (1 + 0.1 * torch.rand_like(out)) if layer.training else out
+
+    change(layer, noisy)
+    refused(model, "when its layers are recomputed")
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    refused(layer_changed(lambda forward, x, *args, **kw: forward(x, *args, **kw) + x.mean(1, keepdim=True)), "causal")
+
+
+def test_a_model_that_ignores_the_mask_is_refused():
+    refused(layer_changed(lambda forward, *args, **kw: forward(*args, **{**kw, "attention_mask": None})), "padding")
+
+
+def test_a_type_that_is_not_finite_beside_padding_is_refused():
+    """Gemma 2 casts a mask with float64's smallest number to float32."""
+    refused(build("gemma2", torch.float64), "in float64 beside padding")
+    Backbone(build("gemma2", torch.float32))
+
+
+def test_positions_that_count_padding_are_refused():
+    model = tiny(tiny_gpt2())
+    change(model.transformer.wpe, lambda forward, ids: forward(torch.arange(ids.shape[1]).expand_as(ids)))
+    refused(model, "padding|cache")
+
+
+def test_a_model_that_forgets_its_cache_is_refused():
+    model = tiny()
+    for layer in model.model.layers:
+        change(layer.self_attn, _alone)
+    refused(model, "cache")
+
+
+def _alone(forward, *args, past_key_values=None, **kw):
+    """Attention that decodes each token without those before."""
+    hidden = kw.get("hidden_states", args[0] if args else None)
+    if past_key_values is None or hidden.shape[1] > 1:
+        return forward(*args, past_key_values=past_key_values, **kw)
+    return forward(*args, past_key_values=None, **{**kw, "attention_mask": None})
+
+
+def test_inputs_changed_in_place_are_refused():
+    model = tiny()
+    change(model.model.layers[0], lambda forward, x, *args, **kw: forward(x.mul_(1.5), *args, **kw))
+    refused(model, "inputs_embeds as they are")
+
+
+def test_a_gradient_that_is_not_finite_is_refused():
+    """The root of 0 is finite, its slope is not."""
+    refused(layer_changed(lambda forward, x, *args, **kw: forward(x, *args, **kw) + (x * 0).sqrt()), "finite gradient")
+
+
+def test_an_exception_of_the_model_is_one_line():
+    def fail(forward, *args, past_key_values=None, **kw):
+        if past_key_values is not None:
+            raise TypeError("no such cache\nand more")
+        return forward(*args, **kw)
+
+    refused(layer_changed(fail), r"runs on embeddings, padding and a cache \(TypeError: no such cache\)$")
+
+
+def test_a_model_without_a_cache_is_refused_by_its_signature():
+    with torch.device("meta"):  # nothing can be run there
+        model = build("mamba", torch.float32)
+    refused(model, "key-value cache")
+
+
+def test_dropped_layers_and_dropout_are_off_while_layers_are_recomputed():
+    """OPT's layers call the function dropout, and its decoder drops layers, where they are in training mode."""
+    config = OPTConfig(
+        vocab_size=VOCAB, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=16, max_position_embeddings=64, layerdrop=0.9, dropout=0.5, attention_dropout=0.5,
+    )  # fmt: skip
+    backbone, prompts = Backbone(tiny(config)), make_prompts()
+    embeds = backbone.embed(prompts.ids)
+    want = backbone.hidden(embeds, prompts.mask)
+    with backbone.checkpointed_layers(True):
+        assert torch.equal(backbone.hidden(embeds, prompts.mask), want)
+
+
+def test_layers_within_layers_are_recomputed_once():
+    """Zamba's: the backward pass runs after the switch is off again, and must find the graph of the forward pass."""
+    backbone = Backbone(build("zamba"))
+    parameters = [p.requires_grad_(True) for p in backbone.decoder.layers.parameters()]
+    prompts, grads = make_prompts(2), []
+    for recompute in (False, True):
+        with backbone.checkpointed_layers(recompute):
+            hidden = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
+        grads.append(torch.autograd.grad(hidden[:, 1:].square().sum(), parameters, allow_unused=True))
+    for plain, recomputed in zip(*grads, strict=True):
+        assert (plain is None) == (recomputed is None)
+        if plain is not None:
+            torch.testing.assert_close(recomputed, plain)
+
+
+def test_layers_that_cannot_be_recomputed_are_one_line():
+    backbone = Backbone(build("jetmoe"))
+    with pytest.raises(InputError, match="gradient_checkpointing: got True; allowed: false: JetMoe"):
+        with backbone.checkpointed_layers(True):
+            pass
+
+
+def test_mixtures_of_experts_run_in_float64():
+    Backbone(build("mixtral", torch.float64))
+
+
+@pytest.mark.parametrize("eos", [VOCAB, -1, [2, 500], "x"])
+def test_ends_of_sequence_outside_the_table_are_refused(eos):
+    model = tiny()
+    model.generation_config.eos_token_id = eos
+    refused(model, "eos_token_id: got .* 0 to 22")
+
+
+class Words(list):
+    """A tokenizer, as far as its number of tokens goes."""
+
+
+def test_a_tokenizer_larger_than_the_table_is_refused():
+    refused(tiny(), "tokens of the tokenizer: got 24; allowed: at most 23", Words(range(VOCAB + 1)))
+    Backbone(tiny(), Words(range(VOCAB)))
+
+
+def test_a_support_larger_than_the_vocabulary_is_one_line():
+    with pytest.raises(InputError, match="gumbel_topk: got 64"):
+        sample(make_backbone(), make_prompts(), RelaxationConfig(gumbel_topk=64, max_new_tokens=2), torch.Generator())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny(tiny_config(tie_word_embeddings=False)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_missing_weights_are_refused_and_not_random(folder, name):
+    state = load_file(folder / "model.safetensors")
+    del state[name]
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"lack {name}"):
+        load_pretrained(folder, torch.float32)
+
+
+def test_weights_that_the_model_would_ignore_are_refused(folder):
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.2.mlp.up_proj.weight"] = torch.zeros(32, 16)
+    state["model.layers.3.mlp.up_proj.weight"] = torch.zeros(32, 16)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="hold, unknown to the model, model.layers.2.mlp.up_proj.weight and 1 more"):
+        load_pretrained(folder, torch.float32)
+
+
+def test_buffers_of_old_checkpoints_are_no_weights():
+    old = ["h.0.attn.bias", "h.0.attn.masked_bias", "layers.0.self_attn.rotary_emb.inv_freq", "position_ids"]
+    check_loaded("x", {"missing_keys": set(), "unexpected_keys": set(old)})
+    for name in ("h.0.attn.c_attn.bias", "h.0.bias", "attn.weight"):
+        with pytest.raises(InputError, match=name):
+            check_loaded("x", {"unexpected_keys": {name}})

@@ -1,0 +1,137 @@
+"""NaN and infinity end a run or an evaluation with one line; temperatures that teach nothing are refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from grade.errors import InputError
+from grade.gradients.methods import TAU_RANGE, MethodConfig
+from grade.training import evaluate as evaluation
+from grade.training.config import TrainConfig
+from grade.training.evaluate import evaluate
+from grade.training.run import evaluate_task, run_training
+from grade.training.toy import toy_task
+
+LENGTHS = {"max_new_tokens": 4, "max_prompt_tokens": 6, "batch_size": 4}
+SMALL = {
+    "method": "ste", "gumbel_topk": 16, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 4,
+    "per_device_train_batch_size": 4, "max_steps": 3, "use_cpu": True, "report_to": [], "final_eval_prompts": 8,
+    "kl_eval_prompts": 0, "output_dir": "not made",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def task():
+    return toy_task()
+
+
+def evaluated(task, reward=None, judge=None):
+    return evaluate(task.backbone, task.validation_prompts[:8], reward or task.reward_model, judge, **LENGTHS)
+
+
+def with_value(value):
+    """A reward that is a number for all prompts but one."""
+
+    def reward(embeds, mask):
+        values = torch.zeros(len(embeds))
+        values[1] = value
+        return values
+
+    return reward
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_no_number_ends_an_evaluation(task, value):
+    with pytest.raises(InputError, match=r"reward: got (nan|-?inf); allowed: finite numbers .*; 1 of 4 are not"):
+        evaluated(task, with_value(value))
+
+
+def test_so_does_a_kl_or_a_judges_score(task, monkeypatch):
+    class Judge:
+        def score(self, texts):
+            return np.full(len(texts), np.nan)
+
+    with pytest.raises(InputError, match="gold: got nan"):
+        evaluated(task, judge=Judge())
+    real = evaluation.sequence_kl
+    monkeypatch.setattr(evaluation, "sequence_kl", lambda *args: real(*args) + torch.tensor(float("inf")))
+    with pytest.raises(InputError, match="kl: got inf"):
+        evaluated(task)
+
+
+def test_a_mean_is_never_taken_without_the_values_that_are_missing(task):
+    good = evaluated(task)
+    assert set(good.metrics()) >= {"val/kl", "val/reward_mean"} and "val/gold_mean" not in good.metrics()
+    for name in ("reward", "kl"):
+        broken = dataclasses.replace(good, **{name: np.append(getattr(good, name)[1:], np.nan)})
+        with pytest.raises(InputError, match=f"{name}: got nan"):
+            broken.metrics()
+
+
+def test_an_adapter_of_nan_has_no_score(task):
+    """Its arg max is a token like any other, so the text would be scored."""
+    broken = toy_task()
+    with torch.no_grad():
+        broken.backbone.trainable_parameters()[-1].fill_(float("nan"))
+    config = TrainConfig.parse(SMALL)
+    with pytest.raises(InputError, match="logits: got 'NaN or infinity for 8 of 8 prompts'"):
+        evaluate_task(config, broken, 8)
+    assert evaluate_task(config, task, 8).metrics()["val/reward_n"] == 8
+
+
+def trained(rate, task):
+    values = {"learning_rate": rate, "eval_on_start": False, "lr_scheduler_type": "constant"}
+    steps = []
+    try:
+        run_training(TrainConfig.parse(SMALL | values), task, steps.append)
+    finally:
+        trained.steps = len(steps)
+
+
+def test_a_learning_rate_that_overflows_is_seen_at_the_step():
+    """AdamW's first step makes weights of 1e30: numbers still, but the next loss is none."""
+    with pytest.raises(InputError, match="(loss|reward|gradient norm): got"):
+        trained(1e30, toy_task())
+    assert trained.steps == 1
+    with pytest.raises(InputError, match="learning_rate: got 1e.39; allowed: greater than 0, at most 1e30"):
+        trained(1e39, None)
+
+
+def test_weights_that_are_no_numbers_are_seen_after_their_own_step(monkeypatch):
+    task, real, steps = toy_task(), torch.optim.AdamW.step, []
+
+    def step(self, *args, **options):
+        real(self, *args, **options)
+        steps.append(self)
+        if len(steps) == 2:
+            self.param_groups[0]["params"][-1].data[0] = float("inf")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(InputError, match="learning_rate: got .*: weights are not finite after step 2"):
+        trained(1e-3, task)
+    assert trained.steps == 1
+
+
+@pytest.mark.parametrize("name", ["tau_start", "tau_end"])
+def test_temperatures_at_which_nothing_is_learned_are_refused(name):
+    low, high = TAU_RANGE
+    for value in (low / 2, 1e-30, 5e-324, 2 * high, 1e38):
+        with pytest.raises(InputError, match=f"{name}: got .*; allowed: 0.0001 to 1e.06: with this one the gradient"):
+            MethodConfig(method="ste", **{name: value})
+    for value in TAU_RANGE:
+        MethodConfig(method="ste", **{name: value})
+
+
+@pytest.mark.parametrize(("tau", "learns"), [(TAU_RANGE[0] / 1e4, False), (TAU_RANGE[0], True), (TAU_RANGE[1], True)])
+def test_the_range_of_temperatures_is_where_there_is_a_gradient(tau, learns):
+    from grade.gradients.estimators import relax
+    from grade.models.noise import gumbel_noise
+
+    generator = torch.Generator().manual_seed(0)
+    z = (2 * torch.randn(5000, 64, generator=generator) + gumbel_noise((5000, 64), generator)).requires_grad_()
+    (relax(z, tau, "ste") * torch.randn(5000, 64, generator=generator)).sum().backward()
+    share = (z.grad.abs().amax(1) > 0).float().mean()  # 104 tau, where the two largest are neighbours that often
+    assert (share > 0.003) == learns
+    assert z.grad.abs().mean() > 1e-9 or not learns  # 1e-8 of AdamW, and a sum over positions
