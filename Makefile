@@ -11,10 +11,10 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env repro check test smoke full h100 lab clean
+.PHONY: help env repro check test test-all smoke full h100 lab clean
 
 help: ## list the targets
-	@grep -E '^[a-z0-9]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9]+):.*## /  make \1\t/'
+	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
 
 env: $(STAMP) ## create or update the environment in .venv
 
@@ -52,6 +52,9 @@ test: env ## lint, unit tests, doctests, notebooks, and the smoke pipeline besid
 	$(BIN)/python -m pytest tests grade --doctest-modules notebooks --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
 		--numprocesses=auto --maxprocesses=4 --dist=loadfile --durations=40; tests=$$?; \
 	wait $$smoke; smoke=$$?; cat .workspaces/smoke.log; exit $$((tests || smoke))
+
+test-all: export GRADE_ALL_CASES := 1
+test-all: test ## the same with every case of the tables of which make test runs a sample
 
 # One thread is the fastest at these sizes: two wait for each other more than they compute.
 lab: export OMP_NUM_THREADS ?= 1

@@ -21,10 +21,14 @@ from typing import Any, Self, get_type_hints
 import pydantic
 import yaml
 
-from grade.errors import InputError
+from grade.errors import InputError, require_file
 
 MOST_KEYS = 60
 """Keys that an error lists."""
+SEEDS = 2**32
+"""Seeds are below this: numpy takes no larger ones, and torch's generator on CPUs reads only their lower 32 bits."""
+MOST_VALUES = 100_000
+"""Values of a YAML text with its aliases written out: a few lines of aliases of aliases can stand for billions."""
 
 
 class Config(pydantic.BaseModel):
@@ -211,11 +215,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def _read_one(path: str | Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("config file", str(path), f"a readable YAML file ({error.__class__.__name__})") from None
+        content = parse_yaml(require_file(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError("config file", str(path), f"a readable YAML file ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise InputError("config file", str(path), "a readable YAML file, in UTF-8") from None
     except yaml.YAMLError as error:
-        raise InputError("config file", str(path), f"valid YAML ({error})") from None
+        raise InputError("config file", str(path), f"valid YAML ({problem_of(error)})") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -223,14 +229,87 @@ def _read_one(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def parse_yaml(text: str) -> Any:
+    """Read YAML that has one meaning.
+
+    Args:
+        text: A document of plain values.
+
+    Returns:
+        Its content.
+
+    Raises:
+        yaml.YAMLError: If it is not YAML, or is read differently by different readers or not at all: a key that is
+            given twice, ``1:30`` (90 in YAML 1.1, text in 1.2), an impossible date, a number of thousands of digits,
+            text that UTF-8 cannot store or no path can hold, more than `MOST_VALUES` values, nesting without end.
+
+    >>> parse_yaml("{a: [1, 2.0e-3], b: yes}")
+    {'a': [1, 0.002], 'b': True}
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_values(node, {})
+        return loader.construct_document(node)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except ValueError as error:  # of the constructors of dates and numbers
+        raise yaml.YAMLError(str(error)) from None
+
+
+def problem_of(error: yaml.YAMLError) -> str:
+    """A YAML error without its excerpts of the text."""
+    mark = getattr(error, "problem_mark", None)
+    place = f", line {mark.line + 1}" if mark else ""
+    return f"{getattr(error, 'problem', None) or error}{place}"
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
+    """Values below a node, itself included; each node is visited once, however often it is named."""
+    if id(node) in counts:
+        if counts[id(node)] is None:
+            raise yaml.MarkedYAMLError(problem="a value that contains itself", problem_mark=node.start_mark)
+        return counts[id(node)]
+    counts[id(node)] = None
+    if isinstance(node, yaml.ScalarNode):
+        _check_scalar(node)
+        below = 0
+    elif isinstance(node, yaml.MappingNode):
+        keys = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in keys:
+                    raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+                keys.add((key.tag, key.value))
+        below = sum(_count_values(part, counts) for pair in node.value for part in pair)
+    else:
+        below = sum(_count_values(part, counts) for part in node.value)
+    if below > MOST_VALUES:
+        raise yaml.MarkedYAMLError(problem=f"more than {MOST_VALUES:,} values", problem_mark=node.start_mark)
+    counts[id(node)] = 1 + below
+    return 1 + below
+
+
+def _check_scalar(node: yaml.ScalarNode) -> None:
+    problem = ""
+    if node.tag.endswith((":int", ":float")) and ":" in node.value:
+        problem = f"{node.value} is a number to some readers and text to others: quote it, or write the number"
+    elif re.search("[\0\ud800-\udfff]", node.value):
+        problem = "text with a null character or half of a surrogate pair"
+    if problem:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
 def _parse_override(text: str) -> dict[str, Any]:
     key, sign, raw = text.partition("=")
     if not sign or not key.strip():
         raise InputError("--set", text, "key=value, for example --set tau_start=1.0")
     try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError:
-        raise InputError("--set", text, "a value that is valid YAML") from None
+        value = parse_yaml(raw)
+    except yaml.YAMLError as error:
+        raise InputError("--set", text, f"a value that is valid YAML ({problem_of(error)})") from None
     if isinstance(value, str):
         # YAML 1.1 reads 1e-5 as a string. A file must mean the same to DVC, but only this code reads the command line,
         # so here it can be accepted as a number.

@@ -6,6 +6,11 @@ exits with code 2. Mistakes of the calling code, such as tensors whose shapes do
 with a traceback.
 """
 
+import errno
+import os
+import stat
+from pathlib import Path
+
 
 class InputError(ValueError):
     """Input that cannot be used: ``<field>: got <value>; allowed: <what is allowed>``.
@@ -26,3 +31,27 @@ class InputError(ValueError):
             shown = shown[:117] + "..."
         super().__init__(" ".join(f"{field}: got {shown}; allowed: {allowed}".split()))
         self.field, self.value, self.allowed = field, value, allowed
+
+
+def require_file(path: str | Path) -> Path:
+    """A path that can be read to its end: called before a file is opened, because opening a FIFO waits for a writer.
+
+    A pipe without a name (``/dev/stdin``, the shell's ``<(...)``) has a writer, and may be read.
+
+    Args:
+        path: Of a file that is to be read.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: If there is nothing, or something else than a file: a folder, a named FIFO, a socket, a device. It has
+            the path and, as ``strerror``, the reason.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    unnamed = stat.S_ISFIFO(mode) and not os.path.exists(os.path.realpath(path))
+    if not stat.S_ISREG(mode) and not unnamed and not os.path.samefile(path, os.devnull):
+        raise OSError(errno.EINVAL, "it is a FIFO, a socket or a device, not a file", str(path))
+    return Path(path)

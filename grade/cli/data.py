@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from grade.cli.options import add_config_options
 from grade.data.fetch import FetchConfig, fetch
 from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
-from grade.results import write_metrics
+from grade.outputs import check_file, claimed, writing
+from grade.results import check_values, write_metrics
 from grade.rewards.gold import GoldJudge
 
 
@@ -50,15 +50,19 @@ def add_gold_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_gold(args: argparse.Namespace) -> None:
     """Fit on the gold split, measure on the test split."""
-    gold, test = load_reviews(args.reviews, "gold"), load_reviews(args.reviews, "test")
-    judge = GoldJudge.fit([r.text for r in gold], [r.label for r in gold])
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    judge.save(Path(args.output_dir) / "judge.npz")
-    metrics = {"fit/n": len(gold)}
-    for words in WORDS:
-        texts = [" ".join(r.text.split()[:words]) for r in test]
-        accuracy = judge.accuracy(texts, [r.label for r in test])
-        name = f"accuracy/{words or 'all'}_words"
-        metrics |= {name: accuracy.mean, f"{name}_stderr": accuracy.stderr, f"{name}_n": accuracy.n}
-        print(f"gold judge, {words or 'all'} words: accuracy {accuracy}")
-    write_metrics(args.metrics, metrics)
+    check_file(args.metrics, "--metrics")
+    with claimed(args.output_dir, ("judge.npz",), inputs=(args.reviews,)) as output:
+        gold, test = load_reviews(args.reviews, "gold"), load_reviews(args.reviews, "test")
+        judge = GoldJudge.fit([r.text for r in gold], [r.label for r in gold])
+        metrics = {"fit/n": len(gold)}
+        for words in WORDS:
+            texts = [" ".join(r.text.split()[:words]) for r in test]
+            accuracy = judge.accuracy(texts, [r.label for r in test])
+            name = f"accuracy/{words or 'all'}_words"
+            metrics |= {name: accuracy.mean, f"{name}_stderr": accuracy.stderr, f"{name}_n": accuracy.n}
+            print(f"gold judge, {words or 'all'} words: accuracy {accuracy}")
+        check_values(metrics)
+        with output.replacement() as staging:
+            judge.save(staging / "judge.npz")
+    with writing(args.metrics, "--metrics", "file"):
+        write_metrics(args.metrics, metrics)

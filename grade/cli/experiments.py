@@ -10,9 +10,11 @@ import sys
 import yaml
 
 from grade.cli.options import add_config_options
-from grade.config import read_yaml
+from grade.config import Config, parse_yaml, problem_of, read_yaml
 from grade.errors import InputError
 from grade.experiments.measured import measure_all
+from grade.memory.models import model_config
+from grade.outputs import check_file, claimed, writing
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
@@ -36,9 +38,15 @@ def run_notebook(args: argparse.Namespace) -> None:
         name, sign, value = text.partition("=")
         if not sign:
             raise InputError("--set", text, "NAME=VALUE")
-        parameters[name] = yaml.safe_load(value)
+        try:
+            parameters[name] = parse_yaml(value)
+        except yaml.YAMLError as error:
+            raise InputError("--set", text, f"a value that is valid YAML ({problem_of(error)})") from None
     if args.runs and "runs_dir" in default_parameters(args.notebook):
         parameters["runs_dir"] = args.runs
+    check_file(args.output, "output")
+    if os.path.realpath(args.output) == os.path.realpath(args.notebook):
+        raise InputError("output", args.output, "another file than the source notebook")
     try:
         execute(args.notebook, args.output, parameters)
     except NotebookError as error:
@@ -68,10 +76,21 @@ def run_measure(args: argparse.Namespace) -> None:
     known = module.Measurements.Settings
     runs = [f"runs_dir={args.runs}"] if args.runs and "runs_dir" in known.model_fields else []
     settings = known.load(args.config, [*args.set, *runs])
+    _check_places(settings)  # a table that takes an hour may come before the first that reads them
     if not sys.stderr.isatty():
         os.environ.setdefault("GRADE_PROGRESS", "0")
-    measure_all(module.Measurements(settings), args.output_dir)
+    with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
+        measure_all(module.Measurements(settings), args.output_dir)
     print(f"wrote {args.output_dir}")
+
+
+def _check_places(settings: Config) -> None:
+    """Refuse folders and files of an experiment that are not there, and a model that is none, before it measures."""
+    for name, value in settings:
+        if name.endswith(("_dir", "_file")) and value and not os.path.exists(value):
+            raise InputError(name, value, "a path that exists, or nothing")
+        if name == "model":
+            model_config(value)
 
 
 def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,8 +106,11 @@ def run_peers(args: argparse.Namespace) -> None:
     from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
     from grade.experiments.compare.peers import peer_figures, write_peers
 
-    curves, costs, settings = compare_peers(PeersConfig.load(args.config, args.set))
-    figures = peer_figures(curves, costs) | settings
-    write_peers(args.output_dir, curves, figures)
+    config = PeersConfig.load(args.config, args.set)
+    with claimed(args.output_dir, (), shared=True):
+        curves, costs, settings = compare_peers(config)
+        figures = peer_figures(curves, costs) | settings
+        with writing(args.output_dir):
+            write_peers(args.output_dir, curves, figures)
     for name, value in sorted(figures.items()):
         print(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")

@@ -1,7 +1,8 @@
 """The command line: ``grade <command>``, or ``python -m grade <command>``.
 
 Each command is a pair of functions, ``add_<command>_arguments`` and ``run_<command>``, in the module that `COMMANDS`
-names, imported only when it is asked for. Bad input is one line on stderr and exit code 2.
+names, imported only when it is asked for. Bad input is one line on stderr and exit code 2: what a module refuses itself
+(`InputError`), and the exceptions of `FILE_ERRORS`. Any other exception is a mistake in the code, with a traceback.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from grade.errors import InputError
 
@@ -38,6 +40,41 @@ COMMANDS = {
     "notebook": ("experiments", "execute a notebook with parameters"),
 }
 
+MOST_SHOWN = 500
+"""Characters of a library's message."""
+FILE_ERRORS = {
+    "builtins.OSError": "the file system, subprocesses, and transformers for a model that it cannot find",
+    "builtins.UnicodeError": "text that is not in UTF-8, or that UTF-8 cannot store",
+    "builtins.EOFError": "a file that ends too early: pickle, zipfile, numpy",
+    "json.decoder.JSONDecodeError": "json",
+    "yaml.error.YAMLError": "yaml",
+    "zipfile.BadZipFile": "zipfile, numpy's .npz files",
+    "zlib.error": "a damaged archive",
+    "_lzma.LZMAError": "a damaged archive",
+    "_pickle.UnpicklingError": "torch.load, which refuses code",
+    "safetensors._safetensors_rust.SafetensorError": "weights: a damaged file, or a tensor that is missing",
+    "pyarrow.lib.ArrowException": "parquet files and datasets",
+    "pandas.errors.ParserError": "tables in .csv files",
+    "pandas.errors.EmptyDataError": "tables in .csv files",
+    "nbformat.reader.NotJSONError": "notebooks",
+    "jsonschema.exceptions.ValidationError": "notebooks whose parts have the wrong types",
+    "datasets.exceptions.DatasetsError": "datasets of the hub, and folders that save_to_disk wrote",
+    "huggingface_hub.errors.HfHubHTTPError": "the hub's answer",
+    "huggingface_hub.errors.HFValidationError": "a name that can be no id of the hub",
+    "dvc.exceptions.DvcException": "dvc.yaml, and DVC's own files",
+}
+"""What libraries raise for a file that is missing, damaged or of another kind, by full name, and where from.
+
+By name, because importing a library only to name its exceptions takes seconds."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the usage is in ``--help``."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with the message."""
+        self.exit(2, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help lists what there is)\n")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
@@ -59,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="grade", description="Reward gradients through generated text.", allow_abbrev=False
-    )
+    parser = Parser(prog="grade", description="Reward gradients through generated text.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (_, text) in COMMANDS.items():
         sub = commands.add_parser(
@@ -70,7 +105,9 @@ def _run(argv: list[str]) -> int:
         )  # fmt: skip
         if name in argv:  # importing torch takes seconds: only the command that runs pays for it
             getattr(import_command(name), f"add_{name}_arguments")(sub)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         getattr(import_command(args.command), f"run_{args.command}")(args)
     except InputError as error:
@@ -79,7 +116,33 @@ def _run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         _report(args.command, "interrupted")
         return 130
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if not is_file_error(error):
+            raise
+        _report(args.command, file_error(error))
+        return 2
     return 0
+
+
+def is_file_error(error: BaseException) -> bool:
+    """Whether an exception is one of `FILE_ERRORS`, or derived from one."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" in FILE_ERRORS for kind in type(error).__mro__)
+
+
+def file_error(error: BaseException) -> str:
+    """The file, where the exception names it, and the reason, on one line.
+
+    >>> file_error(FileNotFoundError(2, "No such file or directory", "a.json"))
+    'a.json: No such file or directory'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        reason = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    else:
+        reason = f"{type(error).__name__}: {error}"
+    line = " ".join(reason.split())
+    return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
 
 
 def _report(command: str, error: object) -> None:

@@ -14,6 +14,7 @@ from grade.memory.plan import parse_bytes, plan, remembering, shard, single_chan
 from grade.memory.report import as_json, as_text
 from grade.memory.step import StepConfig
 from grade.memory.trace import trace
+from grade.outputs import check_file, writing
 from grade.results import environment, replacing, write_results
 
 
@@ -41,8 +42,8 @@ def run_memory(args: argparse.Namespace) -> None:
     """Trace a step and say what it needs and why."""
     given = [(name, getattr(args, name)) for name in StepConfig.model_fields if getattr(args, name, None) is not None]
     config = StepConfig.load(args.config, args.set, [f"{name}={_text(value)}" for name, value in given])
-    budget = parse_bytes(args.fits) if args.fits else None
-    overhead = parse_bytes(args.overhead, "overhead") if args.overhead else 0
+    budget = None if args.fits is None else parse_bytes(args.fits)
+    overhead = 0 if args.overhead is None else parse_bytes(args.overhead, "overhead")
 
     @remembering
     def tracer(step: StepConfig):
@@ -80,15 +81,20 @@ def run_bench(args: argparse.Namespace) -> None:
     config, about = BenchConfig.load(args.config, args.set), environment()
     require_device(args.device)
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
-    target = Path(args.output or f"outputs/{name}/memory.json")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(f"outputs/{name}/memory.json" if args.output is None else args.output)
+    check_file(target, "--output")
+    if args.metrics is not None:
+        check_file(args.metrics, "--metrics")
+    with writing(target, "--output", "file"):
+        target.parent.mkdir(parents=True, exist_ok=True)
     models = config.models if args.device == "cpu" else [""]
     steps = [step for model in models for step in chosen(standard_steps(args.device, model), config.steps)]
     rows = compare(steps, args.device, snapshots=target.parent)
-    if args.metrics:  # the pipeline's run, whose files are the same bytes in the next one: times stand in timings.json
+    # With metrics it is the pipeline's run, whose files are the same bytes the next time: times stand in timings.json.
+    if args.metrics is not None:
         timed = {f"{row['name']}/seconds": row.pop("seconds") for row in rows if "seconds" in row}
         write_results(args.metrics, bench_figures(rows, args.device, config.time_traces) | timed)
-    content = {"steps": rows} if args.metrics else {"environment": about, "steps": rows}
+    content = {"steps": rows} if args.metrics is not None else {"environment": about, "steps": rows}
     with replacing(target) as file:
         file.write(json.dumps(content, indent=1) + "\n")
     print(target)

@@ -10,10 +10,14 @@ from grade.data.base_model import BackboneConfig, prepare_backbone
 from grade.data.reviews import Review, load_reviews
 from grade.data.tiny_lm import PretrainConfig, pretrain
 from grade.models.backbone import Backbone
-from grade.results import write_results
+from grade.outputs import check_file, claimed, writing
+from grade.results import check_values, write_results
 from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardKind
+
+REWARD_FILES = ("reward.safetensors", "reward.json")
+"""Names that `grade.rewards.model.RewardModel.save` writes."""
 
 
 def add_backbone_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +45,11 @@ def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pretrain(args: argparse.Namespace) -> None:
     """Train the tiny language model and measure it on the test split."""
-    metrics = pretrain(PretrainConfig.load(args.config, args.set), args.reviews, args.output_dir)
-    write_results(args.metrics, metrics)
+    config = PretrainConfig.load(args.config, args.set)
+    check_file(args.metrics, "--metrics")
+    metrics = pretrain(config, args.reviews, args.output_dir)
+    with writing(args.metrics, "--metrics", "file"):
+        write_results(args.metrics, metrics)
     for name, value in sorted(metrics.items()):
         print(f"{name} {value:.4g}")
 
@@ -60,16 +67,21 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
 def run_reward(args: argparse.Namespace) -> None:
     """Train on the reward split, stop early on the validation split, measure on the test split."""
     config = RewardConfig.load(args.config, args.set)
-    backbone = Backbone.load(args.backbone)
-    splits = {name: load_reviews(args.reviews, name) for name in ("reward", "validation", "test")}
-    model, fit = train_reward(args.kind, config, backbone, splits["reward"], splits["validation"])
-    test = splits["test"][: getattr(config, args.kind).eval_size]
-    metrics = {f"fit/{k}": v for k, v in fit.items()}
-    metrics |= evaluate_reward(model, test, config.eval_tokens)
-    if config.labels == "binary":
-        metrics |= _bag_of_words(backbone, config, splits["reward"], test)
-    model.save(args.output_dir)
-    write_results(args.metrics, metrics)
+    check_file(args.metrics, "--metrics")
+    with claimed(args.output_dir, REWARD_FILES, inputs=(args.backbone, args.reviews)) as output:
+        backbone = Backbone.load(args.backbone)
+        splits = {name: load_reviews(args.reviews, name) for name in ("reward", "validation", "test")}
+        model, fit = train_reward(args.kind, config, backbone, splits["reward"], splits["validation"])
+        test = splits["test"][: getattr(config, args.kind).eval_size]
+        metrics = {f"fit/{k}": v for k, v in fit.items()}
+        metrics |= evaluate_reward(model, test, config.eval_tokens)
+        if config.labels == "binary":
+            metrics |= _bag_of_words(backbone, config, splits["reward"], test)
+        check_values(metrics)
+        with output.replacement() as staging:
+            model.save(staging)
+    with writing(args.metrics, "--metrics", "file"):
+        write_results(args.metrics, metrics)
     for name, value in sorted(metrics.items()):
         print(f"{name} {value:.4g}")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grade.cli.options import add_config_options
 from grade.entropy.run import ProbeRunConfig, probe_adapter
+from grade.outputs import check_file
 from grade.results import environment, replacing
 
 SECTION = "probe"
@@ -28,6 +29,7 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 def run_probe(args: argparse.Namespace) -> None:
     """Predict and verify how the coming optimizer step moves the policy's entropy."""
     config = ProbeRunConfig.load(args.config, args.set, section=SECTION)
+    check_file(args.output, "--output")
     report = probe_adapter(config, args.adapter, args.optimizer_state)
     with replacing(Path(args.output)) as file:
         content = {"environment": environment(), "config": config.model_dump(), **report.as_dict()}

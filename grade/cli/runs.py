@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import unicodedata
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from grade.errors import InputError
+from grade.errors import InputError, require_file
 
 HISTORY_ROWS = 10
 TEXT_WIDTH = 20
@@ -81,7 +82,9 @@ def _state(run: Path) -> dict[str, Any] | None:
 
 def _settings(run: Path, state: dict[str, Any] | None) -> str:
     """One line: method, base, rewards, steps, seed; what is not known is left out."""
-    settings = _read_json(run / "run.json").get("settings", {}) if (run / "run.json").is_file() else {}
+    settings = _read_json(run / "run.json").get("settings", {}) if _is_there(run / "run.json") else {}
+    if not isinstance(settings, dict):
+        raise InputError("RUN", str(run / "run.json"), "a file that a training run wrote")
     metrics = _read_json(run / "metrics.json") if _finished(run) else {}
     known = metrics | settings
     rewards = known.get("reward", [])
@@ -100,7 +103,12 @@ def _settings(run: Path, state: dict[str, Any] | None) -> str:
 
 def _finished(run: Path) -> bool:
     about = run / "run.json"  # says so itself; an earlier run's results may still be beside it
-    return (run / "metrics.json").is_file() and (not about.is_file() or bool(_read_json(about).get("finished")))
+    return _is_there(run / "metrics.json") and (not _is_there(about) or bool(_read_json(about).get("finished")))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything; what is no file is refused when it is read."""
+    return os.path.lexists(path)
 
 
 def _history(run: Path, state: dict[str, Any] | None) -> pd.DataFrame:
@@ -123,8 +131,8 @@ def _history(run: Path, state: dict[str, Any] | None) -> pd.DataFrame:
 
 def _history_rows(run: Path, state: dict[str, Any] | None) -> pd.DataFrame:
     try:
-        if _finished(run) and (run / "history.csv").is_file():
-            rows = pd.read_csv(run / "history.csv")
+        if _finished(run) and _is_there(run / "history.csv"):
+            rows = pd.read_csv(require_file(run / "history.csv"))
         elif state is not None:
             from grade.training.run import history_rows
 
@@ -132,6 +140,8 @@ def _history_rows(run: Path, state: dict[str, Any] | None) -> pd.DataFrame:
         else:
             return pd.DataFrame()
         return rows.reindex(columns=[*HISTORY, "val/reward_stderr"]).astype(float)
+    except InputError:
+        raise
     except (OSError, ValueError, KeyError):
         raise InputError("RUN", str(run), "the folder of a training run whose history can be read") from None
 
@@ -168,7 +178,7 @@ def _chosen(paths: dict[str, Path], columns: str | None) -> dict[str, pd.DataFra
 def _table(path: Path) -> pd.DataFrame:
     """Completions, each reward's part under the reward's own name unless a column has that."""
     try:
-        table = pd.read_parquet(path)
+        table = pd.read_parquet(require_file(path))
     except (OSError, ValueError):
         raise InputError("RUN", str(path), "a table that a training run wrote") from None
     parts = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
@@ -225,9 +235,9 @@ def _width(text: str) -> int:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(require_file(path).read_text(encoding="utf-8"))
         if isinstance(content, dict):
             return content
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass
     raise InputError("RUN", str(path), "a file that a training run wrote")

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from grade.cli.options import add_config_options
-from grade.config import read_values
+from grade.config import SEEDS, read_values
 from grade.errors import InputError
 from grade.gradients.methods import METHODS
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.models.sampling import generate
+from grade.outputs import check_file, writing
 from grade.results import write_metrics
 from grade.training.config import TrainConfig
 from grade.training.load import load_task
@@ -74,15 +75,19 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 def run_evaluate(args: argparse.Namespace) -> None:
     """Evaluate an adapter with a training run's own settings."""
     config = TrainConfig.load(args.config, args.set)
+    if args.output is not None:
+        check_file(args.output, "--output")
     task = load_task(config, config.device, adapter=args.adapter)
-    n = args.prompts or config.final_eval_prompts or len(task.validation_prompts)
+    given = args.prompts if args.prompts is not None else config.final_eval_prompts
+    n = len(task.validation_prompts) if given is None else given
     if not 2 <= n <= len(task.validation_prompts):
         raise InputError("--prompts", n, f"2 to {len(task.validation_prompts)}, the rows of {config.eval_dataset}")
     metrics = evaluate_task(config, task, n).metrics()
     for name, value in metrics.items():
         print(f"{name} {value:.4g}")
-    if args.output:
-        write_metrics(args.output, metrics)
+    if args.output is not None:
+        with writing(args.output, "--output", "file"):
+            write_metrics(args.output, metrics)
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,10 +105,15 @@ def run_generate(args: argparse.Namespace) -> None:
     """Print completions."""
     if args.samples < 1:
         raise InputError("--samples", args.samples, "at least 1")
+    if not 0 <= args.seed < SEEDS:
+        raise InputError("--seed", args.seed, f"0 to {SEEDS - 1}")
     backbone = Backbone.load(args.backbone, adapter=args.adapter)
     texts = [text for text in args.prompt for _ in range(args.samples)]
     limit = backbone.max_positions - max(args.max_new_tokens, 0)
-    prompts = encode_prompts(backbone.tokenizer, texts, max(limit, 1))
+    prompts = encode_prompts(backbone.tokenizer, texts, 2**31)
+    if prompts.ids.shape[1] > max(limit, 1):
+        allowed = f"at most {limit}: the context of {backbone.max_positions} less --max-new-tokens"
+        raise InputError("--prompt: tokens", prompts.ids.shape[1], allowed)
     generator = torch.Generator().manual_seed(args.seed)
     ids, mask = generate(backbone, prompts, args.max_new_tokens, generator, args.temperature)
     for text, i, m in zip(texts, ids, mask, strict=True):

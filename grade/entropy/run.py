@@ -136,6 +136,8 @@ def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str 
     Returns:
         The report.
     """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device", config.device, "cpu: this machine has no CUDA device")
     policy = Backbone.load(config.backbone, config.dtype, None if folder else config.lora, folder, config.device)
     if state is None and folder and (Path(folder) / OPTIMIZER_FILE).is_file():
         state = Path(folder) / OPTIMIZER_FILE

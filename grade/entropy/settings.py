@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from grade.config import Config
+from grade.config import SEEDS, Config
 from grade.errors import InputError
 
 PolicyGradientUpdate = Literal["dr_grpo", "rloo"]
@@ -79,7 +79,7 @@ class ProbeConfig(Config):
     memory_config: MemoryConfig = Field(MemoryConfig(), description="microbatches")
     importance_sampling: ImportanceConfig = Field(ImportanceConfig(), description="the true change")
     max_grad_norm: float = Field(1.0, ge=0, description="the update's gradient is clipped to this norm; 0 = never")
-    seed: int = Field(0, ge=0, description="seed of the samples")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="seed of the samples")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,8 +175,14 @@ def to_markdown(claims: Iterable[Claim]) -> str:
     table = table.assign(found=found).drop(columns="unit")
     lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
     for row in table.itertuples(index=False):
-        lines.append("| " + " | ".join(" ".join(str(cell).split()).replace("|", r"\|") for cell in row) + " |")
+        lines.append("| " + " | ".join(map(_cell, row)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    """A value on one line that Markdown shows as it is: no column, no HTML tag and no entity begins in it."""
+    text = " ".join(str(value).split()).replace("|", r"\|")
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", re.sub(r"&(?=#?\w+;)", "&amp;", text))
 
 
 def about(found: float, low: float, high: float | None = None) -> bool:

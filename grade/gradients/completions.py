@@ -43,7 +43,7 @@ def read_completions(
     if not source.is_file():
         raise InputError("completions", str(path), "a file with one JSON object per line")
     try:
-        lines = source.read_text(encoding="utf-8").splitlines()
+        lines = source.read_text(encoding="utf-8").split("\n")  # splitlines() also ends a line at U+2028, in a text
     except UnicodeDecodeError as error:
         raise InputError("completions", str(path), f"text in UTF-8 ({error.reason})") from None
     rows = [_row(line, f"{source.name}, line {n}", policy) for n, line in enumerate(lines, 1) if line.strip()]

@@ -109,6 +109,14 @@ GROUPED: tuple[str, ...] = (
 )  # fmt: skip
 """Methods whose baseline is the mean of the prompt's other completions."""
 
+TAU_RANGE = (1e-4, 1e6)
+"""Gumbel temperatures at which something is learned.
+
+Softmax weights below ``exp(-104)`` are 0 in float32, so a position has a gradient only if its two largest values lie
+within ``104 tau`` of each other: at 1e-4 one position in a hundred. The gradient falls as ``1/tau``: above 1e6 it is
+less than the 1e-8 that AdamW adds to its root mean square, and the steps vanish.
+"""
+
 RelaxedName = Literal[tuple(RELAXED)]
 PolicyGradientName = Literal[POLICY_GRADIENTS]
 MethodName = Literal[METHODS + (AUTO,)]
@@ -150,6 +158,20 @@ def residual_weight(value: float | str) -> float | str:
     if value != "auto" and (isinstance(value, str) or not 0 <= value <= 1):
         raise ValueError("0 to 1, or auto")
     return value
+
+
+def rate(value: float) -> float:
+    """The value, if it is a learning rate: torch ends with a traceback where ten times it overflows float32.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if not 0 < value <= 1e30:
+        raise ValueError("greater than 0, at most 1e30")
+    return value
+
+
+Rate = Annotated[float, AfterValidator(rate)]
 
 
 @dataclass
@@ -204,7 +226,7 @@ class MethodConfig(Settings):
         1.0, "ppo: discount; 1 gives the same objective as the other methods"
     )
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = setting(0.95, "ppo: lambda of generalised advantage estimation")
-    value_learning_rate: PositiveFloat = setting(1e-3, "ppo: AdamW learning rate of the value head")
+    value_learning_rate: Rate = setting(1e-3, "ppo: AdamW learning rate of the value head")
     value_clip: PositiveFloat = setting(0.2, "ppo: clip range of the value, in units of reward")
     whiten_advantages: bool = setting(True, "ppo: whiten the advantages of a step")
     value_fit: Literal["sgd", "closed_form"] = setting(
@@ -234,6 +256,12 @@ class MethodConfig(Settings):
             value = getattr(self, option)
             if not set(may_be(self.method)) & set(methods) and value != self.default_of(option):
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
+        low, high = TAU_RANGE
+        for name in ("tau_start", "tau_end"):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                why = "rounds to 0 in float32" if value < low else "is less than AdamW's epsilon"
+                raise InputError(name, value, f"{low:g} to {high:g}: with this one the gradient {why}")
         if self.value_fit == "closed_form" and self.kl_estimator != "exact":
             allowed = "exact with value_fit = closed_form, which reads the reference's hidden states"
             raise InputError("kl_estimator", self.kl_estimator, allowed)

@@ -62,7 +62,11 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
 
     Returns:
         The rollout.
+
+    Raises:
+        InputError: If the settings do not fit the vocabulary, or prompt and completion the context.
     """
+    config.check(backbone.vocab_size)
     check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
     with backbone.merged(), SkinnyLinear():
         return _sample(backbone, prompts, config, generator)

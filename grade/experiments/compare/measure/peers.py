@@ -26,7 +26,7 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from pydantic import Field, model_validator
 
-from grade.config import Config
+from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config, train_once
 from grade.experiments.training_runs import FIXED, judged_by
@@ -67,7 +67,7 @@ class PeersConfig(Config):
     )
     learning_rates: list[float] = Field([2e-3, 2e-3], min_length=1, description="of each; the peer has the first")
     beta: float = Field(0.1, ge=0, description="weight beta of KL, in reward per nat and token")
-    seed: int = Field(0, ge=0, description="seed of adapter, prompt order and noise")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="seed of adapter, prompt order and noise")
     max_prompt_length: int = Field(12, ge=1, description="P")
     max_completion_length: int = Field(24, ge=1, description="T; completions have this length")
     gumbel_topk: int = Field(64, ge=0, description="size K of a relaxed token's support")

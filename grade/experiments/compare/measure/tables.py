@@ -9,7 +9,7 @@ from typing import Any, Self
 import pandas as pd
 from pydantic import Field, model_validator
 
-from grade.config import Config
+from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.experiments.compare.measure import defects, runs
 from grade.experiments.measured import Measurements as Base
@@ -44,7 +44,7 @@ class Settings(Config):
     chosen_rates: dict[str, float] | None = Field(
         None, description="method to learning rate, of an earlier search; the others are searched"
     )
-    search_seed: int = Field(100, ge=0, description="a seed that the comparison does not use")
+    search_seed: int = Field(100, ge=0, lt=SEEDS, description="a seed that the comparison does not use")
     max_steps: int = Field(4, ge=1, description="optimizer steps of a run")
     completions: int = Field(8, ge=2, description="completions a step, greedy ones included")
     prompt_tokens: int = Field(6, ge=1, description="P")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Annotated
 
 import pandas as pd
 from pydantic import Field
@@ -21,8 +22,10 @@ class Settings(Config):
     """Sizes of the validation."""
 
     completion_tokens: int = Field(3, ge=1, description="T")
-    etas: list[float] = Field([1e-4, 1e-5, 1e-6], description="step sizes along a direction of norm 1, largest first")
-    coverage_prompts: list[int] = Field([8, 32], description="B of the U-statistic")
+    etas: list[float] = Field(
+        [1e-4, 1e-5, 1e-6], min_length=1, description="step sizes along a direction of norm 1, largest first"
+    )
+    coverage_prompts: list[Annotated[int, Field(ge=2)]] = Field([8, 32], description="B of the U-statistic")
     coverage_group: int = Field(4, ge=2, description="G")
     coverage_pool: int = Field(3, ge=1, description="prompts in the population")
     repetitions: int = Field(40, ge=2, description="draws whose intervals are counted")
