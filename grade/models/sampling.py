@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.models.decode_linear import SkinnyLinear
-from grade.models.noise import gumbel_noise
+from grade.models.noise import Draw, gumbel_noise
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -48,7 +48,7 @@ def generate(
     backbone: Backbone,
     prompts: PromptBatch,
     max_new_tokens: int,
-    generator: torch.Generator,
+    generator: torch.Generator | Draw,
     temperature: float = 1.0,
     min_new_tokens: int = 0,
     stop_early: bool = True,
@@ -59,7 +59,7 @@ def generate(
         backbone: The policy.
         prompts: B prompts.
         max_new_tokens: T.
-        generator: Source of the noise.
+        generator: Source of the noise, or the noise itself.
         temperature: Sampling temperature; 0 is greedy.
         min_new_tokens: End-of-sequence is not sampled before this many tokens.
         stop_early: Stop when every completion has ended.
@@ -80,8 +80,8 @@ def generate(
 
 
 def _generate(
-    backbone: Backbone, prompts: PromptBatch, max_new_tokens: int, min_new_tokens: int, generator: torch.Generator,
-    temperature: float, stop_early: bool,
+    backbone: Backbone, prompts: PromptBatch, max_new_tokens: int, min_new_tokens: int,
+    generator: torch.Generator | Draw, temperature: float, stop_early: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     state, eos = Decoder(backbone, prompts), backbone.eos_token_ids
     alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
@@ -89,7 +89,9 @@ def _generate(
     for step in range(max_new_tokens):
         logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
         if temperature > 0:
-            logits = logits / temperature + gumbel_noise(tuple(logits.shape), generator)
+            shape = tuple(logits.shape)
+            noise = generator(shape) if callable(generator) else gumbel_noise(shape, generator)
+            logits = logits / temperature + noise
         token = logits.argmax(-1)
         _check_finite(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
         ids.append(token)

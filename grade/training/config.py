@@ -77,6 +77,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
         None, "held-out prompts before the first and after the last step; null: all"
     )
     kl_eval_prompts: NonNegativeInt = setting(64, "how many of those prompts KL is computed on")
+    eval_noise_block: PositiveInt = setting(
+        64, "prompts whose noise an evaluation draws together; its batch size changes no result, this does"
+    )
     log_completions: bool = setting(False, "write completions and rewards as a table every logging_steps")
 
     model_init_kwargs: dict[str, Any] | None = setting(None, "for a model given by name: dtype, attn_implementation")

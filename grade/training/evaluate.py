@@ -1,8 +1,8 @@
 """Held-out evaluation by ordinary sampling: reward, gold judge, KL.
 
 Prompts, noise and batch order are fixed by a seed, so two policies are compared on the same prompts and the same noise,
-and their difference can be paired. Every metric is a mean with its standard error and n. Several processes share the
-batches: each takes every so many, with the noise that one process would have drawn.
+and their difference can be paired. A prompt's noise depends on its place among the prompts, not on the batches or on
+the process that samples it. Every metric is a mean with its standard error and n.
 
 Left out: perplexity and diversity.
 """
@@ -20,7 +20,7 @@ import torch
 from grade.errors import InputError
 from grade.gradients.objective import Objective, RewardScope, sequence_mean
 from grade.models.backbone import Backbone
-from grade.models.noise import gumbel_noise
+from grade.models.noise import Draw, NoiseBlocks
 from grade.models.prompts import PromptBatch, decode, encode_examples
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
@@ -138,6 +138,7 @@ class Sampling:
         batch_size: Prompts sampled at once.
         kl_prompts: Number of prompts, from the first, on which KL is computed (it needs a pass of the reference).
         seed: Seed of the noise.
+        noise_block: Prompts whose noise is drawn together, see `grade.models.noise.NoiseBlocks`.
     """
 
     max_new_tokens: int = 24
@@ -145,6 +146,7 @@ class Sampling:
     batch_size: int = 64
     kl_prompts: int = 64
     seed: int = 1
+    noise_block: int = 64
 
 
 def evaluate(
@@ -236,26 +238,24 @@ def _own_batches(
 ) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
     """The batches of one process, with their numbers."""
     generator, own = torch.Generator(backbone.device).manual_seed(sampling.seed), []
+    noise = NoiseBlocks(
+        generator, len(examples), backbone.vocab_size, sampling.max_new_tokens, sampling.noise_block
+    )  # fmt: skip
     for number, start in enumerate(range(0, len(examples), sampling.batch_size)):
-        rows = [examples[i] for i in range(start, min(start + sampling.batch_size, len(examples)))]
         if number % processes == rank:
-            values = _evaluate_batch(backbone, encode(rows), objective, sampling, judge, generator, start)
-            drawn = values.pop("drawn")
-            own.append((number, values))
-        else:
-            drawn = 0
-        # Every batch takes T draws, also where all completions ended early, so that its noise is the same anywhere.
-        for _ in range(drawn, sampling.max_new_tokens):
-            gumbel_noise((len(rows), backbone.vocab_size), generator)
+            stop = min(start + sampling.batch_size, len(examples))
+            prompts = encode([examples[i] for i in range(start, stop)])
+            drawn = noise.rows(start, stop)
+            own.append((number, _evaluate_batch(backbone, prompts, objective, sampling, judge, drawn, start)))
     return own
 
 
 def _evaluate_batch(
     backbone: Backbone, prompts: PromptBatch, objective: Objective, sampling: Sampling, judge: GoldJudge | None,
-    generator: torch.Generator, start: int,
+    noise: Draw, start: int,
 ) -> dict[str, Any]:  # fmt: skip
     prompts = prompts.to(backbone.device)
-    ids, mask = generate(backbone, prompts, sampling.max_new_tokens, generator, min_new_tokens=sampling.min_new_tokens)
+    ids, mask = generate(backbone, prompts, sampling.max_new_tokens, noise, min_new_tokens=sampling.min_new_tokens)
     reward = objective.score(backbone, prompts, ids, mask).cpu().double().numpy()
     check_finite("reward", reward)
     before = [decode(backbone.tokenizer, i, m) for i, m in zip(prompts.ids, prompts.mask, strict=True)]
@@ -274,5 +274,5 @@ def _evaluate_batch(
     parts = {} if last is None else {name: v.cpu().double().numpy() for name, v in last.values.items()}
     return {
         "prompts": before, "completions": after, "reward": reward, "gold": gold, "kl": kl, "kl_max": kl_max,
-        "parts": parts, "drawn": ids.shape[1],
+        "parts": parts,
     }  # fmt: skip

@@ -356,7 +356,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(dataset), len(dataset))
         sampling = Sampling(
             args.max_completion_length, args.min_completion_length, args.per_device_eval_batch_size,
-            args.kl_eval_prompts,
+            args.kl_eval_prompts, noise_block=args.eval_noise_block,
         )  # fmt: skip
         evaluation = evaluate_examples(
             self.backbone, FirstRows(dataset, n), self.encode, self.objective, sampling, self.judge,

@@ -157,8 +157,9 @@ class Store:
             rewards: [m].
             tokens: The completions [m, T], -1 where masked.
         """
+        rows = {name: r.detach() for name, r in rows.items()}
         dense = {name: r if r.dtype == torch.long else centred(r, self.group) for name, r in rows.items()}
-        self.waiting.append(Batch(centred(rewards.double().cpu(), self.group), tokens.cpu(), dense))
+        self.waiting.append(Batch(centred(rewards.detach().double().cpu(), self.group), tokens.cpu(), dense))
 
     @property
     def due(self) -> bool:

@@ -195,7 +195,7 @@ def run_config(run: Run, values: Mapping[str, Any]) -> TrainConfig:
     own = SETTING | dict(values) | (OF_SUMS if run.policy == "sums" else {}) | own
     own |= {
         "target_kl": run.target_kl, "seed": run.seed, "learning_rate": run.learning_rate, "max_steps": run.steps,
-        "per_device_train_batch_size": run.completions,
+        "per_device_train_batch_size": run.completions, "eval_noise_block": 128,  # here: `_key` knows finished runs
     }  # fmt: skip
     return TrainConfig.parse(TrainConfig.values_for(own["method"], own), f"any reward, {run.method}")
 
