@@ -74,7 +74,8 @@ def test_it_is_one_line_and_nothing_else(server, name):
     case, result = CASES[name], server(name)
     assert result["code"] == 2, result
     (line,) = result["lines"]
-    assert line.startswith(f"grade {case.words[0]}: " if case.words and case.words[0] in COMMANDS else "grade: ")
+    command = next((f" {word}" for word in case.words if word in COMMANDS), "")
+    assert line.startswith(f"grade{command}: ")
     assert case.says in line
     assert result["written"] == []
     assert result["seconds"] <= SECONDS and result["bytes"] <= MOST_BYTES

@@ -238,8 +238,14 @@ class _Probe:
         plain = self.gradient(False)
         if not plain.isfinite().all():
             self.refuse("a model with a finite gradient to its inputs_embeds")
-        recomputes = self.backbone.model.supports_gradient_checkpointing
-        if recomputes and not _close(self.gradient(True), plain, self.tolerance):
+        model = self.backbone.model
+        if not model.supports_gradient_checkpointing:
+            return
+        hooked = getattr(model, "_require_grads_hook", None)
+        again = self.gradient(True)
+        if not hooked:  # transformers leaves a hook that makes every embedding require a gradient: memory for nothing
+            model.disable_input_require_grads()
+        if not _close(again, plain, self.tolerance):
             self.refuse("a model with the same gradient when its layers are recomputed (nested ones, dropout, jitter)")
 
     def gradient(self, recompute: bool) -> Tensor:

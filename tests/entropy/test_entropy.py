@@ -337,7 +337,7 @@ def test_trained_weights_of_the_base_are_refused_by_rule():
         trained_parameters(backbone)
     assert len(trained_parameters(backbone, allow_full=True)) > 0
     with pytest.raises(InputError, match="none"):
-        trained_parameters(make_backbone(tiny_config(vocab_size=V)).requires_grad_(False))
+        trained_parameters(make_backbone(tiny_config(vocab_size=V, eos_token_id=V - 1)).requires_grad_(False))
 
 
 # --- the policy at other parameters ---

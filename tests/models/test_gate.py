@@ -42,7 +42,8 @@ def test_a_good_model_is_accepted_in_every_type(dtype):
 def test_the_probe_changes_nothing():
     model = tiny()
     before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    Backbone(model)
+    backbone = Backbone(model)
+    assert not backbone.embed(torch.tensor([1])).requires_grad
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not any(m.training for m in model.modules())
