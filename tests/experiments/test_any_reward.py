@@ -1,5 +1,6 @@
 """Training runs on any reward: statistics against hand arithmetic, runs on the toy task."""
 
+import dataclasses
 import json
 import math
 
@@ -159,6 +160,16 @@ def test_every_method_is_a_run_of_the_same_size(all_methods):
     assert rows.loc[~distilled, "r2"].isna().all() and set(rows.loc[~distilled, "family"]) == {""}
     weights = rows[distilled].groupby("method")["residual_weight"].max()
     assert (weights["plug_in"], weights["corrected"]) == (0, 1)
+
+
+@pytest.mark.parametrize("policy", ["tiny", "smollm2", "sums"])
+def test_a_finished_run_is_known_by_every_setting(policy):
+    """Also where the settings of the policy of sums have the names of a run's: its own seed and steps."""
+    shared = Shared({policy: ""})
+    run = Run(policy, "sums" if policy == "sums" else "gold", "rloo", 2.0, 0, 1e-3, 8, 2)
+    others = dict(method="auto", target_kl=3.0, seed=1, learning_rate=1e-2, completions=16, steps=3)
+    runs = [run, *(dataclasses.replace(run, **{name: value}) for name, value in others.items())]
+    assert len({training._key(shared, each) for each in runs}) == len(runs)
 
 
 def test_finished_runs_are_read_and_a_cut_off_line_is_trained_again(all_methods, tmp_path, monkeypatch):

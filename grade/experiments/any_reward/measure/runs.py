@@ -324,7 +324,7 @@ def _attempt(shared: Shared, run: Run) -> list[dict[str, Any]] | str:
 
 def _key(shared: Shared, run: Run) -> str:
     """All settings of a run."""
-    own = shared.sums.model_dump() if run.policy == "sums" else {
+    own = {"sums": shared.sums.model_dump()} if run.policy == "sums" else {
         "base": shared.bases[run.policy], "reviews": shared.reviews, "gold": shared.gold,
         "folders": dataclasses.asdict(shared.folders.get(run.policy, Folders())),
     }  # fmt: skip
