@@ -27,6 +27,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "GRADE_PROGRESS": "0", "CUDA_VISIBLE_DEVIC
 def main():
     """Serve until stdin ends. Arguments: the project's folder (made here), and a folder for the copies."""
     os.environ.update(ENVIRONMENT)
+    sys.dont_write_bytecode = True  # of a reward's file: that is Python's doing, and no result
     sys.path.insert(0, str(Path(__file__).parent))
     project, place = Path(sys.argv[1]), Path(sys.argv[2])
     import bad_input_project

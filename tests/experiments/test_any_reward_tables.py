@@ -133,7 +133,7 @@ def test_tokens_are_quoted_and_ranked(tables):
 def test_a_step_is_timed_with_a_store_that_is_as_full(settings):
     subject = load_subject("tiny", "", settings.folders("tiny"), rewards=["rule"], prompt_tokens=4, length=6)
     table = cost.fit_cost(subject, 8, 42, 3)
-    assert table["completions"].tolist() == [40 + 4 * 8 + 8 * n for n in range(1, 129)]  # 42 in whole groups, 4 steps
+    assert table["completions"].tolist() == [40 + 4 * 8 + 8 * n for n in range(1, 257)]  # 42 in whole groups, 4 steps
     assert table["chosen"].any() and table["fitted"].any() and not table["fitted"].all()
     assert (table["fit_seconds"] < table["step_seconds"]).all() and (table["fit_seconds"] > 0).all()
     assert all(p.grad is None for p in subject.backbone.trainable_parameters())

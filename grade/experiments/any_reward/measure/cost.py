@@ -14,7 +14,7 @@ from grade.experiments.any_reward.measure.explained import own_tokens
 from grade.experiments.any_reward.measure.rewards import BATCH_ROWS
 from grade.experiments.any_reward.measure.subject import Subject
 from grade.gradients.distilled.learner import DistilledGradient, Sample
-from grade.gradients.distilled.store import RECENT
+from grade.gradients.distilled.store import LARGE
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import StepContext
@@ -60,7 +60,7 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int, seed: i
         for p in subject.backbone.trainable_parameters():
             p.grad = None
     table, noise = [], torch.Generator().manual_seed(seed)
-    for _ in range(math.ceil(RECENT / batch)):
+    for _ in range(math.ceil(LARGE / batch)):
         reward = torch.randn(len(sample.reward), generator=noise)
         rows = {name: _noisy(rows.cpu(), noise).to(rows.device) for name, rows in sample.rows.items()}
         start, choices = time.perf_counter(), learner.store.choices
