@@ -7,16 +7,14 @@ otherwise with that of `grade.rewards.classifier`. Text is taken to be as many o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from grade.errors import InputError
 from grade.memory.nodata import NoData
-from grade.models.backbone import Backbone
+from grade.models.backbone import Backbone, errors_only
 from grade.models.embedding import EmbeddingTable
 from grade.models.prompts import PromptBatch
 from grade.rewards.classifier import BATCH_ROWS, TextClassifier
@@ -58,14 +56,14 @@ class Classifier(nn.Module):
 
     def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of hard completions [B, T]."""
-        with self._backbone[0].phase("reward"), _quiet():
+        with self._backbone[0].phase("reward"), errors_only():  # no padding is seen among embeddings, it warns
             if self.shares_vocabulary:
                 return self._reader.score(prompts, ids, mask)
             return self._reader.score_texts(len(ids), prompts.ids.shape[1] + ids.shape[1])
 
     def forward(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of embeddings in its own table [B, L, D_R]."""
-        with self._backbone[0].phase("reward"), _quiet():
+        with self._backbone[0].phase("reward"), errors_only():
             return self._reader(embeds, mask)
 
 
@@ -95,14 +93,3 @@ class _Reader(EmbeddedClassifier):
         rows = [[0] * max(tokens - 1, 1), *[[0] * tokens] * (count - 1)]
         parts = [self._logits(rows[start : start + BATCH_ROWS]) for start in range(0, count, BATCH_ROWS)]
         return self.value(torch.cat(parts))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' warning that a decoder sees no padding among embeddings: here it is all on the left."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

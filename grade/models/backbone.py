@@ -312,8 +312,8 @@ class Backbone(nn.Module):
 
 
 @contextlib.contextmanager
-def no_load_report() -> Iterator[None]:
-    """Without the table that transformers logs of missing and surplus weights: an error names them in a line."""
+def errors_only() -> Iterator[None]:
+    """Without transformers' warnings, such as its table of missing weights, which an error names in one line."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -345,7 +345,7 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
                 setattr(config, key, 0.0)
         logging.disable_progress_bar()  # one bar per model, in logs and notebooks too
-        with no_load_report():
+        with errors_only():
             model, info = AutoModelForCausalLM.from_pretrained(
                 name, config=config, dtype=dtype, use_safetensors=True,
                 attn_implementation=None if attention == "auto" else attention,

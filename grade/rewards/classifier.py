@@ -151,13 +151,13 @@ def load_classifier(source: str | Path, device: torch.device | str = "cpu") -> t
     Raises:
         InputError: If it cannot be loaded, or is no trained classifier: a base model has no weights for the labels.
     """
-    from grade.models.backbone import no_load_report  # here: the chain of imports is long enough
+    from grade.models.backbone import errors_only  # here: the chain of imports is long enough
 
     name = str(source)
     allowed = "a folder or hub id of a sequence classifier with safetensors weights, a tokenizer and no remote code"
     logging.disable_progress_bar()
     try:
-        with no_load_report():
+        with errors_only():
             model, info = AutoModelForSequenceClassification.from_pretrained(
                 name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )

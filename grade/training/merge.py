@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from grade.errors import InputError
 from grade.models.adapter import ADAPTER_FILES, load_adapter
-from grade.models.backbone import DTYPES, no_load_report
+from grade.models.backbone import DTYPES, errors_only
 from grade.models.gate import check_loaded
 from grade.outputs import claimed
 from grade.training.checkpoint import last_checkpoint
@@ -86,7 +86,7 @@ def _load(adapter: Path) -> tuple[PreTrainedModel, Any]:
         raise InputError("base_model_name_or_path", base, allowed)
     logging.disable_progress_bar()
     try:
-        with no_load_report():
+        with errors_only():
             model, info = AutoModelForCausalLM.from_pretrained(
                 base, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
