@@ -106,18 +106,18 @@ class Children:
     def interrupt(self) -> None:
         """Ask all to end, as Ctrl-C does: DVC lets its stage end and releases its locks. None is started any more."""
         with self._changing:
-            self._ending = True
-            self._look()
-            for pid in self._running:
-                _signal_group(pid, signal.SIGINT)
+            self._signal_all(signal.SIGINT)
+
+    def _signal_all(self, number: int) -> None:
+        self._ending = True
+        self._look()
+        for pid in self._running:
+            _signal_group(pid, number)
 
     def kill(self) -> None:
         """Kill all, and whatever they started, wherever that is by now."""
         with self._changing:
-            self._ending = True
-            self._look()
-            for pid in self._running:
-                _signal_group(pid, signal.SIGKILL)
+            self._signal_all(signal.SIGKILL)
             for process in self._alive():
                 with suppress(psutil.Error):
                     process.kill()  # psutil makes sure that the id still is that process
