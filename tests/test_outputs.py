@@ -242,7 +242,8 @@ def test_after_a_fault_at_any_operation_the_old_result_stands_or_the_new_one(nam
 @pytest.mark.skipif(not SLOW, reason="minutes: with GRADE_ALL_CASES=1")
 def test_a_run_goes_on_to_the_same_end_after_a_fault_at_any_operation(project, tmp_path, capsys):
     short = ["max_steps=2", "save_steps=1", "save_total_limit=1", "per_device_train_batch_size=4", "logging_steps=1",
-             "truncation=right", "max_prompt_length=4", "max_completion_length=4", "method=reinforce", "report_to=none"]  # fmt: skip
+             "truncation=right", "max_prompt_length=4", "max_completion_length=4", "method=reinforce",
+             "report_to=none"]  # fmt: skip
     (tmp_path / "mine.py").write_text("def score(completions, **_):\n    return [float(len(c)) for c in completions]\n")
     short += [f"reward={tmp_path}/mine.py:score", f"train_dataset={project}/in/reviews/policy.jsonl"]
     words = [word for value in short for word in ("--set", value)]
