@@ -90,6 +90,15 @@ _PEERS = (
     Row("… at a KL of", "peer/end_kl/ste"),
 )
 
+
+def _any_reward(subject: str, label: str) -> tuple[Row, ...]:
+    return (
+        Row(f"{label}: `auto` minus `rloo`, reward at equal KL", f"paired/{subject}/auto_minus_rloo"),
+        Row("… samples to `rloo`'s final reward over those to its first crossing", f"samples_over_rloo/{subject}"),
+        Row("… over those of its whole run", f"samples_over_rloo/{subject}_of_run"),
+    )
+
+
 SECTIONS = (
     Section("Experiment 6: one gradient, three engines", "exp6",
             "The engines on SmolLM2-135M in float32. Times are in `exp6/timings`.", (
@@ -144,6 +153,15 @@ SECTIONS = (
     Section("Gradient estimators", "estimators", "Enumerated, and on SmolLM2.", (
         Row("worst bias of reinforce, rloo, remax and grpo, in standard errors", "bias/unbiased_worst_in_stderr"),
         Row("squared error of gumbel_rao (8 draws) over ste's, `bag`", "mse/gumbel_rao_over_ste"),
+    )),
+    Section("Any reward, distilled", "any_reward", "All intervals: its notebook.", (
+        Row("bias of the corrected form, enumerated, worst in standard errors", "bias/corrected_worst_in_stderr"),
+        Row("`rloo` samples that one plug-in sample replaces, `trunk`, fitted on 256", "worth/tiny_trunk/plugin_256"),
+        Row("… in a batch of 64", "worth_at_64/tiny_trunk/plugin_256"),
+        *_any_reward("tiny_gold", "tiny model, gold judge"), *_any_reward("tiny_trunk", "tiny model, `trunk`"),
+        *_any_reward("tiny_bag", "tiny model, `bag`"), *_any_reward("rule", "tiny model, a rule"),
+        *_any_reward("text", "tiny model, SmolLM2's `trunk` of its text"), *_any_reward("sums", "answers to sums"),
+        *_any_reward("smollm2_gold", "SmolLM2, gold judge"), *_any_reward("smollm2_trunk", "SmolLM2, `trunk`"),
     )),
     Section("TRL's GRPO beside ours, tiny model", "peers", "One run each.", _PEERS),
     Section("TRL's GRPO beside ours, SmolLM2", "peers_larger", "One run each.", _PEERS),
