@@ -250,6 +250,21 @@ def test_without_values_the_gradient_is_that_of_rloo(policy, monkeypatch, weight
     assert own.fit is not None and (found - want).norm() <= 1e-12 * want.norm()
 
 
+@pytest.mark.parametrize(("weight", "uses"), [(1.0, False), (0.3, True)])
+def test_the_unbiased_form_takes_no_values_that_its_own_rewards_chose(policy, monkeypatch, weight, uses):
+    """The first step's family, penalty and slope have seen its rewards; those of the second are the first's."""
+    own = learner(policy, weight)
+    choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))
+    batches = microbatches()
+    found, steps = take(own, batches, objective())
+    want = rloo_gradient(policy, [batches[0][0]], steps, objective())
+    assert ((found - want).norm() > 1e-3 * want.norm()) == uses
+    batches = microbatches(seed=1)
+    found, steps = take(own, batches, objective())
+    want = rloo_gradient(policy, [batches[0][0]], steps, objective())
+    assert (found - want).norm() > 1e-3 * want.norm()
+
+
 @pytest.mark.parametrize("weight", [1.0, "auto"])
 def test_a_step_can_be_one_group(policy, weight):
     """The first teaches nothing of itself; the second is judged by the first, whether or not that helps."""

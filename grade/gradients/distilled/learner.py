@@ -10,10 +10,10 @@ The first term is the plug-in, exact over all actions (Ciosek and Whiteson 2018;
 not the reward, with almost no noise. The second is the residual, with weight w:
 
 - w = 1 is unbiased for every s that was fitted on other completions, here on all but the prompt's own, with a family
-  and a slope that earlier steps chose (in the first step, the step itself: a bias of some percent): a
-  trajectory-wise control variate (Cheng, Yan and Boots 2019, arXiv:1908.03263; Pan and Schoelkopf 2024,
-  arXiv:2402.12874). A baseline of the action at t alone would gain nothing, because the noise lies in the future
-  (Tucker et al. 2018, arXiv:1802.10031). The variance falls by about ``1 - R2``;
+  and a slope that earlier steps chose (the first step, which has none, is that of `rloo`): a trajectory-wise control
+  variate (Cheng, Yan and Boots 2019, arXiv:1908.03263; Pan and Schoelkopf 2024, arXiv:2402.12874). A baseline of the
+  action at t alone would gain nothing, because the noise lies in the future (Tucker et al. 2018, arXiv:1802.10031). The
+  variance falls by about ``1 - R2``;
 - w = 0 is the plug-in alone;
 - ``auto`` takes the w of the largest expected cosine to the true gradient (`grade.gradients.distilled.blend`).
 
@@ -308,7 +308,7 @@ class DistilledGradient:
         returns = (sample.reward[rows] - objective.beta * sequence_mean(kl, mask)).detach()
         returns = returns.unsqueeze(1).expand(mask.shape)
         plug, additive = hidden.new_zeros(()), True
-        if self.fit is not None and self.fit.choice.slope > 0:
+        if self.fit is not None and self.fit.choice.slope > 0 and self._may_use(self.fit):
             family = self.families[self.fit.family]
             first = place * len(whole.ids) // group + rows.start // group
             weights = self.fit.unseen(first, len(seen.ids) // group) * self.trust
@@ -321,6 +321,10 @@ class DistilledGradient:
         advantages = advantages.view(-1, mask.shape[1], group).transpose(1, 2).reshape(mask.shape)
         residual = -(advantages.detach() * logps * mask).sum(1).mean() - (0.0 if additive else plug)
         return (plug, residual, objective.beta * sequence_mean(kl, mask).mean()), kl.detach()
+
+    def _may_use(self, fit: Fit) -> bool:
+        """A choice that has seen the step's own rewards biases its gradient by some percent: not where w is 1."""
+        return fit.foreseen or self.config.residual_weight != 1
 
     def _expected(self, hidden: Tensor, values, mask: Tensor) -> Tensor:
         """``sbar`` [b, T] of the distribution that was sampled from."""

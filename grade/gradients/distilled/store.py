@@ -71,11 +71,13 @@ class Fit:
         family: Name of the family.
         weights: [1 + k, F]: fitted on all completions, then without each of the newest k groups in turn.
         choice: Penalty, R2 out of sample, slope; weights are to be multiplied by the slope.
+        foreseen: Whether family and choice are older than the newest groups, and have not seen their rewards.
     """
 
     family: str
     weights: Tensor
     choice: Choice
+    foreseen: bool = True
 
     @property
     def all(self) -> Tensor:
@@ -102,7 +104,7 @@ class Fit:
     @property
     def older(self) -> Fit:
         """The fit for steps after its own."""
-        return replace(self, weights=self.weights[:1])
+        return replace(self, weights=self.weights[:1], foreseen=True)
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class Store:
     def fit(self, newest: int) -> Fit | None:
         """Distil everything, with the family and penalty that the completions before the last batch chose.
 
-        In the first step the batch itself chooses.
+        In the first step the batch itself chooses: that fit is not foreseen.
 
         Args:
             newest: Groups of the last batch, each of which gets a fit without it.
@@ -209,9 +211,11 @@ class Store:
         self.absorb()
         if not float(self.rewards.abs().max()) > 0:
             return None
-        if not self.choices:
+        foreseen = bool(self.choices)
+        if not foreseen:
             self._choose()
         fit = self.fit_of(max(self.choices, key=lambda name: self.choices[name].r2), newest)
+        fit = replace(fit, foreseen=foreseen)
         # For the next fit: a choice that has seen a group's rewards would bias its gradient, by some percent.
         if self.fresh >= growth(len(self)):
             self._choose()

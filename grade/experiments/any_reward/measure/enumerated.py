@@ -46,9 +46,9 @@ WEIGHTS = {"rloo": None, "plugin": 0.0, "weight0.3": 0.3, "corrected": 1.0}
 GROUP = 4
 """Completions of a prompt; the enumeration takes pairs."""
 STEPS = {
-    "first step": "family, penalty and slope are chosen on the step's own completions",
-    "second step": "the same, on an earlier step's too",
-    "earlier choice": "they are those of the earlier step",
+    "first step": "nothing was chosen before it, so it uses no values",
+    "second step": "family, penalty and slope are those of the first",
+    "earlier choice": "the same, without what else a step does",
 }
 """Whole steps of the method; a group's critic is fitted on the other groups and the earlier step."""
 _CHUNK = 512
