@@ -199,3 +199,29 @@ def fitted_exponent(tokens: Iterable[float], seconds: Iterable[float]) -> float:
     """
     slope, _ = np.polyfit(np.log(np.asarray(list(tokens), float)), np.log(np.asarray(list(seconds), float)), 1)
     return float(slope)
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray, least: float = 5.0) -> float:
+    """Chi-square test of counts against known probabilities; values that are expected less than 5 times are one cell.
+
+    Args:
+        counts: How often each value was drawn.
+        probabilities: Of each value; they add up to 1.
+        least: Smallest expected count of a cell of its own, below which the statistic is not yet chi-square.
+
+    Returns:
+        Probability of a statistic at least as large if the probabilities are right.
+
+    >>> round(chi_square(np.array([48, 52]), np.array([0.5, 0.5])), 3)     # (2^2 + 2^2) / 50 = 0.16, one degree
+    0.689
+    """
+    counts, expected = np.asarray(counts, dtype=float), np.asarray(probabilities, dtype=float) * np.sum(counts)
+    if counts[expected == 0].any():
+        return 0.0
+    small = expected < least
+    if small.any():
+        counts = np.append(counts[~small], counts[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+    used = expected > 0
+    statistic = np.sum((counts[used] - expected[used]) ** 2 / expected[used])
+    return float(stats.chi2.sf(statistic, used.sum() - 1))

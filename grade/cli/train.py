@@ -29,6 +29,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder")  # fmt: skip
     parser.add_argument("--reward", action="append", metavar="REWARD",
                         help="over the config's; several are added up: file.py:function, hf:<id>, ...")  # fmt: skip
+    parser.add_argument("--sampler", metavar="SAMPLER",
+                        help="over the config's: own, shared, transformers, or http://host:port")  # fmt: skip
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="adapter, history.csv, metrics.json, ...")
     parser.add_argument("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
                         help="continue an interrupted run; auto: start over if something changed")  # fmt: skip
@@ -40,6 +42,7 @@ def run_train(args: argparse.Namespace) -> None:
     """Train, one method or all of them."""
     # Every config is checked before the first run starts.
     given = {"output_dir": args.output_dir} | ({"reward": args.reward} if args.reward else {})
+    given |= {"sampler": args.sampler} if args.sampler else {}
     if args.method == "all":
         values = read_values(args.config, args.set)
         folders = {method: {"output_dir": str(Path(args.output_dir) / method)} for method in METHODS}

@@ -55,6 +55,7 @@ def expected_values(
         value = (p * s).sum(-1)
         return value, p.mul_(s - value.unsqueeze(-1)) if needed else None
 
+    of_logits.reads = getattr(values, "reads", ())
     numbers = torch.arange(len(hidden), device=hidden.device)
     return row_values(head, hidden, of_logits, numbers, *([] if where is None or not forbidden else [where]))
 
@@ -75,4 +76,5 @@ def embedding_values(weight: Tensor, scale: float, u: Tensor) -> Values:
     def values(rows: Tensor) -> Tensor:
         return ((scale * u[rows]).to(weight.dtype) @ weight.detach().T).to(wide(weight.dtype))
 
+    values.reads = (weight,)
     return values

@@ -197,9 +197,7 @@ class MethodConfig(Settings):
     tau_start: PositiveFloat = setting(2.0, "Gumbel temperature at the first step")
     tau_end: PositiveFloat = setting(2.0, "Gumbel temperature after annealing")
     tau_anneal_steps: NonNegativeInt = setting(0, "steps of the linear ramp from tau_start to tau_end")
-    hops: NonNegativeInt = setting(
-        1, "feedback hops of the replay engine; max_completion_length - 1 is exact"
-    )
+    hops: NonNegativeInt = setting(1, "feedback hops of the replay engine; max_completion_length - 1 is exact")
     hop_tolerance: NonNegativeFloat = setting(0.0, "stop hopping at this relative residual; 0 = take all hops")
 
     num_generations: PositiveInt | None = setting(
@@ -215,9 +213,7 @@ class MethodConfig(Settings):
     num_iterations: PositiveInt | None = setting(
         None, "grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (no clipping then)"
     )
-    minibatches: PositiveInt = setting(
-        1, "grpo, ppo: updates per pass; each uses an equal share of every microbatch"
-    )
+    minibatches: PositiveInt = setting(1, "grpo, ppo: updates per pass; each uses an equal share of every microbatch")
     scale_rewards: Literal["group", "none"] = setting(
         "none", "grpo: group divides advantages by the group's standard deviation, as published; biased"
     )
@@ -237,7 +233,8 @@ class MethodConfig(Settings):
         "auto", "distilled: weight of what the distilled reward misses: 0 biased, 1 unbiased, auto from the gradients"
     )
     distil_families: Annotated[list[str], Field(min_length=1)] | None = setting(
-        None, "distilled: what the reward may be linear in, the best of which is taken: counts, bag, ngrams, values, "
+        None,
+        "distilled: what the reward may be linear in, the best of which is taken: counts, bag, ngrams, values, "
         f"trunk, trunk<layers>; null: {', '.join(FAMILIES)}",
     )
     distil_window: PositiveInt = setting(2048, "distilled: completions that are kept for the fit; the oldest go first")

@@ -20,7 +20,7 @@ gradient. The value head reads the policy's hidden states but sends no gradient 
 closed_form`` it is solved from the frozen base's states instead. With ``self_certainty_reward`` (Intuitor) the reward
 is the policy's own self-certainty, a constant of the update.
 
-Left out: entropy bonuses, sampling by another engine, shuffling between passes.
+Completions of another engine go to `PolicyGradient.learn`. Left out: entropy bonuses, shuffling between passes.
 """
 
 from __future__ import annotations
@@ -56,15 +56,18 @@ class Completions:
         prompts: B prompts, each G times in a row.
         ids: Completions [B, T].
         mask: [B, T], 1 at a token, end-of-sequence included.
+        weights: Importance weights [B, T], or [B, 1] of sequences (`grade.gradients.importance`); None: all 1.
     """
 
     prompts: PromptBatch
     ids: Tensor
     mask: Tensor
+    weights: Tensor | None = None
 
     def rows(self, rows: slice) -> Completions:
         """The selected rows."""
-        return Completions(self.prompts[rows], self.ids[rows], self.mask[rows])
+        weights = None if self.weights is None else self.weights[rows]
+        return Completions(self.prompts[rows], self.ids[rows], self.mask[rows], weights)
 
 
 @dataclass(frozen=True)
@@ -365,6 +368,10 @@ class PolicyGradient:
             self._note("clip_fraction", losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon))
         else:
             weighted = seen.advantages * logps
+        if (weights := seen.completions.weights) is not None:
+            weighted = weighted * weights
+            if weights.shape[1] == 1:  # of whole completions, KL's gradient included
+                kl = kl * weights
         penalty = objective.beta * seen.kl_factor * sequence_mean(kl, mask).mean()
         return losses.policy_gradient_loss(weighted, mask) + penalty
 

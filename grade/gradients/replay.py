@@ -44,6 +44,7 @@ from grade.models.head import kl_divergence, support_logits, token_logps, weight
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import forbid_eos
+from grade.models.sharding import whole
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -230,12 +231,13 @@ class ReplayGraph:
             v [B, T, D], the residual (None without a hop), the number of hops.
         """
         step_back = partial(torch.autograd.grad, self.h, self.e, retain_graph=True)
-        a, residual, used = r, None, 0
-        while used < min(hops, self.e.shape[1] - 1):
+        a, residual, used, going = r, None, 0, min(hops, self.e.shape[1] - 1) > 0
+        while self.backbone.anywhere(going):
             new = r + step_back(grad_outputs=pull(a) + k)[0]
+            if not going:  # only for the other processes, whose passes of a sharded base need this one
+                continue
             residual, a, used = (new - a).norm() / new.norm().clamp_min(torch.finfo(new.dtype).tiny), new, used + 1
-            if tolerance > 0 and residual <= tolerance:
-                break
+            going = used < min(hops, self.e.shape[1] - 1) and not (tolerance > 0 and bool(residual <= tolerance))
         return pull(a) + k, residual, used
 
     def parameter_gradient(self, v: Tensor) -> Tensor:
@@ -291,13 +293,14 @@ def _relaxed(
 def _relaxation_pullback(
     backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable | None
 ) -> Pullback:
-    leaf = h.detach().requires_grad_()
-    with torch.enable_grad():
+    leaf, tables = h.detach().requires_grad_(), (backbone.embedding_weight, backbone.head.weight)
+    with torch.enable_grad(), whole(*tables):
         e = _relaxed(backbone, leaf, rollout, config, table)
     valid = rollout.completion_mask.unsqueeze(-1).to(e.dtype)
 
     def pull(a: Tensor) -> Tensor:
-        return torch.autograd.grad(e, leaf, a * valid, retain_graph=True)[0]
+        with whole(*tables):
+            return torch.autograd.grad(e, leaf, a * valid, retain_graph=True)[0]
 
     return pull
 

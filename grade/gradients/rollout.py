@@ -20,10 +20,11 @@ from torch import Tensor
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, alone, draw_given
 from grade.models.decode_linear import SkinnyLinear
-from grade.models.head import CHUNK_ROWS, weighted_embedding
+from grade.models.head import chunk_rows, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos
 from grade.models.scoring import check_shapes, predicting_hidden
+from grade.models.sharding import whole
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -163,13 +164,15 @@ def noise_given(
     # A masked position may hold a token that is forbidden there. Draws there affect no result, so none is forbidden.
     steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)
     supports, noises = [], []
-    for chunk in torch.arange(len(rows), device=ids.device).split(CHUNK_ROWS):
-        logits = backbone.head(rows[chunk])
-        step = steps.flatten()[chunk].unsqueeze(1)
-        logits = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
-        support, noise = draw_given(logits, flat[chunk], config, generator)
-        supports.append(support)
-        noises.append(noise)
+    with whole(backbone.head.weight):
+        size = chunk_rows(backbone.vocab_size, len(rows))
+        for chunk in torch.arange(len(rows), device=ids.device).split(size):
+            logits = backbone.head(rows[chunk])
+            step = steps.flatten()[chunk].unsqueeze(1)
+            logits = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
+            support, noise = draw_given(logits, flat[chunk], config, generator)
+            supports.append(support)
+            noises.append(noise)
     return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in (supports, noises))
 
 

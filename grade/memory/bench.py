@@ -1,7 +1,8 @@
 """Running the traced step for real: a measured peak beside the traced one.
 
 On a CPU the peak is that of live storages, counted by the same tracker on real tensors. On CUDA it is
-``torch.cuda.max_memory_allocated``, and an out-of-memory error leaves a snapshot that was recorded from the start.
+``torch.cuda.max_memory_allocated``, beside it stands what the allocator reserved and what its model
+(`grade.memory.allocator`) predicts, and an out-of-memory error leaves a snapshot that was recorded from the start.
 Weights are random: memory does not depend on their values.
 """
 
@@ -11,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
@@ -21,6 +22,9 @@ from grade.errors import InputError
 from grade.memory.models import model_config
 from grade.memory.step import StepConfig, TracedConfig
 from grade.memory.trace import run_tracked, trace
+
+if TYPE_CHECKING:
+    from grade.memory.allocator import Replay
 
 QWEN = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
 _SMALL = dict(batch_size=2, prompt_tokens=6, gumbel_topk=64)
@@ -173,8 +177,11 @@ def compare(
         snapshots: Folder for CUDA snapshots of steps that run out of memory.
 
     Returns:
-        One row per step: its configuration, traced and measured bytes, and their ratio.
+        One row per step: its configuration, traced and measured bytes, and their ratio. On CUDA also what
+        `four_numbers` returns.
     """
+    from grade.memory.allocator import reserved  # here: it would lengthen the chain of imports
+
     rows = []
     for number, config in enumerate(configs):
         traced = trace(config, device=device)
@@ -182,6 +189,8 @@ def compare(
         row |= measure(config, device, None if snapshots is None else Path(snapshots) / f"oom_{number}.pickle")
         if "measured_peak_bytes" in row:
             row["traced_over_measured"] = traced.peak / row["measured_peak_bytes"]
+        if device == "cuda":
+            row |= four_numbers(row, reserved(config, workspace=workspace_bytes()))
         rows.append(row)
         ratio = row.get("traced_over_measured")
         log(f"{row['name']}: traced {traced.peak}, " + (f"ratio {ratio:.4f}" if ratio else "out of memory"))
@@ -189,6 +198,34 @@ def compare(
         if device == "cuda":
             torch.cuda.empty_cache()
     return rows
+
+
+def four_numbers(row: Mapping[str, Any], predicted: Replay | None) -> dict[str, int | None]:
+    """Live and reserved bytes of a step on CUDA, predicted and measured.
+
+    Args:
+        row: What was traced and measured: ``traced_peak_bytes``, and if the step ran, ``measured_peak_bytes`` and
+            ``reserved_bytes``.
+        predicted: The allocator's model of the step.
+
+    Returns:
+        ``predicted_live_bytes``, ``predicted_reserved_bytes``, ``measured_allocated_bytes`` and
+        ``measured_reserved_bytes``; None for what there is not: on a CPU there is no allocator with segments, and a
+        step that ran out of memory has no peak.
+    """
+    return {
+        "predicted_live_bytes": row["traced_peak_bytes"],
+        "predicted_reserved_bytes": None if predicted is None else predicted.reserved,
+        "measured_allocated_bytes": None if predicted is None else row.get("measured_peak_bytes"),
+        "measured_reserved_bytes": row.get("reserved_bytes"),
+    }
+
+
+def workspace_bytes() -> int:
+    """The workspace that cuBLAS takes on this machine's GPU."""
+    from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER  # here: see `compare`
+
+    return WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
 
 
 def bench_figures(rows: Sequence[Mapping[str, Any]], device: str, time_traces: bool = True) -> dict[str, float]:

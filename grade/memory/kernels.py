@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from grade.models import decode_linear as skinny
+from grade.models.sharding import ShardedTable
 
 Device = Literal["cpu", "cuda"]
 _BLOCK = 16  # CUDA's memory-efficient kernel needs rows of a mask in multiples of this
@@ -76,6 +77,8 @@ class _SmallBags(TorchDispatchMode):
     """A bag's sum keeps one number per bag on a CPU; on CUDA and on meta it keeps one per index."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if ShardedTable in types:
+            return NotImplemented  # it gathers its rows first
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten._embedding_bag and args[0].device.type == "meta":
             result = (result[0], torch.empty_like(args[2]), *result[2:])

@@ -16,16 +16,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from grade.memory.tracker import MemoryTracker, storage_of
+from grade.models.sharding import ShardedTable
 
 Category = Literal[
-    "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary"
-]
-CATEGORIES: tuple[Category, ...] = get_args(Category)
+    "weights", "adapter", "gradients", "optimizer", "activations", "logits", "kv cache", "rollout", "temporary",
+    "gathered", "in transit",
+]  # fmt: skip
+SHARDED: tuple[Category, ...] = ("gathered", "in transit")
+"""Only where processes divide the base. ``gathered``: weights that are whole for a while; ``in transit``: buffers that
+they pass through."""
+CATEGORIES: tuple[Category, ...] = tuple(name for name in get_args(Category) if name not in SHARDED)
 """Uses of memory. ``activations``: alive beyond the phase that made them, or saved by autograd; ``logits``: any tensor
 with a vocabulary-sized dimension, whatever its use; ``temporary``: the rest."""
 
@@ -85,6 +91,7 @@ class LiveTracker(MemoryTracker):
         sites: Highest live bytes by kind of allocation.
         flops: Floating point operations of products, convolutions and attention, by torch's own formulas; a product
             of [n, k] and [k, m] counts 2 n k m.
+        received: Bytes that reach this process from others; of a sum over W processes 2 (W - 1) / W of its size.
     """
 
     def __init__(self, round_to: int = 512, device: str | None = None) -> None:
@@ -94,7 +101,7 @@ class LiveTracker(MemoryTracker):
         self.live: list[int] = []
         self.phase_of: list[str] = []
         self.sites: dict[tuple, Site] = {}
-        self.flops = 0
+        self.flops, self.received = 0, 0
         self._open: dict[int, StorageRecord] = {}
         self._op = "existing"
         self._modules: list[str] = []
@@ -123,6 +130,18 @@ class LiveTracker(MemoryTracker):
             record = None if storage is None else self._open.get(storage._cdata)
             if record is not None and record.tag is None:
                 record.tag = category
+
+    def resized(self, tensor: torch.Tensor, category: Category) -> None:
+        """Count a storage that was resized directly, to nothing or from nothing, as freed or as new."""
+        storage, outer = storage_of(tensor), self._op
+        if storage is None or storage.nbytes() == 0:
+            if storage is not None and storage._cdata in self._live:
+                self._forget(storage._cdata)(None)
+            return
+        self._op = "all_gather"
+        self.track_existing([tensor])
+        self.tag([tensor], category)
+        self._op = outer
 
     @contextlib.contextmanager
     def naming(self, root: nn.Module) -> Iterator[None]:
@@ -171,6 +190,10 @@ class LiveTracker(MemoryTracker):
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a third of all calls in a trace, and none of them allocates
+        if ShardedTable in types:
+            return NotImplemented  # it gathers its rows first, which is then seen
+        if func.namespace == "c10d":
+            self.received += _received(func, args)
         outer, self._op = self._op, func.overloadpacket.__name__
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -216,3 +239,13 @@ class LiveTracker(MemoryTracker):
             forget(reference)
 
         return callback
+
+
+def _received(func: Any, args: tuple) -> int:
+    """Bytes that one process receives in a collective operation, if each byte travels as seldom as it can."""
+    if func is torch.ops.c10d._allgather_base_.default:
+        return args[0].nbytes - args[1].nbytes
+    if func is torch.ops.c10d.allreduce_.default:
+        size = dist.get_world_size()
+        return sum(2 * (size - 1) * tensor.nbytes // size for tensor in args[0])
+    return 0

@@ -9,6 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grade.memory.recall import call_on_meta
+from grade.models.sharding import ShardedTable
+
+_NOT_CACHED = ("c10d", "fsdp")
+"""Operators of communication, which do more than their outputs show."""
 
 
 class NoData(TorchDispatchMode):
@@ -21,7 +25,15 @@ class NoData(TorchDispatchMode):
     Outputs of operators on ``meta`` tensors are cached (`grade.memory.recall`).
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `grade.memory.tracker.MemoryTracker`
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
+        if func.namespace in _NOT_CACHED:
+            return func(*args, **(kwargs or {}))
+        if ShardedTable in types:
+            return NotImplemented  # it gathers its rows first
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0].dtype == torch.bool:
                 return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,10 @@ Quantity = Literal["batch_size", "max_new_tokens", "hops"]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 _DIVIDED: tuple[Category, ...] = ("weights", "adapter", "gradients", "optimizer")
+_CLEARLY = 0.75  # of the slope: one more of a quantity costs at least this part of what it cost on average before
+_NEAR = 0.005
+LONG = 512
+"""Tokens from which on a trace takes so long that a length near the largest one is good enough."""
 LARGEST = 4096
 """Where the search for a batch or a length ends."""
 
@@ -75,8 +79,9 @@ class Fit:
 
 
 def shard(found: Trace, config: TracedConfig, gpus: int) -> Trace:
-    """The same step on one of several data-parallel GPUs that shard the model (ZeRO-3, FSDP full shard).
+    """The same step on one of several data-parallel GPUs that shard the model (ZeRO-3, FSDP full shard), by arithmetic.
 
+    For steps that train all weights, which the trainers here do not; others are traced (`grade.memory.sharded`).
     Weights, adapter, gradients and optimizer state are divided by ``gpus``. Gathered whole at any time: the embedding
     table (and an untied head), two layers (the one that runs and the next), and one layer's gradients if all weights
     are trained. Each GPU runs its own microbatches, so the rest stays as it is. Left out: buffers of the
@@ -117,14 +122,14 @@ def _unit_bytes(config: TracedConfig) -> tuple[int, int]:
     return one - (two - one), two - one
 
 
-def remembering(tracer: Callable[[TracedConfig], Trace]) -> Callable[[TracedConfig], Trace]:
-    """A tracer that traces no step twice: a plan and single changes share some."""
-    known: dict[str, Trace] = {}
+def remembering(tracer: Callable[..., Trace]) -> Callable[..., Trace]:
+    """A tracer that traces no step twice: a plan, settings and single changes share some."""
+    known: dict[tuple, Trace] = {}
 
-    def found(config: TracedConfig) -> Trace:
-        key = f"{type(config).__name__} {config.model_dump_json()}"
+    def found(config: TracedConfig, *more: Any) -> Trace:
+        key = (type(config).__name__, config.model_dump_json(), *more)
         if key not in known:
-            known[key] = tracer(config)
+            known[key] = tracer(config, *more)
         return known[key]
 
     return found
@@ -132,7 +137,7 @@ def remembering(tracer: Callable[[TracedConfig], Trace]) -> Callable[[TracedConf
 
 def plan(
     config: TracedConfig, budget: int, overhead: int = 0, quantities: tuple[Quantity, ...] = get_args(Quantity),
-    tracer: Callable[[TracedConfig], Trace] = trace, most: int = LARGEST,
+    tracer: Callable[[TracedConfig], Trace] = trace, most: int = LARGEST, first: Mapping[Quantity, int] | None = None,
 ) -> list[Fit]:  # fmt: skip
     """The largest batch, completion length and hops that fit, each with everything else as configured.
 
@@ -141,12 +146,14 @@ def plan(
         budget: Bytes.
         overhead: Bytes that the trace leaves out (context, fragmentation), subtracted from the budget.
         quantities: What to vary. A batch grows by whole groups. Hops cost time, not memory: they fit up to T - 1 or
-            not at all.
+            not at all. Where two and three hops need the same, more are not traced.
         most: Largest batch to consider.
         tracer: Traces a configuration.
+        first: Values to try first.
 
     Returns:
-        One `Fit` per quantity.
+        One `Fit` per quantity. A length of `LONG` tokens or more need not be the largest: it leaves at most a
+        `_NEAR` of the room.
 
     Raises:
         InputError: If the weights alone do not fit.
@@ -166,7 +173,13 @@ def plan(
     fits = []
     for quantity in quantities:
         low, unit = 0 if quantity == "hops" else 1, config.batch_unit if quantity == "batch_size" else 1
-        value, peak = _largest(config, quantity, low, max(limits[quantity] // unit, low), room, tracer, unit)
+        if quantity == "hops" and limits["hops"] > 3:
+            two, three = (tracer(changed(config, hops=hops)).peak for hops in (2, 3))
+            if two == three:
+                fits.append(Fit(quantity, limits["hops"] if two <= room else None, two))
+                continue
+        start = (first or {}).get(quantity) or getattr(config, quantity)
+        value, peak = _largest(config, quantity, low, max(limits[quantity] // unit, low), room, tracer, unit, start)
         fits.append(Fit(quantity, value, peak))
     return fits
 
@@ -178,11 +191,13 @@ def changed(config: TracedConfig, **values: Any) -> TracedConfig:
 
 def _largest(
     config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer: Callable[[TracedConfig], Trace],
-    unit: int = 1,
+    unit: int, start: int,
 ) -> tuple[int | None, int]:  # fmt: skip
     """Largest multiple of ``unit``, low to high times, whose peak is at most ``room``; peaks grow almost linearly.
 
-    So each trial is where the line through two known points meets the budget; every third one bisects instead.
+    So each trial is where the line through two known points meets the budget; every third one bisects instead. The
+    first two points are the smallest value and ``start``. The next larger value is not tried where the line is clearly
+    above the budget, nor where a trace of a long completion is near it.
     """
 
     def peak(multiple: int) -> int:
@@ -191,7 +206,8 @@ def _largest(
     known = {low: peak(low)}
     if known[low] > room:
         return None, known[low]
-    good, bad, before, trial = low, high + 1, low, low + 1  # the largest that fits, the smallest that does not
+    good, bad, before = low, high + 1, low  # the largest that fits, the smallest that does not
+    trial = min(max(start // unit, low + 1), high)
     while bad - good > 1:
         known[trial] = peak(trial)
         if known[trial] <= room:
@@ -200,6 +216,9 @@ def _largest(
             bad = trial
         other = bad if bad in known else before
         slope = (known[other] - known[good]) / (other - good)
+        near = quantity == "max_new_tokens" and good >= LONG and room - known[good] <= _NEAR * room
+        if near or (slope > 0 and known[good] + _CLEARLY * slope > room and good > low):
+            break
         guess = int(good + (room - known[good]) / slope) if slope > 0 else bad - 1
         if bad in known and len(known) % 3 == 0:
             guess = (good + bad) // 2

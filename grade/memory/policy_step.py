@@ -27,7 +27,7 @@ class PolicyStepConfig(TracedConfig):
     """A GRPO or Intuitor step."""
 
     logits: Literal["chunked", "completion", "all"] = Field(
-        "chunked", description="chunked: 64 rows at a time; completion: all [B, T, V] at once; all: the prompt's too"
+        "chunked", description="chunked: a few rows at a time; completion: all [B, T, V] at once; all: the prompt's too"
     )
     self_certainty: bool = Field(False, description="score self-certainty, Intuitor's reward")
     reference: bool = Field(True, description="score the reference, for KL")

@@ -18,9 +18,10 @@ from grade.memory.tracker import tensors_in
 _MOST = 200_000
 """Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
 
-_fresh: dict[OpOverload, bool] = {}
+_kinds: dict[OpOverload, str] = {}
 _made: dict[tuple, Any] = {}
 _NEVER = object()  # stands for an output that has to be computed each time
+_ITSELF = object()  # stands for the first argument, unchanged but for its contents
 
 
 class _New(NamedTuple):
@@ -41,14 +42,14 @@ def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
     Returns:
         What the operator returns. Views, outputs that share a storage with an argument or with each other, and outputs
-        elsewhere than on ``meta`` are computed each time.
+        elsewhere than on ``meta`` are computed each time. Of an operator in place, which changes contents alone, it is
+        the first argument.
     """
-    fresh = _fresh.get(func)
-    if fresh is None:
-        schema = func._schema
-        fresh = _fresh[func] = not any(value.alias_info for value in (*schema.arguments, *schema.returns))
+    kind = _kinds.get(func)
+    if kind is None:
+        kind = _kinds[func] = _kind(func)
     parts: list[Any] = [func]
-    if not fresh or not _describe(args, parts) or (kwargs and not _describe_named(kwargs, parts)):
+    if kind == "other" or not _describe(args, parts) or (kwargs and not _describe_named(kwargs, parts)):
         return func(*args, **kwargs)
     parts.append(torch.get_default_dtype())  # of an integer tensor times a float
     key = tuple(parts)
@@ -57,14 +58,36 @@ def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     except TypeError:  # an argument that is not hashable: a generator
         return func(*args, **kwargs)
     if made is None:
+        looks = _looks(args[0]) if kind == "in place" else None
         result = func(*args, **kwargs)
         if len(_made) >= _MOST:
             _made.clear()
-        _made[key] = _recipe(result, args)
+        if kind == "in place":
+            _made[key] = _ITSELF if result is args[0] and _looks(result) == looks else _NEVER
+        else:
+            _made[key] = _recipe(result, args)
         return result
+    if made is _ITSELF:
+        return args[0]
     if made is _NEVER:
         return func(*args, **kwargs)
     return _make(made)
+
+
+def _kind(func: OpOverload) -> str:
+    """``new``: nothing is shared or written; ``in place``: one tensor is written and returned; ``other``."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    aliases = [value.alias_info for value in (*arguments, *returns)]
+    if not any(aliases):
+        return "new"
+    first, others, last = aliases[0], aliases[1:-1], aliases[-1]
+    alone = len(returns) == 1 and first and last and first.is_write and last.is_write and not any(others)
+    return "in place" if alone and arguments[0].type.isSubtypeOf(torch._C.TensorType.get()) else "other"
+
+
+def _looks(tensor: Tensor) -> tuple:
+    """Everything of a tensor on ``meta`` but what it is called."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage().nbytes()
 
 
 def _describe(values: Any, parts: list[Any]) -> bool:
@@ -79,6 +102,8 @@ def _describe(values: Any, parts: list[Any]) -> bool:
             parts.append(len(value))
             if not _describe(value, parts):
                 return False
+        elif kind is torch.Generator:
+            parts.append(kind)  # it changes contents alone, and cannot be hashed
         else:
             parts += (kind, value)  # 1, 1.0 and True are equal, but not alike
     return True

@@ -41,10 +41,12 @@ from grade.memory.live import Category, LiveTracker
 from grade.memory.models import Adapter, build_backbone
 from grade.memory.nodata import has_data
 from grade.memory.reward import PREFIX, RewardSpec, make_reward, reward_context
+from grade.memory.sharded import sum_gradients
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length
+from grade.models.sharding import local_part
 
 Microbatch = Callable[[LiveTracker | None], None]
 """Adds one microbatch's gradient; a tracker, if there is one, is told which phase runs."""
@@ -83,6 +85,7 @@ class Step:
 
         def apply() -> None:
             with phase(tracker, "optimizer"):
+                sum_gradients(self.optimizer)
                 for group in self.optimizer.param_groups:
                     torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
                 self.optimizer.step()
@@ -99,7 +102,7 @@ class Step:
         lora = parameters if self.backbone.peft is not None else []
         adapter = {id(p) for p in lora}
         tensors = [t for m in (self.backbone, *self.others) for t in (*m.parameters(), *m.buffers())]
-        weights = [t for t in tensors if id(t) not in adapter]
+        weights = [local_part(t) for t in tensors if id(t) not in adapter]
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         return {"weights": [*weights, *self.copies], "adapter": lora, "optimizer": states}
 

@@ -35,9 +35,10 @@ from transformers import PretrainedConfig
 
 from grade.errors import InputError
 from grade.memory.kernels import Device, kernels_of
-from grade.memory.live import CATEGORIES, Category, LiveTracker
+from grade.memory.live import CATEGORIES, SHARDED, Category, LiveTracker
 from grade.memory.models import model_config, to_fake, with_layers
 from grade.memory.nodata import NoData
+from grade.memory.sharded import Sharding, alone_among, divide, gathers_seen
 from grade.memory.step import Step, TracedConfig
 
 _FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -87,6 +88,7 @@ class Trace:
         traced_layers: Layers that were traced; fewer than ``layers`` if extrapolated.
         flops: Floating point operations of the step's products and attention.
         seconds: Wall time of the trace.
+        received: Bytes that reach this process from others in the step.
     """
 
     peak: int
@@ -99,6 +101,7 @@ class Trace:
     traced_layers: int
     flops: int
     seconds: float
+    received: int = 0
 
     @property
     def step_bytes(self) -> int:
@@ -106,13 +109,18 @@ class Trace:
         return self.peak - sum(self.categories[c] for c in FIXED)
 
 
-def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False) -> Trace:
+def trace(
+    config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False, processes: int = 1,
+    sharding: Sharding = "fsdp2",
+) -> Trace:  # fmt: skip
     """Trace one optimizer step.
 
     Args:
         config: The step.
         device: Where it would run; on a CPU, float32 sampling uses another product for few rows.
         all_layers: Trace every layer, without extrapolation.
+        processes: Processes that train together, each with the batch of ``config``; the first one is traced.
+        sharding: How they share the base.
 
     Returns:
         The trace.
@@ -124,9 +132,9 @@ def trace(config: TracedConfig, *, device: Device = "cuda", all_layers: bool = F
     start, model = time.perf_counter(), model_config(config.model)
     layers, vocab = model.num_hidden_layers, model.vocab_size
     if all_layers or layers <= max(BASE_LAYERS) + 1:
-        tracker = trace_layers(config, model, device)
+        tracker = trace_layers(config, model, device, processes, sharding)
         return _assemble([tracker], [layers], layers, vocab, time.perf_counter() - start)
-    trackers = [trace_layers(config, with_layers(model, n), device) for n in BASE_LAYERS]
+    trackers = [trace_layers(config, with_layers(model, n), device, processes, sharding) for n in BASE_LAYERS]
     return _assemble(trackers, list(BASE_LAYERS), layers, vocab, time.perf_counter() - start)
 
 
@@ -168,20 +176,26 @@ def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> L
     for category, tensors in step.existing().items():
         tracker.track_existing(tensors)
         tracker.tag(tensors, category)
-    with tracker, tracker.naming(step.backbone):
+    with gathers_seen(tracker), tracker, tracker.naming(step.backbone):
         step.run(tracker)
     return tracker
 
 
-def trace_layers(config: TracedConfig, model: PretrainedConfig, device: Device) -> LiveTracker:
+def trace_layers(
+    config: TracedConfig, model: PretrainedConfig, device: Device, processes: int = 1, sharding: Sharding = "fsdp2"
+) -> LiveTracker:
     """Trace all layers of ``model``, and return the tracker with every tensor in it; see `trace`."""
+    if processes > 1 and config.adapter == "full" and sharding == "fsdp2":
+        raise InputError("adapter", "full", "lora: only a frozen base is divided among processes")
     backbone, others = config.build(model)
     mode, counted = contextlib.nullcontext(), "meta" if device == "cuda" else None  # CPU tensors take no GPU memory
     if config.autocast:  # autocast depends on the device, and meta has none; fake CPU tensors do, at twice the time
         counted = None
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         to_fake(backbone, mode, *others)
-    with _untraceable_lines_named(), mode, NoData(), kernels_of(device):
+    with _untraceable_lines_named(), mode, NoData(), kernels_of(device), alone_among(processes):
+        if processes > 1 and sharding == "fsdp2":
+            divide(backbone)
         return run_tracked(config.make_step(backbone, others), device=counted)
 
 
@@ -208,18 +222,18 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
         slope = (values[1] - values[0]) / (traced[1] - traced[0])
         return round(values[1] + slope * (layers - traced[1]))
 
-    highest: dict[str, tuple[int, tuple]] = {}
+    last, highest = trackers[-1], dict[str, tuple[int, tuple]]()
     for key in trackers[-1].sites:
         if all(key in t.sites for t in trackers):
             peak = at(*(t.sites[key].peak for t in trackers))
             if peak > highest.get(key[0], (-1,))[0]:
                 highest[key[0]] = (peak, key)
     phases = {}
+    categories = (*CATEGORIES, *(SHARDED if any(record.tag in SHARDED for record in last.records) else ()))
     for name, (_, key) in highest.items():
         parts = [_composition(t, t.sites[key].at, vocab) for t in trackers]
-        phases[name] = {c: at(*(p[c] for p in parts)) for c in CATEGORIES}
+        phases[name] = {c: at(*(p[c] for p in parts)) for c in categories}
     peak_phase = max(highest, key=lambda name: highest[name][0])
-    last = trackers[-1]
     index = last.sites[highest[peak_phase][1]].at
     made = [r for r in last.alive_at(index) if last.category(r, vocab) not in FIXED]
     made = sorted(made, key=lambda r: -r.nbytes)[:10]
@@ -232,7 +246,10 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
     timeline = list(zip(last.phase_of, last.live, strict=True))[before:]
     peak = highest[peak_phase][0]
     flops = at(*(t.flops for t in trackers))
-    return Trace(peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1], flops, seconds)
+    return Trace(
+        peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1], flops, seconds,
+        at(*(t.received for t in trackers)),
+    )  # fmt: skip
 
 
 def _composition(tracker: LiveTracker, index: int, vocab: int) -> Counter:

@@ -109,6 +109,10 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*exc)
         self._phase = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and what torch wraps around a mode takes a tenth of a trace
+
     def __torch_dispatch__(  # noqa: D105 - the hook of TorchDispatchMode
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

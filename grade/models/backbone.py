@@ -42,6 +42,7 @@ from grade.models.folding import FOLDED_TYPES, folded
 from grade.models.gate import check_loaded, check_probe, check_supported, check_vocabulary, silence
 from grade.models.head import Head
 from grade.models.prompts import position_ids
+from grade.models.sharding import Shards, whole
 from grade.models.watcher import WatchedCache, Watcher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -78,6 +79,7 @@ class Backbone(nn.Module):
         silence(model)
         self.model = model
         self._watcher: Watcher | None = None
+        self.shards: Shards | None = None
         self.tokenizer = tokenizer
         self.decoder = model.base_model
         self.head = _head_of(model)
@@ -230,6 +232,13 @@ class Backbone(nn.Module):
         finally:
             self._watcher = before
 
+    def anywhere(self, flag: bool) -> bool:
+        """Whether a flag is set on any process that holds a part of the base; the flag itself where all is here.
+
+        For loops whose length depends on the data: each pass of a sharded base needs all processes.
+        """
+        return flag if self.shards is None else self.shards.any(flag)
+
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A context that reports a phase to the watcher, if there is one."""
         return self._watcher.during(name) if self._watcher else contextlib.nullcontext()
@@ -251,14 +260,15 @@ class Backbone(nn.Module):
 
         For sampling, where each step has few rows and the adapter's small products take as much time as the base's.
         Meanwhile the adapted weights exist twice; the originals are put back unchanged. A half-precision base is not
-        merged: rounding ``W + B A`` to 8 bits would lose the adapter.
+        merged: rounding ``W + B A`` to 8 bits would lose the adapter. Nor is a sharded one, whose weights are gathered
+        anew for every token; embedding table and head stay gathered within.
         """
-        with self.phase("rollout"), self._folded():
+        with self.phase("rollout"), whole(self.embedding_weight, self.head.weight), self._folded():
             yield
 
     @contextlib.contextmanager
     def _folded(self) -> Iterator[None]:
-        if self.peft is None or self.dtype not in FOLDED_TYPES:
+        if self.peft is None or self.dtype not in FOLDED_TYPES or self.shards is not None:
             yield
             return
         watcher = self._watcher

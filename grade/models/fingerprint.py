@@ -20,6 +20,7 @@ from torch import nn
 ELEMENTS = 64
 _STRIDE = 2_654_435_761
 """A prime far above any width (2^32 over the golden ratio): the places fall into all rows and columns."""
+_KEPT = "_whole_fingerprint"
 _ROUNDINGS = {"bfloat16": (torch.bfloat16, torch.float16), "float16": (torch.float16, torch.bfloat16)}
 """Of each rounding its type, and the type that has lost digits which it needs."""
 
@@ -35,6 +36,8 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
         ``shapes`` and, of the sampled elements, ``bfloat16`` and ``float16`` as far as its type allows; nothing for
         weights on the meta device.
     """
+    if (kept := getattr(module, _KEPT, None)) is not None:
+        return dict(kept)
     named = sorted((_name_in_base(name), p) for name, p in module.named_parameters() if ".lora_" not in f".{name}")
     if any(p.is_meta for _, p in named):
         return {}
@@ -48,6 +51,15 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
             bits = torch.cat(samples).to(dtype).view(torch.int16) if samples else torch.zeros(0, dtype=torch.int16)
             hashes[name] = hashlib.sha256(bits.numpy().tobytes()).hexdigest()
     return hashes
+
+
+def keep_fingerprint(module: nn.Module) -> None:
+    """Remember a module's fingerprint, for when its weights are no longer all here.
+
+    Args:
+        module: A base, or a part of one, whose weights do not change any more.
+    """
+    setattr(module, _KEPT, fingerprint(module))
 
 
 def same_base(stored: dict[str, str], here: dict[str, str]) -> bool:

@@ -1,7 +1,7 @@
 """All computations over the vocabulary, in chunks of rows.
 
 With hidden states ``h`` [N, D] and a head ``W`` [V, D], a tensor of logits is [N, V]: for a long completion and a
-large vocabulary it is the largest tensor of a step. Here it exists for `CHUNK_ROWS` rows at a time, and what is kept
+large vocabulary it is the largest tensor of a step. Here it exists for `chunk_rows` rows at a time, and what is kept
 for backward is proportional to D or K, never to V. The head is frozen throughout this project, so no weight gradient
 is ever formed.
 
@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_ROWS = 64
-"""Rows of logits that exist at once. A fixed number of rows, not of chunks, so that the peak does not grow with N."""
+"""Most rows of logits that exist at once. A number of rows, not of chunks, so that the peak does not grow with N."""
+
+CHUNK_ELEMENTS = 2**22
+"""Elements of logits [n, V] that exist at once, if rows are few: 16 MiB in float32. Up to V = 65,536 `CHUNK_ROWS` rows
+have no more."""
+
+MANY = 8
+"""Chunks from which on a chunk may have more elements than that."""
 
 GATHER_ELEMENTS = 2**24
 """Elements of gathered head rows [n, K, D] that exist at once in `support_logits`."""
@@ -26,6 +33,30 @@ GATHER_ELEMENTS = 2**24
 
 RowFunction = Callable[..., tuple[Tensor, Tensor | None]]
 """From logits [n, V] to a number a row and its gradient in the logits; see `row_values`."""
+
+
+def chunk_rows(vocab: int, count: int) -> int:
+    """Rows of logits that exist at once.
+
+    `CHUNK_ROWS`, halved while they have more than `CHUNK_ELEMENTS` elements and ``count`` is less than `MANY` of them:
+    of a short step the logits would be the largest tensors. A long one keeps more than that for each of its rows, and
+    reading the head (0.8 GB for Qwen3-4B) for a few rows at a time would take longer than the products. Halved, as
+    products with a power of two rows waste nothing of a GPU's tiles.
+
+    Args:
+        vocab: V.
+        count: N, rows in all.
+
+    Returns:
+        Rows, at least 1.
+
+    >>> chunk_rows(49_152, 64), chunk_rows(151_936, 64), chunk_rows(151_936, 4096)     # SmolLM2, Qwen3 twice
+    (64, 16, 64)
+    """
+    rows = CHUNK_ROWS
+    while rows > 1 and rows * vocab > CHUNK_ELEMENTS and count < MANY * rows:
+        rows //= 2
+    return rows
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -90,7 +121,10 @@ def support_logits(head: Head, hidden: Tensor, support: Tensor) -> Tensor:
     Returns:
         Logits [N, K] in float32 (float64 for a float64 model).
     """
-    return _SupportLogits.apply(hidden, support, head)
+    from grade.models.sharding import whole  # here: it would lengthen the chain of imports
+
+    with whole(head.weight):
+        return _SupportLogits.apply(hidden, support, head)
 
 
 class _SupportLogits(torch.autograd.Function):
@@ -99,11 +133,10 @@ class _SupportLogits(torch.autograd.Function):
         n, k = support.shape
         vocab, dim = head.weight.shape
         if k == vocab:
-            parts = [head(h) for h in hidden.split(CHUNK_ROWS)]
+            parts = [head(h) for h in hidden.split(chunk_rows(vocab, n))]
         elif 8 * k >= vocab:  # gathering would cost more than the dense product
-            parts = [
-                head(h).gather(1, i) for h, i in zip(hidden.split(CHUNK_ROWS), support.split(CHUNK_ROWS), strict=True)
-            ]
+            rows = chunk_rows(vocab, n)
+            parts = [head(h).gather(1, i) for h, i in zip(hidden.split(rows), support.split(rows), strict=True)]
         else:
             rows = max(1, GATHER_ELEMENTS // (k * dim))
             parts = [head.rows(h, i) for h, i in zip(hidden.split(rows), support.split(rows), strict=True)]
@@ -138,7 +171,7 @@ def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tenso
 
 
 def row_values(head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor) -> Tensor:
-    """One number per row of logits, from hidden states; `CHUNK_ROWS` rows of logits exist at once.
+    """One number per row of logits, from hidden states; `chunk_rows` rows of logits exist at once.
 
     Differentiable in ``hidden``. As there is one number per row, its gradient [N, D] is computed in the forward pass,
     while the chunk's logits exist, and only scaled in backward: no second product with the head, and nothing of size V
@@ -148,20 +181,25 @@ def row_values(head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tens
         head: The frozen head.
         hidden: Hidden states [N, D].
         of_logits: Called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``;
-            returns values [n] and, if needed, their gradient in the logits [n, V]. It may overwrite the logits.
+            returns values [n] and, if needed, their gradient in the logits [n, V]. It may overwrite the logits. Tables
+            that it reads besides, an attribute ``reads``, are gathered once for all rows if they are sharded.
         others: More inputs with N rows, constants.
 
     Returns:
         Values [N], float32 (float64 for a float64 model).
     """
-    return _RowValues.apply(hidden, head, of_logits, *others)
+    from grade.models.sharding import whole  # here: it would lengthen the chain of imports
+
+    with whole(head.weight, *getattr(of_logits, "reads", ())):
+        return _RowValues.apply(hidden, head, of_logits, *others)
 
 
 class _RowValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Head, of_logits: RowFunction, *others: Tensor):
         values, slopes, needed = [], [], ctx.needs_input_grad[0]
-        for h, *rest in zip(*(x.split(CHUNK_ROWS) for x in (hidden, *others)), strict=True):
+        rows = chunk_rows(len(head.weight), len(hidden))
+        for h, *rest in zip(*(x.split(rows) for x in (hidden, *others)), strict=True):
             value, slope = _chunk(head, h, of_logits, needed, rest)
             values.append(value)
             slopes.append(slope)

@@ -52,6 +52,7 @@ def generate(
     temperature: float = 1.0,
     min_new_tokens: int = 0,
     stop_early: bool = True,
+    logps: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ordinary samples: ``argmax(l / temperature + g)``, an exact sample of ``softmax(l / temperature)``.
 
@@ -63,6 +64,7 @@ def generate(
         temperature: Sampling temperature; 0 is greedy.
         min_new_tokens: End-of-sequence is not sampled before this many tokens.
         stop_early: Stop when every completion has ended.
+        logps: A list that gets each position's log-probabilities [B] of its tokens; not for greedy completions.
 
     Returns:
         Completion ids and mask, each [B, T'] with T' <= T.
@@ -76,34 +78,41 @@ def generate(
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
     with backbone.merged(), SkinnyLinear():
-        return _generate(backbone, prompts, max_new_tokens, min_new_tokens, generator, temperature, stop_early)
+        return _generate(backbone, prompts, max_new_tokens, min_new_tokens, generator, temperature, stop_early, logps)
 
 
 def _generate(
     backbone: Backbone, prompts: PromptBatch, max_new_tokens: int, min_new_tokens: int,
-    generator: torch.Generator | Draw, temperature: float, stop_early: bool,
+    generator: torch.Generator | Draw, temperature: float, stop_early: bool, logps: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     state, eos = Decoder(backbone, prompts), backbone.eos_token_ids
     alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
-    ids, masks = [], []
+    ids, masks, going = [], [], True
     for step in range(max_new_tokens):
-        logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
-        if temperature > 0:
-            shape = tuple(logits.shape)
-            noise = generator(shape) if callable(generator) else gumbel_noise(shape, generator)
-            logits = logits / temperature + noise
-        token = logits.argmax(-1)
-        _check_finite(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
-        ids.append(token)
-        masks.append(alive)
-        alive = alive & ~is_eos(token, eos)
-        if step + 1 == max_new_tokens or (stop_early and not alive.any()):
+        if going:
+            logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
+            if temperature > 0:
+                shape = tuple(logits.shape)
+                noise = generator(shape) if callable(generator) else gumbel_noise(shape, generator)
+                plain = None if logps is None else logits  # otherwise it is freed here
+                logits = logits / temperature + noise
+            token = logits.argmax(-1)
+            if logps is not None:
+                values = (plain / temperature).log_softmax(-1)
+                logps.append(values.gather(-1, token.unsqueeze(-1)).squeeze(-1))
+            check_finite(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
+            ids.append(token)
+            masks.append(alive)
+            alive = alive & ~is_eos(token, eos)
+            going = not stop_early or bool(alive.any())
+        # A process whose completions have ended still takes part in the others' passes of a sharded base.
+        if step + 1 == max_new_tokens or not backbone.anywhere(going):
             break
         state.advance(backbone.embed(token))
     return torch.stack(ids, 1), torch.stack(masks, 1).long()
 
 
-def _check_finite(largest: Tensor, alive: Tensor) -> None:
+def check_finite(largest: Tensor, alive: Tensor) -> None:
     """Reject NaN and infinity among the largest logits [B]; where there is NaN, arg max takes it for the largest."""
     finite = largest.isfinite() | ~alive
     if not finite.all():

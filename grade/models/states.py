@@ -60,9 +60,7 @@ def completion_states(
     return States(layers[None][:, first - 1 : -1], pooled)
 
 
-def layer_states(
-    backbone: Backbone, embeds: Tensor, mask: Tensor, depths: Sequence[int]
-) -> dict[int | None, Tensor]:
+def layer_states(backbone: Backbone, embeds: Tensor, mask: Tensor, depths: Sequence[int]) -> dict[int | None, Tensor]:
     """Hidden states [B, L, D] after each of these layers, and under None those after the last norm.
 
     Args:

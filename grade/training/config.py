@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from transformers import TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -18,9 +18,13 @@ from transformers.training_args import OptimizerNames
 
 from grade.config import SEEDS, allowed_names, setting
 from grade.errors import InputError
-from grade.gradients.methods import MethodConfig, Rate
+from grade.gradients.estimators import ESTIMATORS
+from grade.gradients.importance import ImportanceSampling
+from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, MethodConfig, Rate
 from grade.gradients.objective import RewardScope
 from grade.models.adapter import LoraSettings
+from grade.models.samplers.make import known_sampler
+from grade.training import launch
 
 SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"
 _CHOICES = {
@@ -54,7 +58,24 @@ class GradeConfig(MethodConfig, TrainingArguments):
     top_k: int = setting(0, f"only 0: {SAMPLED}")
     min_p: float | None = setting(None, f"only null: {SAMPLED}")
     repetition_penalty: float = setting(1.0, f"only 1: {SAMPLED}")
-    use_vllm: bool = setting(False, "only false: completions are sampled here")
+    use_vllm: bool = setting(False, "only false: a vLLM server is a sampler, http://host:port")
+
+    sampler: Annotated[str, AfterValidator(known_sampler)] = setting(
+        "own", "who samples the completions of a step: own; shared: own, each prompt read once for its group; "
+        "transformers: its continuous batching; http://host:port: a server with the OpenAI completions protocol and "
+        "token ids, as vLLM's",
+    )  # fmt: skip
+    sampler_max_difference: PositiveFloat = setting(
+        1.0, "largest difference of a token's log-probability between another sampler and the policy, in nats"
+    )
+    sampler_timeout: PositiveFloat = setting(600.0, "seconds to wait for a server's answer")
+    sampler_folder: str | None = setting(
+        None, "folder for the adapters of each step, which the server reads too; null: a temporary one"
+    )
+    importance_sampling: ImportanceSampling = setting(
+        "none", "policy gradients, samples of another sampler: truncated importance weights, token or sequence"
+    )
+    importance_sampling_cap: PositiveFloat = setting(2.0, "largest importance weight, C")
 
     reward_weights: list[float] | None = setting(None, "weight of each reward function; null: 1 each")
     reward_scope: RewardScope = setting(
@@ -109,8 +130,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
         self.check_values(field.name for field in fields(GradeConfig) if field.name in GradeConfig.__annotations__)
         for name, neutral in _NEUTRAL.items():
             if getattr(self, name) != neutral:
-                why = "completions are sampled here" if name == "use_vllm" else SAMPLED
+                why = "sampler: http://host:port for a server" if name == "use_vllm" else SAMPLED
                 raise InputError(name, getattr(self, name), f"{neutral} ({why})")
+        self._check_sampler()
         if self.target_kl is not None and self.beta == 0:
             raise InputError("target_kl", self.target_kl, "null, or a beta above 0 to start from, such as beta = 0.1")
         if self.remove_unused_columns:
@@ -126,7 +148,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
             raise InputError("warmup_steps", self.warmup_steps, f"less than max_steps = {self.max_steps}")
         if self.fsdp or self.deepspeed:
             name = "fsdp" if self.fsdp else "deepspeed"
-            raise InputError(name, getattr(self, name), "nothing: the base is replicated on every process")
+            allowed = "nothing: accelerate launch --config_file params/accelerate/fsdp2.yaml divides the base"
+            raise InputError(name, getattr(self, name), allowed)
+        launch.sharding()  # before transformers reads the same variables
         if self.fp16:
             raise InputError("fp16", True, "false, or bf16: float16 would need a loss scaler")
         unknown = [name for name in self.trackers if name not in INTEGRATION_TO_CALLBACK]
@@ -140,6 +164,22 @@ class GradeConfig(MethodConfig, TrainingArguments):
         self.gradient_checkpointing = self.activation_checkpointing = None
         TrainingArguments.__post_init__(self)
         self.gradient_checkpointing = recompute
+
+    def _check_sampler(self) -> None:
+        """What fits together with the sampler."""
+        if self.sampler == "own":
+            if self.importance_sampling != "none":
+                allowed = "none with sampler = own: its completions are the policy's"
+                raise InputError("importance_sampling", self.importance_sampling, allowed)
+            return
+        if self.method in RELAXED and not _replays_given(self.method):
+            fitting = ", ".join(filter(_replays_given, RELAXED))
+            allowed = f"{fitting}, or a method without relaxed tokens, with sampler = {self.sampler}: the replay " \
+                "engine takes hard tokens from elsewhere, soft ones are known here only"  # fmt: skip
+            raise InputError("method", self.method, allowed)
+        if self.importance_sampling != "none" and self.policy_gradient is None:
+            allowed = f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"
+            raise InputError("importance_sampling", self.importance_sampling, allowed)
 
     def _check_transformers_values(self) -> None:
         """What transformers would refuse later, or without naming the field."""
@@ -160,8 +200,14 @@ class GradeConfig(MethodConfig, TrainingArguments):
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
         """As `grade.config.Settings.parse`; YAML reads an unquoted ``no`` of a strategy as false."""
+        launch.sharding()  # what it refuses was not said in the source
         given = {k: "no" if v is False and k.endswith("_strategy") else v for k, v in values.items()}
         return super().parse(given, source, sources)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the base is divided among the processes."""
+        return self.world_size > 1 and launch.sharding() == launch.FSDP2
 
     @property
     def trackers(self) -> list[str]:
@@ -181,6 +227,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
         return self.per_device_train_batch_size + (self.batch_prompts if greedy else 0)
 
 
+def _replays_given(method: str) -> bool:
+    """Whether a relaxed method takes hard tokens from another sampler (`grade.gradients.rollout.condition`)."""
+    return RELAXED[method].engine == "replay" and ESTIMATORS[RELAXED[method].estimator].hard
+
+
 def _is_installed(tracker: str) -> bool:
     """Whether transformers finds a tracker's package, for which it has a function each."""
     available = getattr(integration_utils, f"is_{tracker.removesuffix('_ml')}_available", None)
@@ -193,9 +244,7 @@ class TrainConfig(GradeConfig):
 
     model: str = setting("models/backbone", "folder or Hugging Face id of the base model")
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = setting("float32", "type of the base")
-    attention: Literal["auto", "sdpa", "eager"] = setting(
-        "auto", "attention implementation; auto: the model's default"
-    )
+    attention: Literal["auto", "sdpa", "eager"] = setting("auto", "attention implementation; auto: the model's default")
     lora: LoraSettings = setting(LoraSettings(), "the adapter")
     base_name: str | None = setting(
         None, "the base as the saved adapter names it; null: the Hugging Face id, or the folder's absolute path"

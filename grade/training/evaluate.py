@@ -241,12 +241,17 @@ def _own_batches(
     noise = NoiseBlocks(
         generator, len(examples), backbone.vocab_size, sampling.max_new_tokens, sampling.noise_block
     )  # fmt: skip
-    for number, start in enumerate(range(0, len(examples), sampling.batch_size)):
-        if number % processes == rank:
-            stop = min(start + sampling.batch_size, len(examples))
-            prompts = encode([examples[i] for i in range(start, stop)])
-            drawn = noise.rows(start, stop)
-            own.append((number, _evaluate_batch(backbone, prompts, objective, sampling, judge, drawn, start)))
+    starts = range(0, len(examples), sampling.batch_size)
+    # Each pass of a sharded base needs all processes: one that has no batch left does the last one again.
+    rounds = len(starts) if backbone.shards is None else -(-len(starts) // processes) * processes
+    for number in range(rank, rounds, processes):
+        start = starts[min(number, len(starts) - 1)]
+        stop = min(start + sampling.batch_size, len(examples))
+        prompts = encode([examples[i] for i in range(start, stop)])
+        drawn = noise.rows(start, stop)
+        batch = _evaluate_batch(backbone, prompts, objective, sampling, judge, drawn, start)
+        if number < len(starts):
+            own.append((number, batch))
     return own
 
 
@@ -265,9 +270,9 @@ def _evaluate_batch(
         gold = judge.score([p + c for p, c in zip(before, after, strict=True)])
         check_finite("gold", gold)
     kl, kl_max, with_kl = np.zeros(0), 0.0, min(len(after), sampling.kl_prompts - start)
+    rows = slice(0, max(with_kl, 1))
+    each = sequence_kl(backbone, prompts[rows], ids[rows], mask[rows]) if backbone.anywhere(with_kl > 0) else None
     if with_kl > 0:
-        rows = slice(0, with_kl)
-        each = sequence_kl(backbone, prompts[rows], ids[rows], mask[rows])
         kl, kl_max = sequence_mean(each, mask[rows]).cpu().double().numpy(), float(each.abs().max())
         check_finite("kl", kl)
     last = getattr(objective.reward_model, "last", None)

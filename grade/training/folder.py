@@ -175,6 +175,7 @@ def about(config: TrainConfig) -> dict[str, Any]:
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
     settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
+    settings["gradient_accumulation_steps"] *= config.world_size  # microbatches in a step, on however many processes
     package = Path(grade.__file__).parent
     others = {"experiments", "cli", "pipeline"}
     sources = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parts[0] not in others]

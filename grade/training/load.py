@@ -11,6 +11,7 @@ from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.rewards.gold import GoldJudge
 from grade.rewards.rewards import resolve_reward
+from grade.training.policy import place
 from grade.training.task import Task
 
 if TYPE_CHECKING:
@@ -31,9 +32,13 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     Raises:
         InputError: If something is missing or does not fit.
     """
+    # A base that is divided is read on the CPU: no device need hold all of it.
+    place_of = "cpu" if config.sharded else device
     backbone = Backbone.load(
-        config.model, config.dtype, None if adapter else config.lora, adapter, device, config.attention, config.seed
+        config.model, config.dtype, None if adapter else config.lora, adapter, place_of, config.attention, config.seed
     )
+    if config.sharded:
+        place(backbone, config)
     if config.relaxed:
         config.relaxation(config.tau_start).check(backbone.vocab_size)
     specs = [config.reward] if isinstance(config.reward, str) else config.reward

@@ -16,6 +16,7 @@ from grade.gradients.methods import DISTILLED
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
+from grade.models.sharding import shard
 
 if TYPE_CHECKING:
     from grade.gradients.distilled.learner import DistilledGradient
@@ -35,6 +36,10 @@ def make_learner(args: GradeConfig, backbone: Backbone) -> PolicyGradient | Dist
         return None
     if args.method != DISTILLED:
         return PolicyGradient(args, backbone)
+    if args.sampler != "own":
+        from grade.gradients.distilled_given import DistilledFromGiven
+
+        return DistilledFromGiven(args, backbone)
     from grade.gradients.distilled.learner import DistilledGradient  # here: only this method needs it
 
     return DistilledGradient(args, backbone)
@@ -82,15 +87,34 @@ def make_policy(
         backbone = _load(str(model), args, tokenizer, peft_config)
     else:
         raise InputError("model", type(model).__name__, "a name, a PreTrainedModel, a PeftModel or a Backbone")
-    if args.bf16:
-        for p in backbone.model.parameters():  # the frozen base; the adapter keeps its own type
-            if not p.requires_grad:
-                p.data = p.data.to(torch.bfloat16)
+    place(backbone, args)
     if not isinstance(model, Backbone):
         name_base(backbone)
     if args.temperature != 1.0:
         backbone.head = replace(backbone.head, temperature=args.temperature)
     return backbone
+
+
+def place(backbone: Backbone, args: GradeConfig) -> None:
+    """Move a policy to the run's device, or its share of it if the base is divided among processes.
+
+    Args:
+        backbone: The policy, changed in place.
+        args: Device, type and number of processes.
+
+    Raises:
+        InputError: If the base cannot be divided.
+    """
+    if backbone.shards is not None:
+        return
+    if args.bf16:
+        for p in backbone.model.parameters():  # the frozen base; the adapter keeps its own type
+            if not p.requires_grad:
+                p.data = p.data.to(torch.bfloat16)
+    if args.sharded:
+        shard(backbone, args.device)
+    else:
+        backbone.to(args.device)
 
 
 def _load(

@@ -54,7 +54,8 @@ TRAIN_COLUMNS = {
 """Columns of ``history.csv``, and what the Trainer's log calls them."""
 METHOD_COLUMNS = {
     "train/clip_fraction": "clip_fraction", "train/value_loss": "value_loss", "train/beta": "beta",
-    "train/residual_weight": "residual_weight",
+    "train/residual_weight": "residual_weight", "train/sampler_mean_ratio": "sampler/mean_ratio",
+    "train/sampler_largest_difference": "sampler/largest_difference",
 }  # fmt: skip
 """Columns that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
 

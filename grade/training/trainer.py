@@ -8,9 +8,9 @@ times; the Trainer sees the last update.
 
 A microbatch's noise is seeded by run, step and place in the step, so it depends neither on the process that runs it nor
 on where a run was resumed. Two processes give the gradients of one process with twice the accumulation. Only the
-adapter's gradients are summed over processes; the base is replicated.
+adapter's gradients are summed over processes; the base is replicated, or divided (`grade.models.sharding`).
 
-Left out: sharding the base, streaming datasets, training without an adapter.
+Left out: streaming datasets, training without an adapter.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ from grade.training.callbacks import StepEnd
 from grade.training.card import Describing
 from grade.training.checkpoint import Saving
 from grade.training.config import GradeConfig
+from grade.training.elsewhere import make_elsewhere
 from grade.training.evaluate import Evaluation, Sampling, evaluate_examples
 from grade.training.kl_target import Targeting
 from grade.training.method import choose_method
@@ -108,7 +110,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
-        self.backbone = make_policy(model, args, processing_class, peft_config).to(args.device)
+        self.backbone = make_policy(model, args, processing_class, peft_config)
         if args.relaxed:
             args.relaxation(args.tau_start).check(self.backbone.vocab_size)
         self.rewards = make_rewards(
@@ -139,8 +141,9 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
             optimizers=optimizers,
         )  # fmt: skip
-        self.together = Together(self.accelerator)
+        self.together = Together(self.accelerator, args.sharded)
         self.shared = SharedObjective(self.rewards, args.beta, args.reward_scope, self.together)
+        self.elsewhere = make_elsewhere(args, self.backbone, self.together, self.learner)
         self.add_callback(StepEnd(self))
 
     # ---- data ----
@@ -189,7 +192,16 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             self.args.eval_on_start = False  # its row is in the history
         self._place = 0
         self._pending.clear()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.together.ending(), self.elsewhere or nullcontext():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Nothing: it is there."""
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.backbone.shards is not None:  # DDP would compare bases of which each process has another part
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        return super()._prepare_for_training(*args, **kwargs)
 
     # ---- a step ----
     def training_step(self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> Tensor:
@@ -211,6 +223,8 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         seed = np.random.SeedSequence([args.seed, self.state.global_step + 1, place]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
         self._pending.append((self.encode(inputs), generator))
+        if self.elsewhere is not None:
+            self.elsewhere.draw(*self._pending[-1], self.state.global_step + 1, self.window)
         microbatches = args.gradient_accumulation_steps * args.world_size
         parts: list[GradientStep] = []
         if self.learner is None:
@@ -229,6 +243,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         )
         tau = tau_at(self.state.global_step, args.tau_start, args.tau_end, args.tau_anneal_steps)
         prompts, generator = self._pending.pop()
+        engine = engine if self.elsewhere is None else self.elsewhere.given(engine)
         step = engine(self.backbone, prompts, self.objective, args.relaxation(tau), generator, scale)
         self.window.note({"tau": tau, "residual": None if step.residual is None else step.residual.double()})
         self.window.note_step(step, prompts, self.rewards.last)
@@ -247,7 +262,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
                 self.optimizer.step()
 
         self.shared.scores.clear()
-        parts = self.learner.step(pending, self.shared, self._context(microbatches, apply))
+        parts = (self.elsewhere or self.learner).step(pending, self.shared, self._context(microbatches, apply))
         # Of each microbatch the samples' scores; a greedy baseline's come after them.
         scores = self.shared.scores[:: max(1, len(self.shared.scores) // len(parts))] or [None] * len(parts)
         for part, (prompts, _), given in zip(parts, pending, scores, strict=True):

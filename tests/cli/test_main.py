@@ -149,8 +149,21 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(project, trained,
 
 def test_all_trains_every_method_and_optimised_equals_legacy(project, tmp_path):
     """On the same noise with all hops, a whole run is the same: reward and KL of every step."""
-    assert train(project, tmp_path, "--method", "all", "--set", "hops=5", "--set", "eval_strategy=no",
-                 "--set", "num_generations=4") == 0
+    assert (
+        train(
+            project,
+            tmp_path,
+            "--method",
+            "all",
+            "--set",
+            "hops=5",
+            "--set",
+            "eval_strategy=no",
+            "--set",
+            "num_generations=4",
+        )
+        == 0
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(METHODS)
     for method in POLICY_GRADIENTS:  # a setting of others, such as hops, does not stop them
         history = pd.read_csv(tmp_path / method / "history.csv")

@@ -1,11 +1,14 @@
 """``grade memory`` and ``grade bench``: what they print and write, and that bad input is one line and exit code 2."""
 
+import io
 import json
+import sys
 
 import pytest
 from transformers import BertConfig
 
 from grade.cli.main import main
+from grade.gradients.methods import METHODS
 from grade.memory import bench
 from grade.memory.step import StepConfig
 from grade.results import read_metrics
@@ -41,6 +44,56 @@ def test_a_policy_gradient_is_traced_and_planned_like_any_method(capsys):
     assert "hops" not in out
 
 
+def test_settings_and_the_allocator_s_share_are_in_text_and_json(capsys):
+    options = [*TINY, "--fits", "600000B", "--gpus", "2"]
+    assert main(options) == 0
+    out = capsys.readouterr().out
+    for text in ("by the caching allocator", "with the CUDA context and communication", "settings that fit 585.94 KiB",
+                 "ddp ", "fsdp2 "):  # fmt: skip
+        assert text in out
+    assert main([*options, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    held = data["reserved"]
+    assert data["peak_bytes"] < held["live"] <= held["allocated"] <= held["reserved"]
+    assert held["fragmentation"] == 1 - held["live"] / held["reserved"]
+    assert set(data["beside_the_allocator"]) == {"context", "communication"}
+    assert {(s["gpus"], s["sharding"]) for s in data["settings"]} == {(2, "ddp"), (2, "fsdp2")}
+    assert data["settings"][0]["traced"] and data["settings"][0]["peak"] <= 600_000
+
+
+def test_where_there_is_no_allocator_none_is_shown(capsys):
+    assert main([*TINY, "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["reserved"] is None
+    assert main([*TINY, "--json", "--engine", "checkpointed"]) == 0
+    assert json.loads(capsys.readouterr().out)["reserved"] is None
+    assert main([*TINY, "--engine", "checkpointed", "--all-layers"]) == 0
+    assert "by the caching allocator" in capsys.readouterr().out
+
+
+def test_every_method_is_a_row_of_one_table(capsys):
+    options = [*TINY, "--method", "all", "--num-generations", "2", "--batch-size", "1"]
+    assert main(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1 : 1 + len(METHODS)]] == list(METHODS)
+    assert [line.split()[1] for line in lines if line.startswith("grpo")] == ["2"]  # a whole group
+    assert main([*options, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in rows] == list(METHODS) and all(row["peak_bytes"] for row in rows)
+
+
+def test_tracing_shows_on_a_terminal_how_far_it_is(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for quiet in ("", "0"):
+        monkeypatch.setenv("GRADE_PROGRESS", quiet)
+        monkeypatch.setattr("sys.stderr", Terminal())
+        assert main(TINY) == 0
+        assert ("steps traced" in sys.stderr.getvalue() and "ste B=" in sys.stderr.getvalue()) == (quiet != "0")
+    assert "steps traced" not in capsys.readouterr().out
+
+
 def test_a_classifier_counts_as_reward(tmp_path, capsys):
     sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     BertConfig(vocab_size=512, **sizes).save_pretrained(tmp_path / "bert")
@@ -72,6 +125,8 @@ def test_a_classifier_counts_as_reward(tmp_path, capsys):
         (["--method", "gripo"], "method: got 'gripo'.*did you mean 'grpo'"),
         (["--method", "grpo"], "gumbel_topk: got 8; allowed: only with gumbel, .*not with grpo"),
         (["--num-generations", "4"], "num_generations: got 4; .*not with ste"),
+        (["--method", "all", "--fits", "1GiB"], "fits: got '1GiB'; allowed: none with --method all"),
+        (["--method", "all", "--batch-size", "0"], "batch_size"),
         (["--reward", "hf:no/such"], "reward: got 'hf:no/such'"),
         (["--reward", "trnk"], "reward: got 'trnk'.*did you mean 'trunk'"),
     ],

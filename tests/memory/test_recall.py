@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grade.memory import nodata, recall
+from grade.memory.kernels import kernels_of
 from grade.memory.models import model_config
 from grade.memory.recall import call_on_meta
 from grade.memory.step import StepConfig
@@ -62,6 +63,30 @@ def test_what_shares_a_storage_is_computed_each_time(func, args):
     for _ in range(2):
         x = meta(2, 3)
         assert call_on_meta(func, (x, *args), {}).untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_an_operator_in_place_returns_its_argument_from_memory():
+    for x in (meta(2, 3), meta(2, 3)):
+        assert call_on_meta(aten.add_.Tensor, (x, meta(3)), {"alpha": 2}) is x
+    assert list(recall._made.values()) == [recall._ITSELF]
+    with pytest.raises(RuntimeError, match="shape"):  # an error is not remembered as a result
+        call_on_meta(aten.add_.Tensor, (meta(2, 3), meta(4)), {})
+
+
+@pytest.mark.parametrize(("func", "args"), [(aten.t_.default, ()), (aten.resize_.default, ([7],))], ids=str)
+def test_an_operator_in_place_that_changes_a_shape_is_computed_each_time(func, args):
+    for x in (meta(2, 3), meta(2, 3)):
+        other = meta(2, 3)
+        assert looks(call_on_meta(func, (x, *args), {})) == looks(func(other, *args)) == looks(x)
+    assert recall._ITSELF not in recall._made.values()
+
+
+def test_random_numbers_in_place_are_remembered_whatever_their_generator():
+    with kernels_of("cuda"):
+        for _ in range(2):
+            x = meta(4)
+            assert call_on_meta(aten.uniform_.default, (x,), {"generator": torch.Generator("meta")}) is x
+    assert len(recall._made) == 1
 
 
 def test_calls_that_only_look_alike_are_told_apart():

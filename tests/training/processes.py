@@ -1,22 +1,39 @@
-"""Train in one process with twice the microbatches, then in two; used by test_processes.py, from a fresh process.
+"""Train in one process with twice the microbatches, then in two; used by test_processes.py and test_sharded.py, from a
+fresh process.
 
     python tests/training/processes.py FOLDER METHOD...
     python tests/training/processes.py FOLDER --reward REWARD METHOD     # two processes only; prints their exit codes
+    python tests/training/processes.py FOLDER --sharded METHOD...        # the base divided between two processes
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from runs import in_child, settings, toy_project, wait
 
 from grade.cli.main import main as command_line
+from grade.errors import InputError
+from grade.experiments.scale.measure.sharded import track
+from grade.gradients import objective, policy_gradient, replay
+from grade.models import backbone
+from grade.models.backbone import Backbone
+from grade.models.sharding import held_bytes, shard
+from grade.models.states import layer_states
+from grade.rewards.model import HeadSettings, RewardModel
+from grade.training.launch import FSDP2, SHARDING
 from grade.training.run import train
+from grade.training.trainer import GradeTrainer
 
+TRACKED = ("replay, layers recomputed", "grpo")
+"""Of `grade.experiments.scale.measure.sharded.STEPS`."""
 TARGETED = ("gumbel", "reinforce")
 """Methods whose beta is adjusted on the way."""
 
@@ -28,21 +45,20 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def in_two(work) -> list[int]:
+def in_two(work, **environment: str) -> list[int]:
     """Do the work in two processes that find each other, as ``accelerate launch`` starts them; their exit codes."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     children = []
     for rank in range(2):
-        os.environ.update(address | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        os.environ.update(address | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         children.append(in_child(work))
-    for name in (*address, "RANK", "LOCAL_RANK"):
+    for name in (*address, *environment, "RANK", "LOCAL_RANK"):
         del os.environ[name]
     return [wait(child) for child in children]
 
 
-def one_and_two(root: Path, methods: list[str]) -> int:
+def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[str, str], before=lambda: None) -> int:
     """Every method both ways; exit code 1 if a run fails."""
-    common = toy_project(root) | {"max_steps": 3, "logging_steps": 1}
     for method in methods:
         for processes in (1, 2):
             values = common | {"gradient_accumulation_steps": 2 // processes}
@@ -51,30 +67,154 @@ def one_and_two(root: Path, methods: list[str]) -> int:
 
             # Settings say on which process they are as soon as they are made: so they are made there.
             def work(values=values, output=output, method=method):
+                before()
                 return train(settings(method, values, output), lambda line: None)
 
-            codes = [wait(in_child(work))] if processes == 1 else in_two(work)
+            codes = [wait(in_child(work))] if processes == 1 else in_two(work, **environment)
             if any(codes):
                 print(f"{method} on {processes}: exit codes {codes}")
                 return 1
     return 0
 
 
-def failing(root: Path, reward: str, method: str) -> int:
-    """A run on the command line; errors go to the log."""
-    values = toy_project(root) | {"reward": reward, "method": method, "num_generations": 4}
+def failing(root: Path, values: dict, environment: dict[str, str], before=lambda: None) -> list[int]:
+    """Exit codes of a run on the command line; errors go to the log."""
     (root / "train.yaml").write_text(json.dumps(values))
 
     def work():
+        before()
         with open(os.environ["INTERRUPTED_LOG"], "a") as sys.stderr:
-            code = command_line(["train", "--config", f"{root}/train.yaml", "--output-dir", f"{root}/run"])
+            code = command_line(["train", "--config", f"{root}/train.yaml", "--output-dir", f"{root}/failing"])
         os._exit(code)
 
-    print(json.dumps(in_two(work)))
+    return in_two(work, **environment)
+
+
+def sharded(root: Path, methods: list[str]) -> int:
+    """Every method both ways, with a base divided between two processes; then, of sharded ones alone, in results.json:
+
+    - ``interrupted``: exit codes of the last method's run, begun on one process, continued on two, then on one;
+    - ``breaking``: exit codes of two processes of which the second one fails in the middle of a step;
+    - ``reduced``: the gradient of a weight that is trained for once, over the mean of both processes' gradients;
+    - in 0.json and 1.json what a tracker counts in steps on random weights.
+    """
+    common, environment = sharded_project(root), {SHARDING: FSDP2}
+    if one_and_two(root, methods, common, environment, lambda: observe(root)):
+        return 1
+    results = {"interrupted": interrupted(root, methods[-1], common, environment)}
+    breaking = common | {"method": methods[0]}
+    results["breaking"] = failing(root, breaking, environment, break_second_process)
+    results["reduced"] = reduced(root, common["model"])
+    in_two(lambda: track(root, TRACKED))
+    (root / "results.json").write_text(json.dumps(results))
     return 0
 
 
+def sharded_project(root: Path) -> dict:
+    """Five steps with what makes processes wait for each other.
+
+    A trunk reward, batches of an evaluation that differ in number and in KL, completions that end early.
+    """
+    common = toy_project(root)
+    generation = root / "base" / "generation_config.json"
+    every_second = {"eos_token_id": list(range(0, 300, 2))}
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | every_second))
+    base = Backbone.load(common["model"])
+    torch.manual_seed(1)
+    RewardModel("trunk", base, HeadSettings(dropout=0.0)).save(root / "trunk")
+    return common | {
+        "max_steps": 5, "logging_steps": 1, "reward": [common["reward"], str(root / "trunk")],
+        "per_device_eval_batch_size": 6, "kl_eval_prompts": 6,
+    }  # fmt: skip
+
+
+def observe(root: Path) -> None:
+    """Let every training run write how many bytes of parameters its process holds, of all and of the adapter.
+
+    It samples beside the adapter, not with folded weights, as one with a sharded base does: soft tokens would differ in
+    their last digits, and in five steps `gumbel` makes 9e-7 of that, of the 1e-6 at which adapters are compared.
+    """
+    backbone.FOLDED_TYPES, plain = (), GradeTrainer.train
+
+    def noting(self, *args, **kwargs):
+        name = f"{Path(self.args.output_dir).name}.{self.args.process_index}.bytes"
+        adapter = sum(p.numel() * p.element_size() for p in self.backbone.trainable_parameters())
+        (root / name).write_text(json.dumps([held_bytes(self.backbone.model), adapter]))
+        return plain(self, *args, **kwargs)
+
+    GradeTrainer.train = noting
+
+
+def interrupted(root: Path, method: str, common: dict, environment: dict[str, str]) -> list[list[int]]:
+    """A run that is stopped twice, and goes on with another number of processes each time."""
+
+    def work(processes: int, last: int):
+        def stopping(self, plain=GradeTrainer.step_ended):
+            plain(self)
+            if self.state.global_step == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        GradeTrainer.step_ended = stopping
+        values = common | {"gradient_accumulation_steps": 2 // processes}
+        return train(settings(method, values, root / "across"), lambda line: None, "yes")
+
+    first = [wait(in_child(lambda: work(1, 2)))]
+    return [first, in_two(lambda: work(2, 4), **environment), [wait(in_child(lambda: work(1, 0)))]]
+
+
+def break_second_process() -> None:
+    """Let the second process's first loss be refused, in the middle of a step."""
+    plain = objective.check_finite
+
+    def check(reward, loss):
+        plain(reward, loss)
+        if os.environ["RANK"] == "1":
+            raise InputError("loss", float("nan"), "finite numbers on the second process")
+
+    replay.check_finite = policy_gradient.check_finite = check
+
+
+def reduced(root: Path, model: str) -> float:
+    """What sharded processes make of a gradient of the base, over the mean of their gradients.
+
+    Recorded hidden states are compared on the way: FSDP2 changes the class by which transformers finds them.
+    """
+
+    def states(base: Backbone) -> torch.Tensor:
+        ids = torch.arange(1, 7).view(1, -1)
+        return layer_states(base, base.embed(ids), torch.ones_like(ids), [1])[1]
+
+    def gradient(base: Backbone, factor: int) -> torch.Tensor:
+        base.decoder.norm.weight.requires_grad_(True)
+        ids = torch.arange(1, 7).view(1, -1)
+        (factor * base.hidden(base.embed(ids), torch.ones_like(ids)).square().sum()).backward()
+        return base.decoder.norm.weight.grad
+
+    def work():
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo")
+        whole_base, base = Backbone.load(model), Backbone.load(model)
+        mean, expected = 1.5 * gradient(whole_base, 1), states(whole_base)
+        shard(base, torch.device("cpu"))
+        assert torch.equal(states(base), expected)
+        whole = gradient(base, rank + 1).full_tensor()
+        (root / f"reduced.{rank}").write_text(json.dumps(float(whole.norm() / mean.norm())))
+
+    assert in_two(work) == [0, 0]
+    return json.loads((root / "reduced.0").read_text())
+
+
+def main(root: Path, kind: str, *rest: str) -> int:
+    """One of the uses above."""
+    if kind == "--sharded":
+        return sharded(root, list(rest))
+    if kind == "--reward":
+        reward, method = rest
+        values = toy_project(root) | {"reward": reward, "method": method, "num_generations": 4}
+        print(json.dumps(failing(root, values, {})))
+        return 0
+    return one_and_two(root, [kind, *rest], toy_project(root) | {"max_steps": 3, "logging_steps": 1}, {})
+
+
 if __name__ == "__main__":
-    if "--reward" in sys.argv:
-        sys.exit(failing(Path(sys.argv[1]), sys.argv[3], sys.argv[4]))
-    sys.exit(one_and_two(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

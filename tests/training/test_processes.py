@@ -1,33 +1,22 @@
 """Two processes give what one gives with twice the microbatches, and fail together."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from fresh_process import script
 from safetensors.torch import load_file
 
 from grade.gradients.methods import AUTO, DISTILLED, METHODS
 
-HERE = Path(__file__).parent
-
-
-def script(name, *arguments):
-    """Run one of this folder's scripts in a fresh process, which has no threads that a fork would lose."""
-    log = Path(arguments[0]) / "errors.log"
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "INTERRUPTED_LOG": str(log)}
-    command = [sys.executable, str(HERE / name), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    return done, log.read_text() if log.exists() else ""
+SCRIPT = Path(__file__).with_name("processes.py")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    done, errors = script("processes.py", folder, *METHODS, AUTO)
+    done, errors = script(SCRIPT, folder, *METHODS, AUTO)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:] + errors[-2000:]
     return folder
 
@@ -64,7 +53,7 @@ def test_a_reward_that_fails_on_one_process_ends_both_with_one_message(tmp_path)
         "        raise KeyError('judge is gone')\n"
         "    return [0.0 for _ in completions]\n"
     )
-    done, errors = script("processes.py", tmp_path, "--reward", f"{tmp_path}/fails.py:reward", "rloo")
+    done, errors = script(SCRIPT, tmp_path, "--reward", f"{tmp_path}/fails.py:reward", "rloo")
     codes = json.loads(done.stdout.splitlines()[-1])
     assert codes == [2, 2], done.stdout + done.stderr
     messages = [line for line in errors.splitlines() if "judge is gone" in line]

@@ -1,0 +1,1 @@
+"""What the experiment on scale measures."""

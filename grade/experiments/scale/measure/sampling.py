@@ -1,0 +1,260 @@
+"""Samplers: whether they draw from the policy, what training on their completions gives, and what they cost.
+
+TRL is an optional extra (``pip install -e ".[peers]"``); without it its row is missing. A server's row needs one that
+has the base: ``address``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from peft import LoraConfig
+
+from grade.errors import InputError
+from grade.experiments.measured import progress
+from grade.experiments.training_runs import FIXED, SETTINGS, review_prompts
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone, load_pretrained
+from grade.models.prompts import PromptBatch, encode_prompts
+from grade.models.samplers.interface import Sampler, mismatch, token_rows
+from grade.models.samplers.make import LOCAL, make_sampler
+from grade.models.scoring import predicting_hidden, score
+from grade.stats import chi_square, interval, paired
+from grade.training.config import TrainConfig
+from grade.training.load import load_task
+from grade.training.run import run_training
+
+PEER = "trl"
+PROMPT, COMPLETION, GROUP = 12, 24, 8
+"""P, T and G of the contest with the peer: prompts of at most 12 tokens, completions of exactly 24, groups of 8."""
+BATCH = 1024
+"""Completions that a sampler of `law_table` is asked for at once."""
+ADAPTER_NOISE = 0.05
+"""Standard deviation of the noise on the adapter's weights."""
+
+
+# ---- the law ----
+def law_table(
+    n: int = 20_000, model: str = "models/tiny", samplers: Sequence[str] = LOCAL, text: str = "The film", seed: int = 0
+) -> pd.DataFrame:
+    """Chi-square of one position: the second token of a completion, against its exact marginal.
+
+    ``p(y_2) = sum_{y_1} p(y_1) p(y_2 | y_1)`` over the first tokens that do not end the completion, from whole passes.
+    The second one, because a sampler reads its cache for it. The policy's adapter is noise, so that a sampler without
+    it would be seen.
+
+    Args:
+        n: Draws, at least.
+        model: Folder of the base.
+        samplers: Names of samplers, addresses of servers included.
+        text: The prompt.
+        seed: Of the adapter and the draws.
+
+    Returns:
+        A row for each sampler: ``sampler``, ``n``, ``p`` (of a statistic at least as large under the policy), and of
+        the same tokens ``mean_ratio`` and ``largest_difference`` of log-probabilities against whole passes.
+    """
+    backbone = Backbone.load(model, lora=LoraSettings())
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in backbone.trainable_parameters():
+            p.add_(ADAPTER_NOISE * torch.randn(p.shape, generator=noise))
+    prompt = encode_prompts(backbone.tokenizer, [text], PROMPT)
+    want, first = _second_token(backbone, prompt)
+    rows, batches = [], -(-int(n / first) // BATCH) + 1  # some first tokens end the completion
+    for name in samplers:
+        sampler, generator = make_sampler(name), torch.Generator().manual_seed(seed)
+        sampler.use(sampler.publish(backbone))
+        counts, found = np.zeros(len(want)), []
+        for _ in progress(range(batches), f"batches of {name}"):
+            prompts = prompt.repeat(BATCH)
+            samples = sampler.sample(backbone, prompts, 2, generator)
+            counts += np.bincount(samples.ids[:, 1][samples.mask[:, 1].bool()].numpy(), minlength=len(want))
+            with torch.no_grad():
+                logps = score(backbone, prompts, samples.ids, samples.mask).logps
+            found.append(mismatch(logps, samples))
+        sampler.close()
+        ratio, largest = np.mean([f.mean_ratio for f in found]), max(f.largest_difference for f in found)
+        rows.append((name, int(counts.sum()), chi_square(counts, want), float(ratio), largest))
+    return pd.DataFrame(rows, columns=["sampler", "n", "p", "mean_ratio", "largest_difference"])
+
+
+@torch.no_grad()
+def _second_token(backbone: Backbone, prompt: PromptBatch) -> tuple[np.ndarray, float]:
+    """Probabilities [V] of the second token, given that there is one, and the probability that there is one."""
+    vocab = backbone.vocab_size
+    many, first = prompt.repeat(vocab), torch.arange(vocab).unsqueeze(1)
+    hidden = predicting_hidden(backbone, many, torch.cat([first, first], 1))
+    start = backbone.head(hidden[0, 0]).double().softmax(-1)
+    start[list(backbone.eos_token_ids)] = 0.0
+    second = torch.zeros(vocab, dtype=torch.float64)
+    for rows in torch.arange(vocab).split(BATCH):
+        second += start[rows] @ backbone.head(hidden[rows, 1]).double().softmax(-1)
+    return (second / second.sum()).numpy(), float(start.sum())
+
+
+# ---- what training gives ----
+def training_table(
+    seeds: Sequence[int] = (0, 1, 2, 3), samplers: Sequence[str] = ("own", "transformers"), method: str = "rloo",
+    max_steps: int = 20, eval_prompts: int = 256, **changes: Any,
+) -> pd.DataFrame:  # fmt: skip
+    """The same training on completions of different samplers, which draw other ones.
+
+    Args:
+        seeds: Of adapter, prompt order and samples.
+        samplers: Names of samplers; differences are taken to the first.
+        method: Of training.
+        max_steps: Optimizer steps.
+        eval_prompts: Held-out prompts before and after, whose noise is the same for all runs.
+        **changes: Other settings of `TrainConfig`.
+
+    Returns:
+        A row for each seed and sampler: ``seed``, ``sampler``, held-out reward ``before`` and ``after``, and of the
+        last step ``mean_ratio`` and ``largest_difference`` (missing for own).
+    """
+    rows = []
+    for seed in progress(list(seeds), f"seeds of {method}"):
+        for sampler in samplers:
+            values = dict(
+                FIXED, model="models/tiny", reward="models/reward/tiny/bag", gold="", method=method, seed=seed,
+                sampler=sampler, max_prompt_length=PROMPT, max_completion_length=COMPLETION, beta=0.3,
+                min_completion_length=COMPLETION, per_device_train_batch_size=32, max_steps=max_steps,
+                learning_rate=3e-3, eval_strategy="no", eval_prompts=eval_prompts, final_eval_prompts=eval_prompts,
+                kl_eval_prompts=0, report_to="none", output_dir="unused",
+            )  # fmt: skip
+            config = TrainConfig.parse(values | SETTINGS.get(method, {}) | changes)
+            result = run_training(config, load_task(config))
+            last = result.history[-1]
+            figures = [last.get(f"train/sampler_{name}") for name in ("mean_ratio", "largest_difference")]
+            rows.append((seed, sampler, result.before.reward.mean(), result.after.reward.mean(), *figures))
+    columns = ["seed", "sampler", "before", "after", "mean_ratio", "largest_difference"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def training_differences(table: pd.DataFrame) -> pd.DataFrame:
+    """Paired differences of the reward after training to the first sampler's.
+
+    Args:
+        table: From `training_table`.
+
+    Returns:
+        A row for each other sampler: ``sampler``, ``difference``, ``stderr`` over seeds, ``n`` and two-sided ``p``.
+    """
+    after = {name: dict(zip(part["seed"], part["after"], strict=True)) for name, part in table.groupby("sampler")}
+    first, rows = table["sampler"].iloc[0], []
+    for name in (name for name in table["sampler"].unique() if name != first):
+        result = paired(after[name], after[first])
+        rows.append((name, result.difference.mean, result.difference.stderr, result.difference.n, result.p))
+    return pd.DataFrame(rows, columns=["sampler", "difference", "stderr", "n", "p"])
+
+
+# ---- what they cost ----
+def sampling_seconds(
+    batches: Sequence[int] = (8, 64), repeats: int = 5, model: str = "models/backbone",
+    samplers: Sequence[str] = LOCAL, peer: bool | None = None, texts: Sequence[str] | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """Seconds per completion of each sampler and of TRL's GRPO trainer, in one process of one thread, interleaved.
+
+    All get the same prompts, in groups of `GROUP` as GRPO has them, and return `COMPLETION` tokens of each. TRL
+    generates on its own path (``GRPOTrainer._generate_single_turn``: ``model.generate``), with its own copy of the
+    base and LoRA of the same rank on the same layers. Tokenising and decoding count for no one.
+
+    Args:
+        batches: Completions in a batch.
+        repeats: Rounds; the order changes from round to round. One round before is not counted.
+        model: Folder of the base.
+        samplers: Names of samplers.
+        peer: Whether TRL takes part; None: where it is installed.
+        texts: Prompts; None: beginnings of reviews.
+
+    Returns:
+        A row for each batch, round and contestant: ``batch``, ``round``, ``sampler``, ``seconds`` of the clock and
+        ``cpu_seconds`` of the process, each per completion.
+    """
+    torch.set_num_threads(1)
+    backbone = Backbone.load(model, lora=LoraSettings())
+    texts, rows = texts or review_prompts("data/reviews")[0], []
+    peer = importlib.util.find_spec(PEER) is not None if peer is None else peer
+    with tempfile.TemporaryDirectory() as folder:
+        for batch in batches:
+            prompts = encode_prompts(backbone.tokenizer, texts[: batch // GROUP], PROMPT).repeat(GROUP)
+            work = {name: _of_sampler(make_sampler(name), backbone, prompts) for name in samplers}
+            if peer:
+                work[PEER] = _of_peer(model, backbone, prompts, folder)
+            names = list(work)
+            for number in progress(range(-1, repeats), f"rounds of {batch} completions"):
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    start = time.perf_counter(), time.process_time()
+                    work[name](number)
+                    spent = time.perf_counter() - start[0], time.process_time() - start[1]
+                    rows += [(batch, number, name, *(s / batch for s in spent))] if number >= 0 else []
+    return pd.DataFrame(rows, columns=["batch", "round", "sampler", "seconds", "cpu_seconds"])
+
+
+def sampling_ratios(table: pd.DataFrame, over: str = PEER) -> pd.DataFrame:
+    """Ratios of seconds to one contestant's: of sums over rounds, with a jackknife interval over rounds.
+
+    Args:
+        table: From `sampling_seconds`.
+        over: The contestant below the line.
+
+    Returns:
+        A row for each batch and contestant: ``batch``, ``sampler``, ``seconds`` and ``cpu_seconds`` per completion
+        (means), and of both ``ratio`` and ``cpu_ratio`` with ``_low`` and ``_high``, 95 %.
+    """
+    rows = []
+    for (batch, name), part in table.groupby(["batch", "sampler"], sort=False):
+        other = table[(table["batch"] == batch) & (table["sampler"] == over)]
+        row: dict[str, Any] = {"batch": batch, "sampler": name}
+        for column, ratio in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")):
+            a, b = (frame.sort_values("round")[column].to_numpy() for frame in (part, other))
+            found = interval(np.array([a.sum() / b.sum(), *((a.sum() - a) / (b.sum() - b))]), geometric=True)
+            row |= {column: a.mean(), ratio: found.value, f"{ratio}_low": found.low, f"{ratio}_high": found.high}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _of_sampler(sampler: Sampler, backbone: Backbone, prompts: PromptBatch) -> Callable[[int], None]:
+    def work(number: int) -> None:
+        generator = torch.Generator().manual_seed(number + 1)
+        sampler.sample(backbone, prompts, COMPLETION, generator, COMPLETION)
+
+    return work
+
+
+def _of_peer(model: str, backbone: Backbone, prompts: PromptBatch, folder: str) -> Callable[[int], None]:
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from trl import GRPOConfig, GRPOTrainer
+
+    base, tokenizer = load_pretrained(model, backbone.dtype)  # a copy: two adapters on one base would wrap each other
+    tokenizer.padding_side = "left"
+    given, ids = LoraSettings(), token_rows(prompts)
+    lora = LoraConfig(r=given.r, lora_alpha=given.alpha, lora_dropout=0.0, target_modules=given.target_modules,
+                      task_type="CAUSAL_LM")  # fmt: skip
+    settings = GRPOConfig(
+        output_dir=folder, max_completion_length=COMPLETION, generation_kwargs={"min_new_tokens": COMPLETION},
+        num_generations=GROUP, per_device_train_batch_size=len(ids), temperature=1.0, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, report_to="none", save_strategy="no",
+    )  # fmt: skip
+    # Named, because hashing the table's content fails with some versions of pyarrow.
+    dataset = Dataset(InMemoryTable.from_pydict({"prompt": ["a"] * len(ids)}), fingerprint="prompts")
+    trainer = GRPOTrainer(
+        model=base, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=settings,
+        train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
+    )  # fmt: skip
+
+    def work(number: int) -> None:
+        torch.manual_seed(number + 1)
+        completions, _ = trainer._generate_single_turn(ids, None, {}, GROUP)
+        if [len(tokens) for tokens in completions] != [COMPLETION] * len(ids):
+            raise InputError("trl", "completions of another length", f"{len(ids)} of {COMPLETION} tokens")
+
+    return work

@@ -1,0 +1,305 @@
+"""A model of CUDA's caching allocator: what a process reserves for the bytes that are alive.
+
+torch asks the driver for segments, cuts them into blocks and keeps what is freed for later. So a process needs the
+segments, not the live bytes. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings:
+
+- a size is rounded up to 512 bytes; up to 1 MiB it is served by the small pool, otherwise by the large one;
+- the smallest free block of the pool that is large enough is taken, among equals the one at the lowest address;
+- if there is none, a new segment: 2 MiB for the small pool; 20 MiB for less than 10 MiB; else the size, rounded up to
+  2 MiB;
+- a block is split if at least 512 bytes (small pool) or more than 1 MiB (large pool) remain;
+- a freed block merges with its free neighbours in the segment;
+- segments without a block in use are returned to the driver only when a new one does not fit.
+
+Left out: other streams (each has blocks of its own, and those of a collective are freed when its stream is done),
+``expandable_segments`` and the other settings of ``PYTORCH_CUDA_ALLOC_CONF``, garbage collection, and the driver's own
+granularity.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from grade.memory.decoding import few_passes
+from grade.memory.kernels import Device
+from grade.memory.live import StorageRecord
+from grade.memory.models import model_config
+from grade.memory.sharded import Sharding
+from grade.memory.step import TracedConfig
+from grade.memory.trace import trace_layers
+
+MIN_BLOCK = 512
+SMALL_SIZE = 2**20
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+MIN_LARGE = 10 * 2**20
+ROUND_LARGE = 2 * 2**20
+"""With the above: ``kMinBlockSize``, ``kSmallSize``, ``kSmallBuffer``, ``kLargeBuffer``, ``kMinLargeAlloc`` and
+``kRoundLarge`` of ``c10/core/AllocatorConfig.h``."""
+
+CONTEXT = 426 * 2**20
+"""What the driver takes for a process before its first tensor: context and kernels that are loaded when first used.
+
+``nvidia-smi`` showed 426 MiB for torch 2.10 with CUDA 13.0 on an RTX 6000 Ada (unslothai/unsloth-zoo, pull request
+1053); torch's maintainers say about 400 MB (pytorch/pytorch, issue 109888). It differs from card to card, and grows
+with each kernel that is loaded."""
+
+WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
+"""cuBLAS' workspace, 8.1 MiB, which torch takes from the allocator at the first product (``parseChosenWorkspaceSize``
+in ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+WORKSPACE_HOPPER = 4096 * 8 * 1024
+"""The same on compute capability 9.0: 32 MiB."""
+
+NCCL_CHANNELS = 32
+COMMUNICATION = NCCL_CHANNELS * 4 * 2**20
+"""NCCL's buffers for one communicator: 4 MiB (the default of ``NCCL_BUFFSIZE``) for each of at most `NCCL_CHANNELS`
+channels (``NCCL_MAX_CTAS``; https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html). They lie outside the
+allocator. NCCL may choose fewer channels, and takes more buffers where it also uses trees."""
+
+
+class DeviceFull(Exception):  # noqa: N818 - a result of the model, as torch's own OutOfMemoryError is of the device
+    """No segment of that size fits, not even after all cached ones are released."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A part of a segment.
+
+    Attributes:
+        address: Start; segments lie in the order in which they were made.
+        size: Bytes.
+        small: Whether it belongs to the small pool.
+        used: Whether it is allocated.
+        before: Its neighbour below in the segment.
+        after: Its neighbour above.
+    """
+
+    address: int
+    size: int
+    small: bool
+    used: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+class CachingAllocator:
+    """The allocator of one device and one stream.
+
+    Args:
+        capacity: Bytes that segments may take together; None: no limit.
+
+    Attributes:
+        allocated: Bytes of blocks in use now, as ``torch.cuda.memory_allocated`` counts them.
+        reserved: Bytes of segments now, as ``torch.cuda.memory_reserved`` counts them.
+        peak_allocated: The highest ``allocated``.
+        peak_reserved: The highest ``reserved``.
+
+    >>> allocator = CachingAllocator()
+    >>> block = allocator.allocate(1000)
+    >>> block.size, allocator.reserved
+    (1024, 2097152)
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self._end = 0
+        # By pool: sizes and addresses of free blocks, in order, and the blocks by address.
+        self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._free: dict[int, Block] = {}
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block for that many bytes.
+
+        Args:
+            nbytes: At least 1.
+
+        Returns:
+            The block, to be given to `free`.
+
+        Raises:
+            DeviceFull: If the capacity does not allow it.
+        """
+        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
+        small = size <= SMALL_SIZE
+        block = self._best_fit(size, small) or self._new_segment(size, small)
+        rest = block.size - size
+        if rest >= MIN_BLOCK if small else rest > SMALL_SIZE:
+            remaining = Block(block.address + size, rest, small, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = remaining
+            block.after, block.size = remaining, size
+            self._insert(remaining)
+        block.used = True
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back; it merges with free neighbours.
+
+        Args:
+            block: From `allocate`.
+
+        Raises:
+            ValueError: If it is free already.
+        """
+        if not block.used:
+            raise ValueError("a block can be freed once")
+        block.used = False
+        self.allocated -= block.size
+        before, after = block.before, block.after
+        if after is not None and not after.used:
+            self._take(after)
+            block.size, block.after = block.size + after.size, after.after
+            if block.after is not None:
+                block.after.before = block
+        if before is not None and not before.used:
+            self._take(before)
+            before.size, before.after = before.size + block.size, block.after
+            if before.after is not None:
+                before.after.before = before
+            block = before
+        self._insert(block)
+
+    def release_cached(self) -> int:
+        """Return every segment that holds no block in use to the driver; as ``torch.cuda.empty_cache``.
+
+        Returns:
+            Bytes returned.
+        """
+        whole = [b for b in self._free.values() if b.before is None and b.after is None]
+        for block in whole:
+            self._take(block)
+            self.reserved -= block.size
+        return sum(block.size for block in whole)
+
+    def _best_fit(self, size: int, small: bool) -> Block | None:
+        order = self._order[small]
+        place = bisect_left(order, (size, 0))
+        if place == len(order):
+            return None
+        _, address = order.pop(place)
+        return self._free.pop(address)
+
+    def _new_segment(self, size: int, small: bool) -> Block:
+        if small:
+            segment = SMALL_SEGMENT
+        else:
+            segment = LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        if self.capacity is not None and self.reserved + segment > self.capacity:
+            self.release_cached()
+            if self.reserved + segment > self.capacity:
+                raise DeviceFull(f"{segment} bytes more than {self.reserved} of {self.capacity}")
+        self.reserved += segment
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        block = Block(self._end, segment, small)
+        self._end += segment
+        return block
+
+    def _insert(self, block: Block) -> None:
+        insort(self._order[block.small], (block.size, block.address))
+        self._free[block.address] = block
+
+    def _take(self, block: Block) -> None:
+        """Remove a block from the free ones."""
+        order = self._order[block.small]
+        del order[bisect_left(order, (block.size, block.address))]
+        del self._free[block.address]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the allocator makes of a step.
+
+    Attributes:
+        live: Highest live bytes, each storage rounded up to 512 bytes.
+        allocated: Highest bytes of blocks in use: ``live`` and what blocks have over the size asked for.
+        reserved: Highest bytes of segments: what a process holds, beside its context.
+    """
+
+    live: int
+    allocated: int
+    reserved: int
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of the reserved peak that is beyond the live one, 0 to 1."""
+        return 1 - self.live / self.reserved if self.reserved else 0.0
+
+
+def replay(records: Iterable[StorageRecord], steps: int = 2, capacity: int | None = None, workspace: int = 0) -> Replay:
+    """Run a step's allocations and frees through the allocator.
+
+    Storages that existed before come first and stay. The step is repeated on the cache that the one before has left,
+    as in training: a cache of another history can make the second step reserve more than the first.
+
+    Args:
+        records: From a tracker, every storage of the step in order of allocation; all layers.
+        steps: How often the step is run.
+        capacity: As in `CachingAllocator`.
+        workspace: Bytes that are allocated between the two for good, for example `WORKSPACE`.
+
+    Returns:
+        The peaks.
+
+    Raises:
+        DeviceFull: If the capacity does not allow the step.
+    """
+    allocator, records = CachingAllocator(capacity), list(records)
+    stay = [r for r in records if r.op == "existing" and (r.death is None or r.death >= len(records))]
+    for record in (r for r in stay if r.nbytes):
+        allocator.allocate(record.nbytes)  # never freed: their blocks need no name
+    if workspace:
+        allocator.allocate(workspace)
+    staying = {record.birth for record in stay}
+    made = [r for r in records if r.birth not in staying and r.nbytes]
+    peak = max((_run(allocator, made) for _ in range(steps)), default=0)
+    return Replay(sum(r.nbytes for r in stay) + workspace + peak, allocator.peak_allocated, allocator.peak_reserved)
+
+
+def _run(allocator: CachingAllocator, records: list[StorageRecord]) -> int:
+    """One step; its highest live bytes. What is alive at its end is freed there: the next step makes it again."""
+    ends = sorted((r for r in records if r.death is not None), key=lambda r: r.death, reverse=True)
+    blocks: dict[int, Block] = {}
+    live = peak = 0
+    for record in records:
+        while ends and ends[-1].death <= record.birth:
+            old = ends.pop()
+            allocator.free(blocks.pop(old.birth))
+            live -= old.nbytes
+        blocks[record.birth] = allocator.allocate(record.nbytes)
+        live += record.nbytes
+        peak = max(peak, live)
+    for block in blocks.values():
+        allocator.free(block)
+    return peak
+
+
+def reserved(
+    config: TracedConfig, device: Device = "cuda", processes: int = 1, sharding: Sharding = "fsdp2",
+    workspace: int = WORKSPACE,
+) -> Replay:  # fmt: skip
+    """The allocator's peaks of a step, all layers of it.
+
+    Reserved bytes are not linear in layers, so every layer is traced. Of the passes that sample, only the first and the
+    last ones run, and the key-value cache grows token by token between them (`grade.memory.decoding.few_passes`).
+
+    Args:
+        config: The step.
+        device: As in `grade.memory.trace.trace`.
+        processes: As there.
+        sharding: As there.
+        workspace: As in `replay`.
+
+    Returns:
+        The peaks.
+
+    Raises:
+        InputError: As `grade.memory.trace.trace`.
+    """
+    with few_passes(config.max_new_tokens, growing=True):
+        tracker = trace_layers(config, model_config(config.model), device, processes, sharding)
+    return replay(tracker.records, workspace=workspace)

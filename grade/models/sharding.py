@@ -1,0 +1,259 @@
+"""The frozen base in pieces: each of W processes holds 1/W of it and gathers what it computes with.
+
+Two kinds of weights, two ways:
+
+- **Layers** are units of torch's ``fully_shard`` (FSDP2): gathered before a layer's forward or backward pass, freed
+  after it. The decoder itself is the root unit, with what is left: the last norm, learned positions.
+- **Embedding table and head**, usually one tensor, are used as plain weights: rows are looked up, all of them take part
+  in a product, a few in a bag. Each is a `ShardedTable`, a tensor of the whole shape that holds V / W rows. An operator
+  that reads it gathers the others and frees them afterwards; within `whole` they stay. Autograd saves the sharded
+  tensor, so a backward pass gathers anew instead of keeping all rows.
+
+The adapter is on every process (a few MB): it is saved and resumed as ever, its gradients are summed once a step, and
+float32 factors beside a bfloat16 base need no unit of their own. Frozen weights have no gradients, so nothing is
+reduced or scattered.
+
+All processes must gather equally often, or they wait for each other for ever. So all make the same passes; where the
+number depends on the data (early ends, tolerances), they agree by `Shards.any`.
+
+Left out: offloading to the CPU, replicas of shards (HSDP), parts of a layer on several devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_map_only
+
+from grade.errors import InputError
+from grade.models.fingerprint import keep_fingerprint
+
+if TYPE_CHECKING:
+    from grade.models.backbone import Backbone
+
+_aten = torch.ops.aten
+_STAYS_SHARDED = (_aten.detach.default, _aten.alias.default)
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
+
+class RowShards:
+    """This process's rows of a table [V, D], and all of them for as long as someone needs them.
+
+    Args:
+        table: The whole table; it is not kept.
+        group: The processes, each of which has a table of the same contents.
+        device: Where to keep the rows.
+
+    Attributes:
+        rows: ceil(V / W) rows [., D], of the last process also padding.
+    """
+
+    def __init__(self, table: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+        size, rank = group.size(), group.rank()
+        self.shape, self.group = table.shape, group
+        own = -(-len(table) // size)
+        self.rows = torch.zeros(own, *table.shape[1:], dtype=table.dtype, device=device)
+        part = table[rank * own : (rank + 1) * own]
+        self.rows[: len(part)] = part
+        self._users, self._all = 0, None
+
+    @contextlib.contextmanager
+    def all(self) -> Iterator[Tensor]:
+        """Within this context all rows [V, D] are here. A collective operation, unless they are here already."""
+        if self._all is None:
+            self._all = self.gather()
+        self._users += 1
+        try:
+            yield self._all
+        finally:
+            self._users -= 1
+            if self._users == 0:
+                self._all = None
+
+    def gather(self) -> Tensor:
+        """All rows [V, D], new. A collective operation."""
+        everything = self.rows.new_empty(len(self.rows) * self.group.size(), *self.shape[1:])
+        _gather_into(everything, self.rows, group=self.group)
+        return everything[: self.shape[0]]
+
+
+class ShardedTable(Tensor):
+    """A frozen matrix whose rows lie on several processes; any operator reads it as if they were here.
+
+    Args:
+        shards: The rows.
+        transposed: Whether this is the transpose.
+    """
+
+    _shards: RowShards
+    _transposed: bool
+
+    @staticmethod
+    def __new__(cls, shards: RowShards, transposed: bool = False) -> ShardedTable:  # noqa: D102
+        size = shards.shape[::-1] if transposed else shards.shape
+        self = Tensor._make_wrapper_subclass(cls, size, dtype=shards.rows.dtype, device=shards.rows.device)
+        self._shards, self._transposed = shards, transposed
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are ordinary tensors
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Gather what ``func`` reads, and run it."""
+        if func in _STAYS_SHARDED:
+            return ShardedTable(args[0]._shards, args[0]._transposed)
+        if func is _aten.t.default or (func is _aten.permute.default and list(args[1]) == [1, 0]):
+            return ShardedTable(args[0]._shards, not args[0]._transposed)
+        if func._schema.is_mutable and isinstance(args[0], ShardedTable):
+            raise RuntimeError(f"{func} would change a sharded table, which is frozen")
+        with contextlib.ExitStack() as stack:
+
+            def gathered(table: ShardedTable) -> Tensor:
+                rows = stack.enter_context(table._shards.all())
+                return rows.t() if table._transposed else rows
+
+            args, kwargs = tree_map_only(ShardedTable, gathered, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: D105 - the contents are elsewhere
+        return f"ShardedTable(shape={tuple(self.shape)}, dtype={self.dtype}, rows={len(self._shards.rows)})"
+
+    @property
+    def local_rows(self) -> Tensor:
+        """The rows that this process holds."""
+        return self._shards.rows
+
+
+@contextlib.contextmanager
+def whole(*tables: Tensor) -> Iterator[None]:
+    """Within this context all rows of sharded tables are here: gathered once for many operators.
+
+    Args:
+        tables: Sharded or not; one that is not is passed over.
+    """
+    with contextlib.ExitStack() as stack:
+        for shards in {id(t._shards): t._shards for t in tables if isinstance(t, ShardedTable)}.values():
+            stack.enter_context(shards.all())
+        yield
+
+
+class Shards:
+    """The processes that hold a base together.
+
+    Args:
+        group: The processes.
+        device: Of their weights.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self._device = group, device
+        self._alone = group.size() == 1 or dist.get_backend(group) == "fake"  # a trace has no other processes
+
+    def any(self, flag: bool) -> bool:
+        """Whether a flag is set on any process. A collective operation."""
+        if self._alone:
+            return flag
+        flags = torch.tensor(int(flag), device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flags)
+
+
+def shard(backbone: Backbone, device: torch.device) -> None:
+    """Divide a base among all processes, in place; each must have loaded the same one, and must call this.
+
+    Args:
+        backbone: Base and adapter, on the CPU or on the device. The base moves there layer by layer.
+        device: Where the shards live; meta: without data, for a trace.
+
+    Raises:
+        InputError: If the base's layers cannot be told apart.
+    """
+    if backbone.shards is not None:
+        return
+    decoder, model = backbone.decoder, backbone.model
+    mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, (dist.get_world_size(),))
+    group = mesh.get_group()
+    for module in (model, decoder, backbone.embedding):
+        keep_fingerprint(module)
+    adapter = [p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in f".{name}"]
+    for p in adapter:
+        p.data = p.data.to(device)
+        dist.broadcast(p.data, src=0, group=group)
+    tables = _shard_tables(backbone, group, device)
+    ignored = tables.union(adapter)
+    try:
+        for layer in _layers(decoder):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
+        fully_shard(decoder, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
+    except ValueError as error:
+        raise InputError("backbone", type(model).__name__, f"a model that can be sharded by layer ({error})") from None
+    _name_recorded_outputs(decoder)
+    # Of recorded states; nothing here changes a hidden state in place.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            # gloo sums where the mean is asked for, in some versions of torch (its issue 162338). Nothing is reduced
+            # while the base is frozen.
+            module.set_force_sum_reduction_for_comms(True)
+    for p in set(model.parameters()) - set(decoder.parameters()) - tables:  # a head's bias
+        p.data = p.data.to(device)
+    backbone.shards = Shards(group, device)
+
+
+def _name_recorded_outputs(decoder: nn.Module) -> None:
+    """Let transformers find what a decoder can record (hidden states): it looks by class, which FSDP2 has changed."""
+    with contextlib.suppress(ImportError, AttributeError):  # versions of transformers that do not look
+        from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+        _CAN_RECORD_REGISTRY[decoder] = decoder._can_record_outputs
+
+
+def _shard_tables(backbone: Backbone, group: dist.ProcessGroup, device: torch.device) -> set[nn.Parameter]:
+    """Replace embedding table and head by sharded ones; tied ones stay one."""
+    sharded: dict[int, nn.Parameter] = {}
+    layers = (backbone.embedding, backbone.model.get_output_embeddings())
+    for layer in layers:
+        weight = layer.weight
+        if id(weight) not in sharded:
+            sharded[id(weight)] = nn.Parameter(ShardedTable(RowShards(weight.data, group, device)), requires_grad=False)
+    for layer in layers:
+        layer.weight = sharded[id(layer.weight)]
+    backbone.head = replace(backbone.head, weight=layers[1].weight)
+    return set(sharded.values())
+
+
+def _layers(decoder: nn.Module) -> list[nn.Module]:
+    """The modules in a decoder's outermost lists: its layers."""
+    layers: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                layers.extend(child)
+            else:
+                visit(child)
+
+    visit(decoder)
+    if not layers:
+        raise InputError("backbone", type(decoder).__name__, "a model with a list of layers, to be sharded by layer")
+    return layers
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, sharded or not."""
+    return tensor.local_rows if isinstance(tensor, ShardedTable) else getattr(tensor, "_local_tensor", tensor)
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Bytes of parameters that this process holds; of a sharded module its own shards."""
+    parts = [local_part(p) for p in module.parameters()]
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -1,0 +1,82 @@
+"""Figures of the experiment on scale, by hand."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from grade.experiments.measured import Tables, measure_all
+from grade.experiments.scale.figures import gpus_figure, sampling_figure
+from grade.experiments.scale.measure.tables import Measurements, Settings
+from grade.experiments.scale.metrics import GIB, metrics, timed_metrics
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scale")
+    measurements = Measurements(Settings())
+    measure_all(measurements, folder, log=lambda _: None)
+    return Tables(measurements, str(folder / "measured"))
+
+
+def test_a_smoke_test_traces_and_leaves_the_rest_out(smoke):
+    found = metrics(smoke)
+    assert set(found) == {
+        "lean/step_gib",
+        *(f"gpus/{s}_{n}/{what}_gib" for s in ("fsdp2", "ddp") for n in (1, 2) for what in ("peak", "received")),
+    }  # fmt: skip
+    assert found["gpus/fsdp2_1/peak_gib"] == found["gpus/ddp_1/peak_gib"]  # one GPU holds everything either way
+    assert found["gpus/fsdp2_1/received_gib"] == 0 < found["gpus/fsdp2_2/received_gib"]
+    assert timed_metrics(smoke) == {}
+    fig = gpus_figure(smoke["gpus"])
+    highest = max(patch.get_y() + patch.get_height() for patch in fig.axes[0].patches)
+    assert highest == pytest.approx(smoke["gpus"].query("sharding == 'ddp'").peak.max() / GIB)
+    assert sampling_figure(smoke["sampling"]) is None
+    plt.close(fig)
+
+
+def test_figures_by_hand():
+    empty = {name: pd.DataFrame(columns=["sampler"]) for name in ("sharded", "training", "fits", "sampling")}
+    tables = empty | {
+        "fsdp2": pd.DataFrame([
+            dict(method="ste", max_rel_diff=1e-7, bytes=110, bytes_0=60, bytes_1=62, adapter_bytes=10),
+            dict(method="grpo", max_rel_diff=3e-7, bytes=110, bytes_0=60, bytes_1=60, adapter_bytes=10),
+        ]),
+        "sharded": pd.DataFrame(
+            [dict(step="replay", rank=0, rel_error=-0.01), dict(step="ppo", rank=1, rel_error=0.004)]
+        ),
+        "gpus": pd.DataFrame([dict(gpus=2, sharding="ddp", peak=GIB, received=GIB / 2)]),
+        "lean": pd.DataFrame([dict(phase="forward", over_weights_gib=0.1), dict(phase="step", over_weights_gib=0.19)]),
+        "law": pd.DataFrame([
+            dict(sampler="own", n=9, p=0.01, mean_ratio=1.0, largest_difference=0.0),
+            dict(sampler="transformers", n=9, p=0.4, mean_ratio=1.0, largest_difference=1e-6),
+        ]),
+        "training": pd.DataFrame([
+            dict(seed=seed, sampler=name, after=after)
+            for seed, pair in enumerate([(0.5, 0.6), (0.5, 0.5), (0.6, 0.8)])
+            for name, after in zip(("own", "transformers"), pair, strict=True)
+        ]),
+    }  # fmt: skip
+    found = metrics(tables)
+    assert found["fsdp2/max_rel_diff"] == 3e-7 and found["fsdp2/methods"] == 2
+    assert found["fsdp2/held_share"] == pytest.approx(52 / 100)
+    assert found["fsdp2/trace_rel_error"] == 0.01 and found["fsdp2/trace_steps"] == 2
+    assert found["gpus/ddp_2/received_gib"] == 0.5 and found["lean/step_gib"] == 0.19
+    assert found["sampler/chi2_p"] == 0.4, "our own sampler is no other"
+    assert found["sampler/transformers/training_difference"] == pytest.approx(0.1)
+    assert found["sampler/transformers/training_difference_n"] == 3
+
+
+def test_the_best_sampler_is_that_of_the_largest_batch():
+    seconds = {(8, "own"): 1.0, (8, "transformers"): 4.0, (8, "trl"): 2.0,
+               (64, "own"): 3.0, (64, "transformers"): 1.5, (64, "trl"): 2.0}  # fmt: skip
+    rows = [dict(batch=b, round=r, sampler=s, seconds=v * (1 + r), cpu_seconds=v * (1 + r))
+            for (b, s), v in seconds.items() for r in range(3)]  # fmt: skip
+    tables = {"fits": pd.DataFrame(dict(wall_seconds=[3.0, 1.0, 2.0], cpu_seconds=[1.0, 1.0, 1.0])),
+              "sampling": pd.DataFrame(rows)}  # fmt: skip
+    found = timed_metrics(tables)
+    assert found["fits/seconds"] == 2.0
+    assert found["sampler/best"] == "transformers" and found["sampler/over_trl"] == pytest.approx(0.75)
+    assert found["sampler/over_trl_8/own"] == pytest.approx(0.5)
+    fig = sampling_figure(tables["sampling"])
+    assert fig.axes[0].get_ylim()[0] == 0
+    plt.close(fig)

@@ -1,0 +1,81 @@
+"""The tables of samplers at toy size, and their arithmetic."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from completions_server import serving
+from conftest import save_toy_base
+
+from grade.experiments.scale.measure.sampling import (
+    law_table,
+    sampling_ratios,
+    sampling_seconds,
+    training_differences,
+    training_table,
+)
+from grade.stats import chi_square
+
+TEXTS = [f"The film was {word}" for word in ("a", "so", "not", "it", "all", "bad", "good", "new")]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    task = save_toy_base(folder)
+    task.reward_model.save(folder / "bag")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def test_the_law_of_samplers_of_this_process_and_of_a_server(base):
+    with serving(str(base)) as server:
+        table = law_table(1500, str(base), ("own", "shared", "transformers", server.address))
+    assert list(table["sampler"]) == ["own", "shared", "transformers", server.address]
+    assert (table["n"] >= 1500).all() and (table["p"] > 0.001).all()
+    assert (table["largest_difference"] < 1e-4).all()  # float32
+    assert np.allclose(table["mean_ratio"], 1, atol=1e-4)
+
+
+def test_training_on_samples_of_two_samplers(base):
+    data = {name: str(base / "prompts.jsonl") for name in ("train_dataset", "eval_dataset")}
+    table = training_table(
+        (0, 1), ("own", "shared"), max_steps=1, eval_prompts=8, model=str(base), reward=str(base / "bag"),
+        per_device_train_batch_size=8, max_completion_length=4, min_completion_length=0, lora={"r": 2, "alpha": 4},
+        **data,
+    )  # fmt: skip
+    assert list(zip(table["seed"], table["sampler"], strict=True)) == [
+        (0, "own"), (0, "shared"), (1, "own"), (1, "shared")
+    ]  # fmt: skip
+    own, shared = (table[table["sampler"] == name] for name in ("own", "shared"))
+    assert own["before"].tolist() == shared["before"].tolist() and own["after"].tolist() != shared["after"].tolist()
+    assert own["largest_difference"].isna().all() and (shared["largest_difference"] < 1e-4).all()  # float32
+    found = training_differences(table)
+    assert list(found["sampler"]) == ["shared"] and found["n"].tolist() == [2]
+    difference = shared["after"].to_numpy() - own["after"].to_numpy()
+    assert found["difference"][0] == pytest.approx(difference.mean())
+    assert found["stderr"][0] == pytest.approx(difference.std(ddof=1) / 2**0.5)
+
+
+def test_seconds_are_of_interleaved_rounds(base):
+    table = sampling_seconds((8,), 2, str(base), ("own", "shared"), peer=False, texts=TEXTS)
+    assert list(table["sampler"]) == ["own", "shared", "shared", "own"]  # the order changes
+    assert list(table["round"]) == [0, 0, 1, 1] and (table["seconds"] > 0).all()
+
+
+def test_ratios_by_hand():
+    """Seconds 1, 2 over 2, 2: 3/4; without each round 2/2 and 1/2, so the error of the logarithm is log(2) / 2."""
+    rows = [(8, 0, "a", 1.0, 1.0), (8, 0, "trl", 2.0, 2.0), (8, 1, "trl", 2.0, 2.0), (8, 1, "a", 2.0, 1.0)]
+    table = sampling_ratios(pd.DataFrame(rows, columns=["batch", "round", "sampler", "seconds", "cpu_seconds"]))
+    a, trl = table[table["sampler"] == "a"].iloc[0], table[table["sampler"] == "trl"].iloc[0]
+    assert (a["seconds"], a["ratio"], a["cpu_ratio"]) == (1.5, 0.75, 0.5) and trl["ratio"] == 1
+    # Student's 0.975 quantile with one degree of freedom.
+    assert np.log(a["ratio_high"] / a["ratio"]) == pytest.approx(12.7062 * np.log(2) / 2, rel=1e-4)
+
+
+def test_chi_square_merges_rare_values_and_refuses_impossible_ones():
+    """Expected 50, 46 and 4 of 100; a value of its own has 5 or more."""
+    counts, p = np.array([50, 42, 3, 5]), np.array([0.5, 0.46, 0.03, 0.01])
+    assert chi_square(counts, p) == pytest.approx(chi_square(np.array([50, 42, 8]), np.array([0.5, 0.46, 0.04]), 0.0))
+    assert chi_square(np.array([5, 1]), np.array([1.0, 0.0])) == 0.0

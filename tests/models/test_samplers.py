@@ -1,0 +1,384 @@
+"""Samplers: whose tokens they are, how likely, and one clear error for each way in which a server may be wrong."""
+
+import gc
+import json
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+from completions_server import serving
+from conftest import EOS, VOCAB, make_backbone, make_prompts, tiny_config
+from transformers import AutoModelForCausalLM
+
+from grade.errors import InputError
+from grade.models.backbone import Backbone
+from grade.models.head import Head
+from grade.models.prompts import PromptBatch
+from grade.models.samplers.http import Client, address_of
+from grade.models.samplers.interface import Mismatch, Samples, mismatch, samples_of
+from grade.models.samplers.make import make_sampler
+from grade.models.samplers.shared import BLOCK, draw
+from grade.models.sampling import forbid_eos, generate
+from grade.models.scoring import score
+from grade.stats import chi_square
+
+NAMES = ("own", "shared", "transformers", "server")
+ALL_CASES = bool(os.environ.get("GRADE_ALL_CASES"))
+DRAWS = dict.fromkeys(NAMES, 24_000)  # of two tokens; of these more than 20,000 have a second one
+if not ALL_CASES:
+    DRAWS["transformers"] = 2_400  # it takes some milliseconds a request, however short
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A tiny policy in float32 with an adapter that is not zero, and a server that has it."""
+    folder = tmp_path_factory.mktemp("base")
+    backbone = make_backbone(dtype=torch.float32)
+    with backbone.reference():
+        AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(folder)  # for its files
+        state = {k.replace(".base_layer", ""): v for k, v in backbone.model.state_dict().items() if "lora_" not in k}
+        bare = AutoModelForCausalLM.from_config(tiny_config())
+        bare.load_state_dict(state)
+        bare.save_pretrained(folder)
+    with serving(folder) as server:
+        sampler = make_sampler(server.address, 30.0)
+        sampler.publish(backbone)
+        yield backbone, server, sampler
+        sampler.close()
+
+
+def the(name, served):
+    return served[2] if name == "server" else make_sampler(name)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def one_prompt(times):
+    return PromptBatch(torch.tensor([[1, 9, 4, 17]]), torch.ones(1, 4, dtype=torch.long)).repeat(times)
+
+
+def hotter(backbone, temperature):
+    """The same policy at a temperature."""
+    head = backbone.head
+    backbone.head = Head(head.weight, head.bias, head.scale, head.softcap, temperature)
+    return head
+
+
+# ---- whose tokens ----
+@torch.no_grad()
+def second_token(backbone, least):
+    """Probabilities of the second token after `one_prompt`, given that there is one, from whole passes in float64."""
+    prompt = one_prompt(VOCAB)
+    first = torch.arange(VOCAB).unsqueeze(1)
+    model, temperature = backbone.model, backbone.head.temperature
+    logits = model(input_ids=torch.cat([prompt.ids, first], 1)).logits.double() / temperature
+    steps = torch.tensor([[0], [1]])
+    logits = forbid_eos(logits[:, -2:], None, steps, least, backbone.eos_token_ids).softmax(-1)
+    start = logits[0, 0].clone()
+    start[list(EOS)] = 0.0
+    return start @ logits[:, 1] / start.sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("least", "temperature"), [(0, 1.0), (2, 0.7)])
+def test_a_position_has_the_policys_distribution(name, least, temperature, served):
+    """Chi-square of the second token, which a cache has to get right, over at least 20,000 draws; fixed seeds."""
+    backbone, draws = served[0], DRAWS[name] if ALL_CASES or not least else DRAWS[name] // 6
+    kept = hotter(backbone, temperature)
+    try:
+        samples = the(name, served).sample(backbone, one_prompt(draws), 2, generator(), least)
+        want = second_token(backbone, least)
+        with backbone.reference():
+            base = second_token(backbone, least)
+    finally:
+        backbone.head = kept
+    assert torch.equal(samples.mask[:, 0], torch.ones(draws, dtype=torch.long))
+    tokens = samples.ids[:, 1][samples.mask[:, 1].bool()]
+    assert len(tokens) >= draws * 5 / 6
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
+    assert chi_square(counts, want.numpy()) > 0.001
+    assert chi_square(counts, base.numpy()) < 1e-9  # the adapter is on: its base is another policy
+    if least:
+        assert not torch.isin(samples.ids, torch.tensor(EOS)).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_log_probabilities_are_those_of_the_tokens(name, served):
+    backbone, prompts = served[0], make_prompts(12, 6)
+    samples = the(name, served).sample(backbone, prompts, 8, generator(), 3)
+    assert samples.ids.shape == samples.mask.shape == samples.logps.shape and samples.mask.sum(1).min() >= 4
+    assert samples.mask.sum(1).min() < 8  # some end
+    own = score(backbone, prompts, samples.ids, samples.mask, min_new_tokens=3).logps.detach()
+    # float32 in another order of sums.
+    torch.testing.assert_close(samples.logps.float(), own, atol=1e-5, rtol=1e-5)
+    found = mismatch(own, samples)
+    assert found.largest_difference < 1e-5 and abs(found.mean_ratio - 1) < 1e-5
+    found.check(1e-4, name)
+    ends = torch.isin(samples.ids, torch.tensor(EOS)) & samples.mask.bool()
+    assert not (ends[:, :-1] & samples.mask[:, 1:].bool()).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_generator_decides_and_nothing_else(name, served):
+    backbone, prompts = served[0], make_prompts(6, 6)
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    first, again, other = (the(name, served).sample(backbone, prompts, 6, generator(seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(first.ids, again.ids) and torch.equal(first.logps, again.logps)
+    assert first.ids.shape != other.ids.shape or not torch.equal(first.ids, other.ids)
+
+
+def test_shared_prompts_are_read_once_and_copied(served):
+    """Groups of 3, 1 and 2, padded; log-probabilities of whole passes, and as many rows read as there are prompts."""
+    backbone, prompts = served[0], make_prompts(3, 6)
+    prompts, rows = prompts[torch.tensor([0, 0, 0, 1, 2, 2])], []
+    decode = backbone.decode
+    backbone.decode = lambda embeds, *rest: (rows.append(tuple(embeds.shape[:2])), decode(embeds, *rest))[1]
+    try:
+        samples = make_sampler("shared").sample(backbone, prompts, 4, generator(), 4)
+    finally:
+        del backbone.decode
+    assert rows == [(3, 6), (6, 1), (6, 1), (6, 1)]
+    own = score(backbone, prompts, samples.ids, samples.mask, min_new_tokens=4).logps
+    torch.testing.assert_close(samples.logps, own.detach(), atol=1e-5, rtol=1e-5)  # float32 in another order of sums
+
+
+def test_a_token_is_drawn_by_its_probability_across_blocks():
+    """Vocabularies of several blocks, the last one not full; every seventh token is forbidden."""
+    for vocab in (2 * BLOCK, 600):
+        logits = 2 * torch.randn(1, vocab, generator=generator())
+        logits[:, ::7] = -torch.inf
+        tokens, logps = draw(logits.expand(20_000, vocab), generator(1))
+        counts = np.bincount(tokens.numpy(), minlength=vocab)
+        assert chi_square(counts, logits[0].double().softmax(-1).numpy()) > 0.001
+        torch.testing.assert_close(logps, logits[0].log_softmax(-1)[tokens])
+
+
+def test_our_own_is_generate_bit_for_bit(backbone, prompts):
+    samples = make_sampler("own").sample(backbone, prompts, 7, generator(4), 2)
+    ids, mask = generate(backbone, prompts, 7, generator(4), min_new_tokens=2)
+    assert torch.equal(samples.ids, ids) and torch.equal(samples.mask, mask)
+
+
+def test_continuous_batching_leaves_the_model_as_it_was():
+    """Eager attention is what it cannot use, so it puts another in its place meanwhile."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32, attn_implementation="eager")
+    backbone = Backbone(model)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    samples = make_sampler("transformers").sample(backbone, make_prompts(), 4, generator())
+    assert model.config._attn_implementation == "eager" and not hasattr(model, "_cached_continuous_batching_manager")
+    assert gc.get_freeze_count() == 0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert mismatch(score(backbone, make_prompts(), samples.ids, samples.mask).logps, samples).largest_difference < 1e-5
+
+
+# ---- what a server is asked ----
+def test_a_request_has_one_prompt_its_tokens_and_every_setting(served):
+    backbone, server, sampler = served
+    del server.requests[:]
+    prompts = make_prompts(2, 5).repeat(3)
+    sampler.sample(backbone, prompts, 4, generator(), 1)
+    bodies = sorted((body for _, body in server.requests), key=lambda body: len(body["prompt"]))
+    assert [(len(body["prompt"]), body["n"]) for body in bodies] == [(4, 3), (5, 3)]
+    assert len({body["seed"] for body in bodies}) == 2
+    assert [body["prompt"] for body in bodies] == [prompts.ids[3, 1:].tolist(), prompts.ids[0].tolist()]
+    for body in bodies:
+        assert body["model"] == sampler.model and body["stop_token_ids"] == EOS
+        assert (body["max_tokens"], body["min_tokens"], body["temperature"], body["top_p"]) == (4, 1, 1.0, 1.0)
+
+
+def test_adapters_come_and_go_by_folder(served, tmp_path):
+    backbone, server, _ = served
+    sampler = make_sampler(server.address, 30.0, tmp_path / "adapters")
+    names = []
+    for _ in range(3):
+        names.append(sampler.publish(backbone))
+        assert len(list((tmp_path / "adapters").iterdir())) == 1 and sampler.model == names[-1]
+        assert set(names) & set(server.adapters) == {names[-1]}
+    assert len(set(names)) == 3
+    sampler.close()
+    assert not set(names) & set(server.adapters) and not list((tmp_path / "adapters").iterdir())
+
+
+# ---- what it may get wrong ----
+def choices(change):
+    """Change every choice of an answer."""
+
+    def spoil(path, status, answer):
+        if path == "/v1/completions":
+            for choice in answer["choices"]:
+                change(choice)
+        return status, answer
+
+    return spoil
+
+
+def whole(change):
+    """Change an answer."""
+    return lambda path, status, answer: change(answer) if path == "/v1/completions" else (status, answer)
+
+
+WRONG = {
+    "text only": (choices(lambda c: (c.pop("token_ids"), c.pop("logprobs"))), "text without token ids"),
+    "text in the place of tokens": (
+        choices(lambda c: (c.pop("token_ids"), c["logprobs"].update(tokens=["a"]))), "text without token ids"
+    ),
+    "no log-probabilities": (choices(lambda c: c.pop("logprobs")), "no log-probabilities"),
+    "fewer log-probabilities": (choices(lambda c: c["logprobs"]["token_logprobs"].pop()), "2 log-prob.* of 3 tokens"),
+    "NaN": (choices(lambda c: c["logprobs"].update(token_logprobs=[float("nan")] * 3)), "a finite log-probability"),
+    "null": (choices(lambda c: c["logprobs"].update(token_logprobs=[None] * 3)), "got None; .* log-probability"),
+    "another vocabulary": (choices(lambda c: c.update(token_ids=[VOCAB, 3, 3])), f"got {VOCAB}; .* 0 to {VOCAB - 1}"),
+    "no whole number": (choices(lambda c: c.update(token_ids=[True, 3, 3])), "got True; .* token ids"),
+    "too many tokens": (
+        choices(lambda c: (c.update(token_ids=[3] * 4), c["logprobs"].update(token_logprobs=[-1.0] * 4))),
+        "4 tokens.*1 to 3 tokens",
+    ),
+    "no tokens": (choices(lambda c: (c.update(token_ids=[]), c["logprobs"].update(token_logprobs=[]))), "0 tokens"),
+    "an early end": (choices(lambda c: c.update(token_ids=[EOS[0], 3, 3])), "an end-of-sequence after 0 tokens"),
+    "cut short": (
+        choices(lambda c: (c["token_ids"].pop(), c["logprobs"]["token_logprobs"].pop())), "stops after 2 tokens"
+    ),
+    "fewer completions": (whole(lambda a: (200, {"choices": a["choices"][1:]})), "1 choices.*2 choices"),
+    "the same twice": (whole(lambda a: (200, {"choices": a["choices"][:1] * 2})), "2 choices with indices 0 to 1"),
+    "another prompt": (choices(lambda c: c.update(prompt_token_ids=[1])), "the prompt's tokens as they were sent"),
+    "no choices": (whole(lambda a: (200, {"error": "x"})), "an object with 2 choices"),
+    "a list": (whole(lambda a: (200, [])), "an object with 2 choices"),
+    "no JSON": (whole(lambda a: (200, "<html>")), "got '<html>'; .* JSON"),
+    "an error": (whole(lambda a: (500, "out of memory")), "POST .*/v1/completions: got 'status 500: out of memory'"),
+    "a redirection": (whole(lambda a: (307, "elsewhere")), "status 307: elsewhere"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_servers_answer_is_checked(case, served):
+    backbone, server, sampler = served
+    server.spoil, says = WRONG[case]
+    try:
+        with pytest.raises(InputError, match=says) as error:
+            sampler.sample(backbone, one_prompt(2), 3, generator(), 3)
+    finally:
+        server.spoil = None
+    assert server.address in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_comes_after_the_first_end_is_cut():
+    backbone = make_backbone()
+    rows = [([5, EOS[1], 6], [-1.0, -2.0, -3.0]), ([5, 6, 8], [-1.0, -2.0, -3.0])]
+    samples = samples_of("x", rows, backbone, 3, 0)
+    assert samples.mask.tolist() == [[1, 1, 0], [1, 1, 1]] and samples.ids.tolist() == [[5, EOS[1], 0], [5, 6, 8]]
+    assert samples.logps.tolist() == [[-1.0, -2.0, 0.0], [-1.0, -2.0, -3.0]]
+    samples_of("x", rows, backbone, 3, 1)
+    with pytest.raises(InputError, match="an end-of-sequence after 1 tokens'; allowed: none before 2 tokens"):
+        samples_of("x", rows, backbone, 3, 2)
+
+
+def test_ids_may_be_written_beside_the_log_probabilities(served):
+    backbone, server, sampler = served
+    want = sampler.sample(backbone, one_prompt(2), 3, generator())
+    try:
+        server.spoil = choices(lambda c: c.pop("token_ids"))
+        assert torch.equal(sampler.sample(backbone, one_prompt(2), 3, generator()).ids, want.ids)
+        server.spoil = whole(lambda a: (200, {"choices": a["choices"][::-1]}))  # the index counts, not the place
+        assert torch.equal(sampler.sample(backbone, one_prompt(2), 3, generator()).ids, want.ids)
+    finally:
+        server.spoil = None
+
+
+def test_a_busy_server_is_asked_again_twice(served):
+    _, server, _ = served
+    client, left = Client(server.address, 30.0, waits=(0.0, 0.0)), []
+
+    def busy(path, status, answer):
+        left.append(path)
+        return (503, "busy") if len(left) <= 2 else (200, "here")
+
+    server.spoil = busy
+    try:
+        assert client.post("/v1/unload_lora_adapter", {"lora_name": "x"}) == "here" and len(left) == 3
+        left.clear()
+        server.spoil = lambda path, status, answer: (left.append(path), (503, "busy"))[1]
+        with pytest.raises(InputError, match="status 503: busy"):
+            client.post("/v1/unload_lora_adapter", {"lora_name": "x"})
+        assert len(left) == 3
+        left.clear()
+        server.spoil = lambda path, status, answer: (left.append(path), (500, "broken"))[1]
+        with pytest.raises(InputError, match="status 500: broken"):
+            client.post("/v1/unload_lora_adapter", {"lora_name": "x"})
+        assert len(left) == 1  # asking again would not help
+    finally:
+        server.spoil = None
+
+
+def test_nobody_there_and_nobody_who_answers():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"POST {address}/x: got 'ConnectionRefusedError"):
+            Client(address, 5.0, waits=(0.0,)).post("/x", {})
+        taken.listen()  # connections are taken, and nothing follows
+        with pytest.raises(InputError, match=r"no answer for 0.2 s.* sampler_timeout"):
+            Client(address, 0.2, waits=(0.0,)).post("/x", {})
+
+
+def test_a_server_that_takes_no_adapters_says_what_it_needs(served, tmp_path):
+    backbone, server, _ = served
+    server.spoil = lambda path, status, answer: (404, json.dumps({"detail": "Not Found"}))
+    try:
+        with pytest.raises(InputError, match="load_lora_adapter: got .*404.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+            make_sampler(server.address, 30.0, tmp_path).publish(backbone)
+    finally:
+        server.spoil = None
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="sampler_folder"):
+        make_sampler(server.address, 30.0, tmp_path / "file").publish(backbone)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "vllm",
+        "",
+        "http://",
+        "ftp://a",
+        "http://a:b",
+        "http://a:99999",
+        "http://me:secret@a",
+        "http://a?b",
+        "http://a b",
+    ],
+)
+def test_addresses(address):
+    with pytest.raises(InputError, match="sampler: got .*http://host:port"):
+        address_of(address)
+
+
+def test_lengths_are_checked_before_anyone_is_asked(served):
+    for name in ("shared", "transformers", "server"):
+        with pytest.raises(InputError, match="context"):
+            the(name, served).sample(served[0], one_prompt(1), 61, generator())
+        with pytest.raises(InputError, match="min_new_tokens"):
+            the(name, served).sample(served[0], one_prompt(1), 2, generator(), 3)
+
+
+# ---- how far apart ----
+def test_the_mismatch_by_hand():
+    """Ratios 2, 1 and 1/4 of valid tokens: mean 13/12, largest |log| log 4; the masked token does not count."""
+    q = Samples(
+        torch.zeros(2, 2).long(), torch.tensor([[1, 1], [1, 0]]), torch.log(torch.tensor([[0.25, 0.5], [0.4, 1]]))
+    )
+    p = torch.log(torch.tensor([[0.5, 0.5], [0.1, 0.001]]))
+    found = mismatch(p, q)
+    assert found.mean_ratio == pytest.approx(13 / 12, rel=1e-6)  # float32
+    assert found.largest_difference == pytest.approx(np.log(4), rel=1e-6)
+    found.check(1.4, "x")
+    with pytest.raises(InputError, match=r"got '1.39 nats at one token, mean ratio 1.08'; .* = 1.3 nats .* of x "):
+        found.check(1.3, "x")
+    with pytest.raises(InputError, match="nan nats"):
+        Mismatch(1.0, float("nan")).check(1.0, "x")

@@ -1,0 +1,270 @@
+"""Training on completions of another sampler: the same as on any completions, at every step the present policy's."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from completions_server import serving
+from conftest import save_toy_base
+from datasets import Dataset
+from safetensors.torch import load_file
+
+from grade import GradeConfig, GradeTrainer
+from grade.errors import InputError
+from grade.gradients.distilled.learner import DistilledGradient
+from grade.gradients.distilled_given import DistilledFromGiven
+from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
+from grade.gradients.replay import replay
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.samplers.interface import Sampler, seed_of
+from grade.models.samplers.own import OwnSampler
+from grade.rewards.model import load_reward
+from grade.training.config import TrainConfig
+from grade.training.run import train
+
+PROMPTS = Dataset.from_list([{"prompt": f"The film was {word}"} for word in ("a", "so", "not", "it", "all", "bad")])
+COMMON = dict(
+    sampler="http://127.0.0.1:1", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2,
+    max_completion_length=5, min_completion_length=1, learning_rate=1e-2, beta=0.1, report_to="none", use_cpu=True,
+    disable_tqdm=True, seed=0, save_strategy="no",
+)  # fmt: skip
+OWN = {"ste": dict(gumbel_topk=8), "rloo": dict(num_generations=2), "distilled": dict(num_generations=2)}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    task = save_toy_base(folder)
+    task.reward_model.save(folder / "bag")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(base):
+    with serving(str(base)) as server:
+        yield server
+
+
+class Recorded(Sampler):
+    """Gives what another sampler gave, or keeps what it gives."""
+
+    name = "recorded"
+
+    def __init__(self, sampler=None, kept=()):
+        self.sampler, self.kept = sampler, list(kept)
+        for name in ("publish", "use", "close") if sampler else ():
+            setattr(self, name, getattr(sampler, name))
+
+    def sample(self, *args):
+        if self.sampler is None:
+            return self.kept.pop(0)
+        self.kept.append(self.sampler.sample(*args))
+        return self.kept[-1]
+
+
+def trainer(base, output, method="rloo", replaced=None, **changes):
+    """A trainer of the toy policy; its sampler may be replaced."""
+    backbone = Backbone.load(base, lora=LoraSettings(r=2, alpha=4))
+    args = GradeConfig(output_dir=str(output), method=method, **{**COMMON, **OWN.get(method, {}), **changes})
+    made = GradeTrainer(backbone, load_reward(base / "bag", backbone), args, PROMPTS)
+    if replaced is not None:
+        made.elsewhere.sampler = replaced
+    return made
+
+
+def adapter(made):
+    return torch.cat([p.detach().flatten() for p in made.backbone.trainable_parameters()])
+
+
+@pytest.mark.parametrize("method", ["ste", "rloo"])
+def test_training_through_a_server_is_training_on_its_completions(method, base, server, tmp_path):
+    """Bit for bit; the adapter is handed over once a step, and nothing is left behind."""
+    server.most_adapters = 0
+    del server.requests[:]
+    through = trainer(base, tmp_path / "a", method, sampler=server.address)
+    through.elsewhere.sampler = recorder = Recorded(through.elsewhere.sampler)
+    through.train()
+    paths = [path.rpartition("/")[2] for path, _ in server.requests]
+    assert paths.count("load_lora_adapter") == paths.count("unload_lora_adapter") == 2
+    assert not server.adapters and server.most_adapters == 2  # the new one is there before the old one goes
+    given = trainer(base, tmp_path / "b", method, Recorded(kept=recorder.kept))
+    given.train()
+    assert torch.equal(adapter(through), adapter(given))
+    row = next(row for row in through.state.log_history if "loss" in row)
+    # float32, a whole pass against another one with other padding.
+    assert row["sampler/mean_ratio"] == pytest.approx(1, abs=1e-4) and 0 < row["sampler/largest_difference"] < 1e-4
+
+
+def by_hand(made, samples):
+    """The gradient of a first step's only microbatch, given its samples, by the method itself."""
+    seed = np.random.SeedSequence([made.args.seed, 1, 0]).generate_state(1, np.uint64)[0]
+    generator = torch.Generator().manual_seed(int(seed >> 1))
+    rows = [PROMPTS[i] for i in list(made._get_train_sampler())[: made.args.batch_prompts]]
+    prompts = made.encode(rows).repeat(made.args.group)
+    if made.args.relaxed:
+        seed_of(generator)  # of the samples
+        config, given = made.args.relaxation(2.0), (samples.ids, samples.mask)
+        replay(made.backbone, prompts, made.objective, config, generator, hops=made.args.hops, completions=given)
+    else:
+        learn = made.learner.learn if isinstance(made.learner, PolicyGradient) else made.learner.step
+        learn([Completions(prompts, samples.ids, samples.mask)], made.shared, StepContext(1, lambda: None))
+    return torch.cat([p.grad.flatten() for p in made.backbone.trainable_parameters()])
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_a_step_is_the_methods_gradient_of_those_completions(method, base, tmp_path):
+    plain = dict(optim="sgd", learning_rate=0.5, max_grad_norm=0.0, max_steps=1, gradient_accumulation_steps=1)
+    made, other = (trainer(base, tmp_path, method, Recorded(OwnSampler()), **plain) for _ in range(2))
+    start = adapter(made)
+    made.train()
+    gradient = by_hand(other, made.elsewhere.sampler.kept[0])
+    assert gradient.norm() > 1e-4
+    torch.testing.assert_close(adapter(made), start - 0.5 * gradient)
+
+
+def test_distilled_learns_from_given_completions_what_it_learns_from_its_own(base, tmp_path):
+    """Bit for bit, with the same tokens."""
+    made = trainer(base, tmp_path, "distilled")
+    prompts = made.encode([PROMPTS[0], PROMPTS[1]])
+    gradients = []
+    for given in (False, True):
+        learner = (DistilledFromGiven if given else DistilledGradient)(made.args, made.backbone)
+        made.backbone.zero_grad(set_to_none=True)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            microbatch = (prompts, generator)
+            if given:
+                samples = OwnSampler().sample(made.backbone, prompts.repeat(2), 5, generator, 1)
+                microbatch = Completions(prompts.repeat(2), samples.ids, samples.mask)
+            learner.step([microbatch], made.shared, StepContext(1, lambda: None))
+        gradients.append(torch.cat([p.grad.flatten() for p in made.backbone.trainable_parameters()]))
+    assert torch.equal(*gradients) and gradients[0].norm() > 1e-4
+
+
+def test_a_resumed_run_asks_for_the_same(base, server, tmp_path):
+    options = dict(sampler=server.address, max_steps=4, save_strategy="steps", save_steps=2)
+    asked = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        del server.requests[:]
+        made = trainer(base, tmp_path, **options)
+        made.train(resume_from_checkpoint=checkpoint)
+        bodies = [body for path, body in server.requests if path == "/v1/completions"]
+        asked.append(([sorted((body["seed"], body["prompt"]) for body in bodies)], adapter(made)))
+    (all_of_them,), (rest,) = asked[0][0], asked[1][0]
+    assert len(all_of_them) == 2 * len(rest) and set(map(str, rest)) < set(map(str, all_of_them))
+    assert torch.equal(asked[0][1], asked[1][1])
+    assert len({seed for seed, _ in all_of_them}) == len(all_of_them)  # no two requests have the same noise
+
+
+@pytest.mark.skipif(not os.environ.get("GRADE_ALL_CASES"), reason="starts three processes: GRADE_ALL_CASES=1")
+def test_two_processes_ask_for_what_one_asks_for(base, server, tmp_path):
+    """Each for its own prompts; one of them hands over the adapter."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    values = COMMON | OWN["rloo"] | {
+        "sampler": server.address, "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
+        "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4}, "method": "rloo",
+        "output_dir": str(tmp_path), "save_strategy": "steps",
+    }  # fmt: skip
+    del server.requests[:]
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(here / "elsewhere_processes.py"), json.dumps(values)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(here)}, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    asked = [(body["seed"], body["prompt"]) for path, body in server.requests if path == "/v1/completions"]
+    half = len(asked) // 2
+    assert sorted(asked[:half]) == sorted(asked[half:]) and len(set(map(str, asked))) == half
+    assert [path.rpartition("/")[2] for path, _ in server.requests].count("load_lora_adapter") == 4
+    one, two = (load_file(tmp_path / str(n) / "adapter" / "adapter_model.safetensors") for n in (1, 2))
+    for name, value in one.items():  # float32: only the order of the sum differs, and whom a request was batched with
+        assert (two[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def test_another_policy_is_refused_and_nothing_is_updated(base, server, tmp_path):
+    """A server that samples at another temperature than it was asked for: its likely tokens are likelier."""
+    made = trainer(base, tmp_path, sampler=server.address, sampler_max_difference=0.01, temperature=0.7)
+    start, complete = adapter(made), server.complete
+    server.complete = lambda body: complete(body | {"temperature": 1.0})
+    try:
+        with pytest.raises(InputError, match=r"largest difference: got '[\d.]+ nats .* mean ratio [\d.]+'; .* = 0.01 "):
+            made.train()
+    finally:
+        server.complete = complete
+    assert torch.equal(adapter(made), start) and not server.adapters
+
+
+def test_importance_weights_reach_the_gradient(base, tmp_path):
+    """The trainer's weights are those of the two policies' log-probabilities; here a sampler that reports others."""
+
+    class Off(OwnSampler):
+        def sample(self, *args):
+            samples = super().sample(*args)
+            shift = torch.linspace(-0.4, 0.3, samples.logps.shape[1])
+            return replace(samples, logps=(samples.logps + shift) * samples.mask)
+
+    for level in ("token", "sequence"):
+        made = trainer(base, tmp_path, "rloo", Recorded(Off()), importance_sampling=level, importance_sampling_cap=1.2)
+        seen = []
+        made.learner.learn = lambda given, *rest, seen=seen, learn=made.learner.learn: (
+            seen.extend(given), learn(given, *rest)
+        )[1]  # fmt: skip
+        made.train()
+        for given, samples in zip(seen[:2], made.elsewhere.sampler.kept, strict=False):
+            difference = -torch.linspace(-0.4, 0.3, samples.mask.shape[1]) * samples.mask
+            want = difference.exp() if level == "token" else difference.sum(1, keepdim=True).exp()
+            torch.testing.assert_close(given.weights, want.clamp(max=1.2), atol=1e-4, rtol=1e-4)  # float32 passes
+    assert all(given.weights is None for given in _weights_of(base, tmp_path))
+
+
+def _weights_of(base, tmp_path):
+    made = trainer(base, tmp_path, "rloo", Recorded(OwnSampler()), max_steps=1)
+    made.elsewhere.draw(made.encode([PROMPTS[0]]), torch.Generator().manual_seed(0), 1, made.window)
+    return made.elsewhere._given
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (dict(method="gumbel"), "method: got 'gumbel'; allowed: ste, gumbel_rao, reinmax, st, or .* soft ones"),
+        (dict(method="ste_legacy"), "method: got 'ste_legacy'; allowed: ste, gumbel_rao, reinmax, st, or "),
+        (dict(sampler="vllm"), "sampler: got 'vllm'; allowed: .*own, shared, transformers, or .* http://host:port"),
+        (
+            dict(method="ste", importance_sampling="token"),
+            "importance_sampling: .*none with ste; token or sequence with",
+        ),
+        (dict(sampler="own", importance_sampling="token"), "importance_sampling: .*none with sampler = own"),
+        (dict(importance_sampling="both", method="rloo"), "importance_sampling"),
+        (dict(sampler_max_difference=0.0), "sampler_max_difference"),
+        (dict(use_vllm=True), "use_vllm: .*sampler: http://host:port"),
+    ],
+)
+def test_settings_that_do_not_fit(values, says, tmp_path):
+    with pytest.raises(InputError, match=says):
+        GradeConfig(output_dir=str(tmp_path), **{"sampler": "http://a:1", "report_to": "none", **values})
+
+
+def test_our_own_sampler_is_nowhere_else(base, tmp_path):
+    assert trainer(base, tmp_path, sampler="own").elsewhere is None
+
+
+def test_transformers_samples_a_run_with_history(base, tmp_path):
+    """`grade train`'s way: settings in, history with the mismatch out."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    values = COMMON | OWN["rloo"] | {
+        "sampler": "transformers", "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
+        "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4}, "method": "rloo",
+        "max_steps": 1, "gradient_accumulation_steps": 1, "output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    train(TrainConfig.parse(values), lambda line: None)
+    history = pd.read_csv(tmp_path / "run" / "history.csv")
+    assert history["train/sampler_largest_difference"][0] < 1e-4  # float32
+    assert history["train/sampler_mean_ratio"][0] == pytest.approx(1, abs=1e-4)

@@ -1,0 +1,120 @@
+"""A base that is divided between two processes trains as a whole one does on both batches."""
+
+import json
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from fresh_process import script
+from safetensors.torch import load_file
+
+from grade.errors import InputError
+from grade.experiments.scale.measure.sharded import STEPS
+from grade.gradients.methods import METHODS
+from grade.memory.trace import trace
+from grade.training.launch import FSDP2, SHARDING, sharding
+
+SCRIPT = Path(__file__).with_name("processes.py")
+ALL = os.environ.get("GRADE_ALL_CASES") == "1"
+CASES = METHODS if ALL else ("gumbel", "grpo")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    done, errors = script(SCRIPT, folder, "--sharded", *CASES, timeout=280 if len(CASES) < 3 else 1800)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:] + errors[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(runs):
+    return json.loads((runs / "results.json").read_text())
+
+
+def assert_same(one, two):
+    pd.testing.assert_frame_equal(*(pd.read_csv(folder / "history.csv") for folder in (one, two)), rtol=1e-5)
+    adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two)]
+    for name, value in adapters[0].items():
+        # float32: the sum over processes is in another order.
+        assert (adapters[1][name] - value).norm() <= 1e-6 * value.norm(), name
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_two_processes_with_half_the_base_each_train_as_one_does(runs, method):
+    assert_same(runs / f"{method}-1", runs / f"{method}-2")
+
+
+def test_completions_end_early_so_processes_do_wait_for_each_other(runs):
+    assert pd.read_csv(runs / f"{CASES[-1]}-2" / "history.csv")["train/length"].max() < 8
+
+
+def test_each_of_two_processes_holds_half_the_base_and_the_adapter(runs):
+    whole, adapter = json.loads((runs / f"{CASES[-1]}-1.0.bytes").read_text())
+    for rank in (0, 1):
+        held, replicated = json.loads((runs / f"{CASES[-1]}-2.{rank}.bytes").read_text())
+        assert replicated == adapter
+        # All sizes are even, so nothing is padded.
+        assert held - adapter == (whole - adapter) / 2
+
+
+def test_a_run_goes_on_with_another_number_of_processes(runs, results):
+    assert results["interrupted"] == [[143], [143, 143], [0]]
+    assert_same(runs / f"{CASES[-1]}-1", runs / "across")
+
+
+def test_an_error_in_one_process_ends_both_in_the_middle_of_a_step(runs, results):
+    assert results["breaking"] == [2, 2]
+    errors = (runs / "errors.log").read_text().splitlines()
+    assert errors.count("grade train: loss: got nan; allowed: finite numbers on the second process") == 1
+
+
+def test_gradients_of_a_sharded_base_are_means_over_processes_not_gloos_sums(results):
+    assert results["reduced"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["replay, layers recomputed", "grpo"])
+def test_a_trace_of_one_process_says_what_a_tracker_counts_in_each_of_two(runs, name):
+    traced = trace(STEPS[name], device="cpu", processes=2)
+    assert {"gathered", "in transit"} <= set(traced.categories)
+    for rank in (0, 1):
+        peak, received = json.loads((runs / f"{rank}.json").read_text())[name]
+        # Equal as a rule; a thread of gloo may hold a buffer for longer than it is needed.
+        assert traced.peak == pytest.approx(peak, rel=0.02)
+        # Processes also agree on whether to go on, by a flag of 8 bytes.
+        assert traced.received <= received <= traced.received + 100
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "tensor, context or hybrid parallelism"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "fp16"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP1"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP1"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "true"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "false"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "NO_WRAP"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "true"),
+        ({SHARDING: "zero3"}, "zero3"),
+    ],
+)
+def test_what_accelerate_can_do_and_this_cannot_is_refused_by_name(monkeypatch, variables, name):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError) as error:
+        sharding()
+    assert error.value.value == name and "\n" not in str(error.value)
+
+
+def test_fsdp2_is_taken_over_from_accelerate_so_that_it_does_not_wrap_the_model_again(monkeypatch):
+    monkeypatch.delenv(SHARDING, raising=False)
+    assert sharding() == ""
+    for variable, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", SHARDING: ""}.items():
+        monkeypatch.setenv(variable, value)
+    assert sharding() == FSDP2 and sharding() == FSDP2
+    assert os.environ["ACCELERATE_USE_FSDP"] == "false"
