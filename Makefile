@@ -11,7 +11,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env repro check test test-all smoke full h100 lab clean
+.PHONY: help env repro check test test-all mutants smoke full h100 lab clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
@@ -55,6 +55,10 @@ test: env ## lint, unit tests, doctests, notebooks, and the smoke pipeline besid
 
 test-all: export GRADE_ALL_CASES := 1
 test-all: test ## the same with every case of the tables of which make test runs a sample
+
+mutants: env ## which small faults in the core the tests notice: an hour; writes docs/mutants.md
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[mutants]"
+	$(BIN)/python tests/mutants.py
 
 # One thread is the fastest at these sizes: two wait for each other more than they compute.
 lab: export OMP_NUM_THREADS ?= 1

@@ -32,6 +32,7 @@ _COLORS = {
     # what a byte is for: what a step adds is warm or dark, what is always there is grey or green
     "weights": "#BBBBBB", "adapter": "#88CCEE", "gradients": "#44AA99", "optimizer": "#117733",
     "activations": "#D55E00", "logits": "#CC79A7", "kv cache": "#332288", "rollout": "#0072B2", "temporary": "#DDCC77",
+    "gathered": "#999933", "in transit": "#E5E5C0",
     # phases of a step that are no category as well
     "forward": "#D55E00", "reference": "#888888", "reward": "#CC79A7", "scoring": "#CC79A7", "backward": "#332288",
     # what is no method: a reference line, what is left over, text on a figure

@@ -198,7 +198,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
                     if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
                         raise ValueError(f"{name} of shape {list(value.shape)} for {list(p.shape)}")
     except (
-        OSError, EOFError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, pickle.UnpicklingError
+        OSError, EOFError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, pickle.UnpicklingError
     ) as error:  # fmt: skip
         optimizer.load_state_dict(before)
         reason = str(error).splitlines()[0] if str(error) else error.__class__.__name__

@@ -70,7 +70,7 @@ def test_a_note_that_lacks_a_part_is_none(tmp_path, content):
         assert folder._read(tmp_path / "note") == whole | more
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint"])
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\x80\x02."])
 def test_an_optimizers_state_that_cannot_be_read_is_refused_and_changes_nothing(tmp_path, content):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     (tmp_path / "optimizer.pt").write_bytes(content)
