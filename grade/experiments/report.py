@@ -163,6 +163,15 @@ SECTIONS = (
         *_any_reward("text", "tiny model, SmolLM2's `trunk` of its text"), *_any_reward("sums", "answers to sums"),
         *_any_reward("smollm2_gold", "SmolLM2, gold judge"), *_any_reward("smollm2_trunk", "SmolLM2, `trunk`"),
     )),
+    Section("Beyond one GPU and one engine", "scale", "Two processes on a CPU, and traces of Qwen3-4B.", (
+        Row("FSDP2, two processes against one: largest relative difference of an adapter", "fsdp2/max_rel_diff"),
+        Row("… methods", "fsdp2/methods"), Row("… share of the base that each holds", "fsdp2/held_share"),
+        Row("… traced against tracked peak, largest relative error", "fsdp2/trace_rel_error"),
+        Row("peak of one GPU, B=8, P=32, T=64, GiB", "gpus/fsdp2_1/peak_gib"),
+        Row("… of each of eight that divide the base", "gpus/fsdp2_8/peak_gib"),
+        Row("the lean step over its weights, B=2, P=T=32, GiB", "lean/step_gib"),
+        Row("other samplers, chi-square of one position: smallest p", "sampler/chi2_p"),
+    )),
     Section("TRL's GRPO beside ours, tiny model", "peers", "One run each.", _PEERS),
     Section("TRL's GRPO beside ours, SmolLM2", "peers_larger", "One run each.", _PEERS),
 )  # fmt: skip

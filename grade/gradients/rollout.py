@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, alone, draw_given
-from grade.models.decode_linear import SkinnyLinear
+from grade.models.decode_linear import skinny_products
 from grade.models.head import chunk_rows, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos
@@ -69,7 +69,7 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
     """
     config.check(backbone.vocab_size)
     check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
-    with backbone.merged(), SkinnyLinear():
+    with backbone.merged(), skinny_products(backbone.embedding_weight):
         return _sample(backbone, prompts, config, generator)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.models.decode_linear import SkinnyLinear
+from grade.models.decode_linear import skinny_products
 from grade.models.noise import Draw, gumbel_noise
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def generate(
     if not 0 <= temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
-    with backbone.merged(), SkinnyLinear():
+    with backbone.merged(), skinny_products(backbone.embedding_weight):
         return _generate(backbone, prompts, max_new_tokens, min_new_tokens, generator, temperature, stop_early, logps)
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from grade.experiments.scale.metrics import peer_ratios
-from grade.memory.live import CATEGORIES
+from grade.memory.live import CATEGORIES, SHARDED
 from grade.plotting import GIB, SERIES, color
 
 _SHARDINGS = {"ddp": "a copy on each (ddp)", "fsdp2": "divided (fsdp2)"}
@@ -26,13 +26,13 @@ def gpus_figure(table: pd.DataFrame) -> Figure:
     for ax, (sharding, title) in zip(axes, _SHARDINGS.items(), strict=True):
         rows = table[table["sharding"] == sharding]
         names, bottom = rows["gpus"].astype(str).tolist(), [0.0] * len(rows)
-        for category in (c for c in CATEGORIES if c in table and table[c].max() > 0):
+        for category in (c for c in (*CATEGORIES, *SHARDED) if c in table and table[c].max() > 0):
             sizes = (rows[category].fillna(0) / GIB).tolist()
             ax.bar(names, sizes, bottom=bottom, color=color(category), label=category, width=0.7)
             bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
         ax.set(title=title, xlabel="GPUs, each with a batch of its own")
     axes[0].set_ylabel("peak of one GPU, GiB")
-    handles, labels = axes[0].get_legend_handles_labels()
+    handles, labels = axes[1].get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside right center")
     return fig
 

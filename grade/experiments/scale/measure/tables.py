@@ -63,7 +63,7 @@ class Measurements(Base[Settings]):
     timed = ("fits", "sampling")
 
     def fsdp2(self) -> pd.DataFrame:
-        """Every method in one process and in two, in float64: nothing is left to rounding; see `sharded.fsdp2_table`."""
+        """Every method in one process and in two, in float64, without rounding; see `sharded.fsdp2_table`."""
         from grade.experiments.scale.measure.sharded import fsdp2_table
 
         methods = self.settings.methods
