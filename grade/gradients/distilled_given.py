@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from grade.gradients.distilled.families import Observed
 from grade.gradients.distilled.learner import DistilledGradient, Sample
-from grade.gradients.objective import GradientStep, Objective, check_finite
+from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, StepContext
-from grade.models.states import completion_states
 
 
 class DistilledFromGiven(DistilledGradient):
@@ -37,9 +35,4 @@ class DistilledFromGiven(DistilledGradient):
     @torch.no_grad()
     def sample(self, completions: Completions, generator: None, objective: Objective) -> Sample:
         """The completions, scored and with features."""
-        prompts, ids, mask = completions.prompts, completions.ids, completions.mask
-        reward = objective.score(self.backbone, prompts, ids, mask)
-        check_finite(reward, reward)
-        depths = sorted({family.depth for family in self.families.values() if family.depth is not None})
-        seen = Observed(prompts, ids, mask, completion_states(self.backbone, prompts, ids, mask, depths))
-        return Sample(seen, reward, {name: family.rows(seen) for name, family in self.families.items()})
+        return self.scored(completions.prompts, completions.ids, completions.mask, objective)

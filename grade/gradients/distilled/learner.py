@@ -156,6 +156,10 @@ class DistilledGradient:
         ids, mask = generate(
             self.backbone, prompts, config.max_completion_length, generator, 1.0, config.min_completion_length
         )
+        return self.scored(prompts, ids, mask, objective)
+
+    def scored(self, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Sample:
+        """Completions [B, T] of B prompts, with rewards and features; `InputError` for a reward that is not finite."""
         reward = objective.score(self.backbone, prompts, ids, mask)
         check_finite(reward, reward)
         depths = sorted({family.depth for family in self.families.values() if family.depth is not None})
