@@ -159,9 +159,6 @@ SECTIONS = (
         Row("`rloo` samples that one plug-in sample replaces, `trunk`, fitted on 256", "worth/tiny_trunk/plugin_256"),
         Row("… in a batch of 64", "worth_at_64/tiny_trunk/plugin_256"),
         *_any_reward("tiny_gold", "tiny model, gold judge"), *_any_reward("tiny_trunk", "tiny model, `trunk`"),
-        *_any_reward("tiny_bag", "tiny model, `bag`"), *_any_reward("rule", "tiny model, a rule"),
-        *_any_reward("text", "tiny model, SmolLM2's `trunk` of its text"), *_any_reward("sums", "answers to sums"),
-        *_any_reward("smollm2_gold", "SmolLM2, gold judge"), *_any_reward("smollm2_trunk", "SmolLM2, `trunk`"),
     )),
     Section("Beyond one GPU and one engine", "scale", "Two processes on a CPU, and traces of Qwen3-4B.", (
         Row("FSDP2, two processes against one: largest relative difference of an adapter", "fsdp2/max_rel_diff"),

@@ -73,16 +73,18 @@ def start():
 
     def start(project, ignored=None):
         environment = dict(os.environ, PYTHONPATH=str(ROOT))
+        # What is ignored is inherited: by the pipeline from here, and here from a shell's background job.
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
         if ignored:
-            signal.signal(ignored, signal.SIG_IGN)  # inherited
+            signal.signal(ignored, signal.SIG_IGN)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", PIPELINE], cwd=project, env=environment, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
         finally:
-            if ignored:
-                signal.signal(ignored, signal.default_int_handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         trees.append([psutil.Process(process.pid)])
         return process
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -187,7 +187,8 @@ class DistilledGradient:
         if self.fit is not None and not self.store.due:
             self.fit = self.fit.older
         else:
-            self.fit = self.store.fit(len(rewards) // self.config.group)
+            foreseen, fit = bool(self.store.choices), self.store.fit(len(rewards) // self.config.group)
+            self.fit = fit and replace(fit, foreseen=foreseen)
         if self.fit is None:
             warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=3)
         if self.fit is not None:

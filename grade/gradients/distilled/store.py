@@ -200,7 +200,7 @@ class Store:
     def fit(self, newest: int) -> Fit | None:
         """Distil everything, with the family and penalty that the completions before the last batch chose.
 
-        In the first step the batch itself chooses: that fit is not foreseen.
+        In the first step the batch itself chooses.
 
         Args:
             newest: Groups of the last batch, each of which gets a fit without it.
@@ -211,11 +211,9 @@ class Store:
         self.absorb()
         if not float(self.rewards.abs().max()) > 0:
             return None
-        foreseen = bool(self.choices)
-        if not foreseen:
+        if not self.choices:
             self._choose()
         fit = self.fit_of(max(self.choices, key=lambda name: self.choices[name].r2), newest)
-        fit = replace(fit, foreseen=foreseen)
         # For the next fit: a choice that has seen a group's rewards would bias its gradient, by some percent.
         if self.fresh >= growth(len(self)):
             self._choose()
