@@ -4,6 +4,7 @@ VENV ?= .venv
 
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # For what the recipes start in turn: pipeline stages call `python`, dvc is found by name.
 export PATH := $(BIN):$(PATH)
 # Dozens of processes import torch, transformers and peft: 9 s each with bytecode, 23 s where a shell asks for none to be
@@ -11,18 +12,22 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env repro check test test-all mutants smoke full h100 lab clean
+.PHONY: help env repro check test test-all mutants hashes smoke full h100 lab clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
 
 env: $(STAMP) ## create or update the environment in .venv
 
-$(STAMP): pyproject.toml constraints.txt
+# torch has a file for each platform and accelerator, so it comes first, by its version alone; all others by their hashes.
+$(STAMP): pyproject.toml constraints.txt requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11: name a newer one, make PYTHON=python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[test]"
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) --no-deps --require-hashes -r requirements.txt
+	$(INSTALL) --no-deps -e .
+	$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@
 
 repro: env ## the whole pipeline, profile cpu
@@ -57,8 +62,14 @@ test-all: export GRADE_ALL_CASES := 1
 test-all: test ## the same with every case of the tables of which make test runs a sample
 
 mutants: env ## which small faults in the core the tests notice: an hour; writes docs/mutants.md
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[mutants]"
+	$(INSTALL) -c constraints.txt -e ".[mutants]"
 	$(BIN)/python tests/mutants.py
+
+hashes: env ## write requirements.txt anew, after a change of pyproject.toml or constraints.txt
+	$(INSTALL) -c constraints.txt pip-tools
+	CUSTOM_COMPILE_COMMAND="make hashes" $(BIN)/pip-compile --quiet --generate-hashes --extra test --constraint constraints.txt \
+		--unsafe-package torch --strip-extras --no-annotate --no-emit-options --no-emit-index-url --no-emit-find-links \
+		--no-emit-trusted-host --output-file requirements.txt pyproject.toml
 
 # One thread is the fastest at these sizes: two wait for each other more than they compute.
 lab: export OMP_NUM_THREADS ?= 1

@@ -31,6 +31,16 @@ def test_every_direct_dependency_is_pinned_within_its_range(requirement):
     assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)], prereleases=True)
 
 
+def test_make_installs_pinned_versions_by_their_hashes():
+    text = (ROOT / "requirements.txt").read_text().replace("\\\n", " ")
+    hashed = {canonicalize_name(line.split("==")[0]): line for line in text.splitlines() if "==" in line}
+    pins = {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in PINS}
+    assert {name: line.split()[0].split("==")[1] for name, line in hashed.items()} == {n: pins[n] for n in hashed}
+    assert [line for line in hashed.values() if not re.fullmatch(r"\S+( +--hash=sha256:[0-9a-f]{64})+", line)] == []
+    asked = {canonicalize_name(Requirement(line).name) for line in (*PROJECT["dependencies"], *EXTRAS["test"])}
+    assert asked - set(hashed) == {"torch"}  # whose file depends on the accelerator
+
+
 def test_conda_gives_python_and_pip_and_defers_to_pyproject():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     *conda, pip = environment["dependencies"]
