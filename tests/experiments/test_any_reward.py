@@ -16,10 +16,9 @@ from grade.experiments.any_reward.measure.runs import COLUMNS, FILE, METHODS, Ru
 from grade.experiments.any_reward.measure.sums import SumsConfig
 from grade.experiments.any_reward.measure.training import (
     RUN,
-    SEARCH_SEED,
+    SEARCH_SEEDS,
     grid,
     methods_for,
-    search,
     search_runs,
     timed,
     untimed,
@@ -247,17 +246,21 @@ def test_rates_are_chosen_at_equal_kl():
         curve("rloo", 9, [0.5, 0.7, 0.7], [0.0, 1.0, 1.0], rate=0.3),
     )
     assert training.chosen_rates(early, 1.0) == {"rloo": 0.3}  # (0.7 + 0.7) / 2 against (0.5 + 0.8) / 2
+    more = table(curve("rloo", 10, [0.5, 0.9, 0.9], [0.0, 1.0, 1.0], rate=0.1),
+                 curve("rloo", 10, [0.5, 0.7, 0.7], [0.0, 1.0, 1.0], rate=0.3))  # fmt: skip
+    assert training.chosen_rates(pd.concat([early, more]), 1.0) == {"rloo": 0.1}  # 0.65 and 0.9 against 0.7 and 0.7
     with pytest.raises(InputError, match="several runs"):
         training.chosen_rates(pd.concat([search, search]), 2.0)
 
 
 def test_a_search_and_a_grid_of_runs():
     plan = search_runs(["rloo", "ste"], [0.1, 0.2], 2.0, completions=8, steps=2)
-    assert [(run.reward, run.method, run.learning_rate) for run in plan] == [
-        ("gold", "rloo", 0.1), ("gold", "rloo", 0.2), ("trunk", "ste", 0.1), ("trunk", "ste", 0.2)
+    assert [(run.reward, run.method, run.learning_rate, run.seed) for run in plan] == [
+        (reward, method, rate, seed) for reward, method in (("gold", "rloo"), ("trunk", "ste"))
+        for rate in (0.1, 0.2) for seed in SEARCH_SEEDS
     ]  # fmt: skip
-    assert {run.seed for run in plan} == {SEARCH_SEED}
-    rates, table = search(TOY, plan[:2])
+    table = run_all(dataclasses.replace(TOY, on_search_prompts=True), plan[:4:3])
+    rates = training.chosen_rates(table, 2.0)
     assert set(rates) == {"rloo"} and rates["rloo"] in (0.1, 0.2) and len(table) == 6
     assert "seconds" not in untimed(table) and set(timed(table)) == {*RUN, "seconds"}
     assert not untimed(table).duplicated(list(RUN)).any()

@@ -22,7 +22,7 @@ from grade.experiments.any_reward.measure import cost
 from grade.experiments.any_reward.measure.runs import COLUMNS, FILE
 from grade.experiments.any_reward.measure.subject import load_subject
 from grade.experiments.any_reward.measure.tables import Grid, Measurements, Settings
-from grade.experiments.any_reward.measure.training import RUN, SEARCH_SEED
+from grade.experiments.any_reward.measure.training import RUN, SEARCH_SEEDS
 from grade.experiments.any_reward.metrics import (
     batch_ratios,
     best_worths,
@@ -142,16 +142,30 @@ def test_a_step_is_timed_with_a_store_that_is_as_full(settings):
 # --- settings ---
 
 
+def finished(folder, *runs):
+    lines = [json.dumps({"key": str(i), "rows": table.to_dict("records")}) for i, table in enumerate(runs)]
+    (folder / FILE).write_text("\n".join(lines))
+    return str(folder)
+
+
 def test_finished_runs_are_read_and_none_is_trained(tmp_path):
-    rows = [learned(), curve("auto", SEARCH_SEED, [0.5, 0.6], [0, 1])]
-    lines = [json.dumps({"key": str(i), "rows": table.to_dict("records")}) for i, table in enumerate(rows)]
-    (tmp_path / FILE).write_text("\n".join(lines))
-    measurements = Measurements(Settings(finished_dir=str(tmp_path)))
-    assert set(measurements.runs()["seed"]) == {0, 1, 2} and len(measurements.runs()) == len(rows[0])
-    assert set(measurements.search()["seed"]) == {SEARCH_SEED}
+    grid = Grid(rewards=["gold"], methods=["rloo"], target_kls=[10.0], seeds=[1, 2], completions=8, steps=4)
+    settings = dict(chosen_rates={}, searched_rates=[0.1, 0.2], search_kl=10.0, headline_kl=10.0, grids=[grid])
+    searched = [
+        curve("rloo", seed, [0.5, 0.6, 0.6, 0.6, end], [0, 1, 1, 1, 1], learning_rate=rate)
+        for seed in SEARCH_SEEDS for rate, end in ((0.1, 0.6), (0.2, 0.7))
+    ]  # fmt: skip
+    runs = [curve("rloo", seed, [0.5] * 5, [0] * 5, learning_rate=rate) for seed in (1, 2, 3) for rate in (0.1, 0.2)]
+    measurements = Measurements(Settings(finished_dir=finished(tmp_path, *searched, *runs), **settings))
+    found = measurements.runs()  # those of the grid alone, at the rate that the search is for
+    assert set(found["seed"]) == {1, 2} and set(found["learning_rate"]) == {0.2} and len(found) == 10
+    assert set(measurements.search()["seed"]) == set(SEARCH_SEEDS) and len(measurements.search()) == 30
     assert set(measurements.run_seconds()) == {*RUN, "seconds"}
     with pytest.raises(InputError, match=f"finished_dir: got .*{FILE}"):
-        Measurements(Settings(finished_dir=str(tmp_path / "none"))).runs()
+        Measurements(Settings(finished_dir=str(tmp_path / "none"), **settings)).runs()
+    missing = finished(tmp_path, *searched, *runs[:2])
+    with pytest.raises(InputError, match=r"all 2 runs; 1 are missing, the first: policy tiny, .* seed 2, .* steps 4"):
+        Measurements(Settings(finished_dir=missing, **settings)).runs()
 
 
 def test_methods_without_a_rate_are_searched():

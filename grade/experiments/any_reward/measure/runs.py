@@ -260,14 +260,14 @@ def run_all(shared: Shared, runs: Sequence[Run], folder: str | Path = "", proces
 
 
 def chosen_rates(table: pd.DataFrame, level: float) -> dict[str, float]:
-    """Each method's learning rate: that of the highest reward at equal KL, averaged over the evaluations of a run.
+    """Each method's learning rate: that of the highest reward at equal KL, averaged over evaluations and seeds.
 
     At an evaluation the best mixture of two policies so far counts, the untrained one among them, whose KL is at most
     the level. The average rewards a rate that learns early as well as one that learns much, and has less noise than
     the last evaluation alone.
 
     Args:
-        table: `COLUMNS` of a search, one run for each method and rate.
+        table: `COLUMNS` of a search, one run for each method, rate and seed.
         level: KL in nats a completion.
 
     Returns:
@@ -277,13 +277,18 @@ def chosen_rates(table: pd.DataFrame, level: float) -> dict[str, float]:
         InputError: If runs of a method differ in more than the rate.
     """
     best: dict[str, tuple[float, float]] = {}
-    for (method, rate), rows in table.groupby(["method", "learning_rate"], sort=False):
-        if rows["step"].duplicated().any():
-            raise InputError("search", f"several runs of {method} at {rate:g}", "one run for each method and rate")
-        kl, reward = (rows.sort_values("step")[name].tolist() for name in ("kl", "reward"))
-        found = statistics.fmean(mixed_reward(kl[:n], reward[:n], level) for n in range(2, len(kl) + 1))
+    for (method, rate), seeds in table.groupby(["method", "learning_rate"], sort=False):
+        found = statistics.fmean(_learned(rows, level) for _, rows in seeds.groupby("seed"))
         best[method] = max(best.get(method, (-math.inf, 0.0)), (found, rate))
     return {method: rate for method, (_, rate) in best.items()}
+
+
+def _learned(run: pd.DataFrame, level: float) -> float:
+    if run["step"].duplicated().any():
+        name = "{method} at {learning_rate:g}".format_map(run.iloc[0])
+        raise InputError("search", f"several runs of {name} with a seed", "one run for each method, rate and seed")
+    kl, reward = (run.sort_values("step")[name].tolist() for name in ("kl", "reward"))
+    return statistics.fmean(mixed_reward(kl[:n], reward[:n], level) for n in range(2, len(kl) + 1))
 
 
 def read_runs(path: Path) -> dict[str, list[dict[str, Any]]]:

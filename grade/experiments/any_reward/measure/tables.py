@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -21,7 +22,7 @@ from grade.experiments.measured import Measurements as Base
 if TYPE_CHECKING:
     from grade.experiments.any_reward.measure.enumerated import World
     from grade.experiments.any_reward.measure.rewards import Folders
-    from grade.experiments.any_reward.measure.runs import Shared
+    from grade.experiments.any_reward.measure.runs import Run, Shared
     from grade.experiments.any_reward.measure.subject import Subject
     from grade.gradients.distilled.store import Fit
 
@@ -88,7 +89,9 @@ class Settings(Config):
         {"rloo": 1.0e-2, "auto": 1.0e-2, "plug_in": 1.0e-2, "ste": 1.0e-2},
         description="method to learning rate, of an earlier search; the others are searched",
     )
-    searched_rates: list[float] = Field([3.0e-3, 6.0e-3, 1.0e-2], min_length=1, description="grid of that search")
+    searched_rates: list[float] = Field(
+        [3.0e-3, 6.0e-3, 1.0e-2, 2.0e-2], min_length=1, description="grid of that search"
+    )
     search_kl: float = Field(10.0, gt=0, description="its target for KL, in nats a completion")
     headline_kl: float = Field(2.0, gt=0, description="target for KL of the figures of samples; one of the grids'")
     kl_levels: list[float] = Field([0.5, 1.0], min_length=1, description="KL at which rewards are compared")
@@ -247,40 +250,50 @@ class Measurements(Base[Settings]):
             raise InputError("finished_dir", folder, f"a folder with a {FILE} of finished training runs")
         return table
 
+    def _run_all(self, shared: Shared, runs: Sequence[Run]) -> pd.DataFrame:
+        """Train the runs, or read them where there is a folder of finished ones: these and no others.
+
+        Raises:
+            InputError: If one of them is not among the finished ones.
+        """
+        from grade.experiments.any_reward.measure.runs import run_all
+        from grade.experiments.any_reward.measure.training import finished
+
+        if self.settings.finished_dir:
+            return finished(self._finished, runs, self.settings.finished_dir)
+        return run_all(shared, runs, processes=self.settings.processes)
+
     @cached_property
     def _search(self) -> tuple[dict[str, float], pd.DataFrame]:
         """Learning rates of the methods without a chosen one, and the evaluations of their search."""
-        from grade.experiments.any_reward.measure.runs import COLUMNS
-        from grade.experiments.any_reward.measure.training import search, search_runs
+        from grade.experiments.any_reward.measure.runs import COLUMNS, chosen_rates
+        from grade.experiments.any_reward.measure.training import search_runs
 
         s = self.settings
         if not s.searched:
             return {}, pd.DataFrame(columns=list(COLUMNS))
         first = s.grids[0]
         runs = search_runs(s.searched, s.searched_rates, s.search_kl, first.policy, first.completions, first.steps)
-        return search(self._shared(first.eval_every, first.eval_prompts), runs, processes=s.processes)
+        shared = replace(self._shared(first.eval_every, first.eval_prompts), on_search_prompts=True)
+        table = self._run_all(shared, runs)
+        return chosen_rates(table, s.search_kl), table
 
     @cached_property
     def _runs(self) -> pd.DataFrame:
-        from grade.experiments.any_reward.measure.runs import run_all
-        from grade.experiments.any_reward.measure.training import SEARCH_SEED, grid
+        from grade.experiments.any_reward.measure.training import grid
 
         s, parts = self.settings, []
-        if s.finished_dir:
-            return self._finished[self._finished["seed"] != SEARCH_SEED].reset_index(drop=True)
         rates = s.chosen_rates | self._search[0]
         for g in s.grids:
             own = {method: rates[method] * g.rate_factor for method in g.methods}
             runs = grid(g.rewards, g.target_kls, g.seeds, own, g.policy, g.methods, g.completions, g.steps)
-            parts.append(run_all(self._shared(g.eval_every, g.eval_prompts), runs, processes=s.processes))
+            parts.append(self._run_all(self._shared(g.eval_every, g.eval_prompts), runs))
         return pd.concat(parts, ignore_index=True)
 
     def search(self) -> pd.DataFrame:
         """The search of learning rates along training; see `runs.COLUMNS`. Empty if all rates were chosen before."""
-        from grade.experiments.any_reward.measure.training import SEARCH_SEED, untimed
+        from grade.experiments.any_reward.measure.training import untimed
 
-        if self.settings.finished_dir:
-            return untimed(self._finished[self._finished["seed"] == SEARCH_SEED].reset_index(drop=True))
         return untimed(self._search[1])
 
     def runs(self) -> pd.DataFrame:

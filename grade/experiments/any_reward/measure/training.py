@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from grade.experiments.any_reward.measure.runs import (
-    COLUMNS,
-    DIFFERENTIABLE,
-    DIFFERENTIATING,
-    METHODS,
-    Run,
-    Shared,
-    chosen_rates,
-    run_all,
-)
+from grade.errors import InputError
+from grade.experiments.any_reward.measure.runs import COLUMNS, DIFFERENTIABLE, DIFFERENTIATING, METHODS, Run
 
 SEARCH_REWARDS = ("gold", "trunk")
 """On which the learning rate of a method is chosen: one that is no function of embeddings, or, for `ste` and `st`, one
 that is."""
-SEARCH_SEED = 100
-"""A seed that no other run has."""
+SEARCH_SEEDS = (100, 101, 102)
+"""Seeds that no other run has."""
 TIMED = ("seconds",)
 RUN = ("policy", "trained_on", "method", "target_kl", "seed", "completions", "learning_rate", "step")
 """Columns that name an evaluation."""
@@ -66,31 +57,36 @@ def search_runs(
     methods: Sequence[str], learning_rates: Sequence[float], target_kl: float, policy: str = "tiny",
     completions: int = 32, steps: int = 40,
 ) -> list[Run]:  # fmt: skip
-    """Every method at every learning rate, on one of `SEARCH_REWARDS`."""
+    """Every method at every learning rate on one of `SEARCH_REWARDS`, with `SEARCH_SEEDS`."""
     own = dict(policy=policy, completions=completions, steps=steps)
     return [
         run
         for method in methods for rate in learning_rates
-        for run in grid([SEARCH_REWARDS[method in DIFFERENTIATING]], [target_kl], [SEARCH_SEED], {method: rate}, **own)
+        for run in grid([SEARCH_REWARDS[method in DIFFERENTIATING]], [target_kl], SEARCH_SEEDS, {method: rate}, **own)
     ]  # fmt: skip
 
 
-def search(
-    shared: Shared, runs: Sequence[Run], folder: str | Path = "", processes: int = 1
-) -> tuple[dict[str, float], pd.DataFrame]:
-    """Choose each method's learning rate from one grid.
+def finished(table: pd.DataFrame, runs: Sequence[Run], folder: str | Path) -> pd.DataFrame:
+    """The evaluations of some runs out of a table of finished ones.
 
     Args:
-        shared: What all runs have in common; evaluated on held-out training prompts.
-        runs: Of `search_runs`.
-        folder: As in `run_all`.
-        processes: As in `run_all`.
+        table: `COLUMNS`, of any runs.
+        runs: Which.
+        folder: Where the table is from.
 
-    Returns:
-        Method to learning rate, chosen at the target for KL, and the evaluations of all runs.
+    Raises:
+        InputError: If a run is not there.
     """
-    table = run_all(dataclasses.replace(shared, on_search_prompts=True), runs, folder, processes)
-    return chosen_rates(table, runs[0].target_kl), table
+    known = {(*names, rows["step"].max()): rows for names, rows in table.groupby(list(RUN[:-1]), sort=False)}
+    keys = [
+        (run.policy, run.reward, run.method, run.target_kl, run.seed, run.completions, run.learning_rate, run.steps)
+        for run in runs
+    ]
+    if missing := [key for key in keys if key not in known]:
+        names = ", ".join(f"{name} {value}" for name, value in zip((*RUN[:-1], "steps"), missing[0], strict=True))
+        allowed = f"a folder with all {len(keys)} runs; {len(missing)} are missing, the first: {names}"
+        raise InputError("finished_dir", str(folder), allowed)
+    return pd.concat([known[key] for key in keys], ignore_index=True)
 
 
 def untimed(table: pd.DataFrame) -> pd.DataFrame:
