@@ -159,7 +159,7 @@ def test_finished_runs_are_read_and_none_is_trained(tmp_path):
     measurements = Measurements(Settings(finished_dir=finished(tmp_path, *searched, *runs), **settings))
     found = measurements.runs()  # those of the grid alone, at the rate that the search is for
     assert set(found["seed"]) == {1, 2} and set(found["learning_rate"]) == {0.2} and len(found) == 10
-    assert set(measurements.search()["seed"]) == set(SEARCH_SEEDS) and len(measurements.search()) == 30
+    assert set(measurements.search()["seed"]) == set(SEARCH_SEEDS) and len(measurements.search()) == 10 * len(SEARCH_SEEDS)
     assert set(measurements.run_seconds()) == {*RUN, "seconds"}
     with pytest.raises(InputError, match=f"finished_dir: got .*{FILE}"):
         Measurements(Settings(finished_dir=str(tmp_path / "none"), **settings)).runs()
@@ -180,9 +180,21 @@ def test_methods_without_a_rate_are_searched():
     assert set(own.runs()["learning_rate"]) == {5e-3} and own.search().empty
 
 
+def test_what_is_explained_after_training_here():
+    table = Measurements(Settings(trained_on={"tiny": "rule"}, explained_sizes={"tiny": [16]})).explained()
+    before, after = (table[table["stage"] == stage] for stage in ("untrained", "trained"))
+    assert len(before) == len(after) == 2 * 3 and before["reward"].tolist() == after["reward"].tolist()
+    assert (before["r2"].to_numpy() != after["r2"].to_numpy()).any()  # other completions
+    again = Measurements(Settings(explained_sizes={"tiny": [16]})).explained()
+    assert again.equals(before.reset_index(drop=True))
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
+        ({"trained_on": {"tiny": "rule"}, "trained": {"tiny": "adapter"}}, "trained_on.*both name tiny"),
+        ({"trained_on": {"tiny": "rule"}, "chosen_rates": {}, "grids": [{"rewards": ["rule"], "methods": ["rloo"],
+          "target_kls": [2.0]}]}, "trained_on"),
         ({"headline_level": 3.0}, "headline_level"), ({"headline_kl": 3.0}, "target_kls = .2.0"),
         ({"explained": {"sums": ["sums"]}}, "sums"), ({"explained": {"gpt": ["gold"]}}, "explained"),
         ({"grids": [{"rewards": ["rule"]}]}, "methods"),

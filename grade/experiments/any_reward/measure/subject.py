@@ -49,6 +49,7 @@ class Subject:
 def load_subject(
     policy: str, base: str, folders: Folders, adapter: str = "", rewards: Sequence[str] = (), prompt_tokens: int = 12,
     length: int = 24, group: int = 4, device: str = "cpu", sums: SumsConfig | None = None,
+    trained: Backbone | None = None,
 ) -> Subject:  # fmt: skip
     """Load a policy.
 
@@ -63,6 +64,7 @@ def load_subject(
         group: G.
         device: Where to run.
         sums: How the policy of sums is made.
+        trained: A trained policy, in place of the one that base and adapter give.
 
     Raises:
         InputError: If a file is missing, or a reward is unknown.
@@ -75,7 +77,9 @@ def load_subject(
         texts = [prompt_text(review.text) for review in load_reviews(folders.reviews, "policy")]
     else:
         texts = [prompt_text(review.text) for review in toy_reviews(256, seed=1)]
-    if base:
+    if trained is not None:
+        backbone = trained
+    elif base:
         lora = None if adapter else LoraSettings()
         backbone = Backbone.load(Path(base), lora=lora, adapter=adapter or None, device=device)
     else:
@@ -83,5 +87,5 @@ def load_subject(
     made = {name: make_reward(name, backbone, folders) for name in rewards or REWARDS[policy]}
     prompts = encode_prompts(backbone.tokenizer, texts, prompt_tokens)
     prompts = PromptBatch(prompts.ids.to(torch.device(device)), prompts.mask.to(torch.device(device)))
-    stage = "trained" if adapter else "untrained"
+    stage = "trained" if adapter or trained is not None else "untrained"
     return Subject(policy, stage, backbone, made, prompts, group, length, minimum)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from grade.experiments.any_reward.measure.runs import Run, Shared
     from grade.experiments.any_reward.measure.subject import Subject
     from grade.gradients.distilled.store import Fit
+    from grade.models.backbone import Backbone
 
 Policy = Literal["tiny", "smollm2", "sums"]
 
@@ -44,6 +45,21 @@ class Grid(Config):
     eval_prompts: int = Field(128, ge=2, description="held-out prompts of an evaluation")
 
 
+class Gradients(Config):
+    """Gradients whose samples are weighed."""
+
+    policy: Policy = Field("tiny", description="policy")
+    rewards: list[str] = Field(min_length=1, description="its rewards")
+    families: list[str] = Field(["counts", "bag"], min_length=1, description="families")
+    fitted: list[int] = Field([16], min_length=1, description="completions N that a reward is distilled from")
+    prompts: int = Field(16, ge=1, description="prompts B of a batch of gradients")
+    rows: int = Field(6, ge=3, description="batches")
+    reference: int = Field(
+        3, ge=1, description="batches of rloo that the truth of each row is the mean of, its own too"
+    )
+    batches: list[int] = Field([1, 64], min_length=1, description="batch sizes n at which worth is told")
+
+
 SMOKE = Grid(
     rewards=["rule", "trunk"], methods=["rloo", "auto", "plug_in", "ste"], target_kls=[2.0], completions=8, steps=3,
     eval_every=1, eval_prompts=8,
@@ -60,6 +76,9 @@ class Settings(Config):
     gold_file: str = Field("", description="the gold judge")
     reviews_dir: str = Field("", description="folder of the review splits")
     trained: dict[Policy, str] = Field({}, description="adapters of trained policies, for explained")
+    trained_on: dict[Policy, str] = Field(
+        {}, description="rewards on which policies are trained first, by the method auto, for explained"
+    )
     prompt_tokens: int = Field(4, ge=1, description="P")
     new_tokens: int = Field(12, ge=1, description="T, the length of every completion")
     group: int = Field(4, ge=2, description="G, completions of a prompt")
@@ -74,13 +93,11 @@ class Settings(Config):
     explained: dict[Policy, list[str]] = Field({"tiny": ["trunk", "rule"]}, description="rewards of each policy")
     explained_sizes: dict[Policy, list[int]] = Field({"tiny": [16, 32]}, description="completions n")
     explained_families: list[str] = Field(["counts", "bag", "values"], description="families; empty: all")
-    worth: dict[Policy, list[str]] = Field({"tiny": ["trunk"]}, description="rewards of each policy")
-    worth_families: list[str] = Field(["counts", "bag"], min_length=1, description="families")
-    worth_fitted: list[int] = Field([16], min_length=1, description="completions N that a reward is distilled from")
-    worth_prompts: int = Field(4, ge=1, description="prompts B of a batch of gradients")
-    worth_rows: int = Field(6, ge=3, description="batches")
-    worth_reference: int = Field(2, ge=1, description="batches of rloo, of as many completions, behind each of them")
-    worth_batches: list[int] = Field([1, 64], min_length=1, description="batch sizes n at which worth is told")
+    worth: list[Gradients] = Field(
+        [Gradients(rewards=["trunk"], prompts=4, reference=2)],
+        min_length=1,
+        description="gradients whose samples are weighed",
+    )
     tokens: dict[Policy, list[str]] = Field({"tiny": ["gold"]}, description="rewards whose tokens are shown")
     tokens_completions: int = Field(64, ge=8, description="completions that those rewards are distilled from")
     finished_dir: str = Field("", description="folder of a runs.jsonl, read instead of training; empty: trained here")
@@ -108,6 +125,12 @@ class Settings(Config):
         targets = sorted({target for grid in self.grids for target in grid.target_kls})
         if self.headline_kl not in targets:
             raise InputError("headline_kl", self.headline_kl, f"one of the grids' target_kls = {targets}")
+        if self.trained_on and "auto" not in (*self.methods, *self.chosen_rates):
+            raise InputError("trained_on", self.trained_on, "nothing where no grid has the method auto")
+        if twice := sorted(set(self.trained) & set(self.trained_on)):
+            raise InputError(
+                "trained_on", self.trained_on, f"other policies than trained; both name {', '.join(twice)}"
+            )
         if missing := [policy for policy in self.explained if policy not in self.explained_sizes]:
             raise InputError("explained_sizes", list(self.explained_sizes), f"sizes for {', '.join(missing)} too")
         return self
@@ -177,16 +200,29 @@ class Measurements(Base[Settings]):
     @property
     def _bases(self) -> dict[str, str]:
         bases = {"tiny": self.settings.tiny_dir, "smollm2": self.settings.smollm2_dir}
-        asked = [*self.settings.explained, *self.settings.worth, *self.settings.tokens, *self.settings.cost]
+        s = self.settings
+        asked = [*s.explained, *(g.policy for g in s.worth), *s.tokens, *s.cost]
         sums = "sums" in asked or any("sums" in grid.rewards for grid in self.settings.grids)
         return bases | ({"sums": str(Path(self._sums.name, "sums"))} if sums else {})
 
-    def _subject(self, policy: str, rewards: Sequence[str], adapter: str = "") -> Subject:
+    def _subject(
+        self, policy: str, rewards: Sequence[str], adapter: str = "", trained: Backbone | None = None
+    ) -> Subject:
         from grade.experiments.any_reward.measure.subject import load_subject
 
         s = self.settings
         return load_subject(policy, self._bases[policy], s.folders(policy), adapter, rewards, s.prompt_tokens,
-                            s.new_tokens, s.group)  # fmt: skip
+                            s.new_tokens, s.group, trained=trained)  # fmt: skip
+
+    def _trained(self, policy: str) -> Backbone:
+        """The policy after a run on its reward of `trained_on`, as the first grid has them."""
+        from grade.experiments.any_reward.measure.runs import Run, train_once
+
+        s, first = self.settings, self.settings.grids[0]
+        shared = self._shared(first.eval_every, first.eval_prompts)
+        train_once(shared, Run(policy, s.trained_on[policy], "auto", s.headline_kl, 0, self._rates["auto"],
+                               first.completions, first.steps))  # fmt: skip
+        return shared.loaded[policy].backbone
 
     def explained(self) -> pd.DataFrame:
         """R2 within prompts, out of sample; see `explained.explained_table`."""
@@ -194,9 +230,13 @@ class Measurements(Base[Settings]):
 
         s, parts = self.settings, []
         for policy, rewards in s.explained.items():
-            for adapter in ("", *filter(None, [s.trained.get(policy, "")])):
-                subject = self._subject(policy, rewards, adapter)
-                parts.append(explained_table(subject, s.explained_sizes[policy], s.explained_families))
+            subjects = [partial(self._subject, policy, rewards)]
+            if policy in s.trained:
+                subjects.append(partial(self._subject, policy, rewards, s.trained[policy]))
+            if policy in s.trained_on:
+                subjects.append(lambda p=policy, r=rewards: self._subject(p, r, trained=self._trained(p)))
+            for subject in subjects:
+                parts.append(explained_table(subject(), s.explained_sizes[policy], s.explained_families))
         return pd.concat(parts, ignore_index=True).drop(columns="seconds")
 
     def worth(self) -> pd.DataFrame:
@@ -204,12 +244,12 @@ class Measurements(Base[Settings]):
         from grade.experiments.any_reward.measure.runs import DIFFERENTIABLE
         from grade.experiments.any_reward.measure.worth import Setting, gradient_rows, worth_table
 
-        s, parts = self.settings, []
-        for policy, rewards in s.worth.items():
-            smooth = [reward for reward in rewards if reward in DIFFERENTIABLE]
-            setting = Setting(self._subject(policy, rewards), s.worth_prompts, s.worth_families, s.worth_fitted,
-                              differentiable=smooth)  # fmt: skip
-            parts.append(worth_table(gradient_rows(setting, s.worth_rows, s.worth_reference), s.worth_batches))
+        parts = []
+        for g in self.settings.worth:
+            smooth = [reward for reward in g.rewards if reward in DIFFERENTIABLE]
+            subject = self._subject(g.policy, g.rewards)
+            setting = Setting(subject, g.prompts, g.families, g.fitted, differentiable=smooth)
+            parts.append(worth_table(gradient_rows(setting, g.rows, g.reference), g.batches))
         return pd.concat(parts, ignore_index=True)
 
     def tokens(self) -> pd.DataFrame:
@@ -278,12 +318,15 @@ class Measurements(Base[Settings]):
         table = self._run_all(shared, runs)
         return chosen_rates(table, s.search_kl), table
 
+    @property
+    def _rates(self) -> dict[str, float]:
+        return self.settings.chosen_rates | self._search[0]
+
     @cached_property
     def _runs(self) -> pd.DataFrame:
         from grade.experiments.any_reward.measure.training import grid
 
-        s, parts = self.settings, []
-        rates = s.chosen_rates | self._search[0]
+        s, rates, parts = self.settings, self._rates, []
         for g in s.grids:
             own = {method: rates[method] * g.rate_factor for method in g.methods}
             runs = grid(g.rewards, g.target_kls, g.seeds, own, g.policy, g.methods, g.completions, g.steps)

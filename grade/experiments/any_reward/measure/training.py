@@ -13,7 +13,7 @@ from grade.experiments.any_reward.measure.runs import COLUMNS, DIFFERENTIABLE, D
 SEARCH_REWARDS = ("gold", "trunk")
 """On which the learning rate of a method is chosen: one that is no function of embeddings, or, for `ste` and `st`, one
 that is."""
-SEARCH_SEEDS = (100, 101, 102)
+SEARCH_SEEDS = (100, 101, 102, 103, 104)
 """Seeds that no other run has."""
 TIMED = ("seconds",)
 RUN = ("policy", "trained_on", "method", "target_kl", "seed", "completions", "learning_rate", "step")
