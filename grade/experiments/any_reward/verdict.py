@@ -17,7 +17,10 @@ _MEANS = {
     "tiny_gold": "the gold judge, tiny model", "tiny_trunk": "the reward through the tiny model's trunk",
     "tiny_bag": "the bag of embeddings, tiny model", "text": "SmolLM2's trunk on the tiny model's text",
     "rule": "the rule of length and format", "sums": "right sums", "smollm2_gold": "the gold judge, SmolLM2",
-    "smollm2_trunk": "SmolLM2's own trunk",
+    "smollm2_trunk": "SmolLM2's own trunk", "tiny_trunk1": "the reward through one layer of the tiny model",
+    "smollm2_trunk1": "the reward through one layer of SmolLM2",
+    "smollm2_trunk4": "the reward through four layers of SmolLM2", "smollm2_bag": "the bag of embeddings, SmolLM2",
+    "smollm2_rule": "the rule of length and format, SmolLM2",
 }  # fmt: skip
 _SAMPLES = "samples_over_rloo/"
 _DETAILS = ("_low", "_high", "_n", "_censored", "_of_run")
