@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import tiny_config
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -56,6 +56,7 @@ def test_prompt_text_is_not_cut_in_white_space():
     assert prompt_text("ab cd", max_chars=3) == "ab"
 
 
+@settings(deadline=None)
 @given(st.text(), st.integers(1, 50))
 def test_prompt_text_is_short_and_not_empty_or_refused(review, max_chars):
     try:
@@ -132,6 +133,7 @@ def test_nothing_to_encode(texts, n, field):
         encode_prompts(word_tokenizer(), texts, n)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), min_size=1, max_size=5), st.integers(1, 9))
 def test_ids_under_the_mask_are_the_first_tokens(words, n):
     batch = encode_prompts(word_tokenizer(), [" ".join(w) for w in words], n)
@@ -215,6 +217,7 @@ def test_a_batch_of_ids_alone_has_no_examples():
         PromptBatch(batch.ids, batch.mask, ({"prompt": "a"},))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), min_size=1, max_size=5),
     st.integers(1, 9),
@@ -367,3 +370,53 @@ def test_a_whole_dataset_is_checked_and_its_longest_prompt_is_known():
             check_prompts(word_tokenizer(), dataset, 2, batch_size=3)
     with pytest.raises(InputError, match="columns of row 0: got .'other'.; allowed: .*\"prompt\""):
         check_prompts(word_tokenizer(), Dataset.from_list(rows).remove_columns("prompt"))
+
+
+def test_a_long_prompt_is_cut_here_and_not_by_the_tokenizer():
+    """Which has a length of its own, and would cut without a word."""
+    tokenizer = word_tokenizer()
+    tokenizer.model_max_length = 2
+    assert encode_prompts(tokenizer, ["a b c"], 9).ids.tolist() == [[A, B, C]]
+    assert encode_examples(tokenizer, [{"prompt": "a b c"}]).ids.tolist() == [[A, B, C]]
+    chat = chat_tokenizer()
+    chat.model_max_length = 2
+    assert encode_examples(chat, [{"prompt": turns("a b")}]).ids.tolist() == [[BOS, A, B, EOS, BOS]]
+    assert check_prompts(tokenizer, [{"prompt": "a b c"}]) == 3
+
+
+def test_an_empty_prompt_is_empty_beside_a_longer_one():
+    """Padded to the longest it would have tokens."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "<pad>": 1}, []))
+    padded = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    with pytest.raises(InputError, match="prompt: got 'zzz'"):
+        encode_prompts(padded, ["aa", "zzz"], 4)
+    assert encode_prompts(padded, ["aa", "a"], 4).mask.tolist() == [[1, 1], [0, 1]]
+
+
+def test_a_dataset_is_read_in_parts_and_only_its_prompts():
+    class Rows(list):
+        column_names, asked = ["prompt", "image"], []
+
+        def select_columns(self, names):
+            self.asked.append(names)
+            return list(self)
+
+    class Counting:
+        sizes, eos_token_id, pad_token_id, chat_template = [], None, 0, None
+
+        def __call__(self, texts, **options):
+            self.sizes.append(len(texts))
+            return {"input_ids": [[1] * len(text) for text in texts]}
+
+    rows = Rows({"prompt": "a" * (1 + (i == 1000))} for i in range(1001))
+    assert check_prompts(Counting(), rows) == 2
+    assert Rows.asked == [["prompt"]] and Counting.sizes == [1000, 1000, 1, 1]  # with and without special tokens
+    del Counting.sizes[:]
+    assert check_prompts(Counting(), rows[:3], batch_size=2) == 1 and Counting.sizes == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, None])
+@pytest.mark.parametrize(("truncation", "kept"), [("left", slice(-1, None)), ("right", slice(0, 1))])
+def test_a_limit_of_one_token_is_one(limit, truncation, kept):
+    batch = encode_examples(word_tokenizer(), [{"prompt": "a b"}], limit, truncation)
+    assert batch.ids.tolist() == [[A, B] if limit != 1 else [A, B][kept]]

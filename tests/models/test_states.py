@@ -40,6 +40,17 @@ def test_states_are_the_bases_without_adapter_padding_or_other_rows(policy, samp
     assert found.predicting.shape == (3, LENGTH, policy.hidden_size) and not found.predicting.requires_grad
 
 
+def test_states_need_no_gradient_also_where_the_base_is_trained(policy, sampled):
+    weight = policy.embedding_weight.requires_grad_(True)
+    try:
+        found = completion_states(policy, *sampled, (0,))
+        plain = completion_states(policy, *sampled)
+    finally:
+        weight.requires_grad_(False)
+    assert not found.predicting.requires_grad and not found.pooled[0].requires_grad
+    assert plain.pooled == {} and torch.equal(plain.predicting, found.predicting)
+
+
 def test_a_mean_is_over_the_valid_positions_of_normalised_states():
     states, mask = torch.tensor([[[1.0, 3.0], [7.0, 5.0], [1e6, 0.0]]]), torch.tensor([[1, 1, 0]])
     torch.testing.assert_close(pool(states, mask), torch.tensor([[0.0, 0.0]]), atol=1e-4, rtol=0)  # (-1, 1) and (1, -1)

@@ -75,3 +75,39 @@ def test_the_real_verifier(tokenizer):
     for texts, value in ((right, 1.0), (wrong, 0.0)):
         ids, mask = encode(tokenizer, texts)
         assert problems.reward(tokenizer, prompts, ids, mask).tolist() == [value] * 20
+
+
+def test_problems_are_asked_for_as_they_are_told(monkeypatch):
+    asked = []
+
+    def create_dataset(*args, **options):
+        asked.append((args, options))
+        return OneDigit(options["size"], options["seed"])
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create_dataset))
+    made = Problems.make(1, 5, 3, 4)
+    Problems.make(2), Problems.make(1, terms=2, digits=1)  # the least of each
+    assert asked[0] == (
+        ("chain_sum",), dict(size=1, seed=5, min_terms=3, max_terms=3, min_digits=4, max_digits=4),
+    )  # fmt: skip
+    assert asked[1][1] == dict(size=2, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    assert len(made.entries) == 1 and "dataset" not in repr(made) and "entries" in repr(made)
+
+
+def test_a_prompt_shows_examples_and_may_be_as_long_as_allowed(problems, tokenizer):
+    texts = [f"2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n{problem} =" for problem in ("1 + 5", "9 + 0", "4 + 3")]
+    longest = max(len(tokenizer(text).input_ids) for text in texts)
+    batch = problems.prompts(tokenizer, longest)
+    rows = zip(batch.ids, batch.mask, strict=True)
+    assert [tokenizer.decode(ids[mask.bool()]) for ids, mask in rows] == texts
+    with pytest.raises(InputError, match=f"max_prompt_tokens: got {longest - 1}; allowed: at least {longest}"):
+        problems.prompts(tokenizer, longest - 1)
+
+
+def test_part_of_a_score_is_no_reward(problems, tokenizer, monkeypatch):
+    prompts = problems.prompts(tokenizer, 64)
+    ids, mask = encode(tokenizer, [" 6", " 9", "7"])
+    for score, reward in ((1.0, 1.0), (1, 1.0), (0.99, 0.0), (0.0, 0.0), (2.0, 0.0)):
+        monkeypatch.setattr(problems.dataset, "score_answer", lambda *_, score=score: score, raising=False)
+        got = problems.reward(tokenizer, prompts, ids, mask)
+        assert got.tolist() == [reward] * 3 and got.dtype == torch.float32

@@ -6,7 +6,10 @@ from conftest import ToyReward
 from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
+from grade.rewards.rewards import make_rewards
 from grade.training.method import choose_method
+from grade.training.toy import toy_task
+from grade.training.trainer import GradeConfig, GradeTrainer
 
 
 class Judge:
@@ -34,6 +37,14 @@ class Bag(ToyReward):
 def test_a_reward_on_the_embedding_table_is_differentiated_itself_unless_groups_are_asked_for():
     assert chosen(Bag(4))[0] == "ste"
     assert chosen(Bag(4), num_generations=4)[0] == chosen(Bag(4), residual_weight=0.3)[0] == "distilled"
+
+
+def test_the_trainer_sees_what_a_reward_model_reads():
+    task = toy_task()
+    assert choose_method(MethodConfig(), Objective(make_rewards(task.reward_model, task.backbone)))[0] == "ste"
+    config = GradeConfig(use_cpu=True, max_completion_length=4, report_to="none")
+    trainer = GradeTrainer(task.backbone, task.reward_model, config, [{"prompt": text} for text in task.train_prompts])
+    assert (config.method, trainer.args.method) == ("auto", "ste")
 
 
 def test_settings_of_grpo_mean_grpo_as_in_a_script_for_trl():

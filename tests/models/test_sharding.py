@@ -1,0 +1,308 @@
+"""A base in pieces: rows of a table on several processes, operators that read them, and a model sharded by layer."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import make_backbone, make_prompts, tiny_config, tiny_gpt2
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import CohereConfig, PhiConfig
+
+from grade.errors import InputError
+from grade.models import sharding
+from grade.models.fingerprint import fingerprint
+from grade.models.sampling import generate
+from grade.models.sharding import RowShards, ShardedTable, Shards, _layers, held_bytes, local_part, shard, whole
+
+CPU = torch.device("cpu")
+
+
+class Group:
+    """One process of several."""
+
+    def __init__(self, size, rank):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Makes every process's rows of a table in this one; gathering joins them, and is counted."""
+    known, gathered = {}, []
+
+    def gather(out, rows, group):
+        gathered.append(rows.shape)
+        parts = next(parts for parts in known.values() if any(part.rows is rows for part in parts))
+        out.copy_(torch.cat([part.rows for part in parts]))
+
+    monkeypatch.setattr(sharding, "_gather_into", gather)
+
+    def make(table, size):
+        known[id(table)] = [RowShards(table, Group(size, rank), CPU) for rank in range(size)]
+        return known[id(table)]
+
+    make.gathered = gathered
+    return make
+
+
+def numbers(rows, columns=3):
+    return torch.arange(1.0, 1 + rows * columns, dtype=torch.float64).view(rows, columns)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "own"), [(4, 2, 2), (5, 2, 3), (5, 3, 2), (4, 3, 2), (3, 3, 1), (2, 1, 2), (7, 4, 2)]
+)
+def test_each_process_has_equally_many_rows_and_the_last_ones_are_padding(rows, size, own, together):
+    table = numbers(rows)
+    parts = together(table, size)
+    for rank, part in enumerate(parts):
+        want = torch.zeros(own, 3, dtype=torch.float64)
+        mine = table[rank * own : (rank + 1) * own]
+        want[: len(mine)] = mine
+        assert torch.equal(part.rows, want) and part.rows.dtype == table.dtype and part.shape == table.shape
+        assert torch.equal(part.gather(), table)
+
+
+def test_rows_are_gathered_once_for_all_users_and_freed_by_the_last(together):
+    shards = together(numbers(5), 2)[1]
+    with pytest.raises(KeyError), shards.all() as outer:
+        with shards.all() as inner:
+            assert inner is outer and torch.equal(outer, numbers(5))
+        with shards.all() as again:
+            assert again is outer and len(together.gathered) == 1
+        raise KeyError
+    assert shards._all is None and shards._users == 0
+    with shards.all() as anew:
+        assert len(together.gathered) == 2 and anew is not outer
+
+
+def test_an_operator_reads_a_sharded_table_as_if_it_were_whole(together):
+    whole_table = numbers(5)
+    table = ShardedTable(together(whole_table, 2)[0])
+    x = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 4, 2]])
+    assert table.shape == (5, 3) and table.dtype == torch.float64 and table.device == CPU
+    for read in (
+        lambda t: F.embedding(ids, t),
+        lambda t: F.linear(x, t),
+        lambda t: x @ t.t(),
+        lambda t: x @ t.permute(1, 0),
+        lambda t: t.t().t() @ x.t(),
+        lambda t: torch.addmm(torch.ones(5, 1, dtype=t.dtype), t, x.t(), beta=2),
+        lambda t: torch.cat([t, t]),
+        lambda t: F.embedding_bag(ids, t, per_sample_weights=x, mode="sum"),
+        lambda t: torch.stack(tensors=[t, t]),
+    ):
+        got, want = read(table), read(whole_table)
+        assert type(got) is torch.Tensor and torch.equal(got, want)
+    (got,) = torch.autograd.grad(F.linear(x, table).sum(), x)
+    assert torch.equal(got, whole_table.sum(0, keepdim=True))
+
+
+def test_detaching_and_transposing_gather_nothing(together):
+    table = ShardedTable(together(numbers(5), 2)[0])
+    for same in (table.detach(), table.t().t(), table.permute(1, 0).permute(1, 0), torch.ops.aten.alias(table)):
+        assert isinstance(same, ShardedTable) and same.shape == (5, 3) and not same._transposed
+    for other in (table.t(), table.permute(1, 0), table.t().detach()):
+        assert isinstance(other, ShardedTable) and other.shape == (3, 5) and other._transposed
+    assert together.gathered == []
+    assert type(table.permute(0, 1)) is torch.Tensor and len(together.gathered) == 1  # gathered, as any other
+
+
+def test_a_sharded_table_is_not_changed(together):
+    table = ShardedTable(together(numbers(5), 2)[0])
+    for change in (lambda: table.add_(1), lambda: table.zero_(), lambda: table.t().mul_(2)):
+        with pytest.raises(RuntimeError, match="would change a sharded table"):
+            change()
+    out = torch.zeros(5, 3, dtype=torch.float64)
+    out.copy_(table)  # it may be read by what changes another tensor
+    assert torch.equal(out, numbers(5))
+
+
+def test_a_sharded_table_says_what_it_is(together):
+    table = ShardedTable(together(numbers(5), 2)[0])
+    assert repr(table) == "ShardedTable(shape=(5, 3), dtype=torch.float64, rows=3)"
+    assert torch.equal(table.local_rows, numbers(5)[:3]) and local_part(table) is table.local_rows
+    plain = torch.ones(2)
+    assert local_part(plain) is plain
+
+
+def test_within_whole_each_table_is_gathered_once_for_many_operators(together):
+    one, two, plain = ShardedTable(together(numbers(5), 2)[0]), ShardedTable(together(numbers(4), 2)[0]), numbers(3)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    with whole(one, plain, two, one.detach(), one.t()):
+        assert len(together.gathered) == 2
+        for _ in range(3):
+            F.linear(x, one), F.linear(x, two)
+        assert len(together.gathered) == 2
+    F.linear(x, one), F.linear(x, one)
+    assert len(together.gathered) == 4
+    with whole():
+        pass
+    assert len(together.gathered) == 4
+
+
+@pytest.mark.parametrize(("size", "backend", "asks"), [(1, "gloo", False), (3, "fake", False), (3, "gloo", True)])
+def test_a_flag_is_set_if_any_process_has_set_it(size, backend, asks, monkeypatch):
+    asked = []
+
+    def all_reduce(flags, op, group):
+        asked.append((int(flags), op, group.size()))
+        flags.fill_(max(int(flags), other))
+
+    monkeypatch.setattr(sharding.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(sharding.dist, "all_reduce", all_reduce)
+    shards = Shards(Group(size, 0), CPU)
+    for flag, other in ((False, 0), (False, 1), (True, 0), (True, 1)):
+        assert shards.any(flag) is (flag or (asks and bool(other)))
+    want = [(int(flag), dist.ReduceOp.MAX, 3) for flag in (False, False, True, True)]
+    assert asked == (want if asks else [])
+
+
+# ---- a model ----
+@contextlib.contextmanager
+def processes(size, backend):
+    """This process as the first of several: alone with gloo, or with others that do not exist."""
+    store = FakeStore() if backend == "fake" else dist.HashStore()
+    dist.init_process_group(backend, rank=0, world_size=size, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+COMMON = dict(
+    vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.3,
+)  # fmt: skip
+MODELS = {
+    "tied": (tiny_config(), {}),
+    "untied": (tiny_config(tie_word_embeddings=False), {}),
+    "positions and tied": (tiny_gpt2(), {"target_modules": ["c_attn"]}),
+    "head bias": (PhiConfig(**COMMON), {"target_modules": ["q_proj"]}),
+    "logit scale": (CohereConfig(**COMMON, logit_scale=0.3), {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_base_sharded_in_one_process_computes_what_it_did(name):
+    config, lora = MODELS[name]
+    backbone, prompts = make_backbone(config, **lora), make_prompts()
+    tied = backbone.model.get_output_embeddings().weight is backbone.embedding_weight
+    known, nbytes = fingerprint(backbone.model), held_bytes(backbone)
+
+    def run():
+        parameters = backbone.trainable_parameters()
+        logits = backbone.head(backbone.hidden(backbone.embed(prompts.ids), prompts.mask))
+        grads = torch.autograd.grad(logits.square().mean(), parameters)
+        ids, _ = generate(backbone, prompts, 4, torch.Generator().manual_seed(0), stop_early=False)
+        with backbone.reference(), torch.no_grad():
+            reference = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
+        return [logits.detach(), *grads, ids, reference]
+
+    want = run()
+    with processes(1, "gloo"):
+        shard(backbone, CPU)
+        layers = [module for module in backbone.decoder.modules() if isinstance(module, FSDPModule)]
+        assert len(layers) == 3 and backbone.decoder in layers  # two layers, and what is left
+        # Sums over processes of gradients are means of sums where torch cannot tell a mean of gloo's.
+        assert all(module._get_fsdp_state()._fsdp_param_groups[0].force_sum_reduction_for_comms for module in layers)
+        for got, value in zip(run(), want, strict=True):
+            torch.testing.assert_close(got, value)
+        assert_divided(backbone)
+        weight = backbone.embedding_weight
+        assert (backbone.head.weight is weight) == tied == (backbone.model.get_output_embeddings().weight is weight)
+        assert not weight.requires_grad and not backbone.head.weight.requires_grad
+        assert fingerprint(backbone.model) == known and held_bytes(backbone) == nbytes
+        shards = backbone.shards
+        shard(backbone, CPU)  # a second time: nothing
+        assert backbone.shards is shards and shards.any(True) and not shards.any(False)
+
+
+def assert_divided(backbone):
+    """After a pass each weight of the decoder is in pieces again; the adapter never is."""
+    for name, p in backbone.model.named_parameters():
+        if "lora_" in name:
+            assert type(p) is nn.Parameter and p.requires_grad
+        elif p is backbone.embedding_weight or p is backbone.head.weight:
+            assert isinstance(p, ShardedTable)
+        elif name.startswith("lm_head."):
+            assert type(p) is nn.Parameter  # a head's bias
+        else:
+            assert isinstance(p, DTensor) and not p.requires_grad
+
+
+def test_a_process_of_two_holds_half_the_base_and_all_of_the_adapter():
+    backbone = make_backbone(dtype=torch.float32)
+    adapter = sum(p.nbytes for p in backbone.trainable_parameters())
+    total, table = held_bytes(backbone), backbone.embedding_weight.nbytes
+    with processes(2, "fake"):
+        shard(backbone, CPU)
+        # 23 rows: 12 in each process, one of the second's is padding; all other sizes are even.
+        assert held_bytes(backbone) == adapter + (total - adapter - table) // 2 + 12 * 16 * 4
+        assert backbone.shards.any(False) is False and backbone.anywhere(True) is True
+        assert fingerprint(backbone.decoder) and fingerprint(backbone.embedding)
+
+
+def test_a_base_without_data_is_divided_too():
+    from transformers import AutoModelForCausalLM
+
+    from grade.models.backbone import Backbone
+
+    with torch.device("meta"):
+        backbone = Backbone(AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32))
+    total, table = held_bytes(backbone), backbone.embedding_weight.nbytes
+    with processes(2, "fake"):
+        shard(backbone, torch.device("meta"))
+        assert held_bytes(backbone) == (total - table) // 2 + 12 * 16 * 4
+        assert backbone.embedding_weight.device.type == "meta"
+
+
+def test_recorded_states_are_found_in_a_sharded_decoder():
+    backbone, prompts = make_backbone(), make_prompts()
+    embeds = backbone.embed(prompts.ids).detach()
+
+    def states():
+        result = backbone.decoder(inputs_embeds=embeds, attention_mask=prompts.mask, output_hidden_states=True)
+        return result.hidden_states
+
+    want = states()
+    with processes(1, "gloo"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shard(backbone, CPU)
+        got = states()
+    assert len(got) == len(want) == 3
+    for one, two in zip(got, want, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_layers_are_the_modules_in_the_outermost_lists():
+    inner = nn.ModuleList([nn.Linear(1, 1)])
+    first, second = nn.ModuleDict({"inner": inner}), nn.Linear(2, 2)
+    decoder = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ModuleList([first, second])), nn.ModuleList([nn.ReLU()]))
+    layers = _layers(decoder)
+    assert [type(layer) for layer in layers] == [nn.ModuleDict, nn.Linear, nn.ReLU]
+    assert layers[0] is first and layers[1] is second
+    with pytest.raises(InputError, match="backbone: got 'Linear'; allowed: a model with a list of layers"):
+        _layers(nn.Linear(2, 2))
+
+
+def test_a_model_that_torch_cannot_shard_is_one_line(monkeypatch):
+    def refuses(*_, **__):
+        raise ValueError("no such thing")
+
+    backbone = make_backbone()
+    monkeypatch.setattr(sharding, "fully_shard", refuses)
+    with processes(1, "gloo"), pytest.raises(InputError, match=r"can be sharded by layer \(no such thing\)"):
+        shard(backbone, CPU)
