@@ -265,7 +265,8 @@ class _Probe:
 def _close(got: Tensor, want: Tensor, tolerance: float) -> bool:
     """Whether tensors differ by at most this part of the second's norm; False if either is not finite."""
     got, want = got.double(), want.double()
-    return bool((got - want).norm() <= tolerance * want.norm())
+    difference = (got - want).norm()
+    return bool(difference.isfinite() and difference <= tolerance * want.norm())
 
 
 @contextlib.contextmanager

@@ -62,6 +62,7 @@ class HeadReward:
         self, function: Callable[[Tensor, Tensor], Tensor], backbone: Backbone, scope: RewardScope, name: str
     ) -> None:
         self.function, self.backbone, self.scope, self.name = function, backbone, scope, name
+        self.kind = getattr(function, "kind", None)  # of a `RewardModel`; ``method: auto`` asks for it
 
     def __call__(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B], differentiable in the embeddings."""

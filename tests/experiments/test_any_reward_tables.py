@@ -159,7 +159,9 @@ def test_finished_runs_are_read_and_none_is_trained(tmp_path):
     measurements = Measurements(Settings(finished_dir=finished(tmp_path, *searched, *runs), **settings))
     found = measurements.runs()  # those of the grid alone, at the rate that the search is for
     assert set(found["seed"]) == {1, 2} and set(found["learning_rate"]) == {0.2} and len(found) == 10
-    assert set(measurements.search()["seed"]) == set(SEARCH_SEEDS) and len(measurements.search()) == 10 * len(SEARCH_SEEDS)
+    assert set(measurements.search()["seed"]) == set(SEARCH_SEEDS) and len(measurements.search()) == 10 * len(
+        SEARCH_SEEDS
+    )
     assert set(measurements.run_seconds()) == {*RUN, "seconds"}
     with pytest.raises(InputError, match=f"finished_dir: got .*{FILE}"):
         Measurements(Settings(finished_dir=str(tmp_path / "none"), **settings)).runs()
