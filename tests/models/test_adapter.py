@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from grade.errors import InputError
-from grade.models.adapter import BASE_FILE, continued_adapter, refuse_saved
+from grade.models.adapter import BASE_FILE, continued_adapter, load_adapter, refuse_saved
 from grade.models.backbone import Backbone
 from grade.models.prompts import position_ids
 from grade.models.sampling import generate
@@ -324,6 +324,9 @@ FILES = {
                         "extra.lora_A.weight has no place"),
     "another shape": (spoil_tensors(lambda t: t | {FIRST: torch.ones(2, 17)}), "size mismatch for .*q_proj"),
     "not finite": (spoil_tensors(lambda t: t | {FIRST: t[FIRST] * torch.nan}), f"{FIRST} is not finite"),
+    "the last not finite": (spoil_tensors(lambda t: t | {max(t): t[max(t)] * torch.inf}),
+                            r"layers.1.self_attn.v_proj.lora_B.weight is not finite"),
+    "two not finite": (spoil_tensors(lambda t: {n: v * torch.nan for n, v in t.items()}), f"{FIRST} is not finite"),
     "no tensors": (lambda f: (f / WEIGHTS).unlink(), f"a folder with {WEIGHTS}$"),
     "pickled": (pickled, "adapter_model.bin is pickled"),
     "damaged tensors": (lambda f: (f / WEIGHTS).write_bytes(b"x"), "an adapter that fits this model"),
@@ -349,6 +352,13 @@ def test_a_damaged_folder_is_one_line_that_names_what(tmp_path, recwarn, spoil, 
     assert "\n" not in str(caught.value) and not recwarn.list
 
 
+def test_an_adapter_is_loaded_to_be_trained(tmp_path):
+    trained(tmp_path)
+    peft = load_adapter(base(), tmp_path)
+    learned = {name for name, parameter in peft.named_parameters() if parameter.requires_grad}
+    assert learned == {name for name, _ in peft.named_parameters() if "lora_" in name} and learned
+
+
 def test_a_new_setting_that_is_off_is_no_reason(tmp_path):
     trained(tmp_path)
     spoil_settings(use_tomorrow=False, of_tomorrow=None)(tmp_path)
@@ -363,6 +373,9 @@ def test_what_a_run_continues_must_fit_it(tmp_path):
         spoil(tmp_path / "spoilt")
         with pytest.raises(InputError, match=message):
             refuse_saved(backbone.peft, tmp_path / "spoilt")
+    FILES["damaged tensors"][0](tmp_path / "spoilt")
+    with pytest.raises(InputError, match="header"):  # what the reader says, not the name of its error
+        refuse_saved(backbone.peft, tmp_path / "spoilt")
     FILES["another shape"][0](tmp_path / "whole")
     with pytest.raises(InputError, match=r"q_proj.lora_A.weight has shape \[2, 17\], not \[2, 16\]"):
         refuse_saved(backbone.peft, tmp_path / "whole")

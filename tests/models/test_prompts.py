@@ -334,6 +334,12 @@ def test_a_bad_conversation_is_named(prompt, message):
         check_prompts(chat_tokenizer(), [rows[0]] * 7 + rows[1:], 4, batch_size=7)
 
 
+def test_of_what_a_chat_template_raises_the_first_line_is_told():
+    raising = {"chat_template": "{{ raise_exception('no such role\\nsee the manual') }}"}
+    with pytest.raises(InputError, match=r"\(TemplateError: no such role\)$"):
+        encode_examples(word_tokenizer(), [{"prompt": [USER]}], chat_template_kwargs=raising)
+
+
 def test_messages_need_a_chat_template_that_says_something():
     with pytest.raises(InputError, match="prompt in row 0: .*tokenizer has no chat template"):
         encode_examples(word_tokenizer(), [{"prompt": [USER]}])
