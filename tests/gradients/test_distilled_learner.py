@@ -378,3 +378,29 @@ def test_a_learner_that_was_restored_takes_the_same_step(policy):
     assert own.figures.keys() == again.figures.keys()
     for name in set(own.figures) - {"distilled/seconds"}:
         assert torch.equal(own.figures[name][0], again.figures[name][0]), name
+
+
+def test_a_fit_stays_until_new_completions_are_worth_another(policy, monkeypatch):
+    own = learner(policy, 0.0)
+    take(own, microbatches(seed=50), objective())
+    fit = own.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(type(own.store), "due", False)
+        patch.setattr(own.store, "fit", lambda groups: pytest.fail("fitted again"))
+        take(own, microbatches(), objective())
+    assert own.fit is not fit and torch.equal(own.fit.all, fit.older.all)
+    monkeypatch.setattr(type(own.store), "due", True)
+    take(own, microbatches(seed=9), objective())
+    assert not torch.equal(own.fit.all, fit.all)
+
+
+@pytest.mark.parametrize("weight", [0.0, "auto"])
+def test_the_gradient_is_added_to_what_is_there(policy, monkeypatch, weight):
+    choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))  # with a value from the first step, auto blends parts
+    alone, _ = take(learner(policy, weight), microbatches(), objective())
+    before = torch.linspace(-2, 2, len(alone), dtype=torch.float64)
+    parameters = policy.trainable_parameters()
+    for p, g in zip(parameters, before.split([p.numel() for p in parameters]), strict=True):
+        p.grad = g.view_as(p).clone()
+    learner(policy, weight).step(microbatches(), objective(), StepContext(1, lambda: None))
+    torch.testing.assert_close(gradient(policy) - before, alone, rtol=0, atol=1e-14)  # rounding of 2 + g

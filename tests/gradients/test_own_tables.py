@@ -6,14 +6,16 @@ import pytest
 import torch
 from conftest import VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
 
+import grade.gradients.unrolled as unrolled_module
 from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.methods import POLICY_GRADIENTS
 from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph, replay
 from grade.gradients.rollout import sample
-from grade.gradients.unrolled import StepwiseOptions, checkpointed, stepwise, unrolled
+from grade.gradients.unrolled import StepwiseOptions, checkpointed, gathered_embedding, stepwise, unrolled
 from grade.models.embedding import EmbeddingTable
+from grade.models.head import support_logits
 
 T = 6
 
@@ -158,3 +160,22 @@ def test_a_reward_made_for_another_scope_is_a_programmers_mistake():
     with pytest.raises(ValueError, match="scope"):
         Objective(reward)
     Objective(reward, scope="completion")
+
+
+def test_rows_that_are_gathered_are_weighed_and_summed_whatever_stands_before_them():
+    table = torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]], dtype=torch.float64)
+    support, weights = torch.tensor([[0, 2], [1, 1]]), torch.tensor([[0.25, 0.5], [1.0, 2.0]])
+    want = torch.tensor([[3.75, 6.0], [9.0, 15.0]], dtype=torch.float64)
+    for shape in ((2, 2), (2, 1, 2), (1, 2, 1, 2)):
+        got = gathered_embedding(table, support.view(shape), weights.view(shape))
+        assert torch.equal(got, want.view(*shape[:-1], 2))
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("positions", ["last", "all"])
+def test_logits_at_the_support_alone_are_for_the_compact_graph(monkeypatch, compact, positions):
+    calls = []
+    monkeypatch.setattr(unrolled_module, "support_logits", lambda *a: calls.append(a) or support_logits(*a))
+    options = StepwiseOptions(compact=compact, head_positions=positions)
+    gradient(partial(stepwise, options=options), policy(), Objective(rewards("own"), 0.3), config())
+    assert bool(calls) == (compact and positions == "last")

@@ -357,6 +357,7 @@ def test_an_adapter_is_loaded_to_be_trained(tmp_path):
     peft = load_adapter(base(), tmp_path)
     learned = {name for name, parameter in peft.named_parameters() if parameter.requires_grad}
     assert learned == {name for name, _ in peft.named_parameters() if "lora_" in name} and learned
+    assert not peft.peft_config["default"].inference_mode  # or PEFT freezes it when it is set active
 
 
 def test_a_new_setting_that_is_off_is_no_reason(tmp_path):
