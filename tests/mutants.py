@@ -161,8 +161,8 @@ def page(rows: list[Row], commit: str = "") -> str:
         "(`raise`), `if TYPE_CHECKING`, and checks of the program on itself (`assert`, `zip(..., strict=True)`, "
         "`dataclass(frozen=True)`).",
         "When this sample was first tried, nobody had looked at it: 288 of its 306 faults were noticed by at most a "
-        "minute of tests each, which is 96.6 % [94, 98] of those that change anything. So much may be expected of "
-        "other faults. The ten that were not noticed got tests, so the shares below say less.",
+        "minute of tests each, which is 96.3 % [94, 98] of those that change anything. So much may be expected of "
+        "other faults. Those that were not noticed got tests, so the shares below say less.",
     )
     lines = ["# Do the tests notice a fault?", ""]
     lines += [line for text in paragraphs for line in (textwrap.fill(text, 118, break_on_hyphens=False), "")]
