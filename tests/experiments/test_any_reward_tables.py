@@ -18,7 +18,7 @@ from grade.experiments.any_reward.figures import (
     tokens_figure,
     worth_figure,
 )
-from grade.experiments.any_reward.measure import cost
+from grade.experiments.any_reward.measure import cost, training
 from grade.experiments.any_reward.measure.runs import COLUMNS, FILE
 from grade.experiments.any_reward.measure.subject import load_subject
 from grade.experiments.any_reward.measure.tables import Grid, Measurements, Settings
@@ -170,7 +170,8 @@ def test_finished_runs_are_read_and_none_is_trained(tmp_path):
         Measurements(Settings(finished_dir=missing, **settings)).runs()
 
 
-def test_methods_without_a_rate_are_searched():
+def test_methods_without_a_rate_are_searched(monkeypatch):
+    monkeypatch.setattr(training, "SEARCH_SEEDS", SEARCH_SEEDS[:1])
     grid = Grid(rewards=["rule"], methods=["rloo"], target_kls=[2.0], seeds=[3], completions=8, steps=1, eval_prompts=8)
     settings = Settings(grids=[grid], chosen_rates={}, searched_rates=[1e-2, 2e-2], search_kl=2.0)
     assert settings.searched == ["rloo"] and Settings().searched == []
