@@ -26,20 +26,6 @@ from grade.models.parameters import flatten
 from grade.models.watcher import WatchedCache
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return make_backbone()
-
-
-@pytest.fixture
-def backbone(policy):
-    """One for all tests; what a test sets on it goes with the test."""
-    before = dict(vars(policy))
-    yield policy
-    vars(policy).clear()
-    vars(policy).update(before)
-
-
 def words():
     from tokenizers import Tokenizer, models
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EOS, make_backbone, make_prompts
+from conftest import EOS, make_prompts
 
 from grade.errors import InputError
 from grade.models.prompts import PromptBatch
@@ -22,20 +22,6 @@ from grade.models.samplers.interface import (
     token_rows,
 )
 from grade.models.samplers.server import COMPLETIONS, CompletionsServer, _ids, _runs
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return make_backbone()
-
-
-@pytest.fixture
-def backbone(policy):
-    """One for all tests; what a test sets on it goes with the test."""
-    before = dict(vars(policy))
-    yield policy
-    vars(policy).clear()
-    vars(policy).update(before)
 
 
 def generator(seed=0):

@@ -27,20 +27,6 @@ from grade.models.samplers.server import CompletionsServer
 from grade.models.samplers.shared import BLOCK, SharedPrompts, draw, shared_decoder
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return make_backbone()
-
-
-@pytest.fixture
-def backbone(policy):
-    """One for all tests; what a test sets on it goes with the test."""
-    before = dict(vars(policy))
-    yield policy
-    vars(policy).clear()
-    vars(policy).update(before)
-
-
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 

@@ -17,20 +17,6 @@ from grade.models.scoring import Scores, check_shapes, score, score_hidden, sequ
 from grade.models.self_certainty import completion_certainty, self_certainty
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return make_backbone()
-
-
-@pytest.fixture
-def backbone(policy):
-    """One for all tests; what a test sets on it goes with the test."""
-    before = dict(vars(policy))
-    yield policy
-    vars(policy).clear()
-    vars(policy).update(before)
-
-
 def logits_after(backbone, prompts, ids):
     """Of whole passes: the logits that each token of completions was drawn from."""
     embeds = backbone.embed(torch.cat([prompts.ids, ids[:, :-1]], 1))
