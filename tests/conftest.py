@@ -1,5 +1,6 @@
 """Tiny random models of several families; no downloads."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +19,14 @@ collect_ignore = [
     f"training/{name}.py" for name in ("elsewhere_processes", "interrupted", "processes", "runs", "trl_script")
 ]
 """Scripts that tests start in processes of their own."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _older_objects_are_not_searched():
+    """Accelerate collects garbage whenever training starts: half of a toy run, were all that was imported searched."""
+    gc.collect()
+    gc.freeze()
+
 
 VOCAB, EOS = 23, [2, 7, 12]  # several, so that short completions do end
 

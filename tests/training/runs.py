@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -52,6 +53,7 @@ def in_child(work) -> int:
     if child:
         return child
     code = 1
+    gc.freeze()  # accelerate collects garbage at the start of training, and would search all that was imported
     try:
         sys.stdout = sys.stderr = open(os.devnull, "w")
         result = work()
