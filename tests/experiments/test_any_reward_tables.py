@@ -113,6 +113,29 @@ def test_every_figure_is_drawn(tables, settings, tmp_path):
     assert frontier_figure(runs[runs["seed"] == 0], [1.0]) is None and tokens_figure(tables["tokens"][:0]) is None
 
 
+def test_what_is_explained_stands_by_reward_and_size_a_panel_for_each_policy_and_stage():
+    row = {"policy": "tiny", "stage": "untrained", "reward": "rule", "n": 64, "family": "bag", "r2": 0.1}
+    rows = [row, row | dict(reward="gold", r2=0.2), row | dict(n=1024, r2=0.3), row | dict(stage="trained", r2=0.4),
+            row | dict(policy="sums", r2=0.5)]  # fmt: skip
+    untrained, trained, sums, none = explained_figure(pd.DataFrame(rows)).axes
+    assert [ax.get_title() for ax in (untrained, trained, sums)] == [
+        "tiny, untrained",
+        "tiny, trained",
+        "sums, untrained",
+    ]
+    assert not none.axison and sums.axison
+    assert [text.get_text() for text in untrained.get_yticklabels()] == [
+        "rule, n = 64",
+        "rule, n = 1,024",
+        "gold, n = 64",
+    ]
+    assert [text.get_text() for text in untrained.texts] == ["0.10", "0.30", "0.20"]
+    assert [text.get_text() for text in trained.texts] == [
+        "0.40"
+    ]  # of the same rows; those that are not there are empty
+    plt.close("all")
+
+
 def test_sentences_are_made_from_any_figures(tables, settings):
     found = metrics(tables, settings)
     said = [verdict.bias_sentence(found), verdict.law_sentence(found), *verdict.explained_sentences(found),
@@ -306,3 +329,4 @@ def test_auto_is_better_than_ste_only_if_the_test_says_so():
     assert verdict.paired_sentences(found, 5.0)[0].endswith("auto is better.")
     assert verdict.paired_sentences(found | {key: -0.05}, 5.0)[0].endswith("ste is better.")
     assert verdict.paired_sentences(found | {f"{key}_p": 0.2}, 5.0)[0].endswith("not told apart.")
+    assert verdict.paired_sentences(found | {f"{key}_p": 0.04}, 5.0)[0].endswith("another run may decide otherwise.")

@@ -63,7 +63,7 @@ def law_figure(table: pd.DataFrame) -> Figure:
 
 
 def explained_figure(table: pd.DataFrame) -> Figure:
-    """R2 of every reward and number of completions (rows) and family (columns), a panel for each policy.
+    """R2 of every reward and number of completions (rows) and family (columns): a row of panels for each policy.
 
     Args:
         table: The table explained.
@@ -71,20 +71,30 @@ def explained_figure(table: pd.DataFrame) -> Figure:
     Returns:
         The figure; a reward that never differs within a prompt has empty cells.
     """
-    panels = list(table.groupby(["policy", "stage"], sort=False))
-    heights = [len(rows[["reward", "n"]].drop_duplicates()) for _, rows in panels]
+    policies, stages = (list(table[name].unique()) for name in ("policy", "stage"))
+    order = {
+        policy: [(reward, n) for reward, of_one in rows.groupby("reward", sort=False) for n in of_one["n"].unique()]
+        for policy, rows in table.groupby("policy", sort=False)
+    }
+    heights = [len(order[policy]) for policy in policies]
     fig, axes = plt.subplots(
-        len(panels), 1, figsize=(_WIDTH, 1.0 + 0.26 * sum(heights) + 0.7 * len(panels)), squeeze=False,
+        len(policies), len(stages), figsize=(_WIDTH, 1.0 + 0.21 * sum(heights) + 0.9 * len(policies)), squeeze=False,
         height_ratios=heights,
     )  # fmt: skip
-    for ax, ((policy, stage), rows) in zip(axes[:, 0], panels, strict=True):
-        rows = rows.assign(label=[f"{row.reward}, n = {row.n:,}" for row in rows.itertuples()])
-        wide = rows.pivot(index="label", columns="family", values="r2")
-        wide = wide.loc[rows["label"].unique(), rows["family"].unique()].astype(float)
-        sns.heatmap(wide, ax=ax, vmin=0, vmax=1, cmap="viridis", annot=True, fmt=".2f", annot_kws={"fontsize": 8},
-                    cbar=False, linewidths=0.5)  # fmt: skip
-        ax.set(title=f"{policy}, {stage}", xlabel="", ylabel="")
-        ax.tick_params(labelsize=8.5, rotation=0)
+    for policy, line in zip(policies, axes, strict=True):
+        for stage, ax in zip(stages, line, strict=True):
+            rows = table[(table["policy"] == policy) & (table["stage"] == stage)]
+            if rows.empty:
+                ax.set_axis_off()
+                continue
+            wide = rows.set_index(["reward", "n", "family"])["r2"].unstack("family")
+            wide = wide.reindex(order[policy])[list(rows["family"].unique())].astype(float)
+            sns.heatmap(wide, ax=ax, vmin=0, vmax=1, cmap="viridis", annot=True, fmt=".2f", annot_kws={"fontsize": 7},
+                        cbar=False, linewidths=0.5,
+                        yticklabels=[f"{reward}, n = {n:,}" for reward, n in order[policy]])  # fmt: skip
+            ax.set(title=f"{policy}, {stage}", xlabel="", ylabel="")
+            ax.tick_params(axis="x", labelsize=8, rotation=45)
+            ax.tick_params(axis="y", labelsize=8, rotation=0, labelleft=stage == stages[0])
     fig.suptitle("Variance within prompts that each family explains", x=0.01, ha="left", fontsize=12)
     return fig
 

@@ -1,7 +1,8 @@
 """What was found, in sentences and against bars: made from the figures, with no number of their own.
 
 Rules: a method is better where the whole 95 % interval of its samples is below `rloo`'s, worse where it is above, and
-not told apart otherwise.
+not told apart otherwise. Two methods at equal KL are told apart for p <= 0.01 over seeds, not for p >= 0.1; in between
+another run may decide otherwise, and the sentence says so.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _MEANS = {
 _SAMPLES = "samples_over_rloo/"
 _DETAILS = ("_low", "_high", "_n", "_censored", "_of_run")
 BETTER, WORSE, EQUAL, OPEN = "fewer samples than rloo", "more samples than rloo", "not told apart from rloo", "open"
+SURE, NO_DIFFERENCE = 0.01, 0.1
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,12 @@ def _paired(figures: Values, level: float) -> Iterator[str]:
         if parts[0] != "paired" or parts[2] not in ("auto_minus_ste", "auto_minus_st") or value is None:
             continue
         p, stderr = figures.get(f"{key}_p"), figures.get(f"{key}_stderr")
-        sure = p is not None and p < 0.05
-        which = "auto" if value > 0 else parts[2].removeprefix("auto_minus_")
-        judged = f"{which} is better" if sure else "not told apart"
+        if p is None or p >= NO_DIFFERENCE:
+            judged = "not told apart"
+        elif p > SURE:
+            judged = "open, another run may decide otherwise"
+        else:
+            judged = f"{'auto' if value > 0 else parts[2].removeprefix('auto_minus_')} is better"
         error = "" if stderr is None else f" ± {stderr:.2g}"
         test = "" if p is None else f", p = {p:.2g}"
         yield (f"{_start(subject(parts[1]))}, at {level:g} nats: {parts[2].replace('_minus_', ' minus ')} is "
