@@ -1,6 +1,6 @@
 """``python -m grade``."""
 
-from grade.cli.main import main
+from grade.cli.main import entry
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(entry())

@@ -21,6 +21,14 @@ collect_ignore = [
 """Scripts that tests start in processes of their own."""
 
 
+def pytest_collection():
+    gc.disable()  # what test modules import is no garbage
+
+
+def pytest_collection_finish():
+    gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _older_objects_are_not_searched():
     """Accelerate collects garbage whenever training starts: half of a toy run, were all that was imported searched."""

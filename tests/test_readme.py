@@ -54,6 +54,8 @@ def test_it_is_one_page():
 
 @pytest.mark.parametrize("line", [line for line in shell_lines("README.md") if line.startswith(SECONDS)])
 def test_a_quick_command_of_the_readme_runs_and_prints_what_it_says(line):
+    if line.startswith("grade notebook") and os.environ.get("GRADE_ALL_CASES") != "1":
+        pytest.skip("nbval runs its cells: GRADE_ALL_CASES=1")
     done = run("bash", "-o", "pipefail", "-c", line)
     assert done.returncode in (0, 141) and not done.stderr.strip(), done.stderr  # 141: head has read enough
     if line.startswith("grade memory"):

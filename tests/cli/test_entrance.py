@@ -1,5 +1,8 @@
 """The entrance: public names import, a closed pipe ends quietly, and an error names where its value comes from."""
 
+import atexit
+import gc
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -8,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import grade
-from grade.cli.main import main
+from grade.cli.main import entry, import_command, main
 
 
 @pytest.mark.parametrize("name", grade.__all__)
@@ -23,7 +26,31 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_console_script_is_the_module():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"grade": f"{main.__module__}:{main.__name__}"}
+    assert project["scripts"] == {"grade": f"{entry.__module__}:{entry.__name__}"}
+
+
+def test_a_process_of_its_own_does_not_search_for_garbage_at_its_end(monkeypatch, capsys):
+    registered = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(sys, "argv", ["grade", "show", "no/such/folder"])
+    assert entry() == 2 and "no/such/folder" in capsys.readouterr().err
+    assert registered == [gc.freeze]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_nothing_is_searched_for_garbage_while_a_command_is_imported(monkeypatch, collecting):
+    def imported(name):
+        assert not gc.isenabled()
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    try:
+        (gc.enable if collecting else gc.disable)()
+        with pytest.raises(ImportError, match="grade.cli.runs"):
+            import_command("show")
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
