@@ -167,6 +167,7 @@ def test_our_own_is_generate_bit_for_bit(backbone, prompts):
 
 def test_continuous_batching_leaves_the_model_as_it_was():
     """Eager attention is what it cannot use, so it puts another in its place meanwhile."""
+    gc.unfreeze()  # what conftest.py froze
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32, attn_implementation="eager")
     backbone = Backbone(model)
