@@ -21,6 +21,10 @@ from grade.results import replacing
 
 ABOUT = 0.25
 """The documents write "~": a figure within a quarter of the stated range counts as confirmed."""
+SURE = 0.01
+"""Two methods differ for p up to this, of a paired test over seeds."""
+NO_DIFFERENCE = 0.1
+"""Seeds show no difference for p from this. In between another run may decide otherwise."""
 
 HOW = ("traced", "measured", "counted", "derived")
 VERDICTS = ("confirmed", "refuted", "partly", "not testable")

@@ -222,7 +222,17 @@ def test_a_run_that_fails_costs_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "train_once", train_once)
     with pytest.raises(InputError, match="loss: got nan"):
         run_all(TOY, [toy_run(seed=0), toy_run(seed=1)], tmp_path)
-    assert [json.loads(line)["rows"][0]["seed"] for line in (tmp_path / FILE).read_text().splitlines()] == [1]
+    assert [json.loads(line)["columns"]["seed"] for line in (tmp_path / FILE).read_text().splitlines()] == [[1]]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"key": "a", "rows": []}', '["a"]', '{"key": "a", "columns": {"seed": [1], "kl": []}}']
+)
+def test_a_line_that_is_no_run_is_refused(tmp_path, line):
+    (tmp_path / FILE).write_text(f"{line}\n")
+    with pytest.raises(InputError, match=r"runs.jsonl: got '.*allowed: lines with the key of a run and its columns"):
+        run_all(TOY, [toy_run()], tmp_path)
+    assert (tmp_path / FILE).read_text() == f"{line}\n"
 
 
 def test_sums_end_by_themselves(tmp_path):

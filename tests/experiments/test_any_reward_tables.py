@@ -166,7 +166,7 @@ def test_a_step_is_timed_with_a_store_that_is_as_full(settings):
 
 
 def finished(folder, *runs):
-    lines = [json.dumps({"key": str(i), "rows": table.to_dict("records")}) for i, table in enumerate(runs)]
+    lines = [json.dumps({"key": str(i), "columns": table.to_dict("list")}) for i, table in enumerate(runs)]
     (folder / FILE).write_text("\n".join(lines))
     return str(folder)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from grade.experiments.claims import NO_DIFFERENCE, SURE
+
 Values = Mapping[str, float | int | None]
 
 _MEANS = {
@@ -26,7 +28,6 @@ _MEANS = {
 _SAMPLES = "samples_over_rloo/"
 _DETAILS = ("_low", "_high", "_n", "_censored", "_of_run")
 BETTER, WORSE, EQUAL, OPEN = "fewer samples than rloo", "more samples than rloo", "not told apart from rloo", "open"
-SURE, NO_DIFFERENCE = 0.01, 0.1
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,12 @@ import math
 from collections.abc import Mapping
 
 from grade.errors import InputError
-from grade.experiments.claims import Claim
+from grade.experiments.claims import NO_DIFFERENCE, SURE, Claim
 from grade.experiments.compare import paper
 from grade.gradients.estimators import tau_at
 
 MIN_SEEDS = 5
 """A comparison of methods from fewer seeds is not testable."""
-SURE = 0.01
-"""A difference counts for p up to this."""
-NO_DIFFERENCE = 0.1
-"""Seeds show no difference for p from this."""
 STDERRS, STDERRS_FEW_SEEDS = 3, 10
 """Standard errors from which a gain counts, with `MIN_SEEDS` seeds and with fewer."""
 
