@@ -42,12 +42,6 @@ def test_it_has_at_most_twelve_code_cells_and_prose_between_them():
     assert len([cell for cell in NOTEBOOK.cells if cell.cell_type == "markdown"]) >= 8
 
 
-def test_every_figure_has_a_title_that_is_short():
-    for source in CODE:
-        titles = re.findall(r'suptitle\("([^"]+)"', source)
-        assert len(titles) == source.count("savefig(") and all(len(title) <= 60 for title in titles)
-
-
 def test_its_prompts_are_sixty_sentences_of_which_no_held_out_one_is_trained_on():
     rows = load_prompts(ROOT / "notebooks/your_own_task.jsonl")
     train, test = ({row["prompt"] for row in rows if row["split"] == split} for split in ("train", "test"))

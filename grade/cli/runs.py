@@ -42,7 +42,9 @@ def run_show(args: argparse.Namespace) -> None:
     run, width = Path(args.run), shutil.get_terminal_size().columns
     state = _state(run)
     history = _history(run, state)
-    shown = _chosen(_tables(run, args.step), args.columns)
+    tables = _tables(run, args.step)
+    liked = [tables.pop(title) for title in list(tables) if title.startswith("tokens, ")]
+    shown = _chosen(tables, args.columns)
     print(_settings(run, state))
     if len(history):
         print(f"\n{_text(history, width)}")
@@ -50,6 +52,8 @@ def run_show(args: argparse.Namespace) -> None:
         print(f"\n{name}: {min(args.rows, len(table))} of {len(table)} completions")
         texts = [column for column in table if not pd.api.types.is_numeric_dtype(table[column])]
         print(_text(table.head(args.rows), width, texts))
+    for path in liked:
+        print(f"\n{_liked_tokens(_table(path), args.rows)}")
     if not shown:
         print("\nno completions yet: they are kept with log_completions=true, and by every evaluation")
 
@@ -173,6 +177,18 @@ def _chosen(paths: dict[str, Path], columns: str | None) -> dict[str, pd.DataFra
             known = dict.fromkeys(column for table in tables.values() for column in table)
             raise InputError("--columns", name, f"names of columns: {', '.join(known)}")
     return {title: tables[title][have] for title, have in present.items() if have}
+
+
+def _liked_tokens(table: pd.DataFrame, rows: int) -> str:
+    """What the distilled reward likes most and least: tokens, and what one of them changes the reward by."""
+    try:
+        pairs = zip(table["token"], table["value"], strict=True)
+        listed = [f"{_plain(repr(token))} {value:+.2g}" for token, value in pairs]
+    except (KeyError, TypeError, ValueError):
+        raise InputError("RUN", "tokens", "a table of tokens that a training run wrote") from None
+    if not listed:
+        return "the reward likes no token yet: nothing is fitted"
+    return f"the reward likes: {', '.join(listed[:rows])}\ndislikes: {', '.join(listed[::-1][:rows])}"
 
 
 def _table(path: Path) -> pd.DataFrame:

@@ -147,6 +147,21 @@ def test_a_long_history_keeps_its_evaluations_and_its_end(copied, capsys):
     assert [int(row.split()[0]) for row in rows] == [0, 222, 444, 667, 889, 1111, 1333, 1556, 1778, 2000]
 
 
+def test_the_default_method_shows_completions_and_what_the_reward_likes(place, tmp_path, capsys):
+    here, run = os.getcwd(), tmp_path / "distilled"
+    os.chdir(place)
+    try:
+        assert main(["train", "--config", "train.yaml", "--reward", "rewards.py:vowels", "--set", "eval_strategy=steps",
+                     "--set", "eval_steps=2", "--output-dir", str(run)]) == 0  # fmt: skip
+        capsys.readouterr()
+        assert main(["show", str(run)]) == 0
+    finally:
+        os.chdir(here)
+    shown = capsys.readouterr().out
+    assert "eval, step 4" in shown and "prompt" in shown
+    assert re.search(r"^the reward likes: .+ [+-]\d.*\ndislikes: ", shown, re.M)
+
+
 def test_a_run_that_was_killed_is_shown_up_to_its_checkpoint(place, unfinished, capsys):
     whole, part = show(capsys, place / "run", "--step", "2"), show(capsys, unfinished)
     assert part.splitlines()[0].endswith("step 2 of 4, not finished, seed 5")
