@@ -2,13 +2,17 @@
 
 Bad input (a config value, a file, a model that cannot be supported, a reward that is not finite) raises `InputError`.
 Its message is one line that names the field, the value and what is allowed; the command line prints that line and
-exits with code 2. Mistakes of the calling code, such as tensors whose shapes do not fit, raise ordinary exceptions
-with a traceback.
+exits with code 2. What a library raises for a file that is missing, damaged or of another kind (`FILE_ERRORS`) becomes
+such a line in one place: at the command line, which names the file, or in `reading`, which names the field as well. So
+code that reads files catches nothing itself. Mistakes of the calling code, such as tensors whose shapes do not fit,
+raise ordinary exceptions with a traceback.
 """
 
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -55,3 +59,73 @@ def require_file(path: str | Path) -> Path:
     if not stat.S_ISREG(mode) and not unnamed and not os.path.samefile(path, os.devnull):
         raise OSError(errno.EINVAL, "it is a FIFO, a socket or a device, not a file", str(path))
     return Path(path)
+
+
+MOST_SHOWN = 500
+"""Characters of a library's message."""
+FILE_ERRORS = {
+    "builtins.OSError": "the file system, subprocesses, and transformers for a model that it cannot find",
+    "builtins.UnicodeError": "text that is not in UTF-8, or that UTF-8 cannot store",
+    "builtins.EOFError": "a file that ends too early: pickle, zipfile, numpy",
+    "json.decoder.JSONDecodeError": "json",
+    "yaml.error.YAMLError": "yaml",
+    "zipfile.BadZipFile": "zipfile, numpy's .npz files",
+    "zlib.error": "a damaged archive",
+    "_lzma.LZMAError": "a damaged archive",
+    "_pickle.UnpicklingError": "torch.load, which refuses code",
+    "safetensors._safetensors_rust.SafetensorError": "weights: a damaged file, or a tensor that is missing",
+    "pyarrow.lib.ArrowException": "parquet files and datasets",
+    "pandas.errors.ParserError": "tables in .csv files",
+    "pandas.errors.EmptyDataError": "tables in .csv files",
+    "nbformat.reader.NotJSONError": "notebooks",
+    "jsonschema.exceptions.ValidationError": "notebooks whose parts have the wrong types",
+    "datasets.exceptions.DatasetsError": "datasets of the hub, and folders that save_to_disk wrote",
+    "huggingface_hub.errors.HfHubHTTPError": "the hub's answer",
+    "huggingface_hub.errors.HFValidationError": "a name that can be no id of the hub",
+    "dvc.exceptions.DvcException": "dvc.yaml, and DVC's own files",
+}
+"""What libraries raise for a file that is missing, damaged or of another kind, by full name, and where from.
+
+By name, because importing a library only to name its exceptions takes seconds."""
+
+
+def is_file_error(error: BaseException) -> bool:
+    """Whether an exception is one of `FILE_ERRORS`, or derived from one."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" in FILE_ERRORS for kind in type(error).__mro__)
+
+
+def file_error(error: BaseException) -> str:
+    """The file, where the exception names it, and the reason, on one line.
+
+    >>> file_error(FileNotFoundError(2, "No such file or directory", "a.json"))
+    'a.json: No such file or directory'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        reason = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    else:
+        reason = f"{type(error).__name__}: {error}"
+    line = " ".join(reason.split())
+    return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
+
+
+@contextmanager
+def reading(field: str, place: str | Path, allowed: str) -> Iterator[None]:
+    """Turn whatever a library raises for bad content into one line that names field, file and reason.
+
+    For a block that reads and parses a single input and computes nothing else: there a `LookupError`, a `TypeError` or
+    a `ValueError` also means bad content.
+
+    >>> with reading("reward", "r.json", "a reward's settings"):
+    ...     {}["kind"]
+    Traceback (most recent call last):
+    grade.errors.InputError: reward: got 'r.json'; allowed: a reward's settings (KeyError: 'kind')
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        kinds = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  # RuntimeError: torch, tokenizers
+        if not is_file_error(error) and not isinstance(error, kinds):
+            raise
+        raise InputError(field, str(place), f"{allowed} ({file_error(error)})") from error

@@ -19,12 +19,12 @@ import yaml
 from bad_input_cases import CASES, FIFO, YAML, archive, sample
 from bad_input_server import SECONDS
 
-from grade.cli.main import COMMANDS, FILE_ERRORS, file_error, is_file_error, main
+from grade.cli.main import COMMANDS, main
 from grade.config import parse_yaml
 from grade.data import fetch as fetching
 from grade.data.prompts import load_prompts
 from grade.data.reviews import load_reviews
-from grade.errors import InputError, require_file
+from grade.errors import FILE_ERRORS, InputError, file_error, is_file_error, require_file
 from grade.experiments.claims import Claim, to_markdown
 from grade.gradients.completions import read_completions
 from grade.pipeline.params import profiles

@@ -2,7 +2,8 @@
 
 Each command is a pair of functions, ``add_<command>_arguments`` and ``run_<command>``, in the module that `COMMANDS`
 names, imported only when it is asked for. Bad input is one line on stderr and exit code 2: what a module refuses itself
-(`InputError`), and the exceptions of `FILE_ERRORS`. Any other exception is a mistake in the code, with a traceback.
+(`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`). Any other exception is a mistake in
+the code, with a traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from grade.errors import InputError
+from grade.errors import InputError, file_error, is_file_error
 
 COMMANDS = {
     "train": ("train", "train a policy with reward gradients through its text"),
@@ -41,34 +42,6 @@ COMMANDS = {
     "measure": ("experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments", "execute a notebook with parameters"),
 }
-
-MOST_SHOWN = 500
-"""Characters of a library's message."""
-FILE_ERRORS = {
-    "builtins.OSError": "the file system, subprocesses, and transformers for a model that it cannot find",
-    "builtins.UnicodeError": "text that is not in UTF-8, or that UTF-8 cannot store",
-    "builtins.EOFError": "a file that ends too early: pickle, zipfile, numpy",
-    "json.decoder.JSONDecodeError": "json",
-    "yaml.error.YAMLError": "yaml",
-    "zipfile.BadZipFile": "zipfile, numpy's .npz files",
-    "zlib.error": "a damaged archive",
-    "_lzma.LZMAError": "a damaged archive",
-    "_pickle.UnpicklingError": "torch.load, which refuses code",
-    "safetensors._safetensors_rust.SafetensorError": "weights: a damaged file, or a tensor that is missing",
-    "pyarrow.lib.ArrowException": "parquet files and datasets",
-    "pandas.errors.ParserError": "tables in .csv files",
-    "pandas.errors.EmptyDataError": "tables in .csv files",
-    "nbformat.reader.NotJSONError": "notebooks",
-    "jsonschema.exceptions.ValidationError": "notebooks whose parts have the wrong types",
-    "datasets.exceptions.DatasetsError": "datasets of the hub, and folders that save_to_disk wrote",
-    "huggingface_hub.errors.HfHubHTTPError": "the hub's answer",
-    "huggingface_hub.errors.HFValidationError": "a name that can be no id of the hub",
-    "dvc.exceptions.DvcException": "dvc.yaml, and DVC's own files",
-}
-"""What libraries raise for a file that is missing, damaged or of another kind, by full name, and where from.
-
-By name, because importing a library only to name its exceptions takes seconds."""
-
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line: the usage is in ``--help``."""
@@ -132,25 +105,6 @@ def _run(argv: list[str]) -> int:
         _report(args.command, file_error(error))
         return 2
     return 0
-
-
-def is_file_error(error: BaseException) -> bool:
-    """Whether an exception is one of `FILE_ERRORS`, or derived from one."""
-    return any(f"{kind.__module__}.{kind.__qualname__}" in FILE_ERRORS for kind in type(error).__mro__)
-
-
-def file_error(error: BaseException) -> str:
-    """The file, where the exception names it, and the reason, on one line.
-
-    >>> file_error(FileNotFoundError(2, "No such file or directory", "a.json"))
-    'a.json: No such file or directory'
-    """
-    if isinstance(error, OSError) and error.strerror:
-        reason = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-    else:
-        reason = f"{type(error).__name__}: {error}"
-    line = " ".join(reason.split())
-    return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
 
 
 def _report(command: str, error: object) -> None:
