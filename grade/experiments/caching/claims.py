@@ -26,14 +26,7 @@ _traced_gb = partial(Claim, seed="002", unit="GB", how="traced")
 def caching_claims(shape: ModelShape, batch: int, length: int, m: Mapping[str, float]) -> list[Claim]:
     """A verdict on each claim of document 002.
 
-    Args:
-        shape: The model that it names.
-        batch: B, 2 in the document.
-        length: Tokens of a sequence, 512 in the document.
-        m: Figures, from `grade.experiments.caching.metrics.metrics`.
-
-    Returns:
-        The claims, in the document's order.
+    The claims, in the document's order.
     """
     return [
         *_layer_claims(shape, batch, length, m),

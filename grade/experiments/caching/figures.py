@@ -14,15 +14,7 @@ _PARTS = dict(zip(("attention", "MLP", "norms", "adapter inputs"), SERIES, stric
 
 
 def plot_layer_groups(ax: Axes, groups: Mapping[str, Mapping[str, float]]) -> Axes:
-    """One stacked bar per model: what one layer keeps for backward, by part.
-
-    Args:
-        ax: Where to draw.
-        groups: For each bar, decimal MB by part; a part may be missing.
-
-    Returns:
-        The axes.
-    """
+    """One stacked bar per model: what one layer keeps for backward, by part."""
     left = dict.fromkeys(groups, 0.0)
     for part, series in _PARTS.items():
         sizes = [parts.get(part, 0.0) for parts in groups.values()]
@@ -40,42 +32,21 @@ def plot_layer_groups(ax: Axes, groups: Mapping[str, Mapping[str, float]]) -> Ax
 
 
 def plot_options(ax: Axes, categories: pd.DataFrame) -> Axes:
-    """Bytes at the peak by category, one bar per option, in decimal GB.
-
-    Args:
-        ax: Where to draw.
-        categories: Table categories.
-
-    Returns:
-        The axes.
-    """
+    """Bytes at the peak by category, one bar per option, in decimal GB."""
     plot_categories(ax, _labelled(categories), unit="GB")
     ax.set_title("Only checkpointing lowers the peak")
     return ax
 
 
 def plot_option_timelines(axes: Sequence[Axes], timelines: pd.DataFrame) -> None:
-    """Live bytes over one step without and with checkpointed layers, in decimal GB.
-
-    Args:
-        axes: One for each.
-        timelines: Table timelines.
-    """
+    """Live bytes over one step without and with checkpointed layers, in decimal GB."""
     plot_timelines(axes, _labelled(timelines), unit="GB")
     for ax, title in zip(axes, ("Selected: the whole graph stays", "Checkpointed: one layer at a time"), strict=True):
         ax.set_title(title)
 
 
 def plot_layer_differences(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Relative difference between the policy's activations and the base's, layer by layer.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.caching.measure.options.layer_differences`.
-
-    Returns:
-        The axes.
-    """
+    """Relative difference between the policy's activations and the base's, layer by layer."""
     ax.plot(table.layer, table.relative_difference, marker="o", color=SERIES[0])
     ax.set_title("The adapter changes the activations of every layer")
     ax.set_xlabel("layer")

@@ -15,13 +15,8 @@ GB = 1e9
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
     """Every figure that is the same in each run.
 
-    Args:
-        tables: The experiment's.
-        settings: What they were measured with.
-
-    Returns:
-        Names to values: bytes of one layer, peaks in decimal GB and MB, differences of log-probabilities and KL in
-        nats, other differences relative.
+    Names to values: bytes of one layer, peaks in decimal GB and MB, differences of log-probabilities and KL in
+    nats, other differences relative.
     """
     shape, length = shape_of(settings.model), settings.prompt_tokens + settings.new_tokens
     parts, eager = layer_parts(tables["layer"], "sdpa"), layer_parts(tables["layer"], "eager")
@@ -49,20 +44,11 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
 
 
 def timed_metrics(tables: Tables) -> dict[str, float]:
-    """Time of each option over that of ``selected``.
-
-    Args:
-        tables: Table seconds.
-    """
+    """Time of each option over that of ``selected``."""
     seconds = tables["seconds"].set_index("option").seconds
     return {f"caching/measured_{o}_over_selected_seconds": s / seconds["selected"] for o, s in seconds.items()}
 
 
 def layer_parts(layer: pd.DataFrame, attention: str) -> pd.Series:
-    """Bytes that one layer keeps, by group.
-
-    Args:
-        layer: Table layer.
-        attention: sdpa or eager.
-    """
+    """Bytes that one layer keeps, by group."""
     return layer[layer.attention == attention].groupby("group")["bytes"].sum()

@@ -50,16 +50,7 @@ def family(name: str) -> str:
 
 
 def bias_variance_figure(table: pd.DataFrame, rewards: Sequence[str], batch: int) -> Figure:
-    """`plot_bias_variance` for each reward side by side, with one legend.
-
-    Args:
-        table: The table quality; `reinforce`, whose bar would be a hundred times as long as the others, is left out.
-        rewards: Which, in this order.
-        batch: Samples in the batch.
-
-    Returns:
-        The figure.
-    """
+    """`plot_bias_variance` for each reward side by side, with one legend."""
     shown = table[(table.estimator != "reinforce") & table.reward.isin(rewards)]
     height = 1.7 + 0.19 * (shown.estimator.nunique() + shown.estimator.map(family).nunique() / 2)
     fig, axes = plt.subplots(1, len(rewards), figsize=(_WIDTH, height), sharex=True, sharey=True, squeeze=False)
@@ -78,13 +69,7 @@ def bias_variance_figure(table: pd.DataFrame, rewards: Sequence[str], batch: int
 def plot_bias_variance(ax: Axes, table: pd.DataFrame, batch: int = 1) -> Axes:
     """Squared bias and variance over the squared gradient, end to end: the mean squared error of a batch.
 
-    Args:
-        ax: Where to draw.
-        table: Rows of one reward from `grade.experiments.estimators.measure.enumerated.quality_table`.
-        batch: Samples in the batch.
-
-    Returns:
-        The axes; settings of one estimator are next to each other, with a gap to the next one.
+    The axes; settings of one estimator are next to each other, with a gap to the next one.
     """
     rows = pd.concat([rows for _, rows in table.groupby(table.estimator.map(family), sort=False)])
     families = rows.estimator.map(family)
@@ -109,14 +94,7 @@ def cosine_figure(
 ) -> Figure:
     """`plot_cosines` for each policy and reward, with one legend.
 
-    Args:
-        curves: The table cosine.
-        rewards: Which, in this order.
-        banded: Estimators that get a 95 % band.
-        crossovers: For a policy and a reward, the batch size at which a policy gradient overtakes.
-
-    Returns:
-        The figure, at most three panels wide.
+    The figure, at most three panels wide.
     """
     panels = list(itertools.product(curves.policy.unique(), rewards))
     columns = 2 if len(rewards) <= 2 else 3
@@ -163,17 +141,7 @@ def line_styles(names: Sequence[str]) -> dict[str, dict]:
 
 
 def plot_cosines(ax: Axes, curves: pd.DataFrame, banded: Sequence[str], styles: Mapping[str, dict]) -> Axes:
-    """Expected cosine with the true gradient against the number of samples.
-
-    Args:
-        ax: Where to draw.
-        curves: From `grade.experiments.estimators.measure.study.cosine_curves`, of one reward.
-        banded: Estimators that get a 95 % band, if they have intervals.
-        styles: From `line_styles`.
-
-    Returns:
-        The axes.
-    """
+    """Expected cosine with the true gradient against the number of samples."""
     for name, rows in curves.groupby("estimator", sort=False):
         ax.plot(rows.n, rows.cosine.astype(float), color=color(str(name)), **styles[str(name)])
         if name in banded and rows.low.notna().all():
@@ -197,15 +165,7 @@ def mark_crossover(ax: Axes, batch: float) -> Axes:
 
 
 def worth_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
-    """`plot_worth` for each policy, one below the other, with one legend.
-
-    Args:
-        table: The table worth.
-        rewards: Which, in this order.
-
-    Returns:
-        The figure.
-    """
+    """`plot_worth` for each policy, one below the other, with one legend."""
     policies = list(table.policy.unique())
     names = _relaxed(table)
     height = 2.6 * len(policies) + 0.6 + 0.2 * -(-len(names) // 3)
@@ -224,14 +184,6 @@ def plot_worth(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
     """Policy-gradient samples that one sample of each relaxed estimator is worth, with 95 % intervals.
 
     The axis is logarithmic down to 0.1 and linear to 0 below, since a gradient may be worth nothing; it ends at 300.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.estimators.measure.study.summary`; policy gradients are left out.
-        rewards: Which, in this order.
-
-    Returns:
-        The axes.
     """
     names, seen = _relaxed(table), {}
     for i, name in enumerate(names):
@@ -256,15 +208,7 @@ def plot_worth(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
 
 
 def hybrid_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
-    """`plot_hybrid` for each policy side by side, with one legend.
-
-    Args:
-        table: The table hybrid.
-        rewards: Which, in this order.
-
-    Returns:
-        The figure.
-    """
+    """`plot_hybrid` for each policy side by side, with one legend."""
     policies = list(table.policy.unique())
     width = _WIDTH if len(policies) > 1 else 5.6
     fig, axes = plt.subplots(1, len(policies), figsize=(width, 3.8), sharey=True, squeeze=False)
@@ -278,16 +222,7 @@ def hybrid_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
 
 
 def plot_hybrid(ax: Axes, table: pd.DataFrame, rewards: Sequence[str]) -> Axes:
-    """Expected cosine of the blend over that of the better of its parts, with 95 % intervals; cut above twice.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.estimators.measure.study.hybrid_table`.
-        rewards: Which, in this order.
-
-    Returns:
-        The axes.
-    """
+    """Expected cosine of the blend over that of the better of its parts, with 95 % intervals; cut above twice."""
     for i, reward in enumerate(rewards):
         rows = table[table.reward == reward]
         x = rows.n * 1.12 ** (i - (len(rewards) - 1) / 2)  # side by side, or intervals hide each other
@@ -309,13 +244,6 @@ def plot_spread(ax: Axes, table: pd.DataFrame) -> Axes:
     """The paper's "gradient variance" against the variance relative to the squared gradient, both on log axes.
 
     One point per reward and estimator; settings of one estimator look alike.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.estimators.measure.study.spread_table`.
-
-    Returns:
-        The axes.
     """
     shown = table[np.isfinite(table.relative)]
     markers = dict(zip(shown.reward.unique(), itertools.cycle(_MARKERS), strict=False))

@@ -26,14 +26,9 @@ def metrics(tables: Tables, settings: Settings) -> Values:
 
     Names that begin with ``after/`` are of the policy after training.
 
-    Args:
-        tables: The experiment's.
-        settings: What they were measured with.
-
-    Returns:
-        Names to values: bias and mse of the enumerated policy (squared errors over the squared norm of the gradient);
-        worth and crossover of the chosen estimator in samples, with ends of their 95 % intervals; hybrid, the gain of
-        the blend; snr, cosine_64 and worth of every estimator; spread.
+    Names to values: bias and mse of the enumerated policy (squared errors over the squared norm of the gradient);
+    worth and crossover of the chosen estimator in samples, with ends of their 95 % intervals; hybrid, the gain of
+    the blend; snr, cosine_64 and worth of every estimator; spread.
     """
     found: Values = {}
     if settings.enumerated:
@@ -50,15 +45,7 @@ def metrics(tables: Tables, settings: Settings) -> Values:
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> Values:
-    """Figures of seconds: milliseconds of a sample, and worth per second of the chosen estimator.
-
-    Args:
-        tables: The experiment's.
-        settings: What they were measured with.
-
-    Returns:
-        Names to values.
-    """
+    """Figures of seconds: milliseconds of a sample, and worth per second of the chosen estimator."""
     found: Values = {}
     for row in tables["speed"].itertuples():
         prefix = _prefix(row.policy)

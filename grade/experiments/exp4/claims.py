@@ -22,11 +22,7 @@ _traced = partial(Claim, seed="001", how="traced")
 def exp4_claims(configurations: pd.DataFrame) -> list[Claim]:
     """A verdict on each claim of document 001.
 
-    Args:
-        configurations: From `grade.experiments.exp4.measure.steps.configurations_table`.
-
-    Returns:
-        The claims, in the document's order.
+    The claims, in the document's order.
     """
     at = configurations.set_index("configuration")
     return [*_smaller_sizes(at), *_narrower_types(at), *_freed_or_recomputed(at), *_totals(at)]

@@ -14,16 +14,7 @@ _OFF_SCALE = 1.2  # a bar longer than this times the start's would hide all othe
 
 
 def plot_configurations(ax: Axes, categories: pd.DataFrame, budget: int) -> Axes:
-    """Bytes at the peak by category, one bar per configuration, those far beyond the start left out.
-
-    Args:
-        ax: Where to draw.
-        categories: Table categories.
-        budget: The GPU's bytes, a line; left out where even the start needs less than a quarter of them.
-
-    Returns:
-        The axes.
-    """
+    """Bytes at the peak by category, one bar per configuration, those far beyond the start left out."""
     peaks = categories.groupby("configuration", sort=False)["bytes"].sum()
     shown = peaks.index[peaks <= _OFF_SCALE * peaks["start"]]
     table = labelled(categories[categories.configuration.isin(shown)])
@@ -33,12 +24,7 @@ def plot_configurations(ax: Axes, categories: pd.DataFrame, budget: int) -> Axes
 
 
 def plot_loop_and_replay(axes: Sequence[Axes], timelines: pd.DataFrame) -> None:
-    """Live bytes over one step of the re-running loop and of the replay.
-
-    Args:
-        axes: One for each.
-        timelines: Table timelines.
-    """
+    """Live bytes over one step of the re-running loop and of the replay."""
     plot_timelines(axes, labelled(timelines))
     for ax, title in zip(axes, ("The loop keeps every pass until backward", "Replay keeps one pass"), strict=True):
         ax.set_title(title)

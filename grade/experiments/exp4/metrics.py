@@ -22,12 +22,7 @@ PUBLISHED = {
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
     """Every figure that is the same in each run.
 
-    Args:
-        tables: Table configurations.
-        settings: What it was measured with.
-
-    Returns:
-        Names to values: peaks and what the step adds in GiB, operations in TFLOP.
+    Names to values: peaks and what the step adds in GiB, operations in TFLOP.
     """
     rows = tables["configurations"].set_index("configuration")
     figures: dict[str, float | str] = {"exp4/model": settings.model}
@@ -39,9 +34,5 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
 
 
 def timed_metrics(tables: Tables) -> dict[str, float]:
-    """Seconds that the traces of the configurations took, summed.
-
-    Args:
-        tables: Table seconds.
-    """
+    """Seconds that the traces of the configurations took, summed."""
     return {"exp4/trace_seconds": tables["seconds"].seconds.sum()}

@@ -30,14 +30,7 @@ _row = partial(Claim, seed="000")
 def exp6_claims(measured: Numbers) -> list[Claim]:
     """Judge every claim of document 000.
 
-    Args:
-        measured: A finite number for each of `MEASURED_KEYS`; other keys are ignored.
-
-    Returns:
-        The claims, in the document's order: optimisations, memory table, trade-offs, metrics, success criteria.
-
-    Raises:
-        InputError: For a missing key or a value that is not a finite number, naming the key.
+    The claims, in the document's order: optimisations, memory table, trade-offs, metrics, success criteria.
     """
     for key in MEASURED_KEYS:
         if key not in measured:

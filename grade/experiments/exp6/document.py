@@ -62,12 +62,11 @@ MEASURED_KEYS = (
 def seed_000_counts() -> dict[str, float]:
     """Every figure on document 000 that is arithmetic. Bytes unless the name says otherwise.
 
-    Returns:
-        Names to exact numbers. ``real`` marks the model that was run (Qwen3-4B), the rest is the document's setting.
-
     >>> counts = seed_000_counts()
     >>> counts["soft_tokens"], counts["topk_int64"], round(counts["topk_int64_ratio"], 1)
     (8192000, 196608, 41.7)
+
+    Names to exact numbers. ``real`` marks the model that was run (Qwen3-4B), the rest is the document's setting.
     """
     real_v, real_h, n = QWEN3_4B.vocab, QWEN3_4B.hidden, f.token_forwards_uncached(P, T)
     soft, real_soft = f.rows_bytes(B, T, V), f.rows_bytes(B, T, real_v)

@@ -34,19 +34,6 @@ def plot_reward(ax: Axes, curves: pd.DataFrame, against: str = "samples", gold: 
 
     One run of a method: its mean with the standard error over prompts. Several (``ste-0``, ``ste-1``, ...): thin lines,
     and their mean with the standard error over runs, samples or seconds averaged at equal steps.
-
-    Args:
-        ax: Where to draw.
-        curves: Columns ``run``, ``step``, the one of ``against``, ``val/reward_mean``, ``val/reward_stderr``,
-            ``val/reward_n`` and, for the judge, ``val/gold_mean`` and so on. Rows without an evaluation are skipped.
-        against: ``samples`` or ``seconds``.
-        gold: Whether to draw the gold judge (dashed).
-
-    Returns:
-        ``ax``.
-
-    Raises:
-        InputError: For a missing column or no evaluation at all.
     """
     require_columns([curves], ["run", "step", against])
     gold = gold and "val/gold_mean" in curves
@@ -77,18 +64,7 @@ def plot_reward(ax: Axes, curves: pd.DataFrame, against: str = "samples", gold: 
 
 
 def plot_training_curves(axes: Sequence[Axes], curves: pd.DataFrame) -> Sequence[Axes]:
-    """Reward, KL and gradient norm of the training batches, step by step.
-
-    Args:
-        axes: Three Axes.
-        curves: Columns ``run``, ``step``, ``train/reward``, ``train/kl`` and ``train/grad_norm``.
-
-    Returns:
-        ``axes``.
-
-    Raises:
-        InputError: For a missing column or another number of axes.
-    """
+    """Reward, KL and gradient norm of the training batches, step by step."""
     axes = np.asarray(axes, dtype=object).ravel()
     names = {"train/reward": "reward, P(positive)", "train/kl": "KL, nats per token",
              "train/grad_norm": "gradient norm before clipping"}  # fmt: skip
@@ -115,16 +91,6 @@ def plot_time_against_tokens(ax: Axes, frame: pd.DataFrame) -> Axes:
     """Seconds of one gradient against completion length, log-log, with the fitted exponent in the legend.
 
     The exponent is the least-squares slope of ``log seconds`` on ``log T``. Repeated rows are averaged in the line.
-
-    Args:
-        ax: Where to draw.
-        frame: Columns ``engine``, ``T`` (tokens), ``seconds``.
-
-    Returns:
-        ``ax``.
-
-    Raises:
-        InputError: For a missing column or a value that has no logarithm.
     """
     require_columns([frame], ["engine", "T", "seconds"])
     if not (frame[["T", "seconds"]] > 0).all(axis=None):
@@ -146,18 +112,7 @@ def plot_time_against_tokens(ax: Axes, frame: pd.DataFrame) -> Axes:
 
 
 def plot_kept_bytes(ax: Axes, frame: pd.DataFrame) -> Axes:
-    """Bytes kept for backward, one horizontal bar for each option in its engine's colour, in MB (10^6 bytes).
-
-    Args:
-        ax: Where to draw.
-        frame: Columns ``option``, ``engine`` and ``bytes``, top to bottom.
-
-    Returns:
-        ``ax``.
-
-    Raises:
-        InputError: For a missing column, or negative bytes.
-    """
+    """Bytes kept for backward, one horizontal bar for each option in its engine's colour, in MB (10^6 bytes)."""
     require_columns([frame], ["option", "engine", "bytes"])
     if (frame["bytes"] < 0).any():
         raise InputError("bytes", frame["bytes"].min(), "numbers that are not negative")
@@ -181,16 +136,6 @@ def plot_support_mass(ax: Axes, frame: pd.DataFrame) -> Axes:
 
     What is missing is drawn rather than what is held: 0.999 and 0.96 look alike, 0.001 and 0.04 do not. Less than one
     part in a million, which is rounding in float32, is not drawn.
-
-    Args:
-        ax: Where to draw.
-        frame: Columns ``tau``, ``K``, ``mass`` (fraction held by the top K), and optionally ``n`` (positions).
-
-    Returns:
-        ``ax``.
-
-    Raises:
-        InputError: For a missing column or a mass outside 0..1.
     """
     require_columns([frame], ["tau", "K", "mass"])
     if not frame["mass"].between(0, 1).all():
@@ -218,19 +163,7 @@ def plot_support_mass(ax: Axes, frame: pd.DataFrame) -> Axes:
 
 
 def plot_hops(axes: Sequence[Axes], frame: pd.DataFrame) -> Sequence[Axes]:
-    """Relative error of the replayed gradient against the number of feedback hops, log scale, a panel per policy.
-
-    Args:
-        axes: One for each policy.
-        frame: Columns ``policy``, ``estimator``, ``hops``, ``error`` (relative to the unrolled gradient), all at one
-            tau.
-
-    Returns:
-        ``axes``.
-
-    Raises:
-        InputError: For a missing column.
-    """
+    """Relative error of the replayed gradient against the number of feedback hops, log scale, a panel per policy."""
     require_columns([frame], ["policy", "estimator", "hops", "error"])
     axes = np.asarray(axes, dtype=object).ravel()
     for ax, (policy, of_policy) in zip(axes, frame.groupby("policy", sort=False), strict=True):

@@ -15,13 +15,8 @@ HOPS = 2  # the feedback hops of the headline error, those of the training runs
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
     """Every figure that does not depend on the machine's speed.
 
-    Args:
-        tables: The experiment's.
-        settings: What they were measured with.
-
-    Returns:
-        Names to values: ``train/`` (P(positive), KL in nats per token), ``parity/``, ``memory/`` (bytes), ``support/``
-        and the sizes of the timings under ``speed/``.
+    Names to values: ``train/`` (P(positive), KL in nats per token), ``parity/``, ``memory/`` (bytes), ``support/``
+    and the sizes of the timings under ``speed/``.
     """
     names = ("batch", "prompt_tokens", "new_tokens", "hops", "dtype")
     counted = tables["bytes"]
@@ -38,13 +33,8 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, float]:
     """Every figure made of seconds.
 
-    Args:
-        tables: The experiment's.
-        settings: What they were measured with.
-
-    Returns:
-        Seconds of the runs (mean over seeds) and of replay, ratios of one gradient's seconds to replay's at the
-        headline T, the exponent of replay's seconds in T, and the reference pass.
+    Seconds of the runs (mean over seeds) and of replay, ratios of one gradient's seconds to replay's at the
+    headline T, the exponent of replay's seconds in T, and the reference pass.
     """
     times = tables["time_against_tokens"]
     at_headline = times[times["T"] == settings.speed_new_tokens].set_index("engine").seconds
@@ -67,12 +57,6 @@ def run_metrics(runs: pd.DataFrame) -> dict[str, float]:
 
     With one seed, standard errors are over prompts. With several, they are those of the mean of the seeds' (nearly
     independent) estimates, and ``seeds_stderr`` is the standard error over seeds.
-
-    Args:
-        runs: From `grade.experiments.exp6.measure.runs.run_table`.
-
-    Returns:
-        Names to values.
     """
     figures: dict[str, float] = {}
     for name, rows in runs.groupby(runs["run"].str.rpartition("-")[0]):

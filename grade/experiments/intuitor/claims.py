@@ -29,14 +29,7 @@ def intuitor_claims(
 ) -> list[Claim]:
     """A verdict on each claim of document 004.
 
-    Args:
-        shape: The document's model.
-        rows_gb: GB by formula, by row of `grade.experiments.intuitor.measure.study.memory_table`.
-        peaks: Traced GB by length and step, from `grade.experiments.intuitor.metrics.peaks_by_length`.
-        m: Figures, from `grade.experiments.intuitor.metrics.metrics`.
-
-    Returns:
-        The claims, in the document's order.
+    The claims, in the document's order.
     """
     return [
         *_table_claims(shape, rows_gb, peaks),

@@ -14,16 +14,7 @@ _PUBLISHED, _DOCUMENT = SERIES[0], SERIES[1]  # self-certainty and the document'
 
 
 def plot_peaks_by_length(ax: Axes, table: pd.DataFrame, stated: Mapping[int, tuple[float, float]]) -> Axes:
-    """Traced peaks of PPO and Intuitor against length, beside the document's, in decimal GB on a log axis.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.intuitor.measure.study.length_table`.
-        stated: Tokens to the document's GB of PPO and Intuitor; lengths that were not traced are left out.
-
-    Returns:
-        The axes.
-    """
+    """Traced peaks of PPO and Intuitor against length, beside the document's, in decimal GB on a log axis."""
     lengths = sorted(table.tokens.unique())
     known = [n for n in lengths if n in stated]
     for i, method in enumerate(("PPO", "Intuitor")):
@@ -46,15 +37,7 @@ def plot_peaks_by_length(ax: Axes, table: pd.DataFrame, stated: Mapping[int, tup
 
 
 def plot_peak_sweep(ax: Axes, sweep: pd.DataFrame) -> Axes:
-    """Self-certainty and the document's formula against the height of one logit.
-
-    Args:
-        ax: Where to draw.
-        sweep: From `grade.experiments.intuitor.measure.study.peak_sweep`.
-
-    Returns:
-        The axes.
-    """
+    """Self-certainty and the document's formula against the height of one logit."""
     ax.plot(sweep.peak, sweep.published, marker="o", color=_PUBLISHED, label="self-certainty + log V")
     ax.plot(sweep.peak, sweep.document, marker="s", color=_DOCUMENT, label="document's formula")
     ax.set_ylim(0, 1.08 * max(sweep.published.max(), sweep.document.max()))
@@ -66,15 +49,7 @@ def plot_peak_sweep(ax: Axes, sweep: pd.DataFrame) -> Axes:
 
 
 def plot_scores(ax: Axes, scores: pd.DataFrame) -> Axes:
-    """The document's score against self-certainty, one point per completion, each less its prompt's mean.
-
-    Args:
-        ax: Where to draw.
-        scores: From `grade.experiments.intuitor.measure.study.certainty_figures`.
-
-    Returns:
-        The axes.
-    """
+    """The document's score against self-certainty, one point per completion, each less its prompt's mean."""
     centred = scores - scores.groupby("group").transform("mean").reindex(columns=scores.columns, fill_value=0)
     ax.scatter(centred.self_certainty, centred.document, s=14, alpha=0.6, color=_DOCUMENT, linewidths=0,
                label="one completion")  # fmt: skip

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
     """Every figure of the experiment.
 
-    Args:
-        tables: Its tables.
-        settings: What they were measured with.
-
-    Returns:
-        Names to values: scores in nats, peaks in decimal GB, sequences that fit a GPU.
+    Names to values: scores in nats, peaks in decimal GB, sequences that fit a GPU.
     """
     fits, lengths, sweep = tables["fits"], tables["lengths"], tables["sweep"]
     figures = {f"intuitor/{name}": value for name, value in tables["certainty"].items()}

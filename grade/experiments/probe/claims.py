@@ -23,12 +23,7 @@ _claim = partial(Claim, seed="003")
 def probe_claims(shape: ModelShape, m: Mapping[str, float]) -> list[Claim]:
     """A verdict on each claim of document 003.
 
-    Args:
-        shape: The model that the document's probe ran on.
-        m: Figures, from `grade.experiments.probe.metrics.metrics`.
-
-    Returns:
-        The claims, in the document's order.
+    The claims, in the document's order.
     """
     return [*_scoring_claims(m), *_buffer_claims(shape, m), *_restore_claims(m), *_diagnosis_claims(shape, m)]
 

@@ -16,13 +16,6 @@ def plot_sweep(ax: Axes, table: pd.DataFrame) -> Axes:
 
     Both are divided by the step's multiple of the run's learning rate, so that a linear prediction is a level line, and
     all step sizes share a signed linear axis. Bars: two standard errors.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.probe.measure.study.sweep_table`.
-
-    Returns:
-        The axes.
     """
     steps = table.groupby("step")
     for i, (step, rows) in enumerate(steps):
@@ -42,15 +35,7 @@ def plot_sweep(ax: Axes, table: pd.DataFrame) -> Axes:
 
 
 def plot_linearity(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Linear over true change on the same samples, minus one, against learning rate. Bars: two standard errors.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.probe.measure.study.sweep_table`.
-
-    Returns:
-        The axes.
-    """
+    """Linear over true change on the same samples, minus one, against learning rate. Bars: two standard errors."""
     steps = table.groupby("step")
     for i, (step, rows) in enumerate(steps):
         ax.errorbar(rows.learning_rate * _shift(i, len(steps)), rows.linearity_error,
@@ -71,15 +56,7 @@ def _shift(i: int, n: int) -> float:
 
 
 def plot_layers(ax: Axes, layers: pd.DataFrame) -> Axes:
-    """Each layer's part of the predicted change.
-
-    Args:
-        ax: Where to draw.
-        layers: Columns layer (-1: modules outside the layers) and part, of one training step.
-
-    Returns:
-        The axes.
-    """
+    """Each layer's part of the predicted change."""
     names = ["rest" if layer < 0 else str(layer) for layer in layers.layer]
     ax.bar(names, layers.part, color=[_UP if part > 0 else _DOWN for part in layers.part])
     ax.axhline(0, color=color("text"), linewidth=0.8)
@@ -93,15 +70,7 @@ def plot_layers(ax: Axes, layers: pd.DataFrame) -> Axes:
 
 
 def plot_sequences(ax: Axes, parts: pd.Series) -> Axes:
-    """Each completion's part of the predicted change, in order, with their mean.
-
-    Args:
-        ax: Where to draw.
-        parts: Of one training step.
-
-    Returns:
-        The axes.
-    """
+    """Each completion's part of the predicted change, in order, with their mean."""
     values = sorted(parts)
     ax.bar(range(len(values)), values, width=1, color=[_UP if value > 0 else _DOWN for value in values])
     ax.axhline(parts.mean(), color=color("text"), linewidth=1, linestyle="--", label="mean: the prediction")
@@ -113,15 +82,7 @@ def plot_sequences(ax: Axes, parts: pd.Series) -> Axes:
 
 
 def plot_precision(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Change of entropy against step size, the forward passes in each type.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.probe.measure.study.precision_table`.
-
-    Returns:
-        The axes.
-    """
+    """Change of entropy against step size, the forward passes in each type."""
     first = table[table.dtype == table.dtype.iloc[0]]
     ax.plot(first.multiple, first.predicted, color=color("line"), linestyle="--", linewidth=1.5, label="predicted")
     for shade, mark, (name, rows) in zip(SERIES, "osv", table.groupby("dtype", sort=False), strict=False):
@@ -136,15 +97,7 @@ def plot_precision(ax: Axes, table: pd.DataFrame) -> Axes:
 
 
 def plot_phases(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Peak of live bytes in each phase of a probe, in decimal MB above those that were there before it.
-
-    Args:
-        ax: Where to draw.
-        table: Columns phase and peak_bytes.
-
-    Returns:
-        The axes.
-    """
+    """Peak of live bytes in each phase of a probe, in decimal MB above those that were there before it."""
     ax.barh(table.phase, table.peak_bytes / 1e6, color=SERIES[0])
     ax.invert_yaxis()
     ax.grid(False, axis="y")

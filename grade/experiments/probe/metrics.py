@@ -19,13 +19,8 @@ PREDICTIONS = ("delta_h1", "delta_h1_stderr", "delta_h1_momentum", "delta_h1_gra
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | int | str | None]:
     """Every figure of the experiment that is no time.
 
-    Args:
-        tables: Its tables.
-        settings: What they were measured with.
-
-    Returns:
-        Names to values: ``probe/*`` on the document's proposals, peaks in decimal GB; ``study/*`` on the probe of a
-        policy, entropies in nats per completion.
+    Names to values: ``probe/*`` on the document's proposals, peaks in decimal GB; ``study/*`` on the probe of a
+    policy, entropies in nats per completion.
     """
     return _proposals(tables) | _study(tables) | {
         "probe/model": settings.model, "study/learning_rate": settings.probe.learning_rate,

@@ -14,14 +14,7 @@ _SHARDINGS = {"ddp": "a copy on each (ddp)", "fsdp2": "divided (fsdp2)"}
 
 
 def gpus_figure(table: pd.DataFrame) -> Figure:
-    """Peak of one of several GPUs by category, the base copied and divided.
-
-    Args:
-        table: The table gpus.
-
-    Returns:
-        The figure.
-    """
+    """Peak of one of several GPUs by category, the base copied and divided."""
     fig, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
     for ax, (sharding, title) in zip(axes, _SHARDINGS.items(), strict=True):
         rows = table[table["sharding"] == sharding]
@@ -38,14 +31,7 @@ def gpus_figure(table: pd.DataFrame) -> Figure:
 
 
 def sampling_figure(table: pd.DataFrame) -> Figure | None:
-    """Seconds of a completion over TRL's, with 95 % intervals.
-
-    Args:
-        table: The table sampling.
-
-    Returns:
-        The figure; None if TRL was not timed.
-    """
+    """Seconds of a completion over TRL's, with 95 % intervals."""
     ratios = peer_ratios(table)
     if ratios.empty:
         return None

@@ -14,20 +14,16 @@ Values = dict[str, float | int | str]
 def metrics(tables: Tables) -> Values:
     """Every figure that is the same in every run.
 
-    Args:
-        tables: The experiment's.
+    Names to values; what a table does not hold has no figure.
 
-    Returns:
-        Names to values; what a table does not hold has no figure.
-
-        - ``fsdp2/max_rel_diff`` of the adapter after training, two processes against one, over all methods, and
-          ``fsdp2/methods``; ``fsdp2/held_share``, the largest share of the base's bytes that a process holds;
-        - ``fsdp2/trace_rel_error``, the largest of traced against tracked peaks, and ``fsdp2/trace_steps``;
-        - ``gpus/<sharding>_<n>/peak_gib`` and ``received_gib`` of one of n GPUs, traced;
-        - ``lean/step_gib``, what the lean step needs over its weights, traced;
-        - ``sampler/chi2_p``, the smallest of other samplers than our own, each also ``sampler/<name>/chi2_p`` with
-          ``n``, ``mean_ratio`` and ``largest_difference``; ``sampler/<name>/training_difference`` to our own with
-          ``_stderr`` and ``_n``.
+    - ``fsdp2/max_rel_diff`` of the adapter after training, two processes against one, over all methods, and
+      ``fsdp2/methods``; ``fsdp2/held_share``, the largest share of the base's bytes that a process holds;
+    - ``fsdp2/trace_rel_error``, the largest of traced against tracked peaks, and ``fsdp2/trace_steps``;
+    - ``gpus/<sharding>_<n>/peak_gib`` and ``received_gib`` of one of n GPUs, traced;
+    - ``lean/step_gib``, what the lean step needs over its weights, traced;
+    - ``sampler/chi2_p``, the smallest of other samplers than our own, each also ``sampler/<name>/chi2_p`` with
+      ``n``, ``mean_ratio`` and ``largest_difference``; ``sampler/<name>/training_difference`` to our own with
+      ``_stderr`` and ``_n``.
     """
     return _fsdp2(tables) | _memory(tables) | _samplers(tables)
 
@@ -35,13 +31,9 @@ def metrics(tables: Tables) -> Values:
 def timed_metrics(tables: Tables) -> Values:
     """Figures of seconds.
 
-    Args:
-        tables: The experiment's.
-
-    Returns:
-        ``fits/seconds``, the median search, and ``fits/cpu_seconds``; ``sampler/over_trl``, the least seconds of a
-        sampler over TRL's in the largest batch, with ``_low`` and ``_high``, and ``sampler/best``; below
-        ``sampler/over_trl_<batch>/`` every sampler's.
+    ``fits/seconds``, the median search, and ``fits/cpu_seconds``; ``sampler/over_trl``, the least seconds of a
+    sampler over TRL's in the largest batch, with ``_low`` and ``_high``, and ``sampler/best``; below
+    ``sampler/over_trl_<batch>/`` every sampler's.
     """
     found: Values = {}
     fits = tables["fits"]

@@ -9,15 +9,7 @@ from grade.plotting import SERIES, color
 
 
 def plot_first_order(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Predicted against true change of entropy, both in absolute value, on log axes.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.validation.measure.study.first_order_table`.
-
-    Returns:
-        The axes.
-    """
+    """Predicted against true change of entropy, both in absolute value, on log axes."""
     ways = {"forward": ("o", "forward mode"), "reverse": ("s", "reverse mode"), "two_batch": ("^", "two batches")}
     for i, (way, (mark, label)) in enumerate(ways.items()):
         ax.plot(table.exact.abs(), table[way].abs(), mark, color=SERIES[i], markersize=11 - 3 * i, fillstyle="none",
@@ -34,15 +26,7 @@ def plot_first_order(ax: Axes, table: pd.DataFrame) -> Axes:
 
 
 def plot_importance(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Mean estimate over true change by importance sampling, against the effective share of the samples.
-
-    Args:
-        ax: Where to draw.
-        table: From `grade.experiments.validation.measure.study.importance_table`.
-
-    Returns:
-        The axes.
-    """
+    """Mean estimate over true change by importance sampling, against the effective share of the samples."""
     apart = 0.009 * (table.ess.max() - table.ess.min())  # the bars of a step stand side by side
     ways = {"whole": ("o", -apart, "completions"), "prefix": ("s", apart, "prefixes")}
     for series, (way, (mark, shift, label)) in zip(SERIES, ways.items(), strict=False):

@@ -13,11 +13,7 @@ WAYS = ("forward", "reverse", "two_batch")
 def metrics(tables: Tables) -> dict[str, float]:
     """Every figure of the experiment.
 
-    Args:
-        tables: Tables first_order, coverage and importance.
-
-    Returns:
-        Names to values; changes of entropy in nats per completion, coverage as a share of the repetitions.
+    Names to values; changes of entropy in nats per completion, coverage as a share of the repetitions.
     """
     first, coverage, importance = tables["first_order"], tables["coverage"], tables["importance"]
     found = {f"validation/slope_{way}": slope(first, way) for way in WAYS}

@@ -21,13 +21,8 @@ _GROUPS = {
 def layer_inventory(config: TracedConfig, device: Device = "cuda") -> pd.DataFrame:
     """Tensors of a middle layer that are alive when the forward pass with gradient ends.
 
-    Args:
-        config: A step that keeps its layers: not checkpointed, one forward pass with gradient.
-        device: Whose kernels.
-
-    Returns:
-        Columns group, module, op, shape, dtype, count, bytes (of all of them), in the order in which they were made.
-        Groups: norms, attention, adapter inputs (what the adapter's products keep), MLP.
+    Columns group, module, op, shape, dtype, count, bytes (of all of them), in the order in which they were made.
+    Groups: norms, attention, adapter inputs (what the adapter's products keep), MLP.
     """
     tracker = trace_layers(config, with_layers(model_config(config.model), 3), device)
     last = max(i for i, phase in enumerate(tracker.phase_of) if phase == "forward")

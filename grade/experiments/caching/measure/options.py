@@ -68,17 +68,7 @@ def update(
 ) -> Tensor:
     """Add one gradient of ``-mean(logp) + beta * mean(k3)``: every completion with advantage 1.
 
-    Args:
-        backbone: Policy and reference.
-        prompts: B prompts.
-        ids: Completions [B, T].
-        option: How the reference's log-probabilities are obtained.
-        kl_coef: beta.
-        stored: Reference log-probabilities [B, T], for the option ``stored``.
-        tracker: Told which phase runs.
-
-    Returns:
-        Reference log-probabilities [B, T].
+    Reference log-probabilities [B, T].
     """
     mask, held = torch.ones_like(ids), None
     if option == "dual":
@@ -149,16 +139,8 @@ def compare_options(
 ) -> pd.DataFrame:
     """Run every option for real.
 
-    Args:
-        backbone: Policy and reference; its gradients are cleared.
-        prompts: B prompts.
-        ids: Completions [B, T].
-        repeats: How often each option is timed; the median counts.
-        kl_coef: beta.
-
-    Returns:
-        One row per option: ``seconds``, ``peak_bytes`` beyond what was there before, ``ref_max_abs_diff`` (nats) and
-        ``grad_rel_diff`` against the option ``selected``.
+    One row per option: ``seconds``, ``peak_bytes`` beyond what was there before, ``ref_max_abs_diff`` (nats) and
+    ``grad_rel_diff`` against the option ``selected``.
     """
     with torch.no_grad(), backbone.reference():
         stored = score(backbone, prompts, ids, torch.ones_like(ids)).logps
@@ -190,14 +172,8 @@ def compare_options(
 def layer_differences(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> pd.DataFrame:
     """How far the policy's activations are from the base's on the same text, layer by layer.
 
-    Args:
-        backbone: A trained adapter: an untrained one has no effect.
-        prompts: B prompts.
-        ids: Completions [B, T].
-
-    Returns:
-        Columns layer (1 .. L) and relative_difference, ``|h_policy - h_base| / |h_base|`` over completion positions;
-        attribute ``dropout`` is the same ratio between train and eval mode, adapter on (0 without dropout).
+    Columns layer (1 .. L) and relative_difference, ``|h_policy - h_base| / |h_base|`` over completion positions;
+    attribute ``dropout`` is the same ratio between train and eval mode, adapter on (0 without dropout).
     """
     policy = _layer_outputs(backbone, prompts, ids)
     with backbone.reference():
@@ -239,8 +215,7 @@ def decoder_layers(backbone: Backbone) -> list[nn.Module]:
 def reference_that_keeps_its_adapter(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Mapping[str, float]:
     """KL to the base, and to the document's fallback "reference": the same model with the adapter left on.
 
-    Returns:
-        ``kl_to_base`` and ``kl_to_itself``: mean k3 estimates in nats per token.
+    ``kl_to_base`` and ``kl_to_itself``: mean k3 estimates in nats per token.
     """
     mask = torch.ones_like(ids)
     new, itself = (score(backbone, prompts, ids, mask).logps for _ in range(2))

@@ -24,17 +24,7 @@ from grade.stats import Interval, interval
 
 
 def variants(full: int, taus: Sequence[float], topk: int, draws: Sequence[int]) -> list[Variant]:
-    """What is compared: every estimator over hops at tau 1; over tau, K and M at ``full`` hops.
-
-    Args:
-        full: Hops that are exact, T - 1.
-        taus: Temperatures.
-        topk: A support smaller than the vocabulary.
-        draws: M of `gumbel_rao`.
-
-    Returns:
-        The estimators, each once.
-    """
+    """What is compared: every estimator over hops at tau 1; over tau, K and M at ``full`` hops."""
     grid = []
     for estimator in ("ste", "gumbel_rao", "reinmax", "gumbel"):
         largest = max(draws)
@@ -83,14 +73,9 @@ def quality_table(rows: Rows, exact: dict[str, Tensor]) -> pd.DataFrame:
     `grpo` is held against ``1 - 1/G`` of the gradient, its expectation (see `measure.rows.advantages`); for KL, where
     only a part of the gradient shrinks, it is left out.
 
-    Args:
-        rows: From `gradient_rows`.
-        exact: From `exact_gradients`.
-
-    Returns:
-        One row per reward and estimator: bias2 and its standard error, both over ``|mu|^2``; along, the relative bias
-        along mu, ``<m, mu> / |mu|^2 - 1``, and its standard error; variance and mse over ``|mu|^2``; snr; cosine of one
-        sample and of the mean; n samples in all.
+    One row per reward and estimator: bias2 and its standard error, both over ``|mu|^2``; along, the relative bias
+    along mu, ``<m, mu> / |mu|^2 - 1``, and its standard error; variance and mse over ``|mu|^2``; snr; cosine of one
+    sample and of the mean; n samples in all.
     """
     table = []
     for (reward, estimator), gradients in rows.gradients.items():
@@ -114,18 +99,7 @@ def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:
 
 
 def mse_ratio(rows: Rows, exact: Tensor, reward: str, better: str, worse: str) -> Interval:
-    """Mean squared error of one sample of one estimator over another's, with its interval (geometric).
-
-    Args:
-        rows: From `gradient_rows`; the two share completions.
-        exact: The exact gradient [P].
-        reward: Name.
-        better: Name of the first estimator.
-        worse: Name of the second.
-
-    Returns:
-        The ratio.
-    """
+    """Mean squared error of one sample of one estimator over another's, with its interval (geometric)."""
     first, second = (moments(rows.gradients[reward, name], exact, rows.size).mse() for name in (better, worse))
     return interval(first / second, geometric=True)
 
@@ -135,15 +109,7 @@ def mse_ratio_table(
 ) -> pd.DataFrame:
     """Mean squared error of `gumbel_rao` over `ste`'s, both at tau 1.
 
-    Args:
-        rows: From `gradient_rows`.
-        exact: From `exact_gradients`.
-        rewards: Names.
-        draws: M of `gumbel_rao`.
-        full: Hops of both.
-
-    Returns:
-        Columns reward, draws, ratio, low and high (95 %).
+    Columns reward, draws, ratio, low and high (95 %).
     """
     ste, table = Variant("ste", 1.0, full).name, []
     for reward in rewards:

@@ -135,17 +135,6 @@ def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = No
     of the greedy completion; `grpo`: minus the mean of all of the prompt's, itself included (no whitening), which makes
     the expected gradient ``1 - 1/G`` of the truth (`grade.gradients.losses.grpo`, which trains, corrects for that).
 
-    Args:
-        rewards: [B, G].
-        kind: Which.
-        greedy: Rewards of greedy completions [B], for `remax`.
-
-    Returns:
-        [B, G].
-
-    Raises:
-        InputError: If a group baseline has a single completion.
-
     >>> r = torch.tensor([[1.0, 2.0, 6.0]])
     >>> advantages(r, "rloo").tolist(), advantages(r, "grpo").tolist()
     ([[-3.0, -1.5, 4.5]], [[-2.0, -1.0, 3.0]])
@@ -160,13 +149,7 @@ def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = No
 def gradient_rows(setting: Setting, rows: int, seed: int = 0) -> Rows:
     """Draw R rows.
 
-    Args:
-        setting: Policy, prompts, rewards, estimators.
-        rows: R.
-        seed: Of the noise; row i is the same whatever R is.
-
-    Returns:
-        The gradients, and the time of each.
+    The gradients, and the time of each.
     """
     gradients: dict[tuple[str, str], list[Tensor]] = {}
     seconds: dict[tuple[str, str], list[float]] = {}

@@ -47,29 +47,7 @@ def load_setting(
     variants: Sequence[Variant], prompts: int, prompt_tokens: int, group: int, length: int,
     depth_reviews: int = 400, dtype: str = "float32", device: str = "cpu",
 ) -> Setting:  # fmt: skip
-    """A policy, prompts and rewards to take gradients of.
-
-    Args:
-        backbone_dir: Folder of the base; empty for the toy policy with random rewards.
-        adapter_dir: A trained adapter; empty: a new one (whose B is 0: the policy is the base).
-        reviews_dir: Folder of the review splits.
-        reward_dirs: Folders of trained reward models by name.
-        depths: Layers that the rewards in between read; those are trained here.
-        variants: Relaxed estimators.
-        prompts: B.
-        prompt_tokens: P.
-        group: G.
-        length: T.
-        depth_reviews: Reviews that rewards in between are trained on; a quarter as many for early stopping.
-        dtype: Type of the base's weights.
-        device: Where to run.
-
-    Returns:
-        The setting.
-
-    Raises:
-        InputError: If a file is missing, or there are fewer reviews than prompts.
-    """
+    """A policy, prompts and rewards to take gradients of."""
     if backbone_dir:
         lora = None if adapter_dir else LoraSettings()
         backbone = Backbone.load(backbone_dir, dtype, lora, adapter_dir or None, device)
@@ -101,12 +79,8 @@ def all_moments(rows: Rows) -> dict[tuple[str, str], Moments]:
 def summary(rows: Rows) -> pd.DataFrame:
     """What one sample of each estimator is worth.
 
-    Args:
-        rows: From `gradient_rows`.
-
-    Returns:
-        One row per reward and estimator: worth in samples of the unbiased one, at n = 1, with its 95 % interval;
-        crossover batch size with its interval; snr; cosine of one sample, of 64 and of the mean; n samples in all.
+    One row per reward and estimator: worth in samples of the unbiased one, at n = 1, with its 95 % interval;
+    crossover batch size with its interval; snr; cosine of one sample, of 64 and of the mean; n samples in all.
     """
     found, table = all_moments(rows), []
     for (reward, name), m in found.items():
@@ -124,12 +98,8 @@ def summary(rows: Rows) -> pd.DataFrame:
 def speed_table(rows: Rows) -> pd.DataFrame:
     """What a second of each estimator is worth.
 
-    Args:
-        rows: From `gradient_rows`.
-
-    Returns:
-        Columns reward, estimator, milliseconds of a sample, and worth_per_second: worth per second of computing over
-        that of the unbiased estimator.
+    Columns reward, estimator, milliseconds of a sample, and worth_per_second: worth per second of computing over
+    that of the unbiased estimator.
     """
     table = []
     for row in summary(rows).itertuples():
@@ -143,12 +113,7 @@ def speed_table(rows: Rows) -> pd.DataFrame:
 def cosine_curves(rows: Rows, batches: Sequence[int]) -> pd.DataFrame:
     """Expected cosine with the true gradient against the number of samples.
 
-    Args:
-        rows: From `gradient_rows`.
-        batches: Numbers of samples n.
-
-    Returns:
-        Columns reward, estimator, n, cosine, low, high (95 %; None where there is no interval).
+    Columns reward, estimator, n, cosine, low, high (95 %; None where there is no interval).
     """
     table = []
     for (reward, name), m in all_moments(rows).items():
@@ -162,14 +127,8 @@ def cosine_curves(rows: Rows, batches: Sequence[int]) -> pd.DataFrame:
 def hybrid_table(rows: Rows, relaxed: str, batches: Sequence[int]) -> pd.DataFrame:
     """Gain of the blend over the better of its parts.
 
-    Args:
-        rows: From `gradient_rows`.
-        relaxed: The estimator that is blended with the unbiased one.
-        batches: Batch sizes.
-
-    Returns:
-        Columns reward, n, ratio of expected cosines (blend over the better part, cross-fitted) with low and high, and
-        share, the relaxed gradient's weight over the sum of weights.
+    Columns reward, n, ratio of expected cosines (blend over the better part, cross-fitted) with low and high, and
+    share, the relaxed gradient's weight over the sum of weights.
     """
     table = []
     for reward in dict.fromkeys(reward for reward, _ in rows.gradients):
@@ -186,10 +145,9 @@ def hybrid_table(rows: Rows, relaxed: str, batches: Sequence[int]) -> pd.DataFra
 def spread_table(rows: Rows) -> pd.DataFrame:
     """The paper's "gradient variance" beside the variance of the gradient.
 
-    Returns:
-        Columns reward, estimator, tensor_spread (the paper's: sd over parameter tensors of norms), sd (square root of
-        the trace of the covariance of a row's gradient), norm (root mean square of a row's), relative: variance over
-        the squared mean (1 / SNR of a row), which does not change with the gradient's scale.
+    Columns reward, estimator, tensor_spread (the paper's: sd over parameter tensors of norms), sd (square root of
+    the trace of the covariance of a row's gradient), norm (root mean square of a row's), relative: variance over
+    the squared mean (1 / SNR of a row), which does not change with the gradient's scale.
     """
     table = []
     for (reward, name), gradients in rows.gradients.items():

@@ -80,11 +80,7 @@ class Settings(Config):
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The adapter folder of each policy; empty before training.
-
-        Raises:
-            InputError: If the policy after training is studied and no folder of runs is named.
-        """
+        """The adapter folder of each policy; empty before training."""
         if "after" in self.policies and not self.runs_dir:
             raise InputError("runs_dir", self.runs_dir, "the folder of training runs, for the policy after training")
         folders = {"before": "", "after": f"{self.runs_dir}/{self.trained_run}/adapter"}

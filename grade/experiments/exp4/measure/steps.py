@@ -38,15 +38,8 @@ def configurations(
 ) -> dict[str, StepConfig]:
     """The document's start, each of its changes alone, all together, and this project's step at the same size.
 
-    Args:
-        model: Name or folder of the model.
-        prompt_tokens: P.
-        batch_sizes: B before and after (4 and 2 in the document).
-        lengths: T before and after (48 and 32).
-
-    Returns:
-        Configurations by name, as in `LABELS`. Accumulation is left out of change 1 (4 to 8 microbatches): a second
-        microbatch also holds the adapter's gradients of the first, 45 MiB for Qwen3-4B, and needs nothing else.
+    Configurations by name, as in `LABELS`. Accumulation is left out of change 1 (4 to 8 microbatches): a second
+    microbatch also holds the adapter's gradients of the first, 45 MiB for Qwen3-4B, and needs nothing else.
     """
     start = START | dict(model=model, prompt_tokens=prompt_tokens, batch_size=batch_sizes[0], max_new_tokens=lengths[0])
     changes: dict[str, dict[str, Any]] = {
@@ -90,13 +83,8 @@ def token_forwards(config: StepConfig) -> int:
 def configurations_table(steps: Mapping[str, StepConfig], traces: Mapping[str, Trace]) -> pd.DataFrame:
     """What each configuration needs.
 
-    Args:
-        steps: From `configurations`.
-        traces: Their traces.
-
-    Returns:
-        One row per configuration: its name; bytes at the peak (peak_bytes), of the weights (weights_bytes), of the step
-        beyond weights, adapter and optimizer (step_bytes); peak_phase; token_forwards; flops of one optimizer step.
+    One row per configuration: its name; bytes at the peak (peak_bytes), of the weights (weights_bytes), of the step
+    beyond weights, adapter and optimizer (step_bytes); peak_phase; token_forwards; flops of one optimizer step.
     """
     return pd.DataFrame(
         dict(
@@ -111,9 +99,8 @@ def configurations_table(steps: Mapping[str, StepConfig], traces: Mapping[str, T
 def largest_table(trace: Trace) -> pd.DataFrame:
     """The largest tensors at a trace's peak.
 
-    Returns:
-        Columns nbytes, shape (text, for example ``2 x 63 x 151936``), dtype, category, module (none: made in
-        backward or in a loss), phase; largest first.
+    Columns nbytes, shape (text, for example ``2 x 63 x 151936``), dtype, category, module (none: made in backward
+    or in a loss), phase; largest first.
     """
     rows = [
         dict(nbytes=t.nbytes, shape=" x ".join(map(str, t.shape)), dtype=t.dtype, category=t.category,

@@ -42,11 +42,7 @@ OPTIMISATIONS: dict[str, StepwiseOptions] = {
 def kept_by_option(setting: Setting) -> pd.DataFrame:
     """Bytes alive after the forward pass of one step, each of the document's optimisations alone and all together.
 
-    Args:
-        setting: Small: the original's graph is kept whole.
-
-    Returns:
-        Table with columns option, engine (unrolled, checkpointed, replay), bytes. Adapter and base are not counted.
+    Table with columns option, engine (unrolled, checkpointed, replay), bytes. Adapter and base are not counted.
     """
     full = setting.relaxation.model_copy(update={"gumbel_topk": 0})
     topk = setting.relaxation
@@ -84,11 +80,7 @@ def kept_by_replay(setting: Setting, gradient_checkpointing: bool) -> int:
 def policy_bytes(setting: Setting) -> dict[str, float]:
     """Bytes that the policy's own passes keep in the three engines; relaxation, KL and reward are in their lean forms.
 
-    Args:
-        setting: B, P and T to measure at.
-
-    Returns:
-        Figures ``policy_<engine>_bytes`` and ``policy_completion_tokens`` = B T.
+    Figures ``policy_<engine>_bytes`` and ``policy_completion_tokens`` = B T.
     """
     tokens = len(setting.prompts) * setting.relaxation.max_new_tokens
     return {
@@ -103,14 +95,7 @@ def policy_bytes(setting: Setting) -> dict[str, float]:
 def relaxation_bytes(vocab: int, k: int, tau: float = 1.0, hidden: int = 64) -> dict[str, float]:
     """Bytes that one relaxed token keeps for backward, from logits to embedding: dense, as published, compact.
 
-    Args:
-        vocab: V.
-        k: K.
-        tau: Temperature.
-        hidden: D of the table; nothing that is kept depends on it except [D] results.
-
-    Returns:
-        Figures ``relax_<form>_bytes_per_token`` and ``relax_vocab_size``.
+    Figures ``relax_<form>_bytes_per_token`` and ``relax_vocab_size``.
     """
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(vocab, hidden, generator=generator)
@@ -150,14 +135,7 @@ def _through(form: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
 def reward_embedding_bytes(tokens: int, k: int, hidden: int, vocab: int) -> dict[str, float]:
     """Bytes that making the reward's soft embeddings keeps for backward, from the weights [T, K] on.
 
-    Args:
-        tokens: T.
-        k: K.
-        hidden: D.
-        vocab: V.
-
-    Returns:
-        Figures ``reward_dense_bytes``, ``reward_gather_bytes``, ``reward_bag_bytes``.
+    Figures ``reward_dense_bytes``, ``reward_gather_bytes``, ``reward_bag_bytes``.
     """
     generator = torch.Generator().manual_seed(0)
     table = torch.empty(vocab, hidden).normal_(generator=generator)
@@ -190,11 +168,7 @@ def freeing_peaks(setting: Setting) -> dict[str, float]:
 def reference_forms(setting: Setting) -> dict[str, Callable[[], None]]:
     """The reference over one completion without gradients, in two forms.
 
-    Args:
-        setting: B, P and T.
-
-    Returns:
-        ``uncached``, which runs the whole prefix again for each token, and ``cached``, on a KV cache.
+    ``uncached``, which runs the whole prefix again for each token, and ``cached``, on a KV cache.
     """
     backbone, prompts = setting.backbone, setting.prompts
     inputs, mask = replay_inputs(prompts, backbone.embed(prompts.ids), setting.rollout().embeds)
@@ -218,11 +192,7 @@ def reference_forms(setting: Setting) -> dict[str, Callable[[], None]]:
 def reference_peaks(setting: Setting) -> dict[str, float]:
     """Peak live bytes beyond the weights of the reference over one completion.
 
-    Args:
-        setting: B, P and T.
-
-    Returns:
-        Figures ``reference_<form>_peak_bytes`` for the forms of `reference_forms`.
+    Figures ``reference_<form>_peak_bytes`` for the forms of `reference_forms`.
     """
     figures = {}
     for name, form in reference_forms(setting).items():

@@ -26,15 +26,7 @@ TOY_TRAINING = dict(
 
 
 def overwrite_adapter(backbone: Backbone, folder: str | Path) -> None:
-    """Copy a saved adapter's values into a backbone that has an adapter of the same shape.
-
-    Args:
-        backbone: Its adapter is overwritten.
-        folder: A run's ``adapter``.
-
-    Raises:
-        InputError: If there is no adapter or it does not fit.
-    """
+    """Copy a saved adapter's values into a backbone that has an adapter of the same shape."""
     path = Path(folder) / "adapter_model.safetensors"
     try:
         state = load_file(path)
@@ -47,12 +39,7 @@ def overwrite_adapter(backbone: Backbone, folder: str | Path) -> None:
 
 
 def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_trunk")) -> None:
-    """Train the toy task a few steps under each run name, so that the notebook has something to show.
-
-    Args:
-        folder: One folder ``<run>-0`` each is written here.
-        runs: Run names; one that ends in ``_trunk`` has the trunk reward.
-    """
+    """Train the toy task a few steps under each run name, so that the notebook has something to show."""
     from grade.training.run import run_training, write_run  # here: finished runs are read without the trainer
 
     for run in runs:
@@ -66,15 +53,8 @@ def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_tr
 def run_table(runs_dir: str | Path) -> pd.DataFrame:
     """Finished runs: held-out reward, gold judge and KL before and after training.
 
-    Args:
-        runs_dir: A folder with ``<run>-<seed>/metrics.json``.
-
-    Returns:
-        One row per run, with standard errors over prompts (those of a gain are of the paired difference), ``z``, which
-        is gain over standard error, and the number of prompts ``n``.
-
-    Raises:
-        InputError: If there is no run.
+    One row per run, with standard errors over prompts (those of a gain are of the paired difference), ``z``, which
+    is gain over standard error, and the number of prompts ``n``.
     """
     rows = []
     for folder in _folders(runs_dir):
@@ -93,14 +73,7 @@ def run_table(runs_dir: str | Path) -> pd.DataFrame:
 def curve_table(runs_dir: str | Path) -> pd.DataFrame:
     """Histories of finished runs without their times.
 
-    Args:
-        runs_dir: A folder with ``<run>-<seed>/history.csv``.
-
-    Returns:
-        The histories, one below the other, with a first column ``run``.
-
-    Raises:
-        InputError: If there is no run.
+    The histories, one below the other, with a first column ``run``.
     """
     histories = {folder.name: pd.read_csv(folder / "history.csv") for folder in _folders(runs_dir)}
     table = pd.concat(histories, names=["run"]).reset_index("run").reset_index(drop=True)
@@ -110,14 +83,7 @@ def curve_table(runs_dir: str | Path) -> pd.DataFrame:
 def seconds_table(runs_dir: str | Path) -> pd.DataFrame:
     """Seconds of training of finished runs, evaluations not counted.
 
-    Args:
-        runs_dir: A folder with ``<run>-<seed>/timings.csv``, or times in ``history.csv``, as older runs have.
-
-    Returns:
-        Columns run, step and seconds since the start.
-
-    Raises:
-        InputError: If there is no run.
+    Columns run, step and seconds since the start.
     """
     tables = []
     for folder in _folders(runs_dir):
@@ -130,15 +96,7 @@ def seconds_table(runs_dir: str | Path) -> pd.DataFrame:
 def text_table(runs_dir: str | Path, rows: int = 3) -> pd.DataFrame:
     """Completions before and after training, with the trained reward and the gold judge's score.
 
-    Args:
-        runs_dir: A folder with ``<run>-<seed>/samples.json``.
-        rows: Completions of each run.
-
-    Returns:
-        The runs' samples with a first column ``run``.
-
-    Raises:
-        InputError: If there is no run.
+    The runs' samples with a first column ``run``.
     """
     samples = [
         {"run": folder.name, **sample}

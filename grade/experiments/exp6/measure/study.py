@@ -37,13 +37,7 @@ def hop_errors(
 ) -> pd.DataFrame:
     """Relative gradient error of `replay` against `unrolled`, by estimator and number of hops.
 
-    Args:
-        setting: A policy that differs from its reference, else KL's gradient vanishes.
-        hops: Numbers of hops.
-        estimators: Estimators.
-
-    Returns:
-        Table with columns estimator, hops, error, residual.
+    Table with columns estimator, hops, error, residual.
     """
     rows = []
     for estimator in estimators:
@@ -59,13 +53,7 @@ def hop_errors(
 def training_parity(setting: Setting, steps: int, learning_rate: float) -> pd.DataFrame:
     """Train twice from the same adapter on the same noise, optimised and legacy, and compare step by step.
 
-    Args:
-        setting: Start, prompts and noise; the adapter is restored afterwards.
-        steps: AdamW steps.
-        learning_rate: Its learning rate.
-
-    Returns:
-        Table with columns step, and reward and kl (means over the batch) of each engine.
+    Table with columns step, and reward and kl (means over the batch) of each engine.
     """
     backbone, parameters = setting.backbone, setting.backbone.trainable_parameters()
     columns: dict[str, list[float]] = {}
@@ -85,15 +73,7 @@ def training_parity(setting: Setting, steps: int, learning_rate: float) -> pd.Da
 
 
 def accumulation_error(setting: Setting, hops: int = 1) -> float:
-    """Relative difference between the gradients of B microbatches of one prompt and of one batch of B.
-
-    Args:
-        setting: B >= 2 prompts; all are cut from one rollout, so that the noise is the same.
-        hops: Feedback hops.
-
-    Returns:
-        Relative error.
-    """
+    """Relative difference between the gradients of B microbatches of one prompt and of one batch of B."""
     whole = setting.rollout()
     _, want = setting.run(partial(replay, hops=hops, rollout=whole))
     total = torch.zeros_like(want)
@@ -126,14 +106,7 @@ def time_against_tokens(
 ) -> pd.DataFrame:
     """Seconds of one gradient against completion length.
 
-    Args:
-        setting: B, P and the rest.
-        tokens: Completion lengths by engine (unrolled, checkpointed, replay).
-        hops: Feedback hops of replay.
-        repeats: Runs of each, of which the median counts; the slow engines run once.
-
-    Returns:
-        Table with columns engine, T, seconds.
+    Table with columns engine, T, seconds.
     """
     engines = {"unrolled": (unrolled, 1), "checkpointed": (checkpointed, 1),
                "replay": (partial(replay, hops=hops), repeats)}  # fmt: skip
@@ -152,16 +125,8 @@ def support_mass(
 ) -> pd.DataFrame:
     """Probability mass that the K likeliest tokens of ``softmax(logits / tau)`` hold, at every position of real text.
 
-    Args:
-        backbone: The model.
-        texts: Texts, cut to ``max_tokens`` tokens.
-        taus: Temperatures.
-        ks: Sizes of the support.
-        max_tokens: Longest context.
-
-    Returns:
-        Table with columns tau, K, mass (mean over positions), stderr (over texts), p05 (fifth percentile over
-        positions), n (positions), texts.
+    Table with columns tau, K, mass (mean over positions), stderr (over texts), p05 (fifth percentile over
+    positions), n (positions), texts.
     """
     per_text: dict[tuple[float, int], list[Tensor]] = {(tau, k): [] for tau in taus for k in ks}
     for text in progress(texts, "mass of the support"):

@@ -28,13 +28,7 @@ from grade.models.self_certainty import certainty_of_logits, completion_certaint
 def memory_table(shape: ModelShape, batch: int, length: int) -> pd.DataFrame:
     """The document's table, row by row: the stated size and what the same formula gives.
 
-    Args:
-        shape: The model.
-        batch: Sequences, 64 in the document.
-        length: Tokens of each, prompt included, 6K.
-
-    Returns:
-        Columns row, stated_gb, by_formula_gb, formula.
+    Columns row, stated_gb, by_formula_gb, formula.
     """
     params = parameter_count(shape)
     every = rows_bytes(batch, length, shape.vocab)  # float32
@@ -56,13 +50,7 @@ def memory_table(shape: ModelShape, batch: int, length: int) -> pd.DataFrame:
 def update_configs(model: str, length: int, dtype: str = "bfloat16") -> dict[str, PolicyStepConfig]:
     """PPO's and Intuitor's updates, with dense and with chunked logits, one sequence per microbatch.
 
-    Args:
-        model: Name of the model.
-        length: Tokens of a sequence; a third is the prompt.
-        dtype: Type of weights, gradients and moments.
-
-    Returns:
-        Configurations by the name of the step.
+    Configurations by the name of the step.
     """
     steps = {
         "PPO, dense logits": dict(logits="all"),
@@ -78,17 +66,7 @@ def update_configs(model: str, length: int, dtype: str = "bfloat16") -> dict[str
 def length_traces(
     model: str, lengths: Sequence[int], gpus: int = 8, processes: int = 1
 ) -> dict[tuple[int, str], Trace]:  # fmt: skip
-    """Traces of `update_configs` at several lengths, on one of the GPUs.
-
-    Args:
-        model: Name of the model.
-        lengths: Tokens of a sequence.
-        gpus: GPUs that divide weights, gradients and optimizer.
-        processes: Traces that run at once.
-
-    Returns:
-        Traces by length and step.
-    """
+    """Traces of `update_configs` at several lengths, on one of the GPUs."""
     configs = {(n, step): config for n in lengths for step, config in update_configs(model, n).items()}
     return {key: shard(whole, configs[key], gpus) for key, whole in trace_all(configs, processes).items()}
 
@@ -96,11 +74,7 @@ def length_traces(
 def length_table(traces: Mapping[tuple[int, str], Trace]) -> pd.DataFrame:
     """Peaks by length and step.
 
-    Args:
-        traces: From `length_traces`.
-
-    Returns:
-        Columns tokens, step, peak_gb (decimal GB), peak_phase.
+    Columns tokens, step, peak_gb (decimal GB), peak_phase.
     """
     rows = [dict(tokens=length, step=step, peak_gb=t.peak / 1e9, peak_phase=t.peak_phase)
             for (length, step), t in traces.items()]  # fmt: skip
@@ -120,15 +94,7 @@ def certainty_samples(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample ``group`` completions of each prompt, and compute their logits.
 
-    Args:
-        backbone: The policy.
-        prompts: Prompts.
-        new: T.
-        group: G.
-        seed: Of the samples.
-
-    Returns:
-        Hidden states [N, T, D], logits [N, T, V] in float32, mask [N, T] and each sample's prompt [N], N = B G.
+    Hidden states [N, T, D], logits [N, T, V] in float32, mask [N, T] and each sample's prompt [N], N = B G.
     """
     index, many = torch.arange(len(prompts)).repeat_interleave(group), prompts.repeat(group)
     generator = torch.Generator(backbone.device).manual_seed(seed)
@@ -142,18 +108,9 @@ def certainty_figures(
 ) -> tuple[dict[str, float], pd.DataFrame]:
     """Self-certainty beside the document's formula, and its error in narrow types.
 
-    Args:
-        backbone: The policy.
-        hidden: [N, T, D].
-        logits: [N, T, V].
-        mask: [N, T].
-        group_of: Prompt of each completion [N].
-        chunk: Vocabulary chunk of the document's formula.
-
-    Returns:
-        Figures in nats, and a table with one row per completion: group (its prompt's number), self_certainty, document
-        (the document's score). ``document_offset`` is the mean absolute difference per token between the document's
-        formula and ``logsumexp - mean``, which it is meant to compute.
+    Figures in nats, and a table with one row per completion: group (its prompt's number), self_certainty, document
+    (the document's score). ``document_offset`` is the mean absolute difference per token between the document's
+    formula and ``logsumexp - mean``, which it is meant to compute.
     """
     right = self_certainty(backbone.head, hidden.flatten(0, 1)).view(mask.shape)
     exact = certainty_of_logits(logits.double())
@@ -187,15 +144,8 @@ def certainty_figures(
 def peak_sweep(vocab: int, peaks: Sequence[float], chunk: int = 1024, seed: int = 0) -> pd.DataFrame:
     """Random logits N(0, 2^2), one of which is raised to each of ``peaks``, and how each formula scores them.
 
-    Args:
-        vocab: V.
-        peaks: Heights.
-        chunk: Vocabulary chunk of the document's formula.
-        seed: Of the logits.
-
-    Returns:
-        Columns peak, published (``logsumexp - mean``: self-certainty plus log V), document (the mean of that over
-        chunks).
+    Columns peak, published (``logsumexp - mean``: self-certainty plus log V), document (the mean of that over
+    chunks).
     """
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(vocab, generator=generator, dtype=torch.float64) * 2
@@ -211,15 +161,7 @@ def peak_sweep(vocab: int, peaks: Sequence[float], chunk: int = 1024, seed: int 
 def settings_fit(model: str, prompt: int, responses: tuple[int, int], gpus: int, budget: int) -> pd.DataFrame:
     """How many sequences fit a GPU at once in each of the document's settings, with dense and with chunked logits.
 
-    Args:
-        model: Name of the model.
-        prompt: P.
-        responses: T of the conservative and of the aggressive setting.
-        gpus: GPUs that divide weights, gradients and optimizer.
-        budget: Bytes of each.
-
-    Returns:
-        Columns setting, logits, needed (sequences of a GPU without microbatches), fits (at most ``needed``), peak_gb.
+    Columns setting, logits, needed (sequences of a GPU without microbatches), fits (at most ``needed``), peak_gb.
     """
 
     @remembering
@@ -243,12 +185,5 @@ def chunked_over_vocabulary(logits: Tensor, chunk_size: int = 1024) -> Tensor:
 
     This is not self-certainty: ``logsumexp`` of the whole is at least the mean of the chunks' plus the log of their
     number (Jensen), and a confident token moves only its own chunk. It is here to be compared with the right value.
-
-    Args:
-        logits: [..., V].
-        chunk_size: Logits in a chunk; the last may be smaller, and has the same weight.
-
-    Returns:
-        [...].
     """
     return torch.stack([c.logsumexp(-1) - c.mean(-1) for c in logits.split(chunk_size, -1)], -1).mean(-1)

@@ -53,16 +53,7 @@ class ProbeStepConfig(TracedConfig):
 
 
 def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None) -> Tensor:
-    """The gradient as the document computes it: every chunk's graph waits for one backward pass.
-
-    Args:
-        backbone: The policy.
-        samples: Completions.
-        chunk: Completions in a forward pass; None: all of a prompt.
-
-    Returns:
-        ``sum_n X_n / B`` [P].
-    """
+    """The gradient as the document computes it: every chunk's graph waits for one backward pass."""
     parameters, parts = trained_parameters(backbone), []
     batch, group, length = samples.ids.shape
     for _, prompts, ids, mask in samples.microbatches(chunk or group, backbone.device):
@@ -79,8 +70,7 @@ def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None
 def saved_by_log_probabilities(rows: int = 16, vocab: int = 4096) -> dict[str, float]:
     """Bytes that token log-probabilities keep for backward, in units of the logits [rows, V].
 
-    Returns:
-        ``log_softmax`` (and gather) and ``cross_entropy``.
+    ``log_softmax`` (and gather) and ``cross_entropy``.
     """
     logits = torch.zeros(rows, vocab, requires_grad=True)
     ids = torch.zeros(rows, dtype=torch.long)
@@ -103,10 +93,9 @@ def proposed_buffer_error() -> str:
 def restore_errors(steps: int = 2, learning_rate: float = 1e-2) -> dict[str, float]:
     """What remains of an AdamW step after each way of undoing it, on one random parameter.
 
-    Returns:
-        ``as_coded``: largest change of the parameter after ``zero_grad``, which drops gradients, and then a restore
-        that needs them. ``parameters_only``: largest difference between two "identical" probe steps if only the
-        parameters are restored, as proposed. ``everything``: the same if the optimizer's state is restored too.
+    ``as_coded``: largest change of the parameter after ``zero_grad``, which drops gradients, and then a restore
+    that needs them. ``parameters_only``: largest difference between two "identical" probe steps if only the
+    parameters are restored, as proposed. ``everything``: the same if the optimizer's state is restored too.
     """
     generator = torch.Generator().manual_seed(0)
     before, gradient = torch.randn(2, 50, generator=generator)
@@ -145,8 +134,7 @@ def restore_errors(steps: int = 2, learning_rate: float = 1e-2) -> dict[str, flo
 def narrow_log_probability_error(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> dict[str, float]:
     """Error of log-probabilities that are computed from bfloat16 logits, as in both of the document's versions.
 
-    Returns:
-        ``token_max`` and ``sequence_max``: largest absolute error of a token and of a sequence, in nats.
+    ``token_max`` and ``sequence_max``: largest absolute error of a token and of a sequence, in nats.
     """
     inputs, every = torch.cat([prompts.ids, ids], 1), prompts.mask_with(ids.shape[1])
     logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))[:, prompts.ids.shape[1] - 1 : -1]
@@ -160,14 +148,7 @@ def narrow_log_probability_error(backbone: Backbone, prompts: PromptBatch, ids: 
 
 @torch.no_grad()
 def missing_mask_error(backbone: Backbone, prompts: PromptBatch, ids: Tensor, padding: int) -> float:
-    """Largest error of a sequence log-probability, in nats, when left padding is not masked.
-
-    Args:
-        backbone: The policy.
-        prompts: Prompts without padding.
-        ids: Completions.
-        padding: Padding tokens put before the prompts.
-    """
+    """Largest error of a sequence log-probability, in nats, when left padding is not masked."""
     pad = torch.zeros(len(ids), padding, dtype=torch.long, device=ids.device)
     inputs = torch.cat([pad, prompts.ids, ids], 1)
     sums = []

@@ -26,17 +26,7 @@ from grade.training.toy import toy_task
 
 
 def checkpoints(run_dir: str | Path) -> dict[int, Path | None]:
-    """The adapters of a run by training step: none (a new one) at step 0, its checkpoints, the trained one.
-
-    Args:
-        run_dir: Folder of a run, as written by training.
-
-    Returns:
-        Step to folder.
-
-    Raises:
-        InputError: If the run has no trained adapter with its optimizer's state.
-    """
+    """The adapters of a run by training step: none (a new one) at step 0, its checkpoints, the trained one."""
     run = Path(run_dir)
     if not (run / "adapter" / OPTIMIZER_FILE).is_file():
         raise InputError("run_dir", str(run_dir), f"a run with adapter/{OPTIMIZER_FILE}, as written by training")
@@ -48,15 +38,7 @@ def checkpoints(run_dir: str | Path) -> dict[int, Path | None]:
 
 
 def toy_report(config: ProbeRunConfig, dtype: str = "float32") -> tuple[ProbeReport, Backbone]:
-    """A probe of the toy task, when there is no trained run.
-
-    Args:
-        config: Settings of the probe; its files are not used.
-        dtype: Type of the base.
-
-    Returns:
-        The report and its policy.
-    """
+    """A probe of the toy task, when there is no trained run."""
     task = toy_task(dtype=dtype)
     optimizer = make_optimizer(config, task.backbone, None)
     prompts = encode_prompts(task.backbone.tokenizer, task.validation_prompts[: 2 * config.batch_config.B], 8)
@@ -68,12 +50,7 @@ def toy_report(config: ProbeRunConfig, dtype: str = "float32") -> tuple[ProbeRep
 def sweep_table(reports: dict[int, ProbeReport], learning_rate: float) -> pd.DataFrame:
     """Every step size of every report.
 
-    Args:
-        reports: Training step to report.
-        learning_rate: The learning rate at a multiple of 1.
-
-    Returns:
-        Columns ``step``, ``learning_rate`` and those of `ProbeReport.sweep`.
+    Columns ``step``, ``learning_rate`` and those of `ProbeReport.sweep`.
     """
     rows = [{"step": step, "learning_rate": learning_rate * row["multiple"], **row}
             for step, report in reports.items() for row in report.sweep]  # fmt: skip
@@ -83,12 +60,8 @@ def sweep_table(reports: dict[int, ProbeReport], learning_rate: float) -> pd.Dat
 def parts_tables(reports: dict[int, ProbeReport]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Every report's predicted change by layer and by completion.
 
-    Args:
-        reports: Training step to report.
-
-    Returns:
-        Two frames. Columns step, layer (-1: modules outside the layers), part in nats, which sum to the prediction of
-        each step; and step, prompt, completion (their numbers), part in nats, whose mean is the prediction.
+    Two frames. Columns step, layer (-1: modules outside the layers), part in nats, which sum to the prediction of
+    each step; and step, prompt, completion (their numbers), part in nats, whose mean is the prediction.
     """
     layers = [{"step": step, "layer": layer, "part": part}
               for step, report in reports.items() for layer, part in report.layers().items()]  # fmt: skip
@@ -101,12 +74,7 @@ def parts_tables(reports: dict[int, ProbeReport]) -> tuple[pd.DataFrame, pd.Data
 def extremes_table(report: ProbeReport, policy: Backbone) -> pd.DataFrame:
     """The text of the two completions with the lowest parts and of the two with the highest.
 
-    Args:
-        report: A probe's.
-        policy: Its tokenizer decodes.
-
-    Returns:
-        Columns part (nats), prompt, completion, in the order of the parts.
+    Columns part (nats), prompt, completion, in the order of the parts.
     """
     parts, samples = report.sequences.flatten(), report.samples
     rows = []
@@ -125,14 +93,7 @@ def precision_table(
 ) -> pd.DataFrame:
     """True and predicted change of entropy by the same step on the same samples, with the base in several types.
 
-    Args:
-        policies: The same policy by the name of its type; the first predicts.
-        samples: Completions.
-        step: ``delta theta`` [P].
-        multiples: Step sizes.
-
-    Returns:
-        Columns dtype, multiple, predicted, delta_h, delta_h_stderr.
+    Columns dtype, multiple, predicted, delta_h, delta_h_stderr.
     """
     predicted = float(directional(next(iter(policies.values())), samples, step).per_sequence().mean())
     rows = []

@@ -18,17 +18,8 @@ def fits_table(model: str = "qwen3-4b", budget: str = "24GiB", repeats: int = 1)
     Start and imports count. On a machine that is busy with other work ``cpu_seconds`` is the better number; the search
     runs on one core.
 
-    Args:
-        model: Shape of the model; everything else as the command's defaults.
-        budget: As ``--fits``.
-        repeats: How often it is run.
-
-    Returns:
-        Columns run, wall_seconds, cpu_seconds (user and system), settings (rows of the table of settings), batch_size,
-        max_new_tokens (the largest that fit).
-
-    Raises:
-        subprocess.CalledProcessError: If the command fails.
+    Columns run, wall_seconds, cpu_seconds (user and system), settings (rows of the table of settings), batch_size,
+    max_new_tokens (the largest that fit).
     """
     command = [sys.executable, "-m", "grade", "memory", "--model", model, "--fits", budget, "--json"]
     rows = []

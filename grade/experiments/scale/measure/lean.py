@@ -11,17 +11,7 @@ GIB = 2**30
 
 
 def lean_step(model: str = "qwen3-4b", batch: int = 2, prompt_tokens: int = 32, new_tokens: int = 32) -> StepConfig:
-    """Replay on one base in three roles, layers recomputed, the reward on the embedding table.
-
-    Args:
-        model: Shape of the model.
-        batch: B.
-        prompt_tokens: P.
-        new_tokens: T.
-
-    Returns:
-        The step.
-    """
+    """Replay on one base in three roles, layers recomputed, the reward on the embedding table."""
     return StepConfig(
         model=model, batch_size=batch, prompt_tokens=prompt_tokens, max_new_tokens=new_tokens, method="ste",
         reward="bag", gradient_checkpointing=True,
@@ -31,15 +21,8 @@ def lean_step(model: str = "qwen3-4b", batch: int = 2, prompt_tokens: int = 32, 
 def lean_table(model: str = "qwen3-4b", batch: int = 2, prompt_tokens: int = 32, new_tokens: int = 32) -> pd.DataFrame:
     """Bytes of the lean step by phase.
 
-    Args:
-        model: Shape of the model.
-        batch: B.
-        prompt_tokens: P.
-        new_tokens: T.
-
-    Returns:
-        Columns phase, peak_bytes, weights_bytes, over_weights_gib: one row for each phase and one, ``step``, for the
-        whole step. Over its weights are adapter, optimizer, and what the step itself needs.
+    Columns phase, peak_bytes, weights_bytes, over_weights_gib: one row for each phase and one, ``step``, for the
+    whole step. Over its weights are adapter, optimizer, and what the step itself needs.
     """
     found = quick_trace(lean_step(model, batch, prompt_tokens, new_tokens))
     parts = found.phases | {"step": found.categories}

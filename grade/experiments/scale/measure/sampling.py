@@ -50,16 +50,8 @@ def law_table(
     The second one, because a sampler reads its cache for it. The policy's adapter is noise, so that a sampler without
     it would be seen.
 
-    Args:
-        n: Draws, at least.
-        model: Folder of the base.
-        samplers: Names of samplers, addresses of servers included.
-        text: The prompt.
-        seed: Of the adapter and the draws.
-
-    Returns:
-        A row for each sampler: ``sampler``, ``n``, ``p`` (of a statistic at least as large under the policy), and of
-        the same tokens ``mean_ratio`` and ``largest_difference`` of log-probabilities against whole passes.
+    A row for each sampler: ``sampler``, ``n``, ``p`` (of a statistic at least as large under the policy), and of
+    the same tokens ``mean_ratio`` and ``largest_difference`` of log-probabilities against whole passes.
     """
     backbone = Backbone.load(model, lora=LoraSettings())
     noise = torch.Generator().manual_seed(seed)
@@ -107,17 +99,8 @@ def training_table(
 ) -> pd.DataFrame:  # fmt: skip
     """The same training on completions of different samplers, which draw other ones.
 
-    Args:
-        seeds: Of adapter, prompt order and samples.
-        samplers: Names of samplers; differences are taken to the first.
-        method: Of training.
-        max_steps: Optimizer steps.
-        eval_prompts: Held-out prompts before and after, whose noise is the same for all runs.
-        **changes: Other settings of `TrainConfig`.
-
-    Returns:
-        A row for each seed and sampler: ``seed``, ``sampler``, held-out reward ``before`` and ``after``, and of the
-        last step ``mean_ratio`` and ``largest_difference`` (missing for own).
+    A row for each seed and sampler: ``seed``, ``sampler``, held-out reward ``before`` and ``after``, and of the
+    last step ``mean_ratio`` and ``largest_difference`` (missing for own).
     """
     rows = []
     for seed in progress(list(seeds), f"seeds of {method}"):
@@ -141,11 +124,7 @@ def training_table(
 def training_differences(table: pd.DataFrame) -> pd.DataFrame:
     """Paired differences of the reward after training to the first sampler's.
 
-    Args:
-        table: From `training_table`.
-
-    Returns:
-        A row for each other sampler: ``sampler``, ``difference``, ``stderr`` over seeds, ``n`` and two-sided ``p``.
+    A row for each other sampler: ``sampler``, ``difference``, ``stderr`` over seeds, ``n`` and two-sided ``p``.
     """
     after = {name: dict(zip(part["seed"], part["after"], strict=True)) for name, part in table.groupby("sampler")}
     first, rows = table["sampler"].iloc[0], []
@@ -166,17 +145,8 @@ def sampling_seconds(
     generates on its own path (``GRPOTrainer._generate_single_turn``: ``model.generate``), with its own copy of the
     base and LoRA of the same rank on the same layers. Tokenising and decoding count for no one.
 
-    Args:
-        batches: Completions in a batch.
-        repeats: Rounds; the order changes from round to round. One round before is not counted.
-        model: Folder of the base.
-        samplers: Names of samplers.
-        peer: Whether TRL takes part; None: where it is installed.
-        texts: Prompts; None: beginnings of reviews.
-
-    Returns:
-        A row for each batch, round and contestant: ``batch``, ``round``, ``sampler``, ``seconds`` of the clock and
-        ``cpu_seconds`` of the process, each per completion.
+    A row for each batch, round and contestant: ``batch``, ``round``, ``sampler``, ``seconds`` of the clock and
+    ``cpu_seconds`` of the process, each per completion.
     """
     torch.set_num_threads(1)
     backbone = Backbone.load(model, lora=LoraSettings())
@@ -201,13 +171,8 @@ def sampling_seconds(
 def sampling_ratios(table: pd.DataFrame, over: str = PEER) -> pd.DataFrame:
     """Ratios of seconds to one contestant's: of sums over rounds, with a jackknife interval over rounds.
 
-    Args:
-        table: From `sampling_seconds`.
-        over: The contestant below the line.
-
-    Returns:
-        A row for each batch and contestant: ``batch``, ``sampler``, ``seconds`` and ``cpu_seconds`` per completion
-        (means), and of both ``ratio`` and ``cpu_ratio`` with ``_low`` and ``_high``, 95 %.
+    A row for each batch and contestant: ``batch``, ``sampler``, ``seconds`` and ``cpu_seconds`` per completion
+    (means), and of both ``ratio`` and ``cpu_ratio`` with ``_low`` and ``_high``, 95 %.
     """
     rows = []
     for (batch, name), part in table.groupby(["batch", "sampler"], sort=False):

@@ -51,14 +51,9 @@ arrived when the next one is allocated."""
 def sharded_memory_table(names: Sequence[str] = tuple(STEPS), processes: int = 2) -> pd.DataFrame:
     """Peaks of one of several processes that divide the base: traced alone, and counted in real gloo processes.
 
-    Args:
-        names: Of `STEPS`.
-        processes: W.
-
-    Returns:
-        One row for each step and process: ``traced`` and ``tracked`` peak in bytes, ``rel_error``, bytes ``received``
-        from other processes in the step, traced and tracked, and ``whole``, the traced peak of one process that holds
-        the base alone.
+    One row for each step and process: ``traced`` and ``tracked`` peak in bytes, ``rel_error``, bytes ``received``
+    from other processes in the step, traced and tracked, and ``whole``, the traced peak of one process that holds
+    the base alone.
     """
     with tempfile.TemporaryDirectory() as place:
         in_processes(processes, track, place, tuple(names))
@@ -77,12 +72,7 @@ def sharded_memory_table(names: Sequence[str] = tuple(STEPS), processes: int = 2
 
 
 def track(place: str, names: Sequence[str]) -> None:
-    """Run steps on random weights, their base divided among gloo processes, of which this is one.
-
-    Args:
-        place: Folder for ``<rank>.json``: of each step the peak and the bytes received, as a tracker counts them.
-        names: Of `STEPS`.
-    """
+    """Run steps on random weights, their base divided among gloo processes, of which this is one."""
     dist.init_process_group("gloo")
     counted = {}
     for name in names:
@@ -102,17 +92,9 @@ def fsdp2_table(steps: int = 5, methods: Sequence[str] = METHODS, dtype: str = "
     Both have the same two microbatches a step. What may go wrong between processes is in it: a reward on the embedding
     table and one through the base, recomputed layers, two hops, completions that end early.
 
-    Args:
-        steps: Optimizer steps.
-        methods: Their names.
-        dtype: Type of base and adapter. In float32 `gumbel` and `gumbel_rao` differ by rounding, as one process folds
-            the adapter into the weights that it samples with, and `distilled`, as each process weighs its own parts
-            before they are added.
-
-    Returns:
-        One row for each method: ``max_rel_diff``, the largest ``|B - A| / |A|`` over the adapter's tensors after
-        training, ``bytes``, those of all parameters in one process, ``bytes_0`` and ``bytes_1``, those that each of two
-        processes holds, and ``adapter_bytes``, the part of each that is the adapter's.
+    One row for each method: ``max_rel_diff``, the largest ``|B - A| / |A|`` over the adapter's tensors after
+    training, ``bytes``, those of all parameters in one process, ``bytes_0`` and ``bytes_1``, those that each of two
+    processes holds, and ``adapter_bytes``, the part of each that is the adapter's.
     """
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
@@ -124,13 +106,7 @@ def fsdp2_table(steps: int = 5, methods: Sequence[str] = METHODS, dtype: str = "
 
 
 def in_processes(processes: int, work: Callable[..., None], *args: Any) -> None:
-    """Do work in new processes that find each other on this machine, the base divided among them.
-
-    Args:
-        processes: W.
-        work: A function of a module.
-        *args: For each of them.
-    """
+    """Do work in new processes that find each other on this machine, the base divided among them."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

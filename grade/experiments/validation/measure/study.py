@@ -33,8 +33,7 @@ def first_order_table(
 ) -> pd.DataFrame:
     """Predicted and true change against step size, each way of predicting taken over every completion.
 
-    Returns:
-        Columns eta, exact, and for each way (forward, reverse, two_batch) ``eta grad H . v``.
+    Columns eta, exact, and for each way (forward, reverse, two_batch) ``eta grad H . v``.
     """
     samples, p = all_as_samples(policy, prompts, length)
     terms = directional(policy, samples, vector, microbatch=256)
@@ -59,18 +58,8 @@ def coverage(
     in the single-batch probe. Prompts are drawn from a finite population, over which the truth is enumerated. Gradients
     of every completion of every prompt are computed once; a repetition only draws.
 
-    Args:
-        policy: A tiny policy.
-        length: T.
-        batch: B.
-        group: G.
-        repetitions: How many.
-        pool: Prompts in the population.
-        seed: Of the draws.
-
-    Returns:
-        Coverage of plug-in and jackknife intervals (Student's quantile with B - 1 degrees of freedom), the mean of U,
-        its standard error over repetitions, and the truth.
+    Coverage of plug-in and jackknife intervals (Student's quantile with B - 1 degrees of freedom), the mean of U,
+    its standard error over repetitions, and the truth.
     """
     prompts = random_prompts(policy, pool, seed=1)
     samples, p = all_as_samples(policy, prompts, length)  # [pool, N]
@@ -120,9 +109,8 @@ def importance_table(
 ) -> pd.DataFrame:  # fmt: skip
     """Importance sampling against the true change: bias, its standard error, and the estimated standard error.
 
-    Returns:
-        One row a step size and way, ``whole`` (`reweighted_change`) or ``prefix`` (`prefix_change`) weights: exact,
-        mean, bias_stderr (over repetitions), sd (of an estimate), stderr (its estimate's mean), ess.
+    One row a step size and way, ``whole`` (`reweighted_change`) or ``prefix`` (`prefix_change`) weights: exact,
+    mean, bias_stderr (over repetitions), sd (of an estimate), stderr (its estimate's mean), ess.
     """
     rows = []
     for eta in etas:
