@@ -29,7 +29,6 @@ _PUBLIC = {
     "replay": "grade.gradients.replay",
     "unrolled": "grade.gradients.unrolled",
     "checkpointed": "grade.gradients.unrolled",
-    "read_completions": "grade.gradients.completions",
     # a training run
     "GradeTrainer": "grade.training.trainer",
     "GradeConfig": "grade.training.config",

@@ -26,9 +26,7 @@ from grade.data.prompts import load_prompts
 from grade.data.reviews import load_reviews
 from grade.errors import FILE_ERRORS, InputError, file_error, is_file_error, require_file
 from grade.experiments.claims import Claim, to_markdown
-from grade.gradients.completions import read_completions
 from grade.pipeline.params import profiles
-from grade.training.toy import toy_task
 
 ALL = os.environ.get("GRADE_ALL_CASES") == "1"
 EACH = 3
@@ -150,12 +148,11 @@ def test_a_pipe_of_the_shell_may_be_read_and_a_named_one_may_not(tmp_path):
 
 def test_a_line_separator_in_a_text_ends_no_line_of_json(tmp_path):
     text = "one\u2028two\u2029three\x85four"
-    row = {"prompt": text, "text": text, "label": 1, "completion": "a film"}
+    row = {"prompt": text, "text": text, "label": 1}
     path = tmp_path / "gold.jsonl"
     path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [row["prompt"] for row in load_prompts(path)] == [text]
     assert [review.text for review in load_reviews(tmp_path, "gold")] == [text]
-    assert len(read_completions(path, toy_task().backbone, 64)[0]) == 1
 
 
 def test_extracted_files_are_known_by_their_hash(tmp_path, monkeypatch):

@@ -7,22 +7,30 @@ evaluated with replaced parameters, or by a real step that is undone.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
 import torch
+from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from grade.entropy.forward import Directional, directional
-from grade.entropy.functional import SampleScores, scores_at
-from grade.entropy.gradients import entropy_coefficients, prompt_gradients
-from grade.entropy.report import ProbeReport
-from grade.entropy.samples import Samples, draw
-from grade.entropy.settings import ProbeConfig
-from grade.entropy.snis import Reweighted, linearity_error, prefix_change, reweighted_change
-from grade.entropy.step import Snapshot, stepped
-from grade.entropy.update import UpdateVector, adamw_update, preconditioner
-from grade.entropy.ustat import blocks, two_batch, u_statistic
+from grade.config import SEEDS, Config
+from grade.entropy.change import Reweighted, linearity_error, prefix_change, reweighted_change
+from grade.entropy.samples import (
+    Directional,
+    Samples,
+    SampleScores,
+    directional,
+    draw,
+    entropy_coefficients,
+    prompt_gradients,
+    scores_at,
+)
+from grade.entropy.update import UpdateVector, adamw_update, preconditioner, stepped, undone
+from grade.entropy.ustat import two_batch, u_statistic
 from grade.errors import InputError
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
@@ -34,6 +42,152 @@ Reward = Callable[[PromptBatch, Tensor, Tensor], Tensor]
 """Rewards [n] of completions ids [n, T], mask [n, T] to prompts [n, P]."""
 Gradient = Callable[[PromptBatch, torch.Generator], None]
 """Adds the gradient of a loss on the update's prompts to the parameters' ``.grad``: a training step of this library."""
+
+
+class _BatchConfig(Config):
+    """Samples."""
+
+    B: int = Field(8, ge=2, description="prompts of the evaluation batch, and as many of the update batch")
+    G: int = Field(8, ge=2, description="completions of a prompt")
+    rollout_batch_size: int = Field(64, ge=1, description="completions sampled at once")
+
+
+class _GenerationConfig(Config):
+    """Sampling."""
+
+    max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature, also of log-probabilities")
+
+
+class _EstimateConfig(Config):
+    """What is estimated."""
+
+    mode: Literal["exact", "blocks"] = Field(
+        "exact", description="unit of the pair statistic: a prompt, or a block of prompts"
+    )
+    block_size: int = Field(2, ge=1, description="prompts of a block (mode blocks); divides B")
+    one_batch: bool = Field(False, description="evaluate on the update's own prompts: only pairs of prompts count then")
+    update: Literal["dr_grpo", "rloo"] = Field(
+        "dr_grpo", description="policy gradient of the update, if no other gradient is given"
+    )
+    multiples: list[PositiveFloat] = Field(
+        [], description="check steps of these multiples of the learning rate as well"
+    )
+
+
+class _MemoryConfig(Config):
+    """Microbatches."""
+
+    teacher_force_microbatch_size: int = Field(2, ge=1, description="completions whose graph exists at once")
+    importance_microbatch_size: int = Field(16, ge=1, description="completions scored at once without gradient")
+    profile_memory: bool = Field(False, description="report the peak of live bytes of each phase")
+
+
+class _StatsConfig(Config):
+    """Standard errors of the pair statistic."""
+
+    compute_plugin_se: bool = Field(True, description="plug-in standard error")
+    compute_jackknife_se: bool = Field(True, description="jackknife standard error: better with few prompts")
+
+
+class _ImportanceConfig(Config):
+    """The true change."""
+
+    step: Literal["functional", "optimizer"] = Field(
+        "functional", description="reach theta + delta theta by replaced parameters, or by a real step that is undone"
+    )
+    clip: float = Field(0.0, ge=0, description="clip weights at this multiple of their mean; 0 = never")
+    ess_threshold: float = Field(0.5, ge=0, le=1, description="effective sample size is low below this share")
+    resample_on_low_ess: bool = Field(True, description="if so, sample again after the step; otherwise only warn")
+
+
+class ProbeConfig(Config):
+    """Settings of a probe."""
+
+    batch_config: _BatchConfig = Field(_BatchConfig(), description="samples")
+    generation: _GenerationConfig = Field(_GenerationConfig(), description="sampling")
+    probe_config: _EstimateConfig = Field(_EstimateConfig(), description="what is estimated")
+    stats_config: _StatsConfig = Field(_StatsConfig(), description="standard errors")
+    memory_config: _MemoryConfig = Field(_MemoryConfig(), description="microbatches")
+    importance_sampling: _ImportanceConfig = Field(_ImportanceConfig(), description="the true change")
+    max_grad_norm: float = Field(1.0, ge=0, description="the update's gradient is clipped to this norm; 0 = never")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="seed of the samples")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        b, size = self.batch_config.B, self.probe_config.block_size
+        if self.probe_config.mode == "blocks" and (b % size or b // size < 2):
+            allowed = f"a divisor of B = {b} that leaves at least two blocks"
+            raise InputError("probe_config.block_size", size, allowed)
+        return self
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Results of a probe; entropies in nats per completion, standard errors over prompts.
+
+    Attributes:
+        figures: Numbers by name.
+        warnings: Reasons to distrust a number.
+        notes: Choices made automatically.
+        modules: Each module's part of the predicted change; they sum to ``delta_h1``.
+        sequences: Each evaluation sample's part [B, G]; their mean is ``delta_h1_forward``.
+        sweep: One row per step size: its multiple of the learning rate, predicted and true change.
+        samples: The evaluation batch.
+        step: The update vector ``delta theta`` [P].
+    """
+
+    figures: dict[str, float]
+    warnings: list[str]
+    modules: dict[str, float]
+    sequences: Tensor
+    notes: list[str]
+    sweep: list[dict[str, float]]
+    samples: Samples = field(repr=False)
+    step: Tensor = field(repr=False)
+
+    def layers(self) -> dict[int, float]:
+        """Each layer's part of the predicted change, by the layer's index; -1: modules outside the layers."""
+        parts: dict[int, float] = {}
+        for name, value in self.modules.items():
+            match = re.search(r"\.(\d+)\.", name)
+            layer = int(match[1]) if match else -1
+            parts[layer] = parts.get(layer, 0.0) + value
+        return dict(sorted(parts.items()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for ``report.json``."""
+        return {
+            "figures": self.figures, "warnings": self.warnings, "notes": self.notes, "modules": self.modules,
+            "sequences": self.sequences.tolist(), "sweep": self.sweep,
+        }  # fmt: skip
+
+    def as_text(self) -> str:
+        """The summary that ``python -m grade probe`` prints."""
+        f = self.figures
+        lines = [
+            f"entropy {f['entropy']:.4g} nats per completion ({f['entropy_per_token']:.4g} per token)",
+            f"predicted change {f['delta_h1']:+.4g} +- {f['delta_h1_stderr']:.2g} (gradients), "
+            f"{f['delta_h1_forward']:+.4g} +- {f['delta_h1_forward_stderr']:.2g} (forward mode)",
+            f"true change      {f['delta_h']:+.4g} +- {f['delta_h_stderr']:.2g} "
+            + ("(sampled anew; " if f["resampled"] else "(importance sampling; ")
+            + f"effective sample size {f['ess']:.0f} of {f['samples']:.0f}), {f['delta_h_prefix']:+.4g} +- "
+            f"{f['delta_h_prefix_stderr']:.2g} (weights of prefixes)",
+            f"of the predicted change: momentum {f['delta_h1_momentum']:+.3g}, gradient {f['delta_h1_gradient']:+.3g}, "
+            f"weight decay {f['delta_h1_decay']:+.3g}",
+        ]
+        if self.sweep:
+            lines += [f"{'step (x learning rate)':<25}{'predicted':<13}{'true':<22}{'by prefixes':<22}effective share"]
+            lines += [
+                f"{row['multiple']:<22g}   {row['delta_h1_forward']:+.3e}   {row['delta_h']:+.3e} +- "
+                f"{row['delta_h_stderr']:.0e}   {row['delta_h_prefix']:+.3e} +- {row['delta_h_prefix_stderr']:.0e}   "
+                f"{row['ess_share']:.2f}"
+                for row in self.sweep
+            ]
+        largest = sorted(self.modules.items(), key=lambda item: -abs(item[1]))[:5]
+        lines += ["largest parts", *(f"  {value:+.3g}  {name}" for name, value in largest)]
+        lines += [f"note: {text}" for text in self.notes]
+        return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
 
 
 class EntropyProbe:
@@ -123,16 +277,13 @@ class EntropyProbe:
         rows = slice(b) if one else slice(b, 2 * b)
         parameters = trained_parameters(self.policy)
         if gradient is not None:
-            snapshot = Snapshot.of(self.policy, self.optimizer)
-            try:
+            with undone(self.policy, self.optimizer):
                 for p in parameters:
                     p.grad = None
                 gradient(prompts[rows].to(self.policy.device), generator)
                 if any(p.grad is None for p in parameters):
                     raise ValueError("gradient left a trained parameter without .grad: it must run backward")
                 return None, [p.grad for p in parameters], None
-            finally:
-                snapshot.restore()
         update = evaluation if one else self._draw(prompts, rows, generator)
         size = self.config.memory_config.importance_microbatch_size
         with torch.no_grad():
@@ -174,7 +325,8 @@ class EntropyProbe:
             product = two_batch(x, scaled)
             return {"delta_h1_ascent": -lr * product.value, "delta_h1_ascent_stderr": lr * product.stderr}
         if c.probe_config.mode == "blocks":
-            x, scaled = (blocks(z, c.probe_config.block_size) for z in (x, scaled))
+            shape = (len(x) // c.probe_config.block_size, c.probe_config.block_size, -1)
+            x, scaled = (z.view(shape).mean(1) for z in (x, scaled))
         pairs = u_statistic(x, scaled)
         figures = {"delta_h1_pairs": -lr * pairs.value, "delta_h1_pairs_plain": -lr * pairs.plain}
         if c.stats_config.compute_plugin_se:

@@ -10,9 +10,7 @@ import torch
 from pydantic import Field
 
 from grade.data.reviews import load_reviews, prompt_text
-from grade.entropy.probe import EntropyProbe, Gradient
-from grade.entropy.report import ProbeReport
-from grade.entropy.settings import ProbeConfig
+from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
 from grade.errors import InputError
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import tau_at
@@ -27,7 +25,7 @@ from grade.training.checkpoint import OPTIMIZER_FILE, load_optimizer
 from grade.training.config import TrainConfig
 
 
-def reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:
+def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:
     """The gradient of a run's loss on the update's prompts: its method, relaxation, KL weight and microbatch size.
 
     Args:
@@ -82,7 +80,7 @@ class ProbeRunConfig(ProbeConfig):
     )
 
 
-def probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, dict[str, Any]]:
+def _probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, dict[str, Any]]:
     """Prompts, and the reward or gradient of the update.
 
     Args:
@@ -101,7 +99,7 @@ def probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, d
     prompts = encode_prompts(policy.tokenizer, texts, config.max_prompt_tokens)
     reward_model = load_reward(config.reward, policy).to(policy.device)
     if config.follow:
-        return prompts, {"gradient": reward_gradient(policy, reward_model, TrainConfig.load(config.follow))}
+        return prompts, {"gradient": _reward_gradient(policy, reward_model, TrainConfig.load(config.follow))}
     objective = Objective(reward_model, scope=config.reward_scope)
     return prompts, {"reward": partial(objective.score, policy)}
 
@@ -141,6 +139,6 @@ def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str 
     policy = Backbone.load(config.backbone, config.dtype, None if folder else config.lora, folder, config.device)
     if state is None and folder and (Path(folder) / OPTIMIZER_FILE).is_file():
         state = Path(folder) / OPTIMIZER_FILE
-    prompts, update = probe_task(config, policy)
+    prompts, update = _probe_task(config, policy)
     optimizer = make_optimizer(config, policy, state)
     return EntropyProbe(policy, optimizer, config, allow_fresh=state is None).run(prompts, **update)

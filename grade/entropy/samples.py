@@ -1,20 +1,44 @@
-"""Samples of the policy for the estimates: kept on the CPU, moved to the device microbatch by microbatch."""
+"""Samples of the policy, and what is estimated from them: scores, gradients, directional derivatives.
+
+Samples stay on the CPU and go to the device one microbatch at a time.
+
+**Gradients in the memory of one microbatch.** Leave-one-out couples the completions of a prompt: each coefficient needs
+the log-probabilities of all. But coefficients are constants, so pass 1 computes them without gradient
+(`sequence_logps`) and pass 2 recomputes a microbatch, multiplies, runs backward and frees it (`prompt_gradients`).
+
+**Forward mode** (`directional`), without a graph. With ``H_t`` the entropy of the distribution of token t given what
+precedes it (a Rao-Blackwellised integrand: exact over the vocabulary, sampled only over prefixes), ``H = E sum_t H_t``
+and
+
+    dH[v] = E sum_t ( dH_t[v] + (G_t - b_t) d log pi(y_t)[v] ),   G_t = sum_{k > t} H_k
+
+d.[v] is a Jacobian-vector product of one forward pass. The baseline b_t does not depend on y_t. Per token,
+``H_tok = E sum_t H_t / E L`` with L a completion's length, and by the quotient rule
+
+    dH_tok[v] = ( dH[v] - H_tok dE[L][v] ) / E L,   dE[L][v] = E sum_t (L - t - c_t) d log pi(y_t)[v]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+import torch.autograd.forward_ad as fwd
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from grade.errors import InputError
+from grade.gradients.losses import rloo
+from grade.models.backbone import Backbone
+from grade.models.parameters import flatten, split_vector, trained_parameters
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
+from grade.models.scoring import predicting_hidden, score, score_hidden
 
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
+ROWS = 64
+"""Rows of logits, with their tangents, computed at once."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +48,7 @@ class Samples:
     Attributes:
         prompts: B prompts.
         ids: Completions [B, G, T].
-        mask: [B, G, T], 1 at a token, end-of-sequence included, 0 after it.
+        mask: [B, G, T], 1 at a token, end-of-sequence included, 0 after it; no completion is empty.
         temperature: Sampling temperature; log-probabilities are taken at the same temperature.
     """
 
@@ -33,21 +57,6 @@ class Samples:
     mask: Tensor
     temperature: float = 1.0
 
-    def __post_init__(self) -> None:
-        """Check shapes and that no completion is empty.
-
-        Raises:
-            ValueError: If shapes do not fit or a completion is empty.
-            InputError: If the temperature is out of range.
-        """
-        if self.ids.ndim != 3 or self.ids.shape != self.mask.shape or len(self.ids) != len(self.prompts):
-            shapes = f"{list(self.ids.shape)} and {list(self.mask.shape)}"
-            raise ValueError(f"completions have ids and mask of shapes {shapes}, not [{len(self.prompts)}, G, T]")
-        if not self.mask.bool().any(-1).all():
-            raise ValueError("a completion is empty: each needs at least one token")
-        if not 0 < self.temperature < float("inf"):
-            raise InputError("temperature", self.temperature, "a finite number above 0")
-
     def of_prompts(self, rows: slice) -> Samples:
         """The samples of the selected prompts."""
         return Samples(self.prompts[rows], self.ids[rows], self.mask[rows], self.temperature)
@@ -55,17 +64,7 @@ class Samples:
     def microbatches(
         self, size: int, device: torch.device | str
     ) -> Iterator[tuple[slice, PromptBatch, Tensor, Tensor]]:
-        """Consecutive rows of the flattened [B G] completions, moved to a device one microbatch at a time.
-
-        Args:
-            size: Completions per microbatch, at least 1.
-            device: Target device.
-
-        Yields:
-            Rows, their prompts, ids [n, T] and mask [n, T].
-        """
-        if size < 1:
-            raise InputError("microbatch size", size, "at least 1")
+        """Consecutive rows of the flattened [B G] completions on a device: rows, prompts, ids [n, T], mask [n, T]."""
         batch, group, length = self.ids.shape
         owner = torch.arange(batch).repeat_interleave(group)
         ids, mask = self.ids.reshape(-1, length), self.mask.reshape(-1, length)
@@ -84,28 +83,9 @@ def draw(
     temperature: float = 1.0,
     microbatch: int = 64,
 ) -> Samples:
-    """Sample completions of the policy.
-
-    Args:
-        backbone: The policy.
-        prompts: B prompts.
-        group: G.
-        max_new_tokens: T.
-        generator: Source of the noise, on the backbone's device.
-        temperature: Sampling temperature, above 0.
-        microbatch: Completions sampled at once.
-
-    Returns:
-        The samples, on the CPU.
-
-    Raises:
-        InputError: If a size or the temperature is out of range.
-    """
-    for name, value in (("num_generations", group), ("microbatch size", microbatch)):
-        if value < 1:
-            raise InputError(name, value, "at least 1")
-    if not 0 < temperature < float("inf"):
-        raise InputError("temperature", temperature, "a finite number above 0: a greedy policy has no entropy")
+    """G = ``group`` completions of each prompt, ``microbatch`` of them at once."""
+    if temperature == 0:
+        raise InputError("temperature", temperature, "a number above 0: a greedy policy has no entropy")
     owner = torch.arange(len(prompts)).repeat_interleave(group)
     ids, masks = [], []
     for rows in owner.split(microbatch):
@@ -115,3 +95,170 @@ def draw(
         masks.append(mask.cpu())
     shape = (len(prompts), group, max_new_tokens)
     return Samples(prompts.to("cpu"), torch.cat(ids).view(shape), torch.cat(masks).view(shape), temperature)
+
+
+class _HiddenStates(nn.Module):
+    """`predicting_hidden` as a module whose parameters `functional_call` can replace for one call."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.model = backbone.model
+        # In a tuple, so that it is no submodule. A backbone has its decoder under two names, and `functional_call`
+        # restores parameters name by name: it would leave the replaced ones in a module registered twice.
+        self.hidden_backbone = (backbone,)
+
+    def forward(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
+        return predicting_hidden(self.hidden_backbone[0], prompts, ids)
+
+    def along(self, vector: Tensor) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Name, value and part of a vector [P] for each trained parameter, in the order of `trained_parameters`."""
+        backbone = self.hidden_backbone[0]
+        trained = {id(p) for p in trained_parameters(backbone)}
+        named = [(name, p) for name, p in self.named_parameters() if id(p) in trained]
+        for (name, p), part in zip(named, split_vector(backbone, vector), strict=True):
+            yield name, p, part
+
+
+@dataclass(frozen=True)
+class SampleScores:
+    """Log-probabilities and entropies of tokens in nats, each [B, G, T] in float64 on the CPU, 0 where masked."""
+
+    logps: Tensor
+    entropies: Tensor
+
+
+@torch.no_grad()
+def scores_at(
+    backbone: Backbone, samples: Samples, vector: Tensor | None = None, eta: float = 1.0, microbatch: int = 8
+) -> SampleScores:
+    """Scores at ``theta + eta v``, or at theta without a vector [P]; the policy is unchanged."""
+    module, replaced = _HiddenStates(backbone), {}
+    if vector is not None:
+        replaced = {name: p + eta * part for name, p, part in module.along(vector)}
+    logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
+    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
+        hidden = functional_call(module, replaced, (prompts, ids))
+        scores = score_hidden(backbone, hidden, ids, mask, ("logps", "entropy"), samples.temperature)
+        logps.view(-1, ids.shape[1])[rows] = scores.logps.double().cpu()
+        entropies.view(-1, ids.shape[1])[rows] = scores.entropy.double().cpu()
+    return SampleScores(logps, entropies)
+
+
+@torch.no_grad()
+def sequence_logps(backbone: Backbone, samples: Samples, microbatch: int = 8) -> Tensor:
+    """``S = sum_t log pi(y_t)`` [B, G] in nats, float64 on the CPU, at the samples' temperature."""
+    total = torch.zeros(samples.ids.shape[:2], dtype=torch.float64)
+    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
+        logps = score(backbone, prompts, ids, mask, ("logps",), samples.temperature).logps
+        total.view(-1)[rows] = logps.sum(-1).double().cpu()
+    return total
+
+
+def entropy_coefficients(logps: Tensor) -> Tensor:
+    """Leave-one-out coefficients c [B, G] of ``X_n = sum_g c_ng grad S_ng``, whose expectation is ``-grad H``.
+
+    ``c_ng = (S_ng - mean_{g' != g} S_ng') / G``: the baseline is independent of completion g, so it adds no bias.
+
+    >>> entropy_coefficients(torch.tensor([[1.0, 2.0, 6.0]]))       # (1 - 4) / 3, (2 - 3.5) / 3, (6 - 1.5) / 3
+    tensor([[-1.0000, -0.5000,  1.5000]])
+    """
+    return rloo(logps) / logps.shape[1]
+
+
+def prompt_gradients(
+    backbone: Backbone, samples: Samples, coefficients: Sequence[Tensor], microbatch: int = 2
+) -> list[Tensor]:
+    """``sum_g c_ng grad S_ng`` of each prompt n, for each set of coefficients c [B, G] from the same forward passes.
+
+    Each result is [B, P] in float32 (float64 for a float64 model) on the CPU. The graph of ``microbatch`` completions,
+    all of one prompt, exists at once; the parameters' ``.grad`` are not touched.
+    """
+    for c in coefficients:
+        if c.shape != samples.ids.shape[:2]:
+            raise ValueError(f"coefficients have shape {list(c.shape)}, not [B, G] = {list(samples.ids.shape[:2])}")
+        if not torch.isfinite(c).all():
+            raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
+    parameters = trained_parameters(backbone)
+    size, batch = sum(p.numel() for p in parameters), len(samples.ids)
+    sums = [torch.zeros(batch, size, dtype=parameters[0].dtype) for _ in coefficients]
+    for n in range(batch):
+        one = samples.of_prompts(slice(n, n + 1))
+        for rows, prompts, ids, mask in one.microbatches(microbatch, backbone.device):
+            logps = score(backbone, prompts, ids, mask, ("logps",), samples.temperature).logps.sum(-1)
+            for i, c in enumerate(coefficients):
+                weights = c[n, rows].to(logps)
+                grads = torch.autograd.grad(logps, parameters, weights, retain_graph=i + 1 < len(coefficients))
+                sums[i][n] += flatten(grads).cpu()
+            del logps
+    return sums
+
+
+@dataclass(frozen=True)
+class Directional:
+    """Derivatives along v of each sample's terms, each [B, G, T] in float64 on the CPU, 0 where masked.
+
+    Attributes:
+        entropies: H_t.
+        d_entropies: ``dH_t[v]``.
+        d_logps: ``d log pi(y_t)[v]``.
+    """
+
+    entropies: Tensor
+    d_entropies: Tensor
+    d_logps: Tensor
+
+    def per_sequence(self, baseline: Tensor | None = None) -> Tensor:
+        """``sum_t dH_t + (G_t - b_t) dlogp_t`` [B, G], whose expectation is ``dH[v]``.
+
+        The baseline b [B, G, T] is the leave-one-out mean of G_t over the prompt's other completions by default.
+        """
+        later = _later(self.entropies)
+        baseline = _others(later) if baseline is None else baseline
+        return (self.d_entropies + (later - baseline) * self.d_logps).sum(-1)
+
+    def per_token(self, mask: Tensor) -> Tensor:
+        """Each sample's part [B, G] of ``dH_tok[v]``, which is their mean; mask [B, G, T]."""
+        mask = mask.double()
+        later, length = _later(mask), mask.sum() / mask[..., 0].numel()
+        d_length = ((later - _others(later)) * self.d_logps).sum(-1)
+        return (self.per_sequence() - self.entropies.sum() / mask.sum() * d_length) / length
+
+
+def _later(values: Tensor) -> Tensor:
+    """Sum over the tokens after each [.., T]."""
+    return values.flip(-1).cumsum(-1).flip(-1) - values
+
+
+def _others(values: Tensor) -> Tensor:
+    """Mean over the prompt's other completions, 0 if there are none: a baseline independent of the token."""
+    return (values.sum(1, keepdim=True) - values) / max(values.shape[1] - 1, 1)
+
+
+@torch.no_grad()
+def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch: int = 8) -> Directional:
+    """Forward-mode derivatives along a vector [P]; the policy is unchanged.
+
+    Fused attention has no forward mode, so torch's unfused implementation is used here, whatever the model's own.
+    """
+    implementation = backbone.model.config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise InputError("attention", implementation, "sdpa or eager: no other has a forward mode")
+    module, terms = _HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
+    pairs = {name: (p.detach(), tangent) for name, p, tangent in module.along(vector)}
+    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
+        with fwd.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            dual = {name: fwd.make_dual(*pair) for name, pair in pairs.items()}
+            hidden = functional_call(module, dual, (prompts, ids)).flatten(0, 1)
+            chunks = [_row_terms(backbone, h, i, samples.temperature)
+                      for h, i in zip(hidden.split(ROWS), ids.flatten().split(ROWS), strict=True)]  # fmt: skip
+        for total, values in zip(terms, zip(*chunks, strict=True), strict=True):
+            total.view(-1, total.shape[-1])[rows] = (torch.cat(values).view(mask.shape) * mask).double().cpu()
+    return Directional(*terms)
+
+
+def _row_terms(backbone: Backbone, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    logp = (backbone.head(hidden) / temperature).log_softmax(-1)
+    entropy = fwd.unpack_dual(-(logp.exp() * logp).sum(-1))
+    chosen = fwd.unpack_dual(logp.gather(1, ids.unsqueeze(1)).squeeze(1))
+    zero = torch.zeros_like(entropy.primal)
+    return entropy.primal, zero if entropy.tangent is None else entropy.tangent, chosen.tangent

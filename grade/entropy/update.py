@@ -1,4 +1,4 @@
-"""The step that an optimizer is about to take, as a vector, without taking it.
+"""The step that an optimizer is about to take: as a vector, and taken for real but undone.
 
 AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with t the coming step and g the (clipped) gradient:
 
@@ -11,14 +11,18 @@ weight decay.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from grade.errors import InputError
+from grade.models.backbone import Backbone
+from grade.models.parameters import set_values, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -51,22 +55,10 @@ def adamw_update(
     max_grad_norm: float | None = None,
     allow_fresh: bool = False,
 ) -> UpdateVector:
-    """The step that ``optimizer.step()`` would take, without taking it.
+    """The step that ``optimizer.step()`` would take, without taking it, in the parameters' type.
 
-    Args:
-        optimizer: AdamW, unchanged.
-        parameters: Parameters, all of them the optimizer's.
-        gradients: Gradient of the loss for each.
-        max_grad_norm: Clip the norm over all gradients, as `torch.nn.utils.clip_grad_norm_` does.
-        allow_fresh: Accept an optimizer that has not stepped yet, whose moments are 0.
-
-    Returns:
-        The step and its parts, in the parameters' type.
-
-    Raises:
-        ValueError: If a parameter is not the optimizer's.
-        InputError: If it is another optimizer, has an option that is not covered, lacks state, or a gradient is not
-            finite.
+    ``max_grad_norm`` clips the norm over all gradients as `torch.nn.utils.clip_grad_norm_` does. ``allow_fresh``
+    accepts an optimizer that has not stepped yet, whose moments are 0.
     """
     if type(optimizer) is not torch.optim.AdamW:
         raise InputError("optimizer", type(optimizer).__name__, "AdamW")
@@ -102,17 +94,9 @@ def adamw_update(
 
 @torch.no_grad()
 def preconditioner(optimizer: torch.optim.AdamW, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """AdamW's preconditioner, from its state before the coming step.
+    """AdamW's preconditioner ``P = 1 / (sqrt(v' / (1 - beta2^t')) + eps)`` [P], with t' steps taken; None before any.
 
-    ``P = 1 / (sqrt(v' / (1 - beta2^t')) + eps)``, t' the steps taken. It does not depend on the coming gradient, so
-    products of independent gradients stay unbiased.
-
-    Args:
-        optimizer: AdamW.
-        parameters: Parameters, all of them the optimizer's.
-
-    Returns:
-        P [P], or None before the first step.
+    It does not depend on the coming gradient, so products of independent gradients stay unbiased.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     parts = []
@@ -123,3 +107,49 @@ def preconditioner(optimizer: torch.optim.AdamW, parameters: Sequence[nn.Paramet
         second = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["step"]))
         parts.append((1 / (second.sqrt() + group["eps"])).flatten())
     return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def undone(backbone: Backbone, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Afterwards everything that a step can change is as before, bit by bit.
+
+    That is parameters, their gradients, optimizer, random state, train and eval flags. Copies are on the CPU, so no
+    second copy of the adapter takes device memory.
+    """
+    parameters = trained_parameters(backbone)
+    values = [p.detach().to("cpu", copy=True) for p in parameters]
+    gradients = [p.grad for p in parameters]
+    state = copy.deepcopy(optimizer.state_dict())  # it shares its tensors with the optimizer, which updates them
+    random = torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    training = [(m, m.training) for m in backbone.modules()]
+    try:
+        yield
+    finally:
+        set_values(parameters, values)
+        for p, grad in zip(parameters, gradients, strict=True):
+            p.grad = grad
+        optimizer.load_state_dict(state)
+        torch.set_rng_state(random)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        for module, flag in training:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def stepped(
+    backbone: Backbone,
+    optimizer: torch.optim.Optimizer,
+    gradients: Sequence[Tensor],
+    max_grad_norm: float | None = None,
+) -> Iterator[None]:
+    """Within this context the optimizer has taken its step, on clipped copies of the gradients."""
+    with undone(backbone, optimizer):
+        parameters = trained_parameters(backbone)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient.to(p, copy=True)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        optimizer.step()
+        yield

@@ -42,18 +42,7 @@ class UStatistic:
 
 
 def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
-    """The U-statistic of ``E[X] . E[Y]`` over units (prompts, or independent blocks of them).
-
-    Args:
-        x: X_n [B, P].
-        y: Y_n [B, P].
-
-    Returns:
-        The estimate, computed in float64.
-
-    Raises:
-        ValueError: If shapes differ.
-        InputError: If B < 2.
+    """The U-statistic of ``E[X] . E[Y]`` over units (prompts, or independent blocks of them), x and y [B, P].
 
     >>> import torch
     >>> x, y = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[1.0], [0.0], [3.0]])
@@ -77,26 +66,6 @@ def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
     return UStatistic(float(value), rows, float(plug_in), jackknife, float(sum_x @ sum_y / batch**2))
 
 
-def blocks(x: Tensor, size: int) -> Tensor:
-    """Means over consecutive blocks of ``size`` prompts: fewer, larger units for the same estimate of the mean.
-
-    Every block has the same number of prompts, so a U-statistic over blocks estimates the same ``E[X] . E[Y]``.
-
-    Args:
-        x: [B, P], B a multiple of ``size``.
-        size: Prompts per block.
-
-    Returns:
-        [B / size, P].
-
-    Raises:
-        InputError: If B is not a multiple of ``size``.
-    """
-    if size < 1 or len(x) % size:
-        raise InputError("block size", size, f"a divisor of the {len(x)} prompts")
-    return x.view(len(x) // size, size, -1).mean(1)
-
-
 @dataclass(frozen=True)
 class TwoBatch:
     """An estimate of ``E[X] . E[Y]`` from independent batches.
@@ -113,18 +82,7 @@ class TwoBatch:
 
 
 def two_batch(x: Tensor, y: Tensor) -> TwoBatch:
-    """``mu_X . mu_Y`` from an evaluation batch and an independent update batch.
-
-    Args:
-        x: X_n [B_E, P], at least two rows.
-        y: Y_n [B_U, P], at least two rows.
-
-    Returns:
-        The estimate, computed in float64.
-
-    Raises:
-        ValueError: If the widths differ.
-        InputError: If a batch has fewer than two prompts.
+    """``mu_X . mu_Y`` from an evaluation batch x [B_E, P] and an independent update batch y [B_U, P].
 
     >>> import torch
     >>> two_batch(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]]))   # 2 * 2; X: var 2, times 4, over 2

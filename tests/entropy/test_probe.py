@@ -6,13 +6,11 @@ import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_config
 
-from grade.entropy.exact import exact_change
-from grade.entropy.probe import EntropyProbe
-from grade.entropy.settings import ProbeConfig
-from grade.entropy.step import stepped
-from grade.entropy.update import adamw_update
+from grade.entropy.probe import EntropyProbe, ProbeConfig, ProbeReport
+from grade.entropy.update import stepped
 from grade.errors import InputError
-from grade.models.parameters import trained_parameters
+from grade.experiments.enumeration import exact_change
+from grade.models.parameters import split_vector, trained_parameters
 from grade.models.prompts import PromptBatch
 
 V, T = 5, 3
@@ -88,20 +86,11 @@ def test_prediction_and_importance_sampling_find_the_true_change():
     report = probe.run(batch, reward)
     f = report.figures
     # The truth for the evaluation prompts, whose expectation over completions is exact.
-    step = update_of(probe, batch)
-    truth = exact_change(probe.policy, PromptBatch(batch.ids[:6], batch.mask[:6]), T, step, 1.0)
+    truth = exact_change(probe.policy, PromptBatch(batch.ids[:6], batch.mask[:6]), T, report.step, 1.0)
     assert f["delta_h"] == pytest.approx(truth, abs=4 * f["delta_h_stderr"])
     assert f["delta_h1_forward"] == pytest.approx(truth, abs=4 * f["delta_h1_forward_stderr"] + 0.05 * abs(truth))
     assert f["delta_h1"] == pytest.approx(truth, abs=4 * f["delta_h1_stderr"] + 0.05 * abs(truth))
     assert report.warnings == []
-
-
-def update_of(probe, batch):
-    c = probe.config.batch_config
-    generator = torch.Generator().manual_seed(probe.config.seed)
-    evaluation = probe._draw(batch, slice(c.B), generator)
-    gradients = probe._update(batch, evaluation, reward, None, generator)[1]
-    return adamw_update(probe.optimizer, trained_parameters(probe.policy), gradients, 1.0).total
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -150,12 +139,11 @@ def test_low_effective_sample_size_samples_anew_and_finds_the_true_change():
     report = probe.run(batch, reward)
     f = report.figures
     assert f["resampled"] == 1 and any("sampled anew" in text for text in report.warnings)
-    step = update_of(probe, batch)
-    truth = exact_change(probe.policy, PromptBatch(batch.ids[:6], batch.mask[:6]), T, step, 1.0)
+    truth = exact_change(probe.policy, PromptBatch(batch.ids[:6], batch.mask[:6]), T, report.step, 1.0)
     assert f["delta_h"] == pytest.approx(truth, abs=4 * f["delta_h_stderr"])
     off = {"ess_threshold": 0.95, "resample_on_low_ess": False}
-    only_said = a_probe(learning_rate=0.3, importance_sampling=off, **changes).run(batch, reward)
-    assert only_said.figures["resampled"] == 0 and any("not to be trusted" in text for text in only_said.warnings)
+    warned = a_probe(learning_rate=0.3, importance_sampling=off, **changes).run(batch, reward)
+    assert warned.figures["resampled"] == 0 and any("not to be trusted" in text for text in warned.warnings)
 
 
 def test_a_sweep_is_the_probe_at_other_learning_rates():
@@ -188,48 +176,74 @@ def test_one_batch_pairs_prompts_and_blocks_are_its_units():
     assert "delta_h1_ascent" in two and "delta_h1_pairs" not in two
 
 
-def test_rloo_differs_from_dr_grpo_by_a_factor_that_the_optimizer_sees():
-    """A / (G - 1) against A / (G T): with clipping off, RLOO's gradient is G T / (G - 1) times as large."""
-    gradients = [
-        update_gradients(a_probe(probe_config={"update": update})) for update in ("dr_grpo", "rloo")
-    ]  # fmt: skip
-    one, other = (torch.cat([g.flatten() for g in parts]) for parts in gradients)
-    # Sums of float32 norms' gradients: rounding, 1e-7 of the whole vector, not of its smallest entries.
-    assert float((other - one * 8 * T / 7).norm() / other.norm()) < 1e-6
+EPSILON = 1e6
 
 
-def update_gradients(probe):
-    generator = torch.Generator().manual_seed(0)
-    evaluation = probe._draw(prompts(), slice(4), generator)
-    return probe._update(prompts(), evaluation, reward, None, generator)[1]
+def a_linear_probe(**changes):
+    """A probe whose step is proportional to the gradient: nothing is clipped, and epsilon dwarfs its square."""
+    probe = a_probe(stepped=False, max_grad_norm=0.0, **changes)
+    probe.optimizer.param_groups[0].update(eps=EPSILON, weight_decay=0.0)
+    return probe
+
+
+def test_rloo_differs_from_dr_grpo_by_a_factor():
+    """A / (G - 1) against A / (G T): RLOO's gradient is G T / (G - 1) times as large."""
+    one, other = (
+        a_linear_probe(probe_config={"update": update}).run(prompts(), reward).step for update in ("dr_grpo", "rloo")
+    )
+    assert float((other - one * 8 * T / 7).norm() / other.norm()) < 1e-5
 
 
 def test_any_loss_can_be_the_update():
     """A loss whose gradient is that of the policy gradient gives the same report."""
-    probe = a_probe()
-    wanted = probe.run(prompts(), reward)
-    gradients = iter(update_gradients(a_probe()))
+    probe = a_linear_probe()
+    expected = probe.run(prompts(), reward)
     seen = []
 
-    def gradient(some, generator):
-        seen.append(some.ids)
-        for p in trained_parameters(probe.policy):
-            p.grad = next(gradients).clone()
+    def gradient(batch, generator):
+        seen.append(batch.ids)
+        parts = split_vector(probe.policy, expected.step * -EPSILON / probe.optimizer.param_groups[0]["lr"])
+        for p, part in zip(trained_parameters(probe.policy), parts, strict=True):
+            p.grad = part
 
-    found = probe.run(prompts(), gradient=gradient)
+    report = probe.run(prompts(), gradient=gradient)
     assert torch.equal(seen[0], prompts().ids[4:])
-    assert found.figures["delta_h1"] == pytest.approx(wanted.figures["delta_h1"], rel=1e-6)
+    assert report.figures["delta_h1"] == pytest.approx(expected.figures["delta_h1"], rel=1e-4)
     assert all(p.grad is None for p in probe.policy.parameters())
     with pytest.raises(ValueError, match="gradient"):
-        probe.run(prompts(), gradient=lambda some, generator: None)
+        probe.run(prompts(), gradient=lambda batch, generator: None)
     for both in ({}, {"reward": reward, "gradient": gradient}):
         with pytest.raises(ValueError, match="one of them"):
             probe.run(prompts(), **both)
 
 
+def test_a_report_in_words():
+    figures = dict(
+        entropy=3.14159, entropy_per_token=1.5, delta_h1=0.25, delta_h1_stderr=0.0125, delta_h1_forward=-0.5,
+        delta_h1_forward_stderr=0.01, delta_h=0.125, delta_h_stderr=0.03, resampled=0.0, ess=31.4, samples=64.0,
+        delta_h_prefix=0.1, delta_h_prefix_stderr=0.02, delta_h1_momentum=0.2, delta_h1_gradient=0.06,
+        delta_h1_decay=-0.01,
+    )  # fmt: skip
+    modules = {"m.layers.0.q": 0.1, "m.layers.10.q": -0.3}
+    text = ProbeReport(figures, ["too large"], modules, torch.zeros(1, 1), ["unfused"], [], None, None).as_text()
+    assert text.split("\n") == [
+        "entropy 3.142 nats per completion (1.5 per token)",
+        "predicted change +0.25 +- 0.013 (gradients), -0.5 +- 0.01 (forward mode)",
+        "true change      +0.125 +- 0.03 (importance sampling; effective sample size 31 of 64), +0.1 +- 0.02 "
+        "(weights of prefixes)",
+        "of the predicted change: momentum +0.2, gradient +0.06, weight decay -0.01",
+        "largest parts",
+        "  -0.3  m.layers.10.q",
+        "  +0.1  m.layers.0.q",
+        "note: unfused",
+        "warning: too large",
+    ]
+
+
 def test_layers_sum_modules():
     report = a_probe().run(prompts(), reward)
     layers = report.layers()
+    assert set(report.as_dict()) == {"figures", "warnings", "notes", "modules", "sequences", "sweep"}
     assert list(layers) == [0, 1] and sum(layers.values()) == pytest.approx(report.figures["delta_h1"], rel=1e-9)
     first = sum(v for k, v in report.modules.items() if ".layers.0." in k)
     assert layers[0] == pytest.approx(first, rel=1e-12)

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from grade.entropy.exact import all_as_samples
-from grade.entropy.gradients import prompt_gradients
-from grade.entropy.tiny import random_direction, random_prompts, tiny_policy
+from grade.entropy.samples import prompt_gradients
 from grade.errors import InputError
+from grade.experiments.enumeration import all_as_samples, random_direction, random_prompts, tiny_policy
 from grade.experiments.estimators.measure.enumerated import (
     exact_gradients,
     mse_ratio,
@@ -65,7 +64,7 @@ def test_the_enumerated_gradient_is_the_score_functions_expectation(setting, exa
 
 def test_the_enumerated_kl_gradient_is_that_of_a_difference(setting, exact):
     """Along one direction, central difference of the enumerated KL: truncation ~ eps^2, rounding ~ 1e-16 / eps."""
-    from grade.entropy.exact import completion_logps, every_completion
+    from grade.experiments.enumeration import completion_logps, every_completion
     from grade.experiments.estimators.measure.enumerated import _kl
     from grade.models.parameters import moved
 

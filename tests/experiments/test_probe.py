@@ -5,9 +5,8 @@ import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
 
-from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps
 from grade.entropy.run import ProbeRunConfig
-from grade.entropy.samples import draw
+from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.errors import InputError
 from grade.experiments.measured import Tables, read_table, write_table
 from grade.experiments.probe.claims import probe_claims

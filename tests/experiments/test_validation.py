@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import pytest
 
-from grade.entropy.tiny import random_direction, random_prompts, tiny_policy
+from grade.experiments.enumeration import random_direction, random_prompts, tiny_policy
 from grade.experiments.validation.figures import plot_first_order, plot_importance
 from grade.experiments.validation.measure import study as validation
 from grade.experiments.validation.metrics import slope

@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import EOS, VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
 
-from grade.entropy.exact import completion_logps, every_completion
 from grade.errors import InputError
+from grade.experiments.enumeration import completion_logps, every_completion
 from grade.gradients.all_action import embedding_values, expected_values
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.methods import METHODS, OPTIONS, MethodConfig

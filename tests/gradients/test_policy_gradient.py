@@ -8,8 +8,8 @@ from conftest import ToyReward, make_backbone
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 
-from grade.entropy.exact import every_completion
 from grade.errors import InputError
+from grade.experiments.enumeration import every_completion
 from grade.gradients import losses
 from grade.gradients.methods import GROUPED, MethodConfig
 from grade.gradients.objective import Objective

@@ -1,7 +1,7 @@
 """Gradients of distilled rewards where every completion can be enumerated: bias and variance without sampling noise.
 
-In float64, on the tiny random GPT-2 of `grade.entropy.tiny`. A reward is a table: one number for each prompt and
-completion, of which a share adds up over tokens. The losses are the learner's own (`measure.parts`). Their gradient
+In float64, on the tiny random GPT-2 of `grade.experiments.enumeration`. A reward is a table: one number for each prompt
+and completion, of which a share adds up over tokens. The losses are the learner's own (`measure.parts`). Their gradient
 with respect to hidden states, times the Jacobian of each completion's states, is each completion's gradient, so
 expectations over all groups of two completions (every pair, with its probability) are sums: the leave-one-out baseline
 is enumerated as well.
@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from scipy.stats import norm
 from torch import Tensor
 
-from grade.entropy.exact import completion_logps, every_completion
-from grade.entropy.tiny import random_prompts, tiny_policy
 from grade.experiments.any_reward.measure.explained import own_tokens
 from grade.experiments.any_reward.measure.parts import split_losses, state_gradients, step_losses
+from grade.experiments.enumeration import completion_logps, every_completion, random_prompts, tiny_policy
 from grade.experiments.measured import progress
 from grade.gradients.distilled.families import ADDITIVE, Observed, make_family
 from grade.gradients.distilled.learner import DistilledGradient, Sample

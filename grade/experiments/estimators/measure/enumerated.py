@@ -1,6 +1,6 @@
 """Gradient estimators against the exact gradient, on a policy small enough to enumerate every completion.
 
-In float64, on the tiny random GPT-2 of `grade.entropy.tiny`, with two random reward models: ``bag`` (on the
+In float64, on the tiny random GPT-2 of `grade.experiments.enumeration`, with two random reward models: ``bag`` (on the
 embedding table) and ``trunk`` (through the frozen layers). So bias is known, not estimated against another estimator.
 """
 
@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from grade.entropy.exact import completion_logps, every_completion
+from grade.experiments.enumeration import completion_logps, every_completion
 from grade.experiments.estimators.measure.rows import KL, Rows, Setting, Variant
 from grade.experiments.moments import moments
 from grade.gradients.objective import Objective, sequence_mean

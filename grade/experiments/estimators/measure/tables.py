@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from grade.config import Config
-from grade.entropy.tiny import random_prompts, tiny_policy
 from grade.errors import InputError
+from grade.experiments.enumeration import random_prompts, tiny_policy
 from grade.experiments.estimators.measure import enumerated, study
 from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS, Rows, Setting, Variant, gradient_rows
 from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards

@@ -2,7 +2,7 @@
 
 The path is the gradient of the leave-one-out entropy loss over B prompts with G completions each, in one of three ways:
 all completions of a prompt in one pass (`whole`), in chunks whose graphs wait for one backward pass (`chunked`, the
-document's first proposal), or streamed in two passes (`streamed`, `grade.entropy.gradients`).
+document's first proposal), or streamed in two passes (`streamed`, `grade.entropy.samples`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps
-from grade.entropy.samples import Samples
+from grade.entropy.samples import Samples, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.memory.live import LiveTracker
 from grade.memory.saved import saved_bytes
 from grade.memory.step import Microbatch, TracedConfig, phase

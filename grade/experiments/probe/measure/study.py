@@ -9,13 +9,10 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from grade.entropy.forward import directional
-from grade.entropy.functional import scores_at
-from grade.entropy.probe import EntropyProbe
-from grade.entropy.report import ProbeReport
+from grade.entropy.change import prefix_change
+from grade.entropy.probe import EntropyProbe, ProbeReport
 from grade.entropy.run import ProbeRunConfig, make_optimizer
-from grade.entropy.samples import Samples
-from grade.entropy.snis import prefix_change
+from grade.entropy.samples import Samples, directional, scores_at
 from grade.errors import InputError
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone

@@ -11,10 +11,9 @@ import torch
 from pydantic import Field
 
 from grade.config import Config
-from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps
-from grade.entropy.report import ProbeReport
+from grade.entropy.probe import ProbeReport
 from grade.entropy.run import ProbeRunConfig, probe_adapter
-from grade.entropy.samples import draw
+from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.experiments.measured import Measurements as Base
 from grade.experiments.measured import progress
 from grade.experiments.probe.measure import proposals, study

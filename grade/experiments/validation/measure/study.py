@@ -15,14 +15,18 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from grade.entropy.exact import all_as_samples, exact_change, exact_gradient
-from grade.entropy.forward import directional
-from grade.entropy.functional import scores_at
-from grade.entropy.gradients import entropy_coefficients, prompt_gradients, sequence_logps
-from grade.entropy.samples import Samples, draw
-from grade.entropy.snis import prefix_change, reweighted_change
-from grade.entropy.tiny import random_prompts
+from grade.entropy.change import prefix_change, reweighted_change
+from grade.entropy.samples import (
+    Samples,
+    directional,
+    draw,
+    entropy_coefficients,
+    prompt_gradients,
+    scores_at,
+    sequence_logps,
+)
 from grade.entropy.ustat import two_batch, u_statistic
+from grade.experiments.enumeration import all_as_samples, exact_change, exact_gradient, random_prompts
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.stats import Estimate

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grade.config import Config
-from grade.entropy.tiny import random_direction, random_prompts, tiny_policy
+from grade.experiments.enumeration import random_direction, random_prompts, tiny_policy
 from grade.experiments.measured import Measurements as Base
 from grade.experiments.measured import progress
 from grade.experiments.validation.measure import study

@@ -1,15 +1,17 @@
-"""Exact entropy, its gradient and its true change, by enumerating every completion of a tiny vocabulary.
+"""Tiny policies of which every completion can be enumerated: the exact values that estimators are compared with.
 
-The reference for the estimators. The number of completions grows as V^T, so tens of thousands at most.
+The number of completions grows as V^T, so tens of thousands at most.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from grade.entropy.samples import Samples
 from grade.errors import InputError
+from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten, moved, trained_parameters
 from grade.models.prompts import PromptBatch
@@ -19,19 +21,37 @@ LARGEST = 100_000
 """Largest number of completions that is enumerated."""
 
 
+def tiny_policy(vocab: int = 5, width: int = 16, layers: int = 2, seed: int = 0) -> Backbone:
+    """A random GPT-2 in float64 without a tokenizer; its adapter's B is not zero, and token 2 ends a completion."""
+    config = GPT2Config(vocab_size=vocab, n_embd=width, n_layer=layers, n_head=4, n_positions=64, bos_token_id=1,
+                        eos_token_id=[2], initializer_range=0.3, resid_pdrop=0.0, embd_pdrop=0.0,
+                        attn_pdrop=0.0)  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        policy = Backbone(model, None, LoraSettings(r=2, alpha=4, target_modules=["c_attn"]))
+        with torch.no_grad():
+            for p in trained_parameters(policy):
+                p.add_(0.3 * torch.randn(p.shape, dtype=p.dtype))
+    return policy
+
+
+def random_prompts(policy: Backbone, batch: int, length: int = 4, seed: int = 0) -> PromptBatch:
+    """Prompts of random tokens, without padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, policy.vocab_size, (batch, length), generator=generator)
+    return PromptBatch(ids, torch.ones_like(ids))
+
+
+def random_direction(policy: Backbone, seed: int = 0) -> Tensor:
+    """A random update vector of norm 1."""
+    size = sum(p.numel() for p in trained_parameters(policy))
+    v = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return v / v.norm()
+
+
 def every_completion(vocab: int, length: int, eos: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """All completions of at most ``length`` tokens: those that end in an end-of-sequence token, and those cut off.
-
-    Args:
-        vocab: V.
-        length: T.
-        eos: Ids that end a completion.
-
-    Returns:
-        Ids [N, T] (0 after the end) and mask [N, T]. Probabilities over them sum to one.
-
-    Raises:
-        InputError: If there are too many.
+    """All completions of at most ``length`` tokens, ended or cut off: ids (0 after the end) and mask, both [N, T].
 
     >>> ids, mask = every_completion(3, 2, (0,))
     >>> [row[: int(n)].tolist() for row, n in zip(ids, mask.sum(1))]
@@ -51,17 +71,7 @@ def every_completion(vocab: int, length: int, eos: tuple[int, ...]) -> tuple[Ten
 
 
 def completion_logps(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of every completion of every prompt, with gradient, from dense logits.
-
-    Args:
-        backbone: A tiny policy.
-        prompts: B prompts.
-        length: T.
-        temperature: Sampling temperature.
-
-    Returns:
-        S [B, N] in nats.
-    """
+    """Log-probabilities [B, N] in nats of every completion of every prompt, with gradient, from dense logits."""
     ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
     rows = []
     for n in range(len(prompts)):
@@ -72,51 +82,30 @@ def completion_logps(backbone: Backbone, prompts: PromptBatch, length: int, temp
 
 
 def exact_entropy(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
-    """H in nats per completion, mean over prompts; differentiable in the adapter.
-
-    Args:
-        backbone: A tiny policy.
-        prompts: B prompts.
-        length: T.
-        temperature: Sampling temperature.
-
-    Returns:
-        A scalar.
-    """
+    """H in nats per completion, a scalar, mean over prompts; differentiable in the adapter."""
     logps = completion_logps(backbone, prompts, length, temperature)
     return -(logps.exp() * logps).sum(1).mean()
 
 
 def exact_gradient(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:
-    """``grad H`` [P] by enumeration."""
+    """``grad H`` [P]."""
     parameters = trained_parameters(backbone)
     grads = torch.autograd.grad(exact_entropy(backbone, prompts, length, temperature), parameters)
     return flatten(grads)
 
 
+@torch.no_grad()
 def exact_change(
     backbone: Backbone, prompts: PromptBatch, length: int, vector: Tensor, eta: float, temperature: float = 1.0
 ) -> float:
-    """``H(theta + eta v) - H(theta)`` by enumeration; the parameters are restored.
-
-    Args:
-        backbone: A tiny policy.
-        prompts: B prompts.
-        length: T.
-        vector: v [P].
-        eta: Step size.
-        temperature: Sampling temperature.
-
-    Returns:
-        The true change in nats.
-    """
-    with torch.no_grad():
-        before = exact_entropy(backbone, prompts, length, temperature)
-        with moved(backbone, vector, eta):
-            after = exact_entropy(backbone, prompts, length, temperature)
+    """``H(theta + eta v) - H(theta)`` in nats; the parameters are restored."""
+    before = exact_entropy(backbone, prompts, length, temperature)
+    with moved(backbone, vector, eta):
+        after = exact_entropy(backbone, prompts, length, temperature)
     return float(after - before)
 
 
+@torch.no_grad()
 def all_as_samples(
     backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0
 ) -> tuple[Samples, Tensor]:
@@ -124,5 +113,4 @@ def all_as_samples(
     ids, mask = every_completion(backbone.vocab_size, length, backbone.eos_token_ids)
     batch = len(prompts)
     samples = Samples(prompts, ids.expand(batch, -1, -1), mask.expand(batch, -1, -1), temperature)
-    with torch.no_grad():
-        return samples, completion_logps(backbone, prompts, length, temperature).exp()
+    return samples, completion_logps(backbone, prompts, length, temperature).exp()

@@ -31,7 +31,7 @@ class Reweighted:
         before: Mean of the old integrand.
         after: Self-normalised mean of the new one.
         change: after - before.
-        stderr: Standard error of the change.
+        stderr: Standard error of the change, over prompts, or over samples if there is only one prompt.
         ess: Effective sample size.
         clipped: Fraction of weights that were clipped.
         pareto_k: Shape of the generalised Pareto tail of the weights: above 0.7 the estimate cannot be trusted
@@ -51,31 +51,13 @@ def reweighted_change(
     old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor, lengths: Tensor | None = None,
     clip: float | None = None,
 ) -> Reweighted:  # fmt: skip
-    """Change of entropy under a step.
+    """Change of entropy under a step; S and integrands of the old and the new policy are [B, G].
 
-    Args:
-        old_logps: S of each sample under the policy that drew it [B, G].
-        new_logps: S under the policy after the step [B, G].
-        old: Integrand before [B, G]: ``-S_old``, or the sum of token entropies.
-        new: Integrand after [B, G].
-        lengths: Tokens of each sample [B, G], for entropy per token; None: per sequence.
-        clip: Clip weights at this multiple of their mean, before normalising. Biases towards the old policy.
-
-    Returns:
-        The estimates. Units of the standard error are prompts, or samples if there is only one prompt.
-
-    Raises:
-        ValueError: If shapes differ or there are fewer than two samples.
-        InputError: If a value is not finite.
+    The integrand is ``-S``, or the sum of token entropies. With ``lengths`` [B, G] it is the entropy per token.
+    ``clip`` clips weights at this multiple of their mean, before normalising, which biases towards the old policy.
     """
-    parts = [old_logps, new_logps, old, new, *([] if lengths is None else [lengths])]
-    if len({p.shape for p in parts}) > 1 or old.ndim != 2 or old.numel() < 2:
-        raise ValueError(f"{[list(p.shape) for p in parts]} are not equal shapes [B, G] with at least two samples")
-    if not all(torch.isfinite(p).all() for p in parts):
-        raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
-    parts = [p.double() for p in parts]
-    old_logps, new_logps, old, new = parts[:4]
-    length = torch.ones_like(old) if lengths is None else parts[4]
+    length = torch.ones_like(old) if lengths is None else lengths
+    old_logps, new_logps, old, new, length = _checked(2, old_logps, new_logps, old, new, length)
     k = _pareto_k(_weights(old_logps, new_logps, None)[0].flatten())
     w, clipped = _weights(old_logps, new_logps, clip)
     before = old.sum() / length.sum()
@@ -88,33 +70,16 @@ def reweighted_change(
 
 
 def prefix_change(old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Each sample's part of the change of entropy per sequence (their mean), with importance weights of prefixes.
+    """Each sample's part [B, G] of the change of entropy per sequence (their mean), by importance weights of prefixes.
 
         H_new - H_old = E sum_t ( (w_{<t} - 1) (h'_t - b_t) + h'_t - h_t ),   w_{<t} = prod_{s < t} pi_new / pi_old
 
     with h and h' a token's entropy before and after (per-decision importance sampling: Precup et al. 2000). The control
     variate ``b_t`` is the mean of h'_t over the prompt's other completions. Its derivative at a step of 0 is, sample by
-    sample, `grade.entropy.forward.Directional.per_sequence`: prediction and truth share their noise.
-
-    Args:
-        old_logps: Log-probability of each token under the policy that drew it [B, G, T], 0 where masked.
-        new_logps: Under the policy after the step [B, G, T].
-        old: Entropy of each token's distribution before [B, G, T], 0 where masked.
-        new: After [B, G, T].
-
-    Returns:
-        [B, G].
-
-    Raises:
-        ValueError: If shapes differ.
-        InputError: If a value is not finite.
+    sample, `grade.entropy.samples.Directional.per_sequence`: prediction and truth share their noise. Arguments are the
+    tokens' log-probabilities and entropies under the old and the new policy, each [B, G, T], 0 where masked.
     """
-    parts = [old_logps, new_logps, old, new]
-    if len({p.shape for p in parts}) > 1 or old.ndim != 3:
-        raise ValueError(f"{[list(p.shape) for p in parts]} are not equal shapes [B, G, T]")
-    if not all(torch.isfinite(p).all() for p in parts):
-        raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
-    old_logps, new_logps, old, new = (p.double() for p in parts)
+    old_logps, new_logps, old, new = _checked(3, old_logps, new_logps, old, new)
     log_w = new_logps - old_logps
     before = log_w.cumsum(-1) - log_w  # of the prefix: without the token itself
     others = (new.sum(1, keepdim=True) - new) / max(new.shape[1] - 1, 1)
@@ -122,20 +87,10 @@ def prefix_change(old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor
 
 
 def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
-    """``mean(linear) / mean(change) - 1``: how far a step is from the limit of small ones, on the given samples.
+    """``mean(linear) / mean(change) - 1``, and its jackknife standard error over prompts: how far a step is from small.
 
-    Both have the same noise (see `prefix_change`), so their ratio is far more precise than either, and for any samples
-    it tends to 1 as the step goes to 0.
-
-    Args:
-        linear: Each sample's part of the predicted change [B, G].
-        change: Each sample's part of the change [B, G].
-
-    Returns:
-        The error and its jackknife standard error over prompts.
-
-    Raises:
-        InputError: If there are fewer than three prompts.
+    Predicted and true change, each [B, G], have the same noise (see `prefix_change`), so their ratio is far more
+    precise than either, and for any samples it tends to 1 as the step goes to 0.
     """
     batch = len(change)
     if batch < 3:
@@ -145,13 +100,20 @@ def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
     return float(a.sum() / b.sum()) - 1, jackknife_stderr(without)
 
 
+def _checked(dimensions: int, *parts: Tensor) -> list[Tensor]:
+    """In float64; shapes that differ would broadcast."""
+    if len({p.shape for p in parts}) > 1 or parts[0].ndim != dimensions or parts[0].numel() < 2:
+        raise ValueError(f"{[list(p.shape) for p in parts]} are not equal shapes with {dimensions} dimensions")
+    if not all(torch.isfinite(p).all() for p in parts):
+        raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
+    return [p.double() for p in parts]
+
+
 def _weights(old_logps: Tensor, new_logps: Tensor, clip: float | None) -> tuple[Tensor, float]:
     """Weights of mean 1, and the fraction of them that was clipped."""
     log_w = new_logps - old_logps
     w, clipped = (log_w - log_w.max()).exp(), 0.0
     if clip is not None:
-        if not clip > 0:
-            raise InputError("clip", clip, "a factor above 0, or none")
         limit = clip * w.mean()
         clipped = float((w > limit).double().mean())
         w = w.clamp(max=float(limit))
