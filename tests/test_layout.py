@@ -10,7 +10,9 @@ FLOORS = {
     "entropy": 4, "experiments": 5, "cli": 6,
 }  # fmt: skip
 # What experiments share; otherwise none imports another.
-SHARED = ("claims", "enumeration", "frontier", "measured", "moments", "run", "setting", "training_runs")
+SHARED = (
+    "claims", "enumeration", "formulas", "frontier", "measured", "moments", "run", "setting", "traced", "training_runs",
+)  # fmt: skip
 LONGEST_CHAIN = 10
 MOST_LINES = 400
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked

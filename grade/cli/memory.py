@@ -18,7 +18,7 @@ from grade.memory.allocator import Replay, reserved
 from grade.memory.bench import BenchConfig, bench_figures, chosen, compare, require_device, standard_steps
 from grade.memory.compare import ALL, compare_methods, every_method
 from grade.memory.decoding import quick_trace
-from grade.memory.plan import Quantity, parse_bytes, plan, remembering, shard, single_changes
+from grade.memory.plan import Quantity, parse_bytes, plan, remembering, single_changes
 from grade.memory.report import as_json, as_text, methods_json, methods_text
 from grade.memory.settings import COUNTS, Setting, Way, settings
 from grade.memory.sharded import Sharding
@@ -82,8 +82,6 @@ def _tracer(args: argparse.Namespace) -> Callable[..., Trace]:
     """A tracer of the command's step, or of one of several GPUs that share it in another way."""
 
     def tracer(step: StepConfig, gpus: int, way: Way) -> Trace:
-        if gpus > 1 and step.adapter == "full" and way == "fsdp2":  # no trainer does it: there is no step to trace
-            return shard(tracer(step, 1, "none"), step, gpus)
         several = dict(processes=gpus, sharding=way) if gpus != 1 else {}
         if args.all_layers:
             return trace(step, device=args.device, all_layers=True, **several)
@@ -130,8 +128,7 @@ def _watched(tracer: Callable[..., Trace]) -> Iterator[Callable[..., Trace]]:
 def _reserved(config: StepConfig, args: argparse.Namespace) -> Replay | None:
     """The allocator's peaks, of the steps that run on CUDA and whose layers can all be traced in seconds."""
     loops = config.engine_name in ("unrolled", "checkpointed")  # each token is a pass with gradient through all layers
-    divided = args.gpus > 1 and config.adapter == "full" and args.shard == "fsdp2"
-    if args.device != "cuda" or divided or (loops and not args.all_layers):
+    if args.device != "cuda" or (loops and not args.all_layers):
         return None
     return reserved(config, "cuda", args.gpus, args.shard)
 

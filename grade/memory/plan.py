@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from grade.errors import InputError
 from grade.gradients.methods import OPTIONS
-from grade.memory.live import Category
-from grade.memory.models import build_backbone, model_config, with_layers
+from grade.memory.models import model_config
 from grade.memory.step import StepConfig, TracedConfig
 from grade.memory.trace import Trace, trace
 
 Quantity = Literal["batch_size", "max_new_tokens", "hops"]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
-_DIVIDED: tuple[Category, ...] = ("weights", "adapter", "gradients", "optimizer")
 _CLEARLY = 0.75  # of the slope: one more of a quantity costs at least this part of what it cost on average before
 _NEAR = 0.005
 LONG = 512
@@ -76,50 +74,6 @@ class Fit:
     quantity: Quantity
     value: int | None
     peak: int
-
-
-def shard(found: Trace, config: TracedConfig, gpus: int) -> Trace:
-    """The same step on one of several data-parallel GPUs that shard the model (ZeRO-3, FSDP full shard), by arithmetic.
-
-    For steps that train all weights, which the trainers here do not; others are traced (`grade.memory.sharded`).
-    Weights, adapter, gradients and optimizer state are divided by ``gpus``. Gathered whole at any time: the embedding
-    table (and an untied head), two layers (the one that runs and the next), and one layer's gradients if all weights
-    are trained. Each GPU runs its own microbatches, so the rest stays as it is. Left out: buffers of the
-    communication library.
-
-    Args:
-        found: The step's trace on one GPU.
-        config: The step.
-        gpus: Number of GPUs.
-
-    Returns:
-        A trace whose peaks are those of one GPU; largest tensors and timeline are not changed.
-
-    Raises:
-        InputError: If gpus < 1.
-    """
-    if gpus < 1:
-        raise InputError("gpus", gpus, "at least 1")
-    if gpus == 1:
-        return found
-    table, layer = _unit_bytes(config)
-    gathered = table + 2 * layer
-    phases = {}
-    for name, parts in found.phases.items():
-        phases[name] = {c: -(-n // gpus) if c in _DIVIDED else n for c, n in parts.items()}
-        phases[name]["weights"] += gathered
-        phases[name]["gradients"] += layer if config.adapter == "full" and name == "backward" else 0
-    peak_phase = max(phases, key=lambda name: sum(phases[name].values()))
-    parts = phases[peak_phase]
-    return replace(found, peak=sum(parts.values()), categories=parts, phases=phases, peak_phase=peak_phase)
-
-
-def _unit_bytes(config: TracedConfig) -> tuple[int, int]:
-    """Bytes of the tables and of one layer of the base."""
-    model = model_config(config.model)
-    bases = (build_backbone(with_layers(model, n), config.dtype, "full") for n in (1, 2))
-    one, two = (sum(p.numel() * p.element_size() for p in base.parameters()) for base in bases)
-    return one - (two - one), two - one
 
 
 def remembering(tracer: Callable[..., Trace]) -> Callable[..., Trace]:

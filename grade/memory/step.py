@@ -38,7 +38,7 @@ from grade.gradients.objective import Engine, Objective
 from grade.gradients.policy_gradient import PolicyGradient, StepContext
 from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.live import Category, LiveTracker
-from grade.memory.models import Adapter, build_backbone
+from grade.memory.models import build_backbone
 from grade.memory.nodata import has_data
 from grade.memory.reward import PREFIX, RewardSpec, make_reward, reward_context
 from grade.memory.sharded import sum_gradients
@@ -118,7 +118,7 @@ class TracedConfig(Config):
     gradient_checkpointing: bool = Field(False, description="recompute layers in backward")
     autocast: bool = Field(False, description="run under bfloat16 autocast")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="type of the base")
-    adapter: Adapter = Field("lora", description="lora, or full: every weight of the layers is trained")
+    adapter: Literal["lora", "full"] = Field("lora", description="lora, or full: every weight of the layers is trained")
     lora: LoraSettings = Field(LoraSettings(), description="the adapter")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
     base_copies: int = Field(1, ge=1, description="copies of the base (3: policy, reference and reward of their own)")

@@ -12,7 +12,7 @@ from grade.experiments.intuitor.measure.tables import Measurements
 from grade.experiments.intuitor.metrics import metrics, peaks_by_length
 from grade.experiments.measured import Tables
 from grade.experiments.setting import load_policy, text_sequences
-from grade.memory.plan import shard
+from grade.experiments.traced import zero3_share
 from grade.memory.shapes import QWEN25_1_5B
 from grade.memory.trace import trace
 
@@ -55,7 +55,7 @@ def test_settings_are_answered_by_the_planner():
     table = intuitor.settings_fit("tiny", 32, (64, 64), 2, 10**12)
     assert table.fits.tolist() == table.needed.tolist() == [8, 8, 32, 32]
     small = intuitor.full_update("tiny", 32, 64, batch_size=2, logits="all", self_certainty=True)
-    budget = shard(trace(small), small, 2).peak
+    budget = zero3_share(trace(small), small, 2).peak
     assert intuitor.settings_fit("tiny", 32, (64, 64), 2, budget).fits.iloc[0] == 2
 
 

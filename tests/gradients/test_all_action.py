@@ -8,6 +8,7 @@ from conftest import EOS, VOCAB, ToyReward, make_backbone, make_prompts, tiny_gp
 
 from grade.errors import InputError
 from grade.experiments.enumeration import completion_logps, every_completion
+from grade.experiments.traced import saved_bytes
 from grade.gradients.all_action import embedding_values, expected_values
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.methods import METHODS, OPTIONS, MethodConfig
@@ -15,7 +16,6 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph, replay
 from grade.gradients.rollout import condition, sample
 from grade.gradients.unrolled import unrolled
-from grade.memory.saved import saved_bytes
 from grade.models import head as head_module
 from grade.models.head import Head
 from grade.models.parameters import flatten

@@ -4,7 +4,7 @@ import pytest
 
 from grade.memory import bench
 from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER, Replay
-from grade.memory.bench import compare, four_numbers
+from grade.memory.bench import bench_figures, compare, four_numbers
 from grade.memory.step import StepConfig
 from grade.memory.trace import trace
 
@@ -42,3 +42,13 @@ def test_a_step_on_cuda_has_all_four(monkeypatch):
     assert bench.workspace_bytes() == WORKSPACE
     monkeypatch.setattr(bench.torch.cuda, "get_device_capability", lambda: (9, 0))
     assert bench.workspace_bytes() == WORKSPACE_HOPPER
+
+
+def test_a_comparison_says_how_far_a_prediction_is():
+    step = STEP
+    lines = []
+    (row,) = compare([step], "cpu", log=lines.append)
+    assert row["traced_over_measured"] == row["traced_peak_bytes"] / row["measured_peak_bytes"]
+    figures = bench_figures([row, row | {"traced_over_measured": 0.9}], "cpu", time_traces=False)
+    assert figures == {"cpu/steps": 2, "cpu/max_rel_error": pytest.approx(0.1)}
+    assert len(lines) == 1

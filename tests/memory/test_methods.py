@@ -10,7 +10,7 @@ from grade.memory.bench import measure
 from grade.memory.kernels import kernels_of
 from grade.memory.live import CATEGORIES
 from grade.memory.models import TINY, model_config
-from grade.memory.plan import changed, plan, shard, single_changes
+from grade.memory.plan import changed, plan, single_changes
 from grade.memory.step import StepConfig, generator_on
 from grade.memory.trace import Trace, trace
 
@@ -172,12 +172,6 @@ def test_single_changes_are_those_that_the_method_has():
     relaxed = StepConfig(**STEP, batch_size=2)
     names = {c.name for c in single_changes(relaxed, fixed_tracer(changed(relaxed, batch_size=64)), fixed_tracer)}
     assert "half the batch" in names and not {"2 minibatches", "KL from the sampled tokens (k3)"} & names
-
-
-def test_a_shard_of_a_policy_gradient_divides_the_weights():
-    config = StepConfig(**STEP, method="ppo", batch_size=2)
-    found = trace(config)
-    assert shard(found, config, 4).categories["activations"] == found.categories["activations"]
 
 
 def test_generators_exist_on_meta_only_while_a_step_is_traced():

@@ -1,22 +1,25 @@
 """The tracer against the same step on real tensors, against hand arithmetic, and against itself without shortcuts."""
 
+import contextlib
 import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from grade.errors import InputError
+from grade.experiments.formulas import kv_cache_bytes_per_token
+from grade.experiments.traced import saved_bytes
 from grade.memory.bench import measure
-from grade.memory.formulas import kv_cache_bytes_per_token
+from grade.memory.kernels import kernels_of
 from grade.memory.live import CATEGORIES, LiveTracker
-from grade.memory.models import TINY, build_backbone, model_config, shape_config, with_layers
+from grade.memory.models import TINY, build_backbone, model_config, with_layers
 from grade.memory.plan import parse_bytes, plan, remembering, single_changes
 from grade.memory.report import as_json, as_text
-from grade.memory.saved import saved_bytes
-from grade.memory.shapes import SHAPES, parameter_count
+from grade.memory.shapes import SHAPES
 from grade.memory.step import StepConfig
-from grade.memory.trace import Trace, run_tracked, trace
+from grade.memory.trace import Trace, run_tracked, trace, trace_all
 
 VOCAB = TINY["vocab_size"]
 SMALL = dict(batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
@@ -76,8 +79,8 @@ def test_categories_sum_to_the_peak_and_name_what_is_there():
 def test_the_key_value_cache_is_what_the_formula_says():
     config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 12})
     peak = trace(config, all_layers=True).phases["rollout"]["kv cache"]
-    shape = SHAPES["SmolLM2-135M"]
-    shape = type(shape)("tiny", 2, 64, 4, 2, 16, 96, VOCAB, tied=True)
+    shape = SHAPES["smollm2-135m"]
+    shape = type(shape)("tiny", 2, 64, 4, 2, 16, 96, VOCAB, tied=True, context=2048)
     # P + T - 1 positions at the end; a growing cache holds the old and the new tensor of one layer at once.
     exact = 2 * (4 + 11) * kv_cache_bytes_per_token(shape, itemsize=4)
     assert exact <= peak <= exact * 1.3
@@ -91,12 +94,6 @@ def test_saved_bytes_of_the_trace_are_autograds():
     existing = [t for tensors in real.existing().values() for t in tensors]
     counted = saved_bytes(lambda: real.run(), exclude=existing)
     assert sum(r.nbytes for r in tracker.records if r.saved and r.op != "existing") == counted
-
-
-def test_the_parameters_of_a_shipped_shape_are_exact():
-    for shape in SHAPES.values():
-        backbone = build_backbone(shape_config(shape), "bfloat16", "full")
-        assert sum(p.numel() for p in backbone.model.parameters()) == parameter_count(shape)
 
 
 def test_more_copies_of_the_base_cost_their_weights():
@@ -202,12 +199,6 @@ def test_reports_say_the_same_to_people_and_programs():
     assert "at the peak" in text and "backward" in text
 
 
-def test_fewer_layers_keep_the_rest_of_a_configuration():
-    config = shape_config(SHAPES["Qwen3-4B"])
-    short = with_layers(config, 2)
-    assert (short.num_hidden_layers, len(short.layer_types), config.num_hidden_layers) == (2, 2, 36)
-
-
 def test_a_remembering_tracer_traces_a_step_once():
     asked = []
     tracer = remembering(lambda step: asked.append(step) or fixed_tracer(step))
@@ -217,3 +208,53 @@ def test_a_remembering_tracer_traces_a_step_once():
     plan(config, 1234, tracer=tracer)
     steps = [step.model_dump_json() for step in asked]
     assert len(steps) == len(set(steps)) > 5
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_s_attention_keeps_no_scores(masked, dtype):
+    q = torch.empty(2, 4, 40, 16, dtype=dtype, device="meta", requires_grad=True)
+    mask = torch.empty(2, 1, 40, 40, dtype=torch.bool, device="meta") if masked else None
+    sizes = {}
+    for name, kernels in (("fused", kernels_of("cuda")), ("unfused", contextlib.nullcontext())):
+        saved = sizes.setdefault(name, [])
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t
+        )
+        with kernels, hooks:
+            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        assert out.shape == q.shape
+    scores = 2 * 4 * 40 * 40 * dtype.itemsize
+    # The mask's storage, padded, is [2, 1, 40, 48]: smaller than scores of four heads.
+    assert max(sizes["fused"]) < scores <= max(sizes["unfused"])
+    with kernels_of("cuda"):
+        out = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+    assert torch.nn.functional.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+
+
+def test_operations_are_those_of_torchs_own_counter():
+    config = StepConfig(model="tiny", **SMALL)
+    step = config.make_step(*config.build(model_config("tiny"), "cpu"))
+    with FlopCounterMode(display=False) as counter:
+        step.run()
+    assert trace(config, device="cpu", all_layers=True).flops == counter.get_total_flops() > 0
+
+
+def test_a_shipped_shape_has_its_published_parameters_and_fewer_layers_keep_the_rest():
+    for name, count in (("qwen3-4b", 4_022_468_096), ("Qwen/Qwen2.5-Coder-7B-Instruct", 7_615_616_512),
+                        ("HuggingFaceTB/SmolLM2-135M", 134_515_008)):  # fmt: skip
+        assert (
+            sum(p.numel() for p in build_backbone(model_config(name), "bfloat16", "full").model.parameters()) == count
+        )
+    config = model_config("qwen3-4b")
+    short = with_layers(config, 2)
+    assert (short.num_hidden_layers, len(short.layer_types), config.num_hidden_layers) == (2, 2, 36)
+
+
+def test_traces_in_two_processes_are_the_same():
+    configs = {name: StepConfig(model="tiny", **SMALL | {"method": name}) for name in ("ste", "gumbel")}
+    one, two = trace_all(configs), trace_all(configs, processes=2)
+    assert list(two) == list(configs)
+    assert [t.peak for t in one.values()] == [t.peak for t in two.values()]

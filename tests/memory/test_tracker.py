@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from grade.memory.saved import kept_bytes, saved_bytes
+from grade.experiments.traced import kept_bytes, saved_bytes
 from grade.memory.tracker import MemoryTracker, Phase
 
 B, D, HIDDEN = 8, 16, 64  # float32: x is 8*16*4 = 512 bytes, a hidden activation 8*64*4 = 2048

@@ -246,7 +246,7 @@ def test_only_a_whole_base_of_full_precision_is_folded(dtype):
 
 
 def test_recomputed_layers_are_in_training_mode_meanwhile_and_keep_their_input_alone(backbone):
-    from grade.memory.saved import saved_bytes
+    from grade.experiments.traced import saved_bytes
 
     prompts = make_prompts()
     embeds = backbone.embed(prompts.ids).requires_grad_()

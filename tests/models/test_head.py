@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grade.memory.saved import kept_bytes, saved_bytes
+from grade.experiments.traced import kept_bytes, saved_bytes
 from grade.models import head as vocab
 from grade.models.head import (
     Head,

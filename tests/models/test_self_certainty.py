@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grade.errors import InputError
 from grade.experiments.intuitor.measure.study import chunked_over_vocabulary
-from grade.memory.saved import saved_bytes
+from grade.experiments.traced import saved_bytes
 from grade.models.head import CHUNK_ROWS, Head
 from grade.models.self_certainty import certainty_of_logits, completion_certainty, self_certainty
 

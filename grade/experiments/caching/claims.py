@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from grade.experiments.claims import Claim, about, confirmed_if, size_verdict
-from grade.memory.formulas import rows_bytes, scores_bytes, weights_bytes
+from grade.experiments.formulas import rows_bytes, scores_bytes, weights_bytes
 from grade.memory.shapes import ModelShape
 
 MB, GB = 1e6, 1e9
@@ -84,7 +84,7 @@ def _layer_claims(shape: ModelShape, batch: int, length: int, m: Mapping[str, fl
         _traced_mb(
             claim="a layer keeps about 79 MB", stated="79 MB", found=total, verdict=size_verdict(total, 79),
             note=f"forward pass with gradient, not checkpointed, LoRA on q, k, v and o; {eager:.1f} MB with eager "
-            "attention; the closed form in grade.memory.formulas gives the same bytes",
+            "attention; the closed form in grade.experiments.formulas gives the same bytes",
         ),
     ]  # fmt: skip
 

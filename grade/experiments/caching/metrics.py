@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from grade.experiments.caching.measure.tables import COPY, Settings
+from grade.experiments.formulas import rows_bytes
 from grade.experiments.measured import Tables
-from grade.memory.formulas import rows_bytes
-from grade.memory.models import shape_of
+from grade.experiments.traced import shape_of
 
 GB = 1e9
 

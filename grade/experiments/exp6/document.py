@@ -7,7 +7,7 @@ Sizes are decimal (1 GB = 10^9 bytes), as in the document.
 
 from __future__ import annotations
 
-from grade.memory import formulas as f
+from grade.experiments import formulas as f
 from grade.memory.shapes import QWEN3_4B
 
 # The document's setting ("batch=1, seq=64, vocab=32k, hidden=4096"), its prompt length and its support.

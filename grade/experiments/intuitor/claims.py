@@ -12,8 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from grade.experiments.claims import Claim, about, confirmed_if, size_verdict
+from grade.experiments.formulas import rows_bytes
 from grade.experiments.intuitor.measure.stated import SETTINGS, STATED_GB
-from grade.memory.formulas import rows_bytes
 from grade.memory.shapes import ModelShape
 
 GB = 1e9

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from grade.experiments.claims import Claim, about, confirmed_if
-from grade.memory.formulas import lora_parameters, rows_bytes
+from grade.experiments.formulas import lora_parameters, rows_bytes
 from grade.memory.shapes import ModelShape
 
 MB, GB = 1e6, 1e9

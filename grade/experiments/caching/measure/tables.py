@@ -15,8 +15,7 @@ from grade.experiments.caching.measure.inventory import layer_inventory
 from grade.experiments.caching.measure.options import OPTIONS, CachingConfig
 from grade.experiments.measured import Measurements as Base
 from grade.experiments.setting import load_policy, text_sequences
-from grade.memory.policy_step import PolicyStepConfig
-from grade.memory.tables import categories_table, timelines_table
+from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table
 from grade.memory.trace import Trace, trace, trace_all
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
@@ -83,11 +82,11 @@ class Measurements(Base[Settings]):
         )
 
     def categories(self) -> pd.DataFrame:
-        """Bytes at the peak of each option by category; see `grade.memory.tables.categories_table`."""
+        """Bytes at the peak of each option by category; see `grade.experiments.traced.categories_table`."""
         return categories_table({option: self.traces[option] for option in OPTIONS})
 
     def timelines(self) -> pd.DataFrame:
-        """Live bytes over a step, of all layers, for `TIMELINES`; see `grade.memory.tables.timelines_table`."""
+        """Live bytes over a step, of all layers, for `TIMELINES`; see `grade.experiments.traced.timelines_table`."""
         configs = {option: CachingConfig(**self._sizes, option=option) for option in TIMELINES}
         return timelines_table({option: trace(config, all_layers=True) for option, config in configs.items()})
 

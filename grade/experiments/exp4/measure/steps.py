@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from grade.memory.formulas import token_forwards_cached, token_forwards_uncached
+from grade.experiments.formulas import token_forwards_cached, token_forwards_uncached
 from grade.memory.step import StepConfig
 from grade.memory.trace import Trace
 

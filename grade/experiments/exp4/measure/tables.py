@@ -10,8 +10,8 @@ from pydantic import Field
 from grade.config import Config
 from grade.experiments.exp4.measure import steps
 from grade.experiments.measured import Measurements as Base
+from grade.experiments.traced import categories_table, timelines_table
 from grade.memory.step import StepConfig
-from grade.memory.tables import categories_table, timelines_table
 from grade.memory.trace import Trace, trace, trace_all
 
 TIMELINES = ("loop", "replay")
@@ -55,11 +55,11 @@ class Measurements(Base[Settings]):
         return steps.configurations_table(self.steps, self.traces)
 
     def categories(self) -> pd.DataFrame:
-        """Bytes at the peak by category; see `grade.memory.tables.categories_table`."""
+        """Bytes at the peak by category; see `grade.experiments.traced.categories_table`."""
         return categories_table(self.traces)
 
     def timelines(self) -> pd.DataFrame:
-        """Live bytes over a step, of all layers, for `TIMELINES`; see `grade.memory.tables.timelines_table`."""
+        """Live bytes over a step, of all layers, for `TIMELINES`; see `grade.experiments.traced.timelines_table`."""
         return timelines_table({name: trace(self.steps[name], all_layers=True) for name in TIMELINES})
 
     def largest(self) -> pd.DataFrame:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from grade.experiments.measured import progress
 from grade.experiments.setting import Setting
+from grade.experiments.traced import kept_bytes
 from grade.gradients.estimators import relax
 from grade.gradients.replay import replay_inputs
 from grade.gradients.rollout import Rollout
 from grade.gradients.unrolled import CHECKPOINTED, UNROLLED, StepwiseOptions, gathered_embedding, stepwise
-from grade.memory.saved import kept_bytes
 from grade.memory.tracker import MemoryTracker
 from grade.models.head import weighted_embedding
 from grade.models.noise import gumbel_noise

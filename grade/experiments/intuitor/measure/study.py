@@ -1,6 +1,6 @@
 """Document 004: what Intuitor's reward costs beside PPO, and what the document's formula measures.
 
-Memory is traced on the step that computes it (`grade.memory.policy_step`); self-certainty is measured on real text.
+Memory is traced on the step that computes it (`grade.experiments.traced`); self-certainty is measured on real text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from grade.experiments.formulas import adamw_bytes, checkpoint_bytes, parameter_count, rows_bytes, weights_bytes
 from grade.experiments.intuitor.measure.stated import SETTINGS
-from grade.memory.formulas import adamw_bytes, checkpoint_bytes, rows_bytes, weights_bytes
-from grade.memory.plan import plan, remembering, shard
-from grade.memory.policy_step import PolicyStepConfig
-from grade.memory.shapes import ModelShape, parameter_count
+from grade.experiments.traced import PolicyStepConfig, zero3_share
+from grade.memory.plan import plan, remembering
+from grade.memory.shapes import ModelShape
 from grade.memory.trace import Trace, trace, trace_all
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
@@ -68,7 +68,7 @@ def length_traces(
 ) -> dict[tuple[int, str], Trace]:  # fmt: skip
     """Traces of `update_configs` at several lengths, on one of the GPUs."""
     configs = {(n, step): config for n in lengths for step, config in update_configs(model, n).items()}
-    return {key: shard(whole, configs[key], gpus) for key, whole in trace_all(configs, processes).items()}
+    return {key: zero3_share(whole, configs[key], gpus) for key, whole in trace_all(configs, processes).items()}
 
 
 def length_table(traces: Mapping[tuple[int, str], Trace]) -> pd.DataFrame:
@@ -166,7 +166,7 @@ def settings_fit(model: str, prompt: int, responses: tuple[int, int], gpus: int,
 
     @remembering
     def share(config: PolicyStepConfig) -> Trace:
-        return shard(trace(config), config, gpus)
+        return zero3_share(trace(config), config, gpus)
 
     rows = []
     for setting, (needed, which) in SETTINGS.items():

@@ -12,8 +12,7 @@ from grade.config import Config
 from grade.experiments.intuitor.measure import study
 from grade.experiments.measured import Measurements as Base
 from grade.experiments.setting import load_policy, text_sequences
-from grade.memory.models import shape_of
-from grade.memory.tables import categories_table, timelines_table
+from grade.experiments.traced import categories_table, shape_of, timelines_table
 from grade.memory.trace import Trace, trace
 
 PEAKS = (5, 10, 15, 20, 25, 30, 35)
@@ -68,12 +67,12 @@ class Measurements(Base[Settings]):
         return study.length_table(self.traces)
 
     def categories(self) -> pd.DataFrame:
-        """Bytes at the peak by category, at the greatest length; see `grade.memory.tables.categories_table`."""
+        """Bytes at the peak by category, at the greatest length; see `grade.experiments.traced.categories_table`."""
         longest = max(self.settings.lengths)
         return categories_table({step: t for (tokens, step), t in self.traces.items() if tokens == longest})
 
     def timelines(self) -> pd.DataFrame:
-        """Live bytes of Intuitor's update at the greatest length; see `grade.memory.tables.timelines_table`.
+        """Live bytes of Intuitor's update at the greatest length; see `grade.experiments.traced.timelines_table`.
 
         Of all layers, and of a GPU that divides nothing with others.
         """

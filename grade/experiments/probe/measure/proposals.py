@@ -16,8 +16,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from grade.entropy.samples import Samples, entropy_coefficients, prompt_gradients, sequence_logps
+from grade.experiments.traced import saved_bytes
 from grade.memory.live import LiveTracker
-from grade.memory.saved import saved_bytes
 from grade.memory.step import Microbatch, TracedConfig, phase
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten, trained_parameters

@@ -18,7 +18,7 @@ from grade.experiments.measured import Measurements as Base
 from grade.experiments.measured import progress
 from grade.experiments.probe.measure import proposals, study
 from grade.experiments.setting import load_policy, text_sequences
-from grade.memory.tables import categories_table, timelines_table
+from grade.experiments.traced import categories_table, timelines_table
 from grade.memory.trace import Trace, trace, trace_all
 from grade.models.backbone import Backbone
 
@@ -189,11 +189,11 @@ class Measurements(Base[Settings]):
         return pd.DataFrame(rows, columns=["name", "configuration", "peak", "step_bytes"])
 
     def categories(self) -> pd.DataFrame:
-        """Bytes at each peak by category; see `grade.memory.tables.categories_table`."""
+        """Bytes at each peak by category; see `grade.experiments.traced.categories_table`."""
         return categories_table({self.labels[name]: t for name, t in self.traced.items()})
 
     def timelines(self) -> pd.DataFrame:
-        """Live bytes of two ways over a step; see `grade.memory.tables.timelines_table`."""
+        """Live bytes of two ways over a step; see `grade.experiments.traced.timelines_table`."""
         return timelines_table({self.labels[name]: self.traced[name] for name in TIMELINES})
 
     def effects(self) -> dict[str, Any]:

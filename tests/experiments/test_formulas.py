@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from grade.memory import formulas
-from grade.memory.shapes import QWEN3_4B, QWEN25_1_5B, QWEN25_3B, QWEN25_7B, SHAPES, SMOLLM2_135M, parameter_count
+from grade.experiments import formulas
+from grade.experiments.formulas import parameter_count
+from grade.memory.shapes import QWEN3_4B, QWEN25_1_5B, QWEN25_3B, QWEN25_7B, SHAPES, SMOLLM2_135M
 
 
 @pytest.mark.parametrize(
@@ -28,11 +29,11 @@ def test_parameter_count_is_exact(shape, expected):
 
 
 CONFIGS = {
-    "Qwen3-4B": Qwen3Config,
-    "Qwen2.5-1.5B": Qwen2Config,
-    "Qwen2.5-3B": Qwen2Config,
-    "Qwen2.5-7B": Qwen2Config,
-    "SmolLM2-135M": LlamaConfig,
+    "qwen3-4b": Qwen3Config,
+    "qwen2.5-1.5b": Qwen2Config,
+    "qwen2.5-3b": Qwen2Config,
+    "qwen2.5-7b": Qwen2Config,
+    "smollm2-135m": LlamaConfig,
 }
 
 

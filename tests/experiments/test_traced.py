@@ -1,28 +1,62 @@
-"""Policy-gradient steps, closed forms and shards against traces, real runs and hand arithmetic."""
-
-import contextlib
+"""What experiments on traced steps share: tables and a GRPO update by hand arithmetic, closed forms, and real steps."""
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from grade.errors import InputError
+from grade.experiments import formulas, traced
 from grade.experiments.caching.measure.inventory import layer_inventory
 from grade.experiments.caching.measure.options import OPTIONS, CachingConfig
-from grade.memory import formulas
-from grade.memory.bench import bench_figures, compare, measure
-from grade.memory.kernels import kernels_of
+from grade.experiments.formulas import parameter_count
+from grade.experiments.traced import PolicyStepConfig, categories_table, shape_of, timelines_table, zero3_share
+from grade.memory.bench import measure
 from grade.memory.live import CATEGORIES
-from grade.memory.models import model_config, shape_of, with_layers
-from grade.memory.plan import changed, plan, shard
-from grade.memory.policy_step import PolicyStepConfig
-from grade.memory.shapes import SHAPES, parameter_count
+from grade.memory.models import model_config, with_layers
+from grade.memory.plan import changed
+from grade.memory.shapes import SHAPES
 from grade.memory.step import StepConfig
-from grade.memory.trace import Trace, trace, trace_all, trace_layers
+from grade.memory.trace import Trace, trace, trace_layers
 
 TINY = dict(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=6, dtype="float32")
 CODER = dict(model="qwen2.5-coder-3b", batch_size=2, prompt_tokens=32, max_new_tokens=32)
-SHAPE = SHAPES["Qwen2.5-3B"]
+SHAPE = SHAPES["qwen2.5-3b"]
+
+
+def hand_trace(timeline=(), layers=2, traced_layers=2, **parts):
+    categories = dict.fromkeys(CATEGORIES, 0) | parts
+    return Trace(sum(parts.values()), categories, {}, "forward", [], list(timeline), layers, traced_layers, 0, 0.0)
+
+
+def test_categories_are_rows_in_the_order_of_traces_and_categories():
+    table = categories_table({"b": hand_trace(weights=3, logits=1), "a": hand_trace(weights=2)})
+    assert table.configuration.tolist() == ["b"] * len(CATEGORIES) + ["a"] * len(CATEGORIES)
+    assert table.category.tolist() == 2 * list(CATEGORIES)
+    assert table.groupby("configuration")["bytes"].sum().to_dict() == {"b": 4, "a": 2}
+
+
+def test_a_short_timeline_is_kept_whole():
+    timeline = [("forward", 1), ("forward", 3), ("backward", 2), ("forward", 1)]
+    table = timelines_table({"x": hand_trace(timeline)})
+    assert list(table.columns) == ["configuration", "phase", "bytes"]
+    assert list(zip(table.phase, table["bytes"], strict=True)) == timeline
+
+
+def test_a_long_timeline_keeps_its_peaks_and_its_phases(monkeypatch):
+    monkeypatch.setattr(traced, "MOST_POINTS", 3)
+    timeline = [("forward", n) for n in (1, 5, 2, 3)] + [("backward", 9)] + [("forward", n) for n in (4, 0)]
+    table = timelines_table({"x": hand_trace(timeline)})  # runs of at most 3 of one phase
+    assert list(zip(table.phase, table["bytes"], strict=True)) == [
+        ("forward", 5), ("forward", 3), ("backward", 9), ("forward", 4),
+    ]  # fmt: skip
+
+
+def test_the_timeline_of_an_extrapolated_trace_is_refused():
+    with pytest.raises(ValueError, match="'deep' is extrapolated from 3"):
+        timelines_table({"deep": hand_trace([("forward", 1)], layers=5, traced_layers=3)})
+
+
+def test_a_timeline_of_all_layers_reaches_the_peak():
+    whole = trace(StepConfig(model="tiny", prompt_tokens=4, max_new_tokens=2, gumbel_topk=8), all_layers=True)
+    assert timelines_table({"tiny": whole})["bytes"].max() == whole.peak
 
 
 @pytest.mark.parametrize(
@@ -97,94 +131,6 @@ def test_a_checkpointed_layer_keeps_its_input_alone():
     assert kept[1] - kept[0] == formulas.checkpoint_bytes(SHAPE, 2, 63) / SHAPE.layers
 
 
-def test_a_shape_is_read_from_any_configuration():
-    assert shape_of("qwen3-4b").__dict__ == SHAPES["Qwen3-4B"].__dict__ | {"name": "qwen3-4b"}
-    assert parameter_count(shape_of("tiny")) == sum(
-        p.numel() for p in CachingConfig(model="tiny", adapter="full").build(model_config("tiny"))[0].parameters()
-    )
-
-
-def hand_trace(**parts):
-    phases = {
-        "forward": dict.fromkeys(CATEGORIES, 0) | parts,
-        "optimizer": dict.fromkeys(CATEGORIES, 0) | {"weights": 8},
-    }
-    return Trace(sum(parts.values()), phases["forward"], phases, "forward", [], [], 2, 2, 0, 0.0)
-
-
-def test_a_shard_divides_what_can_be_divided_and_gathers_what_runs():
-    found = hand_trace(weights=4000, adapter=100, optimizer=201, activations=50, logits=7)
-    config = PolicyStepConfig(**TINY)
-    assert shard(found, config, 1) is found
-    four = shard(found, config, 4)
-    layer = 64 * (64 + 32 + 32 + 64) * 4 + 3 * 64 * 96 * 4 + 2 * 64 * 4  # q, k, v, o; MLP; norms; float32
-    table = (2 * 512 * 64 + 64) * 4  # embedding, untied head and the final norm
-    assert four.categories["weights"] == 1000 + table + 2 * layer
-    assert (four.categories["adapter"], four.categories["optimizer"]) == (25, 51)  # rounded up
-    assert (four.categories["activations"], four.categories["logits"]) == (50, 7)
-    assert four.peak == sum(four.categories.values()) and four.peak_phase == "forward"
-    with pytest.raises(InputError, match="gpus"):
-        shard(found, config, 0)
-
-
-def test_a_policy_step_can_be_planned():
-    config = PolicyStepConfig(**TINY)
-    one, two, three = (trace(changed(config, batch_size=n)).peak for n in (1, 2, 3))
-    assert one < two < three
-    (fit,) = plan(config, two, quantities=("batch_size",))
-    assert (fit.value, fit.peak) == (2, two)
-    assert plan(config, two)[-1].quantity == "max_new_tokens"  # no hops in a policy gradient
-
-
-def test_traces_in_two_processes_are_the_same():
-    configs = {name: PolicyStepConfig(**TINY, logits=name) for name in ("chunked", "all")}
-    one, two = trace_all(configs), trace_all(configs, processes=2)
-    assert list(two) == list(configs)
-    assert [t.peak for t in one.values()] == [t.peak for t in two.values()]
-
-
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_s_attention_keeps_no_scores(masked, dtype):
-    q = torch.empty(2, 4, 40, 16, dtype=dtype, device="meta", requires_grad=True)
-    mask = torch.empty(2, 1, 40, 40, dtype=torch.bool, device="meta") if masked else None
-    sizes = {}
-    for name, kernels in (("fused", kernels_of("cuda")), ("unfused", contextlib.nullcontext())):
-        saved = sizes.setdefault(name, [])
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t, saved=saved: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t
-        )
-        with kernels, hooks:
-            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-        assert out.shape == q.shape
-    scores = 2 * 4 * 40 * 40 * dtype.itemsize
-    # The mask's storage, padded, is [2, 1, 40, 48]: smaller than scores of four heads.
-    assert max(sizes["fused"]) < scores <= max(sizes["unfused"])
-    with kernels_of("cuda"):
-        out = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    out.sum().backward()
-    assert q.grad.shape == q.shape
-    assert torch.nn.functional.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
-
-
-def test_a_comparison_says_how_far_a_prediction_is():
-    step = StepConfig(**TINY | dict(max_new_tokens=2), gumbel_topk=8)
-    lines = []
-    (row,) = compare([step], "cpu", log=lines.append)
-    assert row["traced_over_measured"] == row["traced_peak_bytes"] / row["measured_peak_bytes"]
-    figures = bench_figures([row, row | {"traced_over_measured": 0.9}], "cpu", time_traces=False)
-    assert figures == {"cpu/steps": 2, "cpu/max_rel_error": pytest.approx(0.1)}
-    assert len(lines) == 1
-
-
-def test_operations_are_those_of_torchs_own_counter():
-    config = StepConfig(**TINY, gumbel_topk=8)
-    step = config.make_step(*config.build(model_config("tiny"), "cpu"))
-    with FlopCounterMode(display=False) as counter:
-        step.run()
-    assert trace(config, device="cpu", all_layers=True).flops == counter.get_total_flops() > 0
-
-
 def test_checkpointing_recomputes_a_layer_up_to_the_last_tensor_that_backward_needs():
     plain, again = (trace(CachingConfig(**CODER, option=o)).flops for o in ("selected", "hybrid"))
     tokens = 2 * 63
@@ -192,3 +138,26 @@ def test_checkpointing_recomputes_a_layer_up_to_the_last_tensor_that_backward_ne
     # that backward needs follows it, so torch stops before it.
     weights = parameter_count(SHAPE) - SHAPE.vocab * SHAPE.hidden - SHAPE.layers * SHAPE.intermediate * SHAPE.hidden
     assert again - plain == pytest.approx(2 * tokens * weights, rel=0.02)  # and a little for adapter and attention
+
+
+def test_a_shape_is_read_from_any_configuration():
+    assert shape_of("qwen3-4b").__dict__ == SHAPES["qwen3-4b"].__dict__ | {"name": "qwen3-4b"}
+    assert parameter_count(shape_of("tiny")) == sum(
+        p.numel() for p in CachingConfig(model="tiny", adapter="full").build(model_config("tiny"))[0].parameters()
+    )
+
+
+def test_a_share_divides_what_can_be_divided_and_gathers_what_runs():
+    parts = dict(weights=4000, adapter=100, optimizer=201, activations=50, logits=7)
+    phases = {
+        "forward": dict.fromkeys(CATEGORIES, 0) | parts,
+        "optimizer": dict.fromkeys(CATEGORIES, 0) | {"weights": 8},
+    }
+    whole = Trace(sum(parts.values()), phases["forward"], phases, "forward", [], [], 2, 2, 0, 0.0)
+    four = zero3_share(whole, PolicyStepConfig(**TINY), 4)
+    layer = 64 * (64 + 32 + 32 + 64) * 4 + 3 * 64 * 96 * 4 + 2 * 64 * 4  # q, k, v, o; MLP; norms; float32
+    table = (2 * 512 * 64 + 64) * 4  # embedding, untied head and the final norm
+    assert four.categories["weights"] == 1000 + table + 2 * layer
+    assert (four.categories["adapter"], four.categories["optimizer"]) == (25, 51)  # rounded up
+    assert (four.categories["activations"], four.categories["logits"]) == (50, 7)
+    assert four.peak == sum(four.categories.values()) and four.peak_phase == "forward"

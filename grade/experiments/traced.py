@@ -1,0 +1,190 @@
+"""What experiments on traced steps share: tables of traces, bytes kept for backward, a GRPO update, shapes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+import pandas as pd
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from grade.gradients.losses import clipped_surrogate, kl_estimate
+from grade.memory.live import CATEGORIES, LiveTracker
+from grade.memory.models import build_backbone, model_config, with_layers
+from grade.memory.shapes import ModelShape
+from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
+from grade.memory.trace import Trace
+from grade.memory.tracker import MemoryTracker
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import predicting_hidden, score
+from grade.models.self_certainty import certainty_of_logits
+
+MOST_POINTS = 1000
+"""Points of a timeline: as many as a figure of its width can show."""
+
+Result = TypeVar("Result")
+
+
+def shape_of(name: str) -> ModelShape:
+    """The shape of a model of Llama's family, for `grade.experiments.formulas`; names as in `model_config`."""
+    config = model_config(name)
+    heads = config.num_attention_heads
+    return ModelShape(
+        name, config.num_hidden_layers, config.hidden_size, heads, config.num_key_value_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads, config.intermediate_size, config.vocab_size,
+        tied=bool(config.tie_word_embeddings), context=getattr(config, "max_position_embeddings", 0),
+        qkv_bias=config.model_type == "qwen2", qk_norm=config.model_type == "qwen3",
+    )  # fmt: skip
+
+
+def categories_table(traces: Mapping[str, Trace]) -> pd.DataFrame:
+    """Bytes at the peak: columns configuration, category, bytes, in the order of the traces and of `CATEGORIES`."""
+    rows = [(name, category, trace.categories[category]) for name, trace in traces.items() for category in CATEGORIES]
+    return pd.DataFrame(rows, columns=["configuration", "category", "bytes"])
+
+
+def timelines_table(traces: Mapping[str, Trace]) -> pd.DataFrame:
+    """Live bytes after each allocation: columns configuration, phase, bytes.
+
+    Where a step has more allocations than `MOST_POINTS`, the largest of each run of neighbours of one phase. All layers
+    must have been traced: an extrapolated timeline would show less than its peak.
+    """
+    tables = []
+    for name, trace in traces.items():
+        if trace.traced_layers < trace.layers:
+            raise ValueError(f"the trace of {name!r} is extrapolated from {trace.traced_layers} layers")
+        table = pd.DataFrame(trace.timeline, columns=["phase", "bytes"])
+        run = (table.phase != table.phase.shift()).cumsum() * len(table)  # runs of one phase are kept apart
+        place = table.groupby(run).cumcount() // -(-len(table) // MOST_POINTS)
+        thin = table.groupby([run, place], sort=False, as_index=False).agg({"phase": "first", "bytes": "max"})
+        tables.append(thin.assign(configuration=name)[["configuration", "phase", "bytes"]])
+    return pd.concat(tables, ignore_index=True)
+
+
+def saved_bytes(fn: Callable[[], object], exclude: Iterable[Tensor] = ()) -> int:
+    """Bytes of the unique storages that autograd packs while ``fn`` runs, those of ``exclude`` left out, unrounded.
+
+    A storage counts once and whole, however many views of it are saved. What a checkpointed region would save is not
+    packed here (see `kept_bytes`); if ``fn`` itself runs backward, what is packed in a recomputation does count.
+
+    >>> x, w = torch.ones(8, 16), torch.ones(16, 4, requires_grad=True)
+    >>> saved_bytes(lambda: (x @ w).exp())                  # x: 8*16*4 = 512, the result of exp: 8*4*4 = 128
+    640
+    """
+    excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
+    # Hold the storages until the end: a freed address could be used again for another storage.
+    packed: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in excluded:
+            packed[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        fn()
+    return sum(storage.nbytes() for storage in packed.values())
+
+
+def kept_bytes(fn: Callable[[], Result], round_to: int = 1) -> tuple[Result, int]:
+    """The result of ``fn``, and the bytes that it creates and that are alive with it: lists, caches and closures too.
+
+    >>> w = torch.ones(16, 4, requires_grad=True)
+    >>> loss, kept = kept_bytes(lambda: (torch.ones(8, 16) @ w).exp().sum())
+    >>> kept                                                # 512 + 128 as above, and the loss: 4
+    644
+    """
+    gc.freeze()  # older objects do not count, and searching all of torch's would take most of the time
+    try:
+        with MemoryTracker(round_to) as tracker:
+            result = fn()
+        gc.collect()
+    finally:
+        gc.unfreeze()
+    return result, tracker.current
+
+
+class PolicyStepConfig(TracedConfig):
+    """The update of GRPO or Intuitor as documents describe it.
+
+    Completions are given (a separate engine sampled them) and scored without gradient under policy and reference, then
+    a clipped policy-gradient loss is backpropagated. Left out: the sampling engine's weights and caches, and a critic.
+    """
+
+    logits: Literal["chunked", "completion", "all"] = Field(
+        "chunked", description="chunked: a few rows at a time; completion: all [B, T, V] at once; all: the prompt's too"
+    )
+    self_certainty: bool = Field(False, description="score self-certainty, Intuitor's reward")
+    reference: bool = Field(True, description="score the reference, for KL")
+    kl_coef: float = Field(0.005, ge=0, description="weight beta of KL (k3 estimator)")
+
+    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
+        prompts, generator, scale = self.prompts(backbone), generator_on(backbone), 1 / self.gradient_accumulation_steps
+        shape = (self.batch_size, self.max_new_tokens)
+        ids = torch.randint(backbone.vocab_size, shape, generator=generator, device=backbone.device)
+        mask, advantages = torch.ones_like(ids), torch.ones(shape[0], 1, device=backbone.device)
+
+        def logps(certain: bool = False) -> tuple[Tensor, Tensor | None]:
+            if self.logits != "chunked":
+                return self._dense(backbone, prompts, ids, certain)
+            scores = score(backbone, prompts, ids, mask, ("logps", "self_certainty") if certain else ("logps",))
+            return scores.logps, scores.self_certainty
+
+        def run(tracker: LiveTracker | None) -> None:
+            with self.casting(backbone):
+                with phase(tracker, "scoring"), torch.no_grad():
+                    old, _ = logps(self.self_certainty)
+                ref = old
+                if self.reference:
+                    with phase(tracker, "reference"), torch.no_grad(), backbone.reference():
+                        ref, _ = logps()
+                with backbone.checkpointed_layers(self.gradient_checkpointing):
+                    new, _ = logps()
+                surrogate = clipped_surrogate(new, old, advantages, 0.2)
+                k3 = kl_estimate(new, ref, "k3")
+                loss = ((self.kl_coef * k3 - surrogate) * mask).sum() / mask.sum()
+            (loss * scale).backward()
+
+        return run
+
+    def _dense(
+        self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, certain: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The usual way: logits of all positions at once, in float32."""
+        if self.logits == "completion":
+            logits = backbone.head(predicting_hidden(backbone, prompts, ids))  # [B, T, V]
+        else:
+            inputs = torch.cat([prompts.ids, ids], 1)
+            every = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
+            logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # [B, P + T, V]
+            logits = logits[:, prompts.ids.shape[1] - 1 : -1]
+        certainty = certainty_of_logits(logits) if certain else None
+        return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2), certainty
+
+
+def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:
+    """One of several GPUs that divide weights, gradients and optimizer state (ZeRO-3), by arithmetic.
+
+    No trainer here does this; what they do is traced (``processes``). Gathered whole at any time: the tables, two
+    layers (the one that runs and the next), and one layer's gradients. Left out: buffers of the communication library.
+    """
+    if gpus == 1:
+        return whole
+    model = model_config(config.model)
+    bases = (build_backbone(with_layers(model, n), config.dtype, "full") for n in (1, 2))
+    one, two = (sum(p.numel() * p.element_size() for p in base.parameters()) for base in bases)
+    layer, table = two - one, 2 * one - two
+    divided = ("weights", "adapter", "gradients", "optimizer")
+    phases = {}
+    for name, parts in whole.phases.items():
+        phases[name] = {c: -(-n // gpus) if c in divided else n for c, n in parts.items()}
+        phases[name]["weights"] += table + 2 * layer
+        phases[name]["gradients"] += layer if config.adapter == "full" and name == "backward" else 0
+    peak_phase = max(phases, key=lambda name: sum(phases[name].values()))
+    parts = phases[peak_phase]
+    return replace(whole, peak=sum(parts.values()), categories=parts, phases=phases, peak_phase=peak_phase)
