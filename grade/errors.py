@@ -10,6 +10,7 @@ raise ordinary exceptions with a traceback.
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,8 +91,9 @@ By name, because importing a library only to name its exceptions takes seconds."
 
 
 def is_file_error(error: BaseException) -> bool:
-    """Whether an exception is one of `FILE_ERRORS`, or derived from one."""
-    return any(f"{kind.__module__}.{kind.__qualname__}" in FILE_ERRORS for kind in type(error).__mro__)
+    """Whether an exception is one of `FILE_ERRORS`, derived from one, or what a library in Rust says of the system."""
+    known = any(f"{kind.__module__}.{kind.__qualname__}" in FILE_ERRORS for kind in type(error).__mro__)
+    return known or bool(re.search(r"\(os error \d+\)", str(error)))
 
 
 def file_error(error: BaseException) -> str:

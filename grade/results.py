@@ -8,22 +8,20 @@ paths. They say nothing about a result, and would make every file differ.
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import math
-import os
 import platform
-import re
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from grade.errors import InputError
+from grade.files import atomic, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +54,7 @@ def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
         if not all([*levels, leaf]) or leaf in inner:
             raise InputError("metric name", name, "levels that are not empty, and no metric that is also a level")
         inner[leaf] = _rounded(name, flat[name])
-    with replacing(path) as file:
-        json.dump(nested, file, indent=2, sort_keys=True, ensure_ascii=False)
-        file.write("\n")
+    write_text(path, json.dumps(nested, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def write_results(path: str | Path, flat: Mapping[str, Value]) -> None:
@@ -182,59 +178,12 @@ def peak_memory(device: torch.device) -> int:
 
 @contextmanager
 def replacing(path: str | Path, binary: bool = False) -> Iterator[IO]:
-    """Write a file in one step: readers see the old content or the whole new one, whatever happens.
-
-    Args:
-        path: The file; its folder is made.
-        binary: Open it for bytes, not for text.
-
-    Yields:
-        A file open for writing. It replaces ``path`` when the block ends without an error.
-
-    Raises:
-        InputError: If ``path`` is a device or a pipe.
-    """
-    path = Path(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise InputError("output", str(path), "a file: not a device or a pipe")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path)
-    # In the same folder, because a rename is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    lock = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        _held(lock)
-        with open(temporary, "wb") if binary else open(temporary, "w", encoding="utf-8", newline="") as file:
-            yield file
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(lock)
-
-
-def _sweep(path: Path) -> None:
-    """Remove what killed processes left beside a file; a living one holds its own."""
-    with suppress(OSError):
-        for name in os.listdir(path.parent):
-            if re.fullmatch(rf"\.{re.escape(path.name)}\.\d+", name):
-                place = path.with_name(name)
-                lock = os.open(place, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-                try:
-                    if _held(lock):
-                        place.unlink()
-                finally:
-                    os.close(lock)
-
-
-def _held(lock: int) -> bool:
-    """Lock a file that is being written, if nobody has, until it is closed."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks
-        return False
-    return True
+    """Write a file in one step; see `grade.files.atomic`."""
+    with (
+        atomic(path) as staging,
+        open(staging, "wb") if binary else open(staging, "w", encoding="utf-8", newline="") as file,
+    ):
+        yield file
 
 
 def _rounded(name: str, value: Any) -> Value:

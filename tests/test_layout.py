@@ -55,7 +55,7 @@ def test_packages_import_nothing_and_modules_are_short(module):
 def test_the_ground_holds_only_what_knows_no_model():
     ground = {path.name for path in (ROOT / "grade").glob("*.py")}
     assert ground == {
-        "__init__.py", "__main__.py", "config.py", "errors.py", "outputs.py", "plotting.py", "results.py", "stats.py",
+        "__init__.py", "__main__.py", "config.py", "errors.py", "files.py", "outputs.py", "plotting.py", "results.py", "stats.py",
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.errors import InputError
-from grade.results import environment, read_metrics, replacing, write_history, write_metrics
+from grade.results import environment, read_metrics, write_history, write_metrics
 from grade.stats import Estimate
 
 
@@ -70,15 +70,6 @@ def test_history_has_columns_as_first_seen_and_empty_fields(tmp_path):
     path = tmp_path / "history.csv"
     write_history(path, [{"step": 0, "loss": 0.12345678}, {"step": 1, "loss": 2.0, "val": 1e-9}])
     assert path.read_bytes() == b"step,loss,val\n0,0.123457,\n1,2.0,1e-09\n"
-
-
-def test_replacing_leaves_nothing_behind_when_the_writer_fails(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), replacing(path) as file:
-        file.write("half")
-        raise RuntimeError
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])

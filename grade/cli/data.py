@@ -8,7 +8,7 @@ import json
 from grade.cli.options import add_config_options
 from grade.data.fetch import FetchConfig, fetch
 from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
-from grade.outputs import check_file, claimed, writing
+from grade.files import check_file, claimed, writing
 from grade.results import check_values, write_metrics
 from grade.rewards.gold import GoldJudge
 

@@ -13,8 +13,8 @@ from grade.cli.options import add_config_options
 from grade.config import Config, parse_yaml, problem_of, read_yaml
 from grade.errors import InputError
 from grade.experiments.measured import measure_all
+from grade.files import check_file, claimed, writing
 from grade.memory.models import model_config
-from grade.outputs import check_file, claimed, writing
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"

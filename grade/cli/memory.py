@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from grade.cli.options import add_config_options
 from grade.config import Config
 from grade.errors import InputError
+from grade.files import check_file, writing
 from grade.memory.allocator import Replay, reserved
 from grade.memory.bench import BenchConfig, bench_figures, chosen, compare, require_device, standard_steps
 from grade.memory.compare import ALL, compare_methods, every_method
@@ -24,7 +25,6 @@ from grade.memory.settings import COUNTS, Setting, Way, settings
 from grade.memory.sharded import Sharding
 from grade.memory.step import StepConfig
 from grade.memory.trace import Trace, trace
-from grade.outputs import check_file, writing
 from grade.results import environment, replacing, write_results
 
 

@@ -9,8 +9,8 @@ from grade.cli.options import add_config_options
 from grade.data.base_model import BackboneConfig, prepare_backbone
 from grade.data.reviews import Review, load_reviews
 from grade.data.tiny_lm import PretrainConfig, pretrain
+from grade.files import check_file, claimed, writing
 from grade.models.backbone import Backbone
-from grade.outputs import check_file, claimed, writing
 from grade.results import check_values, write_results
 from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
 from grade.rewards.gold import GoldJudge

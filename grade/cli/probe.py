@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grade.cli.options import add_config_options
 from grade.entropy.run import ProbeRunConfig, probe_adapter
-from grade.outputs import check_file
+from grade.files import check_file
 from grade.results import environment, replacing
 
 SECTION = "probe"

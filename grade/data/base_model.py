@@ -30,8 +30,8 @@ from transformers.utils import logging
 from grade.config import SEEDS, Config
 from grade.data.reviews import load_reviews
 from grade.errors import InputError, require_file
+from grade.files import claimed
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
-from grade.outputs import claimed
 
 MODEL_FILES = (
     "config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",

@@ -28,7 +28,7 @@ from pydantic import Field, field_validator
 
 from grade.config import Config
 from grade.errors import InputError, require_file
-from grade.outputs import claimed, writing
+from grade.files import claimed, writing
 from grade.results import replacing
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from pydantic import Field
 
 from grade.config import SEEDS, Config
 from grade.errors import InputError, require_file
-from grade.outputs import claimed
+from grade.files import claimed
 
 Split = Literal["reward", "policy", "validation", "test", "gold"]
 

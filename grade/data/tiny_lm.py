@@ -27,8 +27,8 @@ from grade.config import SEEDS, Config
 from grade.data.base_model import MODEL_FILES, train_tokenizer, write_model
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
+from grade.files import claimed
 from grade.models.backbone import Backbone
-from grade.outputs import claimed
 from grade.results import check_values
 from grade.stats import Estimate, ratio_estimate
 

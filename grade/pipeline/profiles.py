@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grade.errors import InputError
-from grade.outputs import claimed
+from grade.files import claimed
 from grade.pipeline.locks import free_dvc_locks, only_pipeline
 from grade.pipeline.params import DEFAULT_PROFILE, resolved_files, suite_values
 from grade.pipeline.schedule import Schedule, duration, read_stages, wanted_stages

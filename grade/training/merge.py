@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from grade.errors import InputError
+from grade.files import claimed
 from grade.models.adapter import ADAPTER_FILES, load_adapter
 from grade.models.backbone import DTYPES, errors_only
 from grade.models.gate import check_loaded
-from grade.outputs import claimed
 from grade.training.checkpoint import last_checkpoint
 
 

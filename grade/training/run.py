@@ -22,8 +22,8 @@ from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback
 
 from grade.errors import InputError
+from grade.files import OutputFolder, writing
 from grade.gradients.methods import AUTO
-from grade.outputs import OutputFolder
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training import folder
@@ -258,7 +258,8 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
         result: The run's results.
     """
     output, last = Path(output_dir), last_checkpoint(output_dir)
-    with OutputFolder(output, output_dir, RESULTS, "output_dir", shared=True).replacement() as staging:
+    folder = OutputFolder(output, RESULTS, "output_dir", shared=True)
+    with writing(output_dir, "output_dir"), folder.replacement() as staging:
         (staging / "checkpoints").mkdir()
         task.backbone.save_adapter(staging / "adapter")
         if last is not None:

@@ -21,7 +21,7 @@ PROFILES = profiles(ROOT)
 PARAMS = sorted(ROOT.glob("params/*/*.yaml"))
 
 # What no result depends on: input checks, writing of files, and what only finds and starts a command.
-NEUTRAL = ("grade/errors.py", "grade/config.py", "grade/outputs.py", "grade/results.py", "grade/cli/",
+NEUTRAL = ("grade/errors.py", "grade/config.py", "grade/files.py", "grade/outputs.py", "grade/results.py", "grade/cli/",
            "grade/pipeline/")  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from conftest import save_toy_base
 
 from grade.cli.main import main
 from grade.errors import InputError
+from grade.files import atomic, claimed
 from grade.training.toy import toy_reviews
 
 PRETRAIN = dict(vocab_size=300, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=32, context=8,
@@ -135,8 +136,6 @@ def test_an_input_and_what_is_around_it_are_no_output(name, project, capsys):
 
 
 def test_a_folder_around_an_input_is_refused_also_where_others_write(tmp_path):
-    from grade.outputs import claimed
-
     (tmp_path / "in").mkdir()
     for place in (tmp_path / "in", tmp_path):
         with pytest.raises(InputError, match="another folder than the input"):
@@ -146,8 +145,6 @@ def test_a_folder_around_an_input_is_refused_also_where_others_write(tmp_path):
 
 @pytest.mark.parametrize("name", COMMANDS[:-1])
 def test_a_second_writer_is_refused_until_the_first_is_gone(name, project, tmp_path, capsys):
-    from grade.outputs import claimed
-
     place = tmp_path / "out"
     with claimed(place, ()):
         before = listing(tmp_path)
@@ -227,7 +224,7 @@ def test_after_a_fault_at_any_operation_the_old_result_stands_or_the_new_one(nam
             (out / file).write_bytes(content)
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch:
-            shim = Shim(patch, out, n, fail)
+            shim = Shim(patch, out.parent, n, fail)
             code = main(command(name, project, out))
         fired, error = shim.fired, capsys.readouterr().err
         # A fault while the lock or an empty folder is removed changes nothing, and is no error.
@@ -235,41 +232,11 @@ def test_after_a_fault_at_any_operation_the_old_result_stands_or_the_new_one(nam
         assert whole(listing(out), old, new), n
         again = replaces or not listing(out)
         assert main(command(name, project, out)) == (0 if again else 2), n
-        assert listing(out) == new and not (again and litter(out)), n
-    assert n > 3  # the shim is seen at all
-
-
-@pytest.mark.skipif(not SLOW, reason="minutes: with GRADE_ALL_CASES=1")
-def test_a_run_goes_on_to_the_same_end_after_a_fault_at_any_operation(project, tmp_path, capsys):
-    short = ["max_steps=2", "save_steps=1", "save_total_limit=1", "per_device_train_batch_size=4", "logging_steps=1",
-             "truncation=right", "max_prompt_length=4", "max_completion_length=4", "method=reinforce",
-             "report_to=none"]  # fmt: skip
-    (tmp_path / "mine.py").write_text("def score(completions, **_):\n    return [float(len(c)) for c in completions]\n")
-    short += [f"reward={tmp_path}/mine.py:score", f"train_dataset={project}/in/reviews/policy.jsonl"]
-    words = [word for value in short for word in ("--set", value)]
-    out = tmp_path / "run"  # one name: the model card has it
-    assert main([*command("train", project, out), *words]) == 0
-    new, n, fired = listing(out / "adapter"), 0, True
-    while fired:
-        n += 1
-        shutil.rmtree(out)
-        capsys.readouterr()
-        with pytest.MonkeyPatch.context() as patch:
-            shim = Shim(patch, out, n, fail)
-            code = main([*command("train", project, out), *words])
-        fired, error = shim.fired, capsys.readouterr().err
-        assert code in (0, 2) and "Traceback" not in error, (n, error)
-        assert not (out / "adapter").exists() or listing(out / "adapter") == new, n
-        if code:
-            begun = ["--resume"] if (out / "run.json").exists() else []
-            assert main([*command("train", project, out), *words, *begun]) == 0, n
-        assert listing(out / "adapter") == new, n
-    assert n > 20
+        assert listing(out) == new and not (again and litter(out.parent)), n
+    assert n > 3
 
 
 def write(out, texts, names=("a", "b", "c")):
-    from grade.outputs import claimed
-
     with claimed(out, ("a", "b", "c", "part-*")) as output, output.replacement() as staging:
         for name in names:
             (staging / name).write_text(texts)
@@ -288,43 +255,27 @@ def test_a_process_killed_at_any_operation_leaves_no_mixture_and_nothing_that_st
 
     def killed():
         with pytest.MonkeyPatch.context() as patch:
-            Shim(patch, out, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            Shim(patch, out.parent, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
             write(out, "new")
 
     while code == -9:
         n += 1
-        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
         write(out, "old", ("a", "part-1"))
         code = in_child(killed)
-        contents = {path.read_text() for path in out.glob("[!.]*")}
+        contents = {path.read_text() for path in out.glob("*")}
         assert len(contents) <= 1, n
+        if n % 2:  # whoever comes next finds the old result or the new one
+            with claimed(out, ("a", "b", "c", "part-*")):
+                texts = {path.name: path.read_text() for path in out.iterdir()}
+            assert texts in ({"a": "old", "part-1": "old"}, dict.fromkeys("abc", "new")), n
         write(out, "newest")
         assert {path.name: path.read_text() for path in out.iterdir()} == dict.fromkeys("abc", "newest"), n
-    assert code == 0 and n > 10
-
-
-def test_the_old_result_comes_back_where_a_killed_process_was_moving_it_out(tmp_path):
-    from grade.outputs import claimed
-
-    out = tmp_path / "out"
-    for n in range(1, 40):
-        write(out, "old", ("a", "b", "part-1"))
-
-        def killed(n=n):
-            with pytest.MonkeyPatch.context() as patch:
-                Shim(patch, out, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
-                write(out, "new")
-
-        in_child(killed)
-        with claimed(out, ("a", "b", "c", "part-*")):
-            pass
-        texts = {path.name: path.read_text() for path in out.iterdir()}
-        assert texts in (dict.fromkeys(("a", "b", "part-1"), "old"), dict.fromkeys("abc", "new")), n
+    assert code == 0 and n > 8 and not litter(tmp_path)
 
 
 def test_the_lock_of_a_dead_process_is_taken_over_and_that_of_a_living_one_is_not(tmp_path):
-    from grade.outputs import claimed
-
     read, write_end = os.pipe()
 
     def hold():
@@ -340,13 +291,11 @@ def test_the_lock_of_a_dead_process_is_taken_over_and_that_of_a_living_one_is_no
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
     with claimed(tmp_path / "out", ()):
-        assert (tmp_path / "out" / ".lock").exists()
+        assert litter(tmp_path)
     assert litter(tmp_path) == []
 
 
 def test_what_someone_puts_there_during_the_computation_is_never_lost(tmp_path):
-    from grade.outputs import claimed
-
     out = tmp_path / "out"
     write(out, "old")
     with pytest.raises(InputError, match="'mine'"), claimed(out, ("a", "b", "c")) as output:
@@ -407,9 +356,7 @@ def volume(tmp_path):
 def test_a_mounted_volume_is_replaced_survives_a_full_disk_and_is_refused_read_only(volume, project, capsys):
     assert main(command("gold", project, volume)) == 0
     first = listing(volume)
-    with pytest.raises(InputError, match="No space left on device"):
-        from grade.outputs import claimed
-
+    with pytest.raises(OSError, match="No space left on device"):
         with claimed(volume, ("judge.npz",)) as output, output.replacement() as staging:
             (staging / "judge.npz").write_bytes(bytes(2**21))
     assert listing(volume) == first and not litter(volume)
@@ -435,29 +382,50 @@ def test_a_model_that_does_not_fit_on_the_disk_leaves_the_old_one(project, tmp_p
 
 
 # --- single files ---
-def test_a_file_is_swept_of_what_the_dead_left_and_never_replaces_a_device(tmp_path):
-    from grade.results import replacing
+@pytest.mark.parametrize("make", [lambda path: path.write_text("new"), lambda path: (path / "sub").mkdir(parents=True)])
+@pytest.mark.parametrize("older", [None, "file", "folder"])
+def test_a_file_or_folder_is_whole_or_not_there(make, older, tmp_path):
+    place = tmp_path / "deep" / "x.json"
+    before = []
+    if older:
+        place.mkdir(parents=True) if older == "folder" else place.parent.mkdir()
+        (place / "mine" if older == "folder" else place).write_text("old")
+        before = listing(tmp_path)
+    with pytest.raises(RuntimeError), atomic(place) as staging:
+        assert staging.parent == place.parent and staging.suffix == place.suffix and not staging.exists()
+        make(staging)
+        raise RuntimeError
+    assert not litter(tmp_path) and (not before or listing(tmp_path) == before)
 
-    def die(name):
-        with replacing(tmp_path / name) as file:
-            file.write("half")
-            file.flush()
+    def die():
+        with atomic(place) as staging:
+            make(staging)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert in_child(partial(die, "x.json")) == in_child(partial(die, "y.json")) == -9
-    assert len(litter(tmp_path)) == 2
-    with replacing(tmp_path / "x.json") as file:
-        file.write("whole")
-        child = in_child(partial(sweep_beside, tmp_path / "x.json"))  # another's, while this one is being written
-    assert child == 0
-    assert (tmp_path / "x.json").read_text() == "whole" and [Path(p).name[:7] for p in litter(tmp_path)] == [".y.json"]
+    assert in_child(die) == -9 and litter(tmp_path) and (not before or listing(tmp_path) == before)
+    if older == "file" and place.is_file():
+        place.unlink()
+    with atomic(place) as staging:
+        make(staging)
+        assert in_child(partial(overwrite, place.with_name("y.json"))) == 0  # another's
+        assert staging.exists()
+    assert not litter(tmp_path) and (place.is_file() or os.listdir(place) == ["sub"])
+
+
+def overwrite(path):
+    with atomic(path) as staging:
+        staging.write_text("other")
+
+
+def test_a_living_process_keeps_what_it_is_writing(tmp_path):
+    with atomic(tmp_path / "x") as staging:
+        staging.write_text("mine")
+        assert in_child(partial(overwrite, tmp_path / "x")) == 0
+        assert staging.exists()
+    assert (tmp_path / "x").read_text() == "mine"
+
+
+def test_a_device_or_pipe_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="not a device or a pipe"), replacing(tmp_path / "pipe"):
+    with pytest.raises(InputError, match="not a device or a pipe"), atomic(tmp_path / "pipe"):
         pass
-
-
-def sweep_beside(path):
-    from grade.results import replacing
-
-    with replacing(path) as file:
-        file.write("other")

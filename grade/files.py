@@ -1,0 +1,242 @@
+"""Files and folders that a command writes: checked before it computes, one writer at a time, whole or not there.
+
+What must survive a kill is made beside its place and renamed into it (`atomic`). Tried instead: atomicwrites, which is
+not maintained and knows no folders.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from grade.errors import InputError, file_error, is_file_error
+
+OPTION = "--output-dir"
+LOCK, _STAGING = ".lock", ".staging"
+_KEPT = ("lost+found", ".gitignore", ".gitkeep")
+"""Names that a file system or git puts into empty folders; they stay where they are."""
+
+
+@contextmanager
+def atomic(path: str | Path) -> Iterator[Path]:
+    """Yield a new path beside ``path``, with the same ending, for a file or a folder; afterwards rename it to ``path``.
+
+    Readers see the old content or all of the new one. After an error nothing is left of the new one; what a killed
+    process left is removed by the next one that writes to ``path``. Only a folder that takes the place of another is
+    two renames: a process killed between them leaves none, and the next one puts the old folder back.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path.resolve()  # a link to a folder stays a link; one to a file, such as DVC's cache, is replaced
+    elif path.exists() and not path.is_file():
+        raise InputError("output", str(path), "a file: not a device or a pipe")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _clean(path)
+    staging, old = (path.with_name(f".{os.getpid()}{kind}.{path.name}") for kind in ("", "-old"))
+    try:
+        yield staging
+        if path.is_dir():
+            os.rename(path, old)
+        os.replace(staging, path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            os.rename(old, path)
+        remove(staging)
+        raise
+    remove(old)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Replace a file's content in one step; see `atomic`."""
+    with atomic(path) as staging:
+        staging.write_text(text, encoding="utf-8", newline="")
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _clean(path: Path) -> None:
+    """Remove what killed processes left beside a path, or put it back where the new content never came."""
+    with suppress(FileNotFoundError):
+        for name in os.listdir(path.parent):
+            match = re.fullmatch(rf"\.(\d+)(-old)?\.{re.escape(path.name)}", name)
+            if match and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
+                if match[2] and not path.exists():
+                    os.rename(path.with_name(name), path)
+                else:
+                    remove(path.with_name(name))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+class OutputFolder:
+    """A folder that this process holds; see `claimed`."""
+
+    def __init__(self, path: Path, writes: Sequence[str] = (), option: str = OPTION, shared: bool = False) -> None:
+        self.path, self.writes, self.option, self.shared = path, tuple(writes), option, shared
+
+    @contextmanager
+    def replacement(self) -> Iterator[Path]:
+        """Yield an empty folder; when the block ends without an error, it takes the place of the earlier result.
+
+        File by file where others write as well or the folder is `fixed`: a kill between two leaves a part of the new.
+        """
+        if not (self.shared or self.fixed):
+            with atomic(self.path) as staging:
+                staging.mkdir()
+                yield staging
+                self.check_foreign()  # a computation takes hours, in which someone may have put something here
+                for name in _KEPT:
+                    if (self.path / name).is_file() and not (staging / name).exists():
+                        shutil.copy2(self.path / name, staging / name)
+            return
+        staging = self.path / _STAGING
+        remove(staging)
+        staging.mkdir(parents=True)
+        try:
+            yield staging
+            self.check_foreign()
+            for name in sorted(os.listdir(self.path)):
+                if self._wrote(name):
+                    remove(self.path / name)
+            for name in sorted(os.listdir(staging)):
+                os.rename(staging / name, self.path / name)
+        finally:
+            remove(staging)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the folder cannot be renamed: a volume, or below a folder that may not be written."""
+        return self.path.is_dir() and (self.path.is_mount() or not os.access(self.path.parent, os.W_OK))
+
+    def check_foreign(self) -> None:
+        """Reject anything in the folder that the command does not write, unless it is shared."""
+        if self.shared or not self.path.exists():
+            return
+        for name in sorted(os.listdir(self.path)):
+            if name not in (LOCK, _STAGING, *_KEPT) and not self._wrote(name):
+                earlier = "or has nothing but an earlier result in it, " if self.writes else ""
+                allowed = f"a folder that does not exist yet, or is empty, {earlier}not {name!r}"
+                raise InputError(self.option, str(self.path), allowed)
+
+    def _wrote(self, name: str) -> bool:
+        place = self.path / name  # a link may stand for either
+        kinds = ("", "/") if place.is_symlink() else ("/",) if place.is_dir() else ("",)
+        return any(fnmatchcase(name + kind, pattern) for pattern in self.writes for kind in kinds)
+
+
+@contextmanager
+def claimed(
+    folder: str | Path, writes: Sequence[str], *, inputs: Iterable[str | Path] = (), option: str = OPTION,
+    shared: bool = False,
+) -> Iterator[OutputFolder]:  # fmt: skip
+    """Hold a command's output folder, from before it computes until it has written.
+
+    ``writes`` are names that the command writes there, as patterns of `fnmatch`; those of folders end in "/". With
+    ``shared``, others write there as well, and their files are left alone. ``inputs`` are what the command reads; what
+    is no existing path is ignored. The lock goes with the process, however that ends. Folders that this made, and in
+    which nothing was written, are removed at the end. `InputError` names ``option`` if the folder is the working folder
+    or one around it or around an input, is no folder, is held by another run, cannot be written, or has other files.
+    """
+    path = _resolved(folder, option)
+    output = OutputFolder(path, writes, option, shared)
+    with writing(folder, option):
+        _check_place(path, inputs, option)
+        _clean(path)
+        output.check_foreign()
+    place = path / LOCK if output.fixed else path.with_name(f".{path.name}{LOCK}")
+    with _made(place.parent, writing(folder, option)):
+        lock = FileLock(place)
+        with writing(folder, option):
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise InputError(option, str(folder), "a folder that no other run is writing to") from None
+        try:
+            yield output
+        finally:
+            with suppress(OSError):
+                place.unlink(missing_ok=True)  # while it is held: nobody else's is removed
+            lock.release()
+
+
+def check_file(path: str | Path, option: str) -> None:
+    """Reject a file that cannot be written, before anything is computed. What that needs is made and removed again."""
+    target = _resolved(path, option)
+    if target.exists() and not target.is_file():
+        raise InputError(option, str(path), "a file: not a folder, a device or a pipe")
+    with _made(target.parent, writing(path, option, "file")), writing(path, option, "file"):
+        trial = target.with_name(f".{os.getpid()}.{target.name}")
+        trial.touch()  # root may write anywhere, says os.access
+        trial.unlink()
+
+
+@contextmanager
+def writing(place: str | Path, option: str = OPTION, kind: str = "folder") -> Iterator[None]:
+    """Name the option where something cannot be written."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if not is_file_error(error):
+            raise
+        raise InputError(option, str(place), f"a {kind} that can be written ({file_error(error)})") from error
+
+
+def _resolved(path: str | Path, option: str) -> Path:
+    try:
+        return Path(path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a null byte
+        raise InputError(option, str(path), f"a path ({error})") from None
+
+
+def _check_place(path: Path, inputs: Iterable[str | Path], option: str) -> None:
+    here = Path.cwd()
+    if path == here or path in here.parents:
+        raise InputError(option, str(path), "another folder than the working folder and those around it")
+    for name in inputs:
+        try:
+            place = Path(name).resolve()
+            exists = place.exists()
+        except (OSError, RuntimeError, ValueError):
+            continue  # not a path, but an id or a function
+        if exists and (path == place or path in place.parents):
+            raise InputError(option, str(path), f"another folder than the input {name} and those around it")
+    if path.exists() and not path.is_dir():
+        allowed = "a folder that does not exist yet, or is empty: not a file, a device or a pipe"
+        raise InputError(option, str(path), allowed)
+
+
+@contextmanager
+def _made(folder: Path, naming: AbstractContextManager) -> Iterator[None]:
+    """Make a folder with those around it; at the end remove those of them that are still empty."""
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        with naming:
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with suppress(OSError):
+            for place in new:
+                place.rmdir()
