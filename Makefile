@@ -12,7 +12,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env repro check test test-all mutants hashes smoke full h100 lab clean
+.PHONY: help env repro check test test-all hashes smoke full h100 lab clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
@@ -60,10 +60,6 @@ test: env ## lint, unit tests, doctests, notebooks, and the smoke pipeline besid
 
 test-all: export GRADE_ALL_CASES := 1
 test-all: test ## the same with every case of the tables of which make test runs a sample
-
-mutants: env ## which small faults in the core the tests notice: an hour; writes docs/mutants.md
-	$(INSTALL) -c constraints.txt -e ".[mutants]"
-	$(BIN)/python tests/mutants.py
 
 hashes: env ## write requirements.txt anew, after a change of pyproject.toml or constraints.txt
 	$(INSTALL) -c constraints.txt pip-tools
