@@ -65,7 +65,7 @@ OF_THE_RUN = {"profile", "measured_dir", "output_dir"}  # parameters that no num
 
 
 def settings_of(experiment):
-    return importlib.import_module(f"grade.experiments.{experiment}.measure.tables").Measurements.Settings
+    return importlib.import_module(f"grade.experiments.{experiment}.measure.tables").Settings
 
 
 def test_every_notebook_is_an_experiments_or_teaches():

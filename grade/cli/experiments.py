@@ -10,7 +10,7 @@ import sys
 import yaml
 
 from grade.cli.options import add_config_options
-from grade.config import Config, parse_yaml, problem_of, read_yaml
+from grade.config import parse_yaml, problem_of, read_yaml
 from grade.errors import InputError
 from grade.experiments.measured import measure_all
 from grade.files import check_file, claimed, writing
@@ -68,29 +68,25 @@ def run_measure(args: argparse.Namespace) -> None:
     """Measure every table of an experiment."""
     name = f"grade.experiments.{args.experiment}.measure.tables"
     try:
-        module = importlib.import_module(name)
+        experiment = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise  # a package that is missing, not the experiment
         raise InputError("experiment", args.experiment, "a folder of grade/experiments") from None
-    known = module.Measurements.Settings
-    runs = [f"runs_dir={args.runs}"] if args.runs and "runs_dir" in known.model_fields else []
-    settings = known.load(args.config, [*args.set, *runs])
-    _check_places(settings)  # a table that takes an hour may come before the first that reads them
+    runs = [f"runs_dir={args.runs}"] if args.runs and "runs_dir" in experiment.Settings.model_fields else []
+    settings = experiment.Settings.load(args.config, [*args.set, *runs])
+    for field, value in settings:  # a table that takes an hour may come before the first that reads them
+        if field.endswith(("_dir", "_file")) and value and not os.path.exists(value):
+            raise InputError(field, value, "a path that exists, or nothing")
+        if field == "model":
+            model_config(value)
     if not sys.stderr.isatty():
         os.environ.setdefault("GRADE_PROGRESS", "0")
+    if not hasattr(experiment, "TABLES"):
+        experiment = experiment.Measurements(settings).module
     with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
-        measure_all(module.Measurements(settings), args.output_dir)
+        measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")
-
-
-def _check_places(settings: Config) -> None:
-    """Refuse folders and files of an experiment that are not there, and a model that is none, before it measures."""
-    for name, value in settings:
-        if name.endswith(("_dir", "_file")) and value and not os.path.exists(value):
-            raise InputError(name, value, "a path that exists, or nothing")
-        if name == "model":
-            model_config(value)
 
 
 def add_peers_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
-"""Claims of the source documents and what was found: one row each, as a CSV file, a table, or Markdown.
+"""Claims of the source documents, and what becomes of them: a row each, as YAML, CSV, a table, or Markdown.
 
-A row says what a document states, what this project found, how it was found, and the verdict. The rules that turn
-numbers into verdicts live beside each experiment's claims (`grade.experiments.exp6.claims`); this module only holds
-and writes.
+The claims of a document are rows of a file ``claims.yaml`` beside the experiment that tests them: what it states, the
+figure that was obtained here (a name among the experiment's figures), and the rule by which the figure confirms the
+claim or refutes it. `judge` makes the verdicts. Text in a row may hold figures: ``{peak:.1f} GB``.
 """
 
 from __future__ import annotations
@@ -10,42 +10,67 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+import string
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import pandas as pd
+from pydantic import Field
 
-from grade.errors import InputError
+from grade.config import Config
+from grade.errors import InputError, reading
 from grade.results import replacing
 
 ABOUT = 0.25
 """The documents write "~": a figure within a quarter of the stated range counts as confirmed."""
-SURE = 0.01
-"""Two methods differ for p up to this, of a paired test over seeds."""
-NO_DIFFERENCE = 0.1
-"""Seeds show no difference for p from this. In between another run may decide otherwise."""
 
-HOW = ("traced", "measured", "counted", "derived")
-VERDICTS = ("confirmed", "refuted", "partly", "not testable")
+How = Literal["traced", "measured", "counted", "derived"]
+"""The real step without data; run here; live bytes of real tensors; arithmetic, or read in the published code."""
+Verdict = Literal["confirmed", "refuted", "partly", "not testable"]
+RULES = {
+    "about": lambda x, low, high: low * (1 - ABOUT) <= x <= (low if high is None else high) * (1 + ABOUT),
+    "above": lambda x, low, high: x > low,
+    "at least": lambda x, low, high: x >= low,
+    "below": lambda x, low, high: x < high,
+    "at most": lambda x, low, high: x <= high,
+    "true": lambda x, low, high: bool(x),
+}
+"""When a figure confirms a claim with bounds ``low`` and ``high``. By the rule ``given`` the figure is the verdict."""
+
+
+class Row(Config):
+    """A claim with its rule, as it stands in ``claims.yaml``."""
+
+    claim: str = Field(min_length=1, description="what the document says, in its words as far as they are short")
+    stated: str = Field(description="the figure that it gives, as it writes it")
+    figure: str = Field("", description="name of the figure that was obtained here")
+    value: float | str = Field("", description="instead: a number, or text, which may hold figures")
+    unit: str = Field("", description="unit of the figure; empty for text")
+    how: How = Field(description="where the figure is from")
+    rule: Verdict | Literal["about", "above", "at least", "below", "at most", "true", "given"] = Field(
+        description="a verdict that depends on no figure, or one of RULES"
+    )
+    judged: str = Field("", description="name of the figure that the rule is applied to, if it is another one")
+    low: float | None = None
+    high: float | None = None
+    otherwise: Verdict = Field("refuted", description="the verdict where the rule does not hold")
+    partly_above: float | None = Field(None, description="partly, where the rule does not hold, above this")
+    note: str = Field(description="what explains the verdict, with the figures that go with it")
+    timed: bool = Field(False, description="whether figure or note hold times, which differ from run to run")
+
+
+class Document(Config):
+    """A file ``claims.yaml``."""
+
+    document: str = Field(min_length=1, description="the document's number")
+    claims: list[Row]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a source document.
-
-    Attributes:
-        seed: The document's number, for example ``"000"``.
-        claim: What it says, in its words as far as they are short.
-        stated: The figure it gives, as it writes it.
-        found: The figure found here; text where the finding is not a number.
-        unit: Unit of ``found``; empty for text.
-        how: ``traced`` (the real step without data), ``measured`` (run here), ``counted`` (live bytes of real
-            tensors), ``derived`` (arithmetic, or read in the published code; the note says which).
-        verdict: ``confirmed``, ``refuted``, ``partly`` or ``not testable``.
-        note: What explains the verdict, with the figures that go with it.
-        timed: Whether figure or note hold times, which differ from run to run.
-    """
+    """A claim with its verdict. ``seed`` is the document's number; the other fields are those of `Row`."""
 
     seed: str
     claim: str
@@ -57,130 +82,115 @@ class Claim:
     note: str
     timed: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.seed or not self.claim:
+            raise InputError("claim", self.claim, "a document and a claim that are not empty")
+        for name, allowed in (("how", get_args(How)), ("verdict", get_args(Verdict))):
+            if getattr(self, name) not in allowed:
+                raise InputError(f"{name} of {self.claim!r}", getattr(self, name), f"one of {', '.join(allowed)}")
+        if not isinstance(self.found, str) and not math.isfinite(self.found):
+            raise InputError(f"figure for {self.claim!r}", self.found, "a finite number, or text")
+
     def without_times(self) -> Claim:
         """The same verdict; a timed one refers to the file of times instead of giving its figure."""
         if not self.timed:
             return self
         return dataclasses.replace(self, found="timed", unit="", note="see timings/claims.csv")
 
-    def check(self) -> None:
-        """Check what a reader relies on.
-
-        Raises:
-            InputError: For an empty claim, an unknown ``how`` or ``verdict``, or a figure that is not finite.
-        """
-        if not self.seed or not self.claim:
-            raise InputError("claim", self, "a seed and a claim that are not empty")
-        if self.how not in HOW:
-            raise InputError(f"how of {self.claim!r}", self.how, f"one of {', '.join(HOW)}")
-        if self.verdict not in VERDICTS:
-            raise InputError(f"verdict on {self.claim!r}", self.verdict, f"one of {', '.join(VERDICTS)}")
-        if not isinstance(self.found, str) and not math.isfinite(self.found):
-            raise InputError(f"found for {self.claim!r}", self.found, "a finite number, or text")
-
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(Claim) if field.name != "timed")
 
 
-def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
-    """The claims as a table of text, in the order given.
+class _Figures(string.Formatter):
+    """``{name:.2f}`` with any name, dots and slashes included."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        return kwargs[field_name], field_name
+
+
+def judge(path: str | Path, figures: Mapping[str, Any]) -> list[Claim]:
+    """The verdicts on a document's claims.
 
     Args:
-        claims: Rows; each is checked.
-        digits: Significant digits of the figures found.
+        path: Its ``claims.yaml``.
+        figures: By name; every one that a row names must be there.
 
     Returns:
-        A frame with one column for each field of `Claim`.
+        The claims, in the order of the file.
+    """
+    document = Document.load([path])
+    claims = []
+    for row in document.claims:
+        try:
+            verdict = _verdict(row, figures)
+            texts = {name: _Figures().vformat(getattr(row, name), (), figures) for name in ("claim", "note")}
+            value = figures[row.figure] if row.figure else row.value
+            value = _Figures().vformat(value, (), figures) if isinstance(value, str) else value
+        except KeyError as error:
+            raise InputError(f"figures for {row.claim!r}", f"no {error}", "all that claims.yaml names") from None
+        unit = "" if isinstance(value, str) else row.unit
+        what = document.document, texts["claim"], row.stated, value, unit, row.how, verdict, texts["note"]
+        claims.append(Claim(*what, row.timed))
+    return claims
 
-    Raises:
-        InputError: As `Claim.check`.
+
+def _verdict(row: Row, figures: Mapping[str, Any]) -> str:
+    if row.rule in get_args(Verdict):
+        return row.rule
+    value = figures[row.judged or row.figure]
+    if row.rule == "given":
+        return value
+    if RULES[row.rule](value, row.low, row.high):
+        return "confirmed"
+    return "partly" if row.partly_above is not None and value > row.partly_above else row.otherwise
+
+
+def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
+    """The claims as a table of text, figures to so many significant digits.
 
     >>> row = Claim("000", "4 GB of soft tokens", "4 GB", 8.192, "MB", "derived", "refuted", "1*64*32000*4 bytes")
     >>> claims_table([row])[["stated", "found", "unit", "verdict"]].iloc[0].tolist()
     ['4 GB', '8.192', 'MB', 'refuted']
     """
-    rows = []
-    for claim in claims:
-        claim.check()
-        found = claim.found if isinstance(claim.found, str) else _number(claim.found, digits)
-        rows.append({name: getattr(claim, name) for name in COLUMNS} | {"found": found})
+    rows = [{name: getattr(claim, name) for name in COLUMNS} for claim in claims]
+    for row in rows:
+        row["found"] = row["found"] if isinstance(row["found"], str) else _number(row["found"], digits)
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
 def write_claims(path: str | Path, claims: Iterable[Claim]) -> None:
-    """Write ``claims.csv`` in one step: figures to 6 significant digits, nothing written if a row is wrong.
-
-    Args:
-        path: The file; its folder is made.
-        claims: Rows, written in the order given.
-
-    Raises:
-        InputError: As `Claim.check`.
-    """
+    """Write ``claims.csv`` in one step: figures to 6 significant digits."""
     table = claims_table(claims, digits=6)
     with replacing(path) as file:
         table.to_csv(file, index=False, lineterminator="\n")
 
 
 def read_claims(path: str | Path) -> list[Claim]:
-    """Read a file that `write_claims` wrote.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The claims; figures as the text that is in the file.
-
-    Raises:
-        InputError: If it cannot be read, lacks a column, or holds a row that `Claim.check` refuses.
-    """
-    try:
+    """Read a file that `write_claims` wrote; figures stay the text that is in the file."""
+    with reading("claims", path, "a file of claims"):
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise InputError("claims", str(path), f"a file of claims ({str(error).splitlines()[0]})") from None
-    if tuple(table.columns) != COLUMNS:
-        raise InputError(f"columns of {path}", ", ".join(table.columns), ", ".join(COLUMNS))
-    claims = [Claim(*row) for row in table.itertuples(index=False)]
-    for claim in claims:
-        claim.check()
-    return claims
+        return [Claim(**row) for row in table.to_dict("records")]
 
 
 def verdict_counts(claims: Iterable[Claim]) -> str:
-    """How many claims of each document got which verdict, as a Markdown table.
-
-    Args:
-        claims: Rows.
-
-    Returns:
-        The table, one line a document, ending in a newline.
-    """
+    """How many claims of each document got which verdict, as a Markdown table."""
+    verdicts = list(get_args(Verdict))
     table = pd.DataFrame([(c.seed, c.verdict) for c in claims], columns=["document", "verdict"])
-    counts = pd.crosstab(table.document, table.verdict).reindex(columns=list(VERDICTS), fill_value=0)
-    lines = ["| document | " + " | ".join(VERDICTS) + " |", "| --- |" + " --- |" * len(VERDICTS)]
-    lines += [f"| {row[0]} | " + " | ".join(map(str, row[1:])) + " |" for row in counts.itertuples()]
-    return "\n".join(lines) + "\n"
+    counts = pd.crosstab(table.document, table.verdict).reindex(columns=verdicts, fill_value=0)
+    return _markdown(["document", *verdicts], counts.reset_index().to_numpy().tolist(), "| --- |" + " --- |" * 4)
 
 
 def to_markdown(claims: Iterable[Claim]) -> str:
-    """The claims as a Markdown table, figure and unit in one column.
-
-    Args:
-        claims: Rows.
-
-    Returns:
-        The table, ending in a newline.
-
-    Raises:
-        InputError: As `Claim.check`.
-    """
+    """The claims as a Markdown table, figure and unit in one column."""
     table = claims_table(claims)
-    found = [f"{value} {unit}".strip() for value, unit in zip(table["found"], table["unit"], strict=True)]
-    table = table.assign(found=found).drop(columns="unit")
-    lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
-    for row in table.itertuples(index=False):
-        lines.append("| " + " | ".join(map(_cell, row)) + " |")
-    return "\n".join(lines) + "\n"
+    table["found"] = (table["found"] + " " + table["unit"]).str.strip()
+    table = table.drop(columns="unit")
+    return _markdown(table.columns, table.to_numpy().tolist(), "|" + " --- |" * len(table.columns))
+
+
+def _markdown(columns: Iterable[str], rows: Iterable[Iterable[Any]], rule: str) -> str:
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (columns, *rows)]
+    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
 
 
 def _cell(value: object) -> str:
@@ -195,20 +205,16 @@ def about(found: float, low: float, high: float | None = None) -> bool:
     >>> about(12.4, 10), about(12.6, 10), about(18, 10, 15)
     (True, False, True)
     """
-    return low * (1 - ABOUT) <= found <= (low if high is None else high) * (1 + ABOUT)
+    return RULES["about"](found, low, high)
 
 
 def size_verdict(found: float, low: float, high: float | None = None) -> str:
     """A stated size is right or wrong."""
-    return "confirmed" if about(found, low, high) else "refuted"
+    return confirmed_if(about(found, low, high))
 
 
 def confirmed_if(holds: bool, otherwise: str = "refuted") -> str:
-    """``confirmed`` where the condition holds, another verdict where it does not.
-
-    >>> confirmed_if(True), confirmed_if(False), confirmed_if(False, "partly")
-    ('confirmed', 'refuted', 'partly')
-    """
+    """``confirmed`` where the condition holds, another verdict where it does not."""
     return "confirmed" if holds else otherwise
 
 

@@ -1,18 +1,23 @@
 """The tables of an experiment: measured once, written, read.
 
-An experiment's ``measure/tables.py`` has `Settings`, a config of everything that its numbers depend on, whose defaults
-are a smoke test, and `Measurements`, each of whose tables is a method. Nothing below ``measure`` knows a figure or a
-claim, so neither ever costs a measurement. Times differ from run to run: tables that hold them go to a folder
-``timings`` of its own.
+An experiment is a module ``grade.experiments.<name>.measure.tables`` with `Settings`, a config of everything that its
+numbers depend on, whose defaults are a smoke test, and two dicts of functions of these settings, one for each table:
+``TABLES``, and ``TIMED`` for those that hold seconds, which differ from run to run and go to a folder ``timings`` of
+their own. A function returns a frame (rows in a meaningful order, a plain index), a dict of plain values, or None where
+these settings have no such table. Models that several tables share are a `functools.cached_property` of the settings.
+
+Nothing below ``measure`` knows a figure or a claim, so neither ever costs a measurement.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from types import SimpleNamespace
+from typing import IO, Any, ClassVar, Generic, Protocol, TypeVar
 
 import pandas as pd
 
@@ -24,18 +29,16 @@ Table = pd.DataFrame | dict[str, Any]
 S = TypeVar("S", bound=Config)
 
 
+class Experiment(Protocol):
+    """A module that measures; see above."""
+
+    Settings: type[Config]
+    TABLES: Mapping[str, Callable[[Any], Table | None]]
+    TIMED: Mapping[str, Callable[[Any], Table | None]]
+
+
 class Measurements(Generic[S]):
-    """The tables of one experiment, measured with one setting.
-
-    A subclass names its tables in `tables` and `timed` and has a method without arguments for each, which returns a
-    frame (rows in a meaningful order, a plain index) or a dict of plain values. Models that several tables share are
-    `functools.cached_property`.
-
-    Attributes:
-        tables: Names of the tables that are the same whenever they are measured again.
-        timed: Names of those that hold seconds.
-        settings: What they are measured with.
-    """
+    """The same as a class: a method for each name in `tables` and `timed`."""
 
     tables: ClassVar[tuple[str, ...]] = ()
     timed: ClassVar[tuple[str, ...]] = ()
@@ -44,30 +47,31 @@ class Measurements(Generic[S]):
     def __init__(self, settings: S) -> None:
         self.settings = settings
 
+    @property
+    def module(self) -> Experiment:
+        """As a module."""
+        tables, timed = ({name: lambda _, n=name: getattr(self, n)() for name in names}
+                         for names in (self.tables, self.timed))  # fmt: skip
+        return SimpleNamespace(Settings=self.Settings, TABLES=tables, TIMED=timed)
 
-def measure_all(measurements: Measurements, folder: str | Path, log: Callable[[str], None] = print) -> None:
-    """Measure every table and write it: ``measured/<name>.csv`` or ``.json``, times below ``timings/``.
 
-    Args:
-        measurements: An experiment's.
-        folder: Its folder of results.
-        log: Receives the name of each table before it is measured.
-    """
-    folder = Path(folder)
-    for name in (*measurements.tables, *measurements.timed):
-        log(f"measuring {name}")
-        place = folder / ("timings" if name in measurements.timed else "measured")
-        write_table(place / name, getattr(measurements, name)())
-    write_environment(folder / "timings" / "measured_on.json")
+def measure_all(
+    experiment: Experiment, settings: Any, folder: str | Path | None = None, log: Callable[[str], None] = print
+) -> None:  # fmt: skip
+    """Measure every table and write it: ``measured/<name>.csv`` or ``.json``, times below ``timings/``."""
+    if isinstance(experiment, Measurements):
+        experiment, settings, folder = experiment.module, experiment.settings, settings
+    for place, tables in (("measured", experiment.TABLES), ("timings", experiment.TIMED)):
+        for name, measure in tables.items():
+            log(f"measuring {name}")
+            table = measure(settings)
+            if table is not None:
+                write_table(Path(folder, place, name), table)
+    write_environment(Path(folder, "timings", "measured_on.json"))
 
 
 def write_table(stem: str | Path, table: Table) -> None:
-    """Write a frame as ``<stem>.csv`` and a dict as ``<stem>.json``, numbers in full.
-
-    Args:
-        stem: Path without an ending; its folder is made.
-        table: What to write.
-    """
+    """Write a frame as ``<stem>.csv`` and a dict as ``<stem>.json``, numbers in full."""
     if isinstance(table, pd.DataFrame):
         with replacing(f"{stem}.csv") as file:
             table.to_csv(file, index=False, lineterminator="\n")
@@ -77,61 +81,52 @@ def write_table(stem: str | Path, table: Table) -> None:
 
 
 def read_table(stem: str | Path) -> Table:
-    """Read what `write_table` wrote; numbers come back bit by bit.
-
-    Args:
-        stem: Path without an ending.
-
-    Returns:
-        The frame or the dict.
-
-    Raises:
-        InputError: If there is neither.
-    """
-    stem = Path(stem)
-    if stem.with_name(f"{stem.name}.csv").is_file():
-        return pd.read_csv(f"{stem}.csv", float_precision="round_trip", keep_default_na=False, na_values=[""])
-    if stem.with_name(f"{stem.name}.json").is_file():
-        return json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+    """Read what `write_table` wrote; numbers come back bit by bit."""
+    for path in (Path(f"{stem}.csv"), Path(f"{stem}.json")):
+        if path.is_file():
+            return read_csv(path) if path.suffix == ".csv" else json.loads(path.read_text(encoding="utf-8"))
     raise InputError("table", str(stem), "a table that `python -m grade measure` has written (.csv or .json)")
+
+
+def read_csv(file: str | IO[str]) -> pd.DataFrame:
+    """A frame whose numbers are those that were written, bit by bit; only an empty cell is NaN."""
+    return pd.read_csv(file, float_precision="round_trip", keep_default_na=False, na_values=[""])
+
+
+def published_text(path: str | Path, revision: str = "HEAD") -> str:
+    """A text file as a git revision has it, by its path from the project's root; empty if there is none."""
+    show = subprocess.run(["git", "show", f"{revision}:{Path(path).as_posix()}"], capture_output=True, text=True)
+    return show.stdout if show.returncode == 0 else ""
 
 
 class Tables(Mapping[str, Table]):
     """Tables by name: read from a folder of results, or measured when they are first asked for."""
 
-    def __init__(self, measurements: Measurements, measured_dir: str = "") -> None:
-        self._measurements, self._folder, self._known = measurements, measured_dir, {}
+    def __init__(self, experiment: Experiment, settings: Any = "", measured_dir: str = "") -> None:
+        if isinstance(experiment, Measurements):
+            experiment, settings, measured_dir = experiment.module, experiment.settings, settings
+        self._experiment, self._settings = experiment, settings
+        self._folder, self._known = measured_dir, {}
 
     def __getitem__(self, name: str) -> Table:
-        measurements = self._measurements
-        if name not in (*measurements.tables, *measurements.timed):
-            raise KeyError(name)
         if name not in self._known:
+            timed = name in self._experiment.TIMED
+            measure = (self._experiment.TIMED if timed else self._experiment.TABLES)[name]
             if self._folder:
-                folder = Path(self._folder)
-                folder = folder.parent / "timings" if name in measurements.timed else folder
-                self._known[name] = read_table(folder / name)
+                self._known[name] = read_table(Path(self._folder).parent / ("timings" if timed else "measured") / name)
             else:
-                self._known[name] = getattr(measurements, name)()
+                self._known[name] = measure(self._settings)
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._measurements.tables, *self._measurements.timed))
+        return iter((*self._experiment.TABLES, *self._experiment.TIMED))
 
     def __len__(self) -> int:
-        return len(self._measurements.tables) + len(self._measurements.timed)
+        return len(self._experiment.TABLES) + len(self._experiment.TIMED)
 
 
 def progress(items: Iterable[Any], description: str) -> Iterable[Any]:
-    """A progress bar over items for a person who waits; none in a pipeline, whose output must not hold times.
-
-    Args:
-        items: What to go through.
-        description: What is done with them.
-
-    Returns:
-        The items.
-    """
+    """A progress bar over items for a person who waits; none in a pipeline, whose output must not hold times."""
     from tqdm.auto import tqdm
 
     quiet = os.environ.get("GRADE_PROGRESS") == "0"

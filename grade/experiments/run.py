@@ -2,10 +2,9 @@
 
 An experiment is a folder with
 
-- ``measure/tables.py``: `Settings`, a config of everything that its numbers depend on, whose defaults are a smoke test,
-  and a `Measurements`, each of whose tables is a method. Nothing here knows a figure, so a colour never costs a
-  measurement;
-- ``metrics.py``, ``figures.py``, ``claims.py``: what is computed from the tables, drawn and judged in seconds.
+- ``measure/tables.py``: its settings and its tables (`grade.experiments.measured`). Nothing there knows a figure, so a
+  colour never costs a measurement;
+- ``metrics.py``, ``figures.py``, ``claims.yaml``: what is computed from the tables, drawn and judged in seconds.
 
 The notebook opens a `Run`. It reads the tables from ``measured_dir`` where a stage of the pipeline has written them,
 and measures them itself where it has not. Times differ from run to run; whatever holds one goes to a folder ``timings``
@@ -16,15 +15,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pandas as pd
+from IPython.display import Markdown, display
+from matplotlib.figure import Figure
 
 from grade.config import read_values
 from grade.experiments.claims import Claim, claims_table, write_claims
-from grade.experiments.measured import Measurements, Tables, write_environment, write_table
+from grade.experiments.measured import Experiment, Measurements, Tables, write_environment, write_table
 from grade.pipeline.params import profile_values
 from grade.results import write_metrics
 
@@ -40,70 +41,58 @@ class Run:
         toy: Whether these are the sizes of a smoke test.
     """
 
-    def __init__(self, measurements: type[Measurements], parameters: Mapping[str, Any]) -> None:
+    def __init__(self, experiment: Experiment, parameters: Mapping[str, Any]) -> None:
         """Open a run; the working folder becomes the project's, to which every path in a parameter is relative.
 
-        Args:
-            measurements: The experiment's class.
-            parameters: The notebook's names (``globals()``): ``profile``, ``measured_dir``, ``output_dir``, and a value
-                for each field of the settings.
-
-        Raises:
-            InputError: For an unknown profile or a value that the settings refuse.
+        ``experiment`` is the module ``measure.tables``, ``parameters`` are the notebook's names (``globals()``):
+        ``profile``, ``measured_dir``, ``output_dir``, and a value for each field of the settings.
         """
-        self.name = measurements.__module__.split(".")[2]  # grade.experiments.<name>.measure...
+        name = experiment.__module__ if isinstance(experiment, type) else experiment.__name__
+        self.name = name.split(".")[2]  # grade.experiments.<name>.measure...
         _enter_project()
-        values = {name: parameters[name] for name in measurements.Settings.model_fields}
+        values = {name: parameters[name] for name in experiment.Settings.model_fields}
         self.profile, measured_dir = parameters["profile"], parameters["measured_dir"]
         if self.profile and not measured_dir:  # the pipeline gives both, and the values of the key that it runs
             values |= profile_values(Path.cwd(), self.profile, self.name)
             if "runs_dir" in values and not values["runs_dir"]:
                 values["runs_dir"] = f"{_outputs(self.profile)}/train"
-            measured_dir = measured_dir or _existing(f"{_outputs(self.profile)}/{self.name}/measured")
+            folder = f"{_outputs(self.profile)}/{self.name}/measured"
+            measured_dir = folder if Path(folder).is_dir() else ""
         source = f"{self.name}.yaml of profile {self.profile}" if self.profile else "parameters"
-        self.settings = measurements.Settings.parse(values, source)
-        self.toy = self.profile == "smoke" or self.settings == measurements.Settings()
+        self.settings = experiment.Settings.parse(values, source)
+        self.toy = self.profile == "smoke" or self.settings == experiment.Settings()
         self.folder = Path(parameters["output_dir"])
-        self.tables = Tables(measurements(self.settings), measured_dir)
+        if isinstance(experiment, type) and issubclass(experiment, Measurements):
+            experiment = experiment(self.settings).module
+        self.tables = Tables(experiment, self.settings, measured_dir)
         if self.toy:
-            self._say(f"> **{TOY}**")
+            _display(Markdown(f"> **{TOY}**"))
 
-    def show(self, figure: Any, name: str, timed: bool = False) -> None:
+    def show(self, figure: Figure, name: str, timed: bool = False) -> None:
         """Save a figure as ``figures/<name>.png`` and show it.
 
-        A timed one is saved below ``timings`` and shown as a link to that file, so that the executed notebook stays
+        One of times is saved below ``timings`` and shown as a link to that file, so that the executed notebook stays
         the same when times differ.
-
-        Args:
-            figure: A matplotlib figure.
-            name: Its file's name.
-            timed: Whether it shows times.
         """
-        import matplotlib.pyplot as plt
-
         place = self.folder / ("timings" if timed else "figures") / f"{name}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(place)
-        if timed and self._executed:
-            self._say(f"![{name}](timings/{name}.png)")
-        else:
-            _display(figure)
+        _display(Markdown(f"![{name}](timings/{name}.png)") if timed and _executed() else figure)
         plt.close(figure)
 
     def show_timed(self, table: Any, name: str) -> None:
         """Show a table of times; in an executed notebook a link to ``timings/<name>.csv`` stands in its place."""
-        if self._executed:
+        if _executed():
             write_table(self.folder / "timings" / name, table)
-            self._say(f"[{name}.csv](timings/{name}.csv): times of this machine")
-        else:
-            _display(table)
+            table = Markdown(f"[{name}.csv](timings/{name}.csv): times of this machine")
+        _display(table)
 
     def verdicts(self, claims: Iterable[Claim]) -> None:
         """Show the verdicts; none are given on toy sizes, and the figures of timed ones stand below ``timings``."""
         if self.toy:
-            self._say('No verdicts: these are toy sizes. Set `profile = "cpu"` in the parameters cell.')
+            _display(Markdown('No verdicts: these are toy sizes. Set `profile = "cpu"` in the parameters cell.'))
             return
-        table = claims_table([claim.without_times() if self._executed else claim for claim in claims])
+        table = claims_table([claim.without_times() if _executed() else claim for claim in claims])
         with pd.option_context("display.max_colwidth", None, "display.max_rows", None):
             _display(table)
             _display(table.verdict.value_counts())
@@ -111,13 +100,7 @@ class Run:
     def finish(
         self, metrics: Mapping[str, Any], timed: Mapping[str, Any] | None = None, claims: Iterable[Claim] = ()
     ) -> None:  # fmt: skip
-        """Write ``metrics.json`` and ``claims.csv``, and what holds times below ``timings``.
-
-        Args:
-            metrics: Figures by name, which are the same in every run.
-            timed: Figures that are not.
-            claims: Verdicts; an experiment that judges no document has none.
-        """
+        """Write ``metrics.json`` and ``claims.csv``, and what holds times (``timed``) below ``timings``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_metrics(self.folder / "metrics.json", metrics)
         if timed:
@@ -128,21 +111,13 @@ class Run:
             write_claims(self.folder / "timings" / "claims.csv", [claim for claim in claims if claim.timed])
         write_environment(self.folder / "timings" / "environment.json")
 
-    @cached_property
-    def _executed(self) -> bool:
-        """Whether the pipeline executes the notebook (a person looks at it otherwise)."""
-        return os.environ.get("GRADE_EXECUTED") == "1"
 
-    @staticmethod
-    def _say(text: str) -> None:
-        from IPython.display import Markdown
-
-        _display(Markdown(text))
+def _executed() -> bool:
+    """Whether the pipeline executes the notebook (a person looks at it otherwise)."""
+    return os.environ.get("GRADE_EXECUTED") == "1"
 
 
 def _display(value: Any) -> None:
-    from IPython.display import display
-
     display(value)
 
 
@@ -156,7 +131,3 @@ def _enter_project() -> None:
 
 def _outputs(profile: str) -> str:
     return read_values([f"params/{profile}/suite.yaml"]).get("outputs", "outputs")
-
-
-def _existing(folder: str) -> str:
-    return folder if Path(folder).is_dir() else ""

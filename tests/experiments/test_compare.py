@@ -15,8 +15,9 @@ from grade.experiments import frontier
 from grade.experiments.compare import figures
 from grade.experiments.compare import frontier as stats
 from grade.experiments.compare.measure import runs as compare
+from grade.experiments.compare.measure import tables as experiment
 from grade.experiments.compare.measure.runs import CURVES, FINALS, Run, Shared, run_all, run_config, search
-from grade.experiments.compare.measure.tables import Measurements, Settings
+from grade.experiments.compare.measure.tables import Settings
 from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
 from grade.experiments.measured import Tables, measure_all
@@ -233,9 +234,8 @@ def test_what_is_read_gives_the_same_figures_as_what_is_measured(tmp_path):
                  eval_prompts=8, final_eval_prompts=8, gradient_repetitions=2, learning_rates=[1e-3, 1e-2],
                  chosen_rates={"rloo": 3e-3})  # fmt: skip
     chosen = Settings.parse(sizes)
-    measurements = Measurements(chosen)
-    measure_all(measurements, tmp_path, log=lambda line: None)
-    measured, read = Tables(measurements), Tables(measurements, str(tmp_path / "measured"))
+    measure_all(experiment, chosen, tmp_path, log=lambda line: None)
+    measured, read = Tables(experiment, chosen), Tables(experiment, chosen, str(tmp_path / "measured"))
     assert "seconds" not in read["curves"] and "seconds" not in read["finals"]
     found = metrics(read, chosen)
     assert found == metrics(measured, chosen) and not any("seconds" in name for name in found)

@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 
-from grade.errors import InputError
 from grade.experiments.compare import paper
-from grade.experiments.compare.claims import NEEDED, compare_claims
+from grade.experiments.compare.claims import compare_claims
 from grade.experiments.compare.measure import defects
 from grade.experiments.setting import make_setting
 from grade.training.toy import toy_reviews, toy_task
 
-MEASURED = dict.fromkeys(NEEDED, 1.0) | {
+DEFECTS = ("kl_aligned_max", "kl_late", "scope_difference", "spread_ste", "spread_reinforce", "relative_variance_ste",
+           "relative_variance_reinforce", "loss_plus_reward")  # fmt: skip
+MEASURED = dict.fromkeys([f"defects/{name}" for name in DEFECTS], 1.0) | {"untrained/reward": 1.0} | {
     "defects/kl_aligned_max": 1e-7, "defects/kl_late": 3.0, "defects/loss_plus_reward": 0.0,
     "gain/ste": 0.2, "gain/ste_stderr": 0.01, "gain/ste_n": 5,
     "gain/ppo": 0.02, "gain/ppo_stderr": 0.01, "gain/ppo_n": 5,
@@ -23,7 +24,6 @@ def verdict(words, **changes):
     changes = {key.replace("__", "/"): value for key, value in changes.items()}
     found = [c for c in compare_claims(MEASURED | changes, 5) if c.claim.startswith(words)]
     assert len(found) == 1
-    found[0].check()
     return found[0].verdict
 
 
@@ -76,13 +76,6 @@ def test_the_verdict_on_variance_is_on_noise_and_not_on_the_spread_of_norms():
     words = "GRADE-STE's gradient variance"
     assert verdict(words, defects__relative_variance_ste=2.0, defects__spread_reinforce=14.6) == "refuted"
     assert verdict(words, defects__relative_variance_reinforce=14.0) == "confirmed"
-
-
-def test_every_claim_can_be_written_and_a_missing_figure_is_named():
-    for claim in compare_claims(MEASURED, 5):
-        claim.check()
-    with pytest.raises(InputError, match="defects/kl_late"):
-        compare_claims({k: v for k, v in MEASURED.items() if k != "defects/kl_late"}, 5)
 
 
 def test_advantages_over_the_batch_leak_into_another_completion():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -12,7 +13,7 @@ from grade.config import Config
 from grade.errors import InputError
 from grade.experiments import run as run_module
 from grade.experiments.claims import Claim
-from grade.experiments.measured import Measurements, Tables, measure_all, read_table, write_table
+from grade.experiments.measured import Tables, measure_all, read_table, write_table
 from grade.experiments.run import TOY, Run
 
 
@@ -20,21 +21,16 @@ class Settings(Config):
     size: int = Field(2, description="rows")
 
 
-class Toy(Measurements[Settings]):
-    Settings = Settings
-    tables = ("roots", "counts")
-    timed = ("seconds",)
-    __module__ = "grade.experiments.toy.measure.tables"
+def roots(s):
+    n = range(1, s.size + 1)
+    return pd.DataFrame({"n": n, "root": [math.sqrt(i) / 3 for i in n], "name": ["a", None][: s.size]})
 
-    def roots(self):
-        n = range(1, self.settings.size + 1)
-        return pd.DataFrame({"n": n, "root": [math.sqrt(i) / 3 for i in n], "name": ["a", None][: self.settings.size]})
 
-    def counts(self):
-        return {"rows": self.settings.size, "third": 1 / 3}
-
-    def seconds(self):
-        return pd.DataFrame({"step": [1], "seconds": [0.123456789]})
+TOY_EXPERIMENT = SimpleNamespace(
+    __name__="grade.experiments.toy.measure.tables", Settings=Settings,
+    TABLES={"roots": roots, "counts": lambda s: {"rows": s.size, "third": 1 / 3}, "none": lambda s: None},
+    TIMED={"seconds": lambda s: pd.DataFrame({"step": [1], "seconds": [0.123456789]})},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -69,7 +65,7 @@ CLAIMS = [
 
 
 def test_a_table_comes_back_bit_by_bit(tmp_path):
-    table = Toy(Settings()).roots()
+    table = roots(Settings())
     write_table(tmp_path / "roots", table)
     pd.testing.assert_frame_equal(read_table(tmp_path / "roots"), table, check_exact=True)
     write_table(tmp_path / "counts", {"third": 1 / 3})
@@ -79,39 +75,39 @@ def test_a_table_comes_back_bit_by_bit(tmp_path):
 
 
 def test_measured_tables_are_read_and_times_lie_apart(tmp_path):
-    measure_all(Toy(Settings()), tmp_path, log=lambda _: None)
+    measure_all(TOY_EXPERIMENT, Settings(), tmp_path, log=lambda _: None)
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*")) == [
         "measured/counts.json", "measured/roots.csv", "timings/measured_on.json", "timings/seconds.csv",
     ]  # fmt: skip
     (tmp_path / "measured/counts.json").write_text('{"rows": 7}')
-    tables = Tables(Toy(Settings()), str(tmp_path / "measured"))
+    tables = Tables(TOY_EXPERIMENT, Settings(), str(tmp_path / "measured"))
     assert tables["counts"] == {"rows": 7} and tables["seconds"].seconds.item() == 0.123456789
-    assert Tables(Toy(Settings()))["counts"]["rows"] == 2  # no folder: measured here
-    assert set(tables) == {"roots", "counts", "seconds"}
+    assert Tables(TOY_EXPERIMENT, Settings())["counts"]["rows"] == 2  # no folder: measured here
+    assert set(tables) == {"roots", "counts", "none", "seconds"}
     with pytest.raises(KeyError):
         tables["lost"]
 
 
 def test_a_toy_says_so_and_is_given_no_verdict(project, shown):
-    run = Run(Toy, parameters())
+    run = Run(TOY_EXPERIMENT, parameters())
     assert run.toy and TOY in shown[0]
     run.verdicts(CLAIMS)
     assert "No verdicts" in shown[1] and len(shown) == 2
-    assert Run(Toy, parameters(profile="smoke", size=1)).toy
+    assert Run(TOY_EXPERIMENT, parameters(profile="smoke", size=1)).toy
 
 
 def test_a_profile_gives_the_values_and_the_tables_that_are_measured(project, shown):
-    measure_all(Toy(Settings(size=1)), project / "outputs/toy", log=lambda _: None)
-    run = Run(Toy, parameters(profile="cpu"))
+    measure_all(TOY_EXPERIMENT, Settings(size=1), project / "outputs/toy", log=lambda _: None)
+    run = Run(TOY_EXPERIMENT, parameters(profile="cpu"))
     assert not run.toy and run.settings.size == 1 and not shown
     assert len(run.tables["roots"]) == 1
     with pytest.raises(InputError, match="profile: got 'lost'; allowed: one of cpu, smoke"):
-        Run(Toy, parameters(profile="lost"))
+        Run(TOY_EXPERIMENT, parameters(profile="lost"))
 
 
 def test_an_executed_notebook_holds_no_times(project, shown, monkeypatch):
     monkeypatch.setenv("GRADE_EXECUTED", "1")
-    run = Run(Toy, parameters(size=1))
+    run = Run(TOY_EXPERIMENT, parameters(size=1))
     fig, ax = plt.subplots()
     run.show(fig, "plain")
     fig, ax = plt.subplots()

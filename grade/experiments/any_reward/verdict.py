@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from grade.experiments.claims import NO_DIFFERENCE, SURE
-
+SURE, NO_DIFFERENCE = 0.01, 0.1
 Values = Mapping[str, float | int | None]
 
 _MEANS = {

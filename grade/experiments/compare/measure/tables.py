@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.experiments.compare.measure import defects, runs
-from grade.experiments.measured import Measurements as Base
 from grade.experiments.setting import kl_at_start, make_setting
 from grade.experiments.training_runs import FIXED
 from grade.gradients.methods import MethodName
@@ -97,95 +96,82 @@ class Settings(Config):
         """Models, prompts and settings of all runs on one reward."""
         return runs.Shared(self.backbone_dir, reward_dir, self.gold_file, self.reviews_dir, self.values())
 
-
-class Measurements(Base[Settings]):
-    """Every method trained on the same model, reward and prompts, over weights of KL and seeds."""
-
-    Settings = Settings
-    tables = ("rates", "searched", "untrained", "curves", "finals", "defects", "peer")
-    timed = ("seconds", "peer_times")
-
-    def rates(self) -> pd.DataFrame:
-        """Learning rate of each method: ``trained_on``, ``method``, ``learning_rate``."""
-        rows = [(name, *rate) for name, (rates, _) in self._searches.items() for rate in rates.items()]
-        return pd.DataFrame(rows, columns=["trained_on", "method", "learning_rate"])
-
-    def searched(self) -> pd.DataFrame:
-        """What the searches tried: ``trained_on`` and `runs.SEARCHED`; no row where all rates were given."""
-        tables = [table.assign(trained_on=name) for name, (_, table) in self._searches.items() if len(table)]
-        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*runs.SEARCHED, "trained_on"])
-
-    def untrained(self) -> dict[str, float]:
-        """Figures of the policy before training; see `runs.untrained`."""
-        return runs.untrained(self.settings.shared(self.settings.reward_dir))
-
-    def curves(self) -> pd.DataFrame:
-        """Evaluations along training: `runs.CURVES` without seconds, and ``trained_on``."""
-        return self._runs[0].drop(columns="seconds")
-
-    def finals(self) -> pd.DataFrame:
-        """Ends of runs: `runs.FINALS` without seconds, and ``trained_on``."""
-        return self._runs[1].drop(columns="seconds")
-
-    def seconds(self) -> pd.DataFrame:
-        """Seconds of training alone up to each evaluation."""
-        return self._runs[0][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]]
-
-    def defects(self) -> dict[str, float]:
-        """The paper's defects on this task, each as a figure; ``loss_plus_reward`` with beta 0 and, to check, 1."""
-        s = self.settings
-        task = s.shared(s.reward_dir).task(s.seeds[0])
-        setting = make_setting(task.backbone, task.reward_model, task.validation_prompts, 4, min(4, s.prompt_tokens),
-                               s.new_tokens, s.support_size)  # fmt: skip
-        start = kl_at_start(setting)
-        figures = {"kl_aligned_max": start["kl_at_init_max"], "kl_late": start["kl_at_init_misaligned"]}
-        for method in ("ste", "reinforce"):
-            config = runs.run_config(runs.Run(method, 0.0, 0, 1e-3), s.values())
-            rows, spread = defects.repeated_gradients(task, config, s.completions, s.gradient_repetitions)
-            figures[f"spread_{method}"] = spread
-            figures[f"relative_variance_{method}"] = defects.relative_variance(rows)
-        lengths = dict(max_new_tokens=s.new_tokens, max_prompt_tokens=s.prompt_tokens, min_new_tokens=s.new_tokens)
-        figures["scope_difference"] = defects.scope_difference(task, s.eval_prompts, **lengths)
-        figures["loss_plus_reward"] = defects.loss_plus_reward(setting, beta=0.0)
-        return figures | {"loss_plus_reward_with_kl": defects.loss_plus_reward(setting, beta=1.0)}
-
-    def peer(self) -> dict[str, Any]:
-        """Metrics ``peer/...`` of TRL beside ours, as far as they are the same in every run."""
-        return self._peer_figures("metrics.json")
-
-    def peer_times(self) -> dict[str, Any]:
-        """Metrics ``peer/...`` of seconds and memory."""
-        return self._peer_figures("timings/metrics.json")
-
     @cached_property
-    def _searches(self) -> dict[str, tuple[dict[str, float], pd.DataFrame]]:
+    def searches(self) -> dict[str, tuple[dict[str, float], pd.DataFrame]]:
         """Reward to method to learning rate, and what was tried."""
-        s, chosen = self.settings, self.settings.chosen_rates or {}
-        open_methods = [method for method in s.methods if method not in chosen]
-        search = (s.learning_rates, s.headline_beta, s.search_seed, s.processes)
-        rates, table = runs.search(s.shared(s.reward_dir), open_methods, *search)
-        searches = {s.reward: ({method: (rates | chosen)[method] for method in s.methods}, table)}
-        if s.has_second:
-            searches[s.second_reward] = runs.search(s.shared(s.second_reward_dir), s.second_methods, *search)
+        chosen = self.chosen_rates or {}
+        open_methods = [method for method in self.methods if method not in chosen]
+        how = (self.learning_rates, self.headline_beta, self.search_seed, self.processes)
+        rates, table = runs.search(self.shared(self.reward_dir), open_methods, *how)
+        searches = {self.reward: ({method: (rates | chosen)[method] for method in self.methods}, table)}
+        if self.has_second:
+            searches[self.second_reward] = runs.search(self.shared(self.second_reward_dir), self.second_methods, *how)
         return searches
 
     @cached_property
-    def _runs(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+    def runs(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Evaluations and ends of all runs, on both rewards."""
-        s = self.settings
-        parts = [(s.reward, s.reward_dir, s.methods, s.betas)]
-        if s.has_second:
-            parts.append((s.second_reward, s.second_reward_dir, s.second_methods, [s.headline_beta]))
+        parts = [(self.reward, self.reward_dir, self.methods, self.betas)]
+        if self.has_second:
+            parts.append((self.second_reward, self.second_reward_dir, self.second_methods, [self.headline_beta]))
         curves, finals = [], []
         for name, folder, methods, betas in parts:
-            rates, _ = self._searches[name]
-            plan = [runs.Run(m, beta, seed, rates[m]) for seed in s.seeds for beta in betas for m in methods]
-            for tables, table in zip((curves, finals), runs.run_all(s.shared(folder), plan, s.processes), strict=True):
+            rates, _ = self.searches[name]
+            plan = [runs.Run(m, beta, seed, rates[m]) for seed in self.seeds for beta in betas for m in methods]
+            trained = runs.run_all(self.shared(folder), plan, self.processes)
+            for tables, table in zip((curves, finals), trained, strict=True):
                 tables.append(table.assign(trained_on=name))
         return pd.concat(curves, ignore_index=True), pd.concat(finals, ignore_index=True)
 
-    def _peer_figures(self, name: str) -> dict[str, Any]:
-        file = Path(self.settings.peers_dir) / name
-        if not self.settings.peers_dir or not file.exists():
-            return {}
-        return {key: value for key, value in read_metrics(file).items() if key.startswith("peer/")}
+
+def _rates(s: Settings) -> pd.DataFrame:
+    """Learning rate of each method."""
+    rows = [(name, *rate) for name, (rates, _) in s.searches.items() for rate in rates.items()]
+    return pd.DataFrame(rows, columns=["trained_on", "method", "learning_rate"])
+
+
+def _searched(s: Settings) -> pd.DataFrame:
+    """What the searches tried; no row where all rates were given."""
+    tables = [table.assign(trained_on=name) for name, (_, table) in s.searches.items() if len(table)]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*runs.SEARCHED, "trained_on"])
+
+
+def _defects(s: Settings) -> dict[str, float]:
+    """The paper's defects on this task, each as a figure; ``loss_plus_reward`` with beta 0 and, to check, 1."""
+    task = s.shared(s.reward_dir).task(s.seeds[0])
+    setting = make_setting(task.backbone, task.reward_model, task.validation_prompts, 4, min(4, s.prompt_tokens),
+                           s.new_tokens, s.support_size)  # fmt: skip
+    start = kl_at_start(setting)
+    figures = {"kl_aligned_max": start["kl_at_init_max"], "kl_late": start["kl_at_init_misaligned"]}
+    for method in ("ste", "reinforce"):
+        config = runs.run_config(runs.Run(method, 0.0, 0, 1e-3), s.values())
+        rows, spread = defects.repeated_gradients(task, config, s.completions, s.gradient_repetitions)
+        figures[f"spread_{method}"] = spread
+        figures[f"relative_variance_{method}"] = defects.relative_variance(rows)
+    lengths = dict(max_new_tokens=s.new_tokens, max_prompt_tokens=s.prompt_tokens, min_new_tokens=s.new_tokens)
+    figures["scope_difference"] = defects.scope_difference(task, s.eval_prompts, **lengths)
+    figures["loss_plus_reward"] = defects.loss_plus_reward(setting, beta=0.0)
+    return figures | {"loss_plus_reward_with_kl": defects.loss_plus_reward(setting, beta=1.0)}
+
+
+def _peer(s: Settings, name: str) -> dict[str, Any]:
+    """Metrics ``peer/...`` of TRL beside ours."""
+    file = Path(s.peers_dir) / name
+    if not s.peers_dir or not file.exists():
+        return {}
+    return {key: value for key, value in read_metrics(file).items() if key.startswith("peer/")}
+
+
+TABLES = {
+    "rates": _rates,
+    "searched": _searched,
+    "untrained": lambda s: runs.untrained(s.shared(s.reward_dir)),
+    "curves": lambda s: s.runs[0].drop(columns="seconds"),
+    "finals": lambda s: s.runs[1].drop(columns="seconds"),
+    "defects": _defects,
+    "peer": lambda s: _peer(s, "metrics.json"),
+}
+TIMED = {
+    "seconds": lambda s: s.runs[0][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]],
+    "peer_times": lambda s: _peer(s, "timings/metrics.json"),
+}
