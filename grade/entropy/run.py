@@ -15,11 +15,12 @@ from grade.errors import InputError
 from grade.gradients.engines import make_engine
 from grade.gradients.estimators import tau_at
 from grade.gradients.methods import RELAXED
-from grade.gradients.objective import Objective, RewardScope
+from grade.gradients.objective import Objective
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.rewards.arithmetic import Problems
+from grade.rewards.base import RewardScope
 from grade.rewards.model import RewardModel, load_reward
 from grade.training.checkpoint import OPTIMIZER_FILE, load_optimizer
 from grade.training.config import TrainConfig

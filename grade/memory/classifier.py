@@ -17,12 +17,13 @@ from grade.memory.nodata import NoData
 from grade.models.backbone import Backbone, errors_only
 from grade.models.embedding import EmbeddingTable
 from grade.models.prompts import PromptBatch
-from grade.rewards.classifier import BATCH_ROWS, TextClassifier
+from grade.rewards.base import Reward
+from grade.rewards.classifier import TextClassifier
 from grade.rewards.differentiable import EmbeddedClassifier, on_the_left, on_the_right
 
 
-class Classifier(nn.Module):
-    """A frozen classifier with random weights; a reward of `grade.gradients.objective`.
+class Classifier(nn.Module, Reward):
+    """A frozen classifier with random weights as a reward.
 
     Args:
         spec: What the user calls it.
@@ -44,6 +45,8 @@ class Classifier(nn.Module):
         self.model, self._reader = model, _Reader(model)
         self._backbone = (backbone,)  # in a tuple: its weights are not this model's
 
+    scope = "prompt_and_completion"
+
     @property
     def reads(self) -> EmbeddingTable:
         """Its own embedding table."""
@@ -54,17 +57,17 @@ class Classifier(nn.Module):
         """Whether its table has as many rows as the policy's."""
         return len(self.reads.weight) == self._backbone[0].vocab_size
 
-    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of hard completions [B, T]."""
         with self._backbone[0].phase("reward"), errors_only():  # no padding is seen among embeddings, it warns
             if self.shares_vocabulary:
-                return self._reader.score(prompts, ids, mask)
+                return self._reader.score(policy, prompts, ids, mask)
             return self._reader.score_texts(len(ids), prompts.ids.shape[1] + ids.shape[1])
 
-    def forward(self, embeds: Tensor, mask: Tensor) -> Tensor:
+    def differentiable(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of embeddings in its own table [B, L, D_R]."""
         with self._backbone[0].phase("reward"), errors_only():
-            return self._reader(embeds, mask)
+            return self._reader.differentiable(embeds, mask)
 
 
 class _Reader(EmbeddedClassifier):
@@ -72,7 +75,7 @@ class _Reader(EmbeddedClassifier):
 
     def __init__(self, model: PreTrainedModel) -> None:
         label = model.config.id2label[0] if model.config.num_labels > 1 else None
-        TextClassifier.__init__(self, model, None, None, label)
+        TextClassifier.__init__(self, model, None, label)
         self.padding = on_the_left if hasattr(model, "score") else on_the_right  # decoders, encoders
 
     @property
@@ -91,5 +94,4 @@ class _Reader(EmbeddedClassifier):
     def score_texts(self, count: int, tokens: int) -> Tensor:
         """Rewards of texts of that many tokens, one of them shorter."""
         rows = [[0] * max(tokens - 1, 1), *[[0] * tokens] * (count - 1)]
-        parts = [self._logits(rows[start : start + BATCH_ROWS]) for start in range(0, count, BATCH_ROWS)]
-        return self.value(torch.cat(parts))
+        return self.value(self.logits(rows))

@@ -1,14 +1,11 @@
-"""What a reward reads: which text, and through which embedding table."""
+"""The embedding table through which a reward reads tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
-
-RewardScope = Literal["prompt_and_completion", "completion"]
 
 
 @dataclass(frozen=True)

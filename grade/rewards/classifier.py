@@ -10,7 +10,6 @@ Left out: truncation. A text that the classifier cannot read whole is an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +19,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.utils import logging
 
 from grade.errors import InputError
-from grade.models.embedding import RewardScope
+from grade.models.backbone import errors_only
 from grade.models.head import wide
-from grade.rewards.text import Message, Texts, beginning, decode_texts
+from grade.models.prompts import PromptBatch
+from grade.rewards.base import Reward, RewardScope
+from grade.rewards.functions import Message, Texts, beginning, decode_texts
 
 if TYPE_CHECKING:
-    from grade.models.prompts import PromptBatch
+    from grade.models.backbone import Backbone
 
 BATCH_ROWS = 64
 _UNLIMITED = 10**9
@@ -34,7 +35,7 @@ _BUFFERS = ("position_ids", "inv_freq", "masked_bias")
 """Ends of names that older versions of transformers wrote and that hold no weights."""
 
 
-class TextClassifier:
+class TextClassifier(Reward):
     """A sequence classifier that reads decoded text with its own tokenizer.
 
     Plain text gets the tokenizer's usual special tokens. Messages go through the tokenizer's chat template, which
@@ -43,7 +44,6 @@ class TextClassifier:
     Args:
         model: The classifier; frozen, in evaluation mode from now on.
         tokenizer: The classifier's.
-        policy_tokenizer: The policy's, which decodes completions.
         label: The label whose probability is the reward; needed if there are several.
         scope: Whether it reads the prompt too.
         name: How it is logged.
@@ -57,16 +57,20 @@ class TextClassifier:
         self,
         model: PreTrainedModel,
         tokenizer: Any,
-        policy_tokenizer: Any,
         label: str | None = None,
         scope: RewardScope = "prompt_and_completion",
         name: str = "classifier",
         no_gradient: str = "a classifier of text, which has no gradient",
     ) -> None:
-        self.model = model.requires_grad_(False).eval()
-        self.tokenizer, self.policy_tokenizer = tokenizer, policy_tokenizer
+        self.model, self.tokenizer = model.requires_grad_(False).eval(), tokenizer
         self.scope, self.name, self.no_gradient = scope, name, no_gradient
-        self.column = _column(model.config, label, name)
+        labels = {str(text): int(index) for index, text in model.config.id2label.items()}
+        listed = ", ".join(labels)
+        if label is None and model.config.num_labels > 1:
+            raise InputError(f"reward {name!r}: label", None, f"one of {listed}, as in hf:{name}@{next(iter(labels))}")
+        if label is not None and label not in labels:
+            raise InputError(f"reward {name!r}: label", label, f"one of {listed}")
+        self.column = 0 if label is None else labels[label]
 
     @property
     def limit(self) -> int:
@@ -84,25 +88,16 @@ class TextClassifier:
         return logits.softmax(-1)[:, self.column]
 
     @torch.no_grad()
-    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B] of completions [B, T].
-
-        Raises:
-            InputError: If a text is too long, or messages cannot be rendered; names the row.
-        """
-        texts = decode_texts(self.policy_tokenizer, prompts, ids, mask)
+    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B] of completions [B, T]; an error names the row whose text is too long or cannot be rendered."""
+        texts = decode_texts(policy.tokenizer, prompts, ids, mask)
         rows = self._encode(texts)
         for row, tokens in enumerate(rows):
             self.check_length(len(tokens), row, f", {beginning(texts.completions[row])}")
-        parts = [self._logits(rows[start : start + BATCH_ROWS]) for start in range(0, len(rows), BATCH_ROWS)]
-        return self.value(torch.cat(parts)).to(ids.device)
+        return self.value(self.logits(rows)).to(ids.device)
 
     def check_length(self, tokens: int, row: int, what: str = "") -> None:
-        """Reject a text of more tokens than the classifier reads.
-
-        Raises:
-            InputError: Naming reward and row.
-        """
+        """Reject a text of more tokens than the classifier reads."""
         if tokens > self.limit:
             allowed = f"at most {self.limit}: shorten prompts or completions, or score the completion only"
             raise InputError(f"reward {self.name!r}, row {row}{what}: tokens", tokens, allowed)
@@ -127,61 +122,48 @@ class TextClassifier:
             allowed = f"a classifier whose tokenizer has a chat template for them ({_first_line(error)})"
             raise InputError(f"reward {self.name!r}, row {row}: messages", list(chat)[-1], allowed) from None
 
-    def _logits(self, rows: list[list[int]]) -> Tensor:
-        """Logits [B, labels]: one padded batch, or without a padding token one row at a time."""
+    def logits(self, rows: list[list[int]]) -> Tensor:
+        """Logits [B, labels] of rows of ids, `BATCH_ROWS` at a time, or without a padding token one at a time."""
         device, padding = self.model.device, self.model.config.get_text_config().pad_token_id
         if padding is None:
             return torch.cat([self.model(input_ids=torch.tensor([row], device=device)).logits for row in rows])
-        ids = [torch.tensor(row, device=device) for row in rows]
-        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
-        ids = pad_sequence(ids, batch_first=True, padding_value=padding)
-        return self.model(input_ids=ids, attention_mask=mask).logits
+        parts = []
+        for start in range(0, len(rows), BATCH_ROWS):
+            ids = [torch.tensor(row, device=device) for row in rows[start : start + BATCH_ROWS]]
+            mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+            ids = pad_sequence(ids, batch_first=True, padding_value=padding)
+            parts.append(self.model(input_ids=ids, attention_mask=mask).logits)
+        return torch.cat(parts)
 
 
-def load_classifier(source: str | Path, device: torch.device | str = "cpu") -> tuple[PreTrainedModel, Any]:
-    """Load a classifier and its tokenizer: safetensors only, no remote code.
+def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[PreTrainedModel, Any]:
+    """A classifier of a folder or hub id, and its tokenizer: safetensors only, no remote code.
 
-    Args:
-        source: Local folder or hub id.
-        device: Where to put the model.
-
-    Returns:
-        Model and tokenizer.
-
-    Raises:
-        InputError: If it cannot be loaded, or is no trained classifier: a base model has no weights for the labels.
+    A model without weights for the labels, or with weights that have no place in its trunk, is refused: it would score
+    with random ones.
     """
-    from grade.models.backbone import errors_only  # here: the chain of imports is long enough
-
-    name = str(source)
     allowed = "a folder or hub id of a sequence classifier with safetensors weights, a tokenizer and no remote code"
     logging.disable_progress_bar()
     try:
         with errors_only():
             model, info = AutoModelForSequenceClassification.from_pretrained(
-                name, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+                source, use_safetensors=True, trust_remote_code=False, output_loading_info=True
             )
-        tokenizer = load_tokenizer(name)
-    except InputError:
-        raise
     except Exception as error:  # transformers raises a dozen types, which mean the same to the user
-        raise InputError("reward", name, f"{allowed} ({_first_line(error)})") from None
+        raise InputError("reward", source, f"{allowed} ({_first_line(error)})") from None
+    tokenizer = load_tokenizer(source)
     missing = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
     if missing:
-        raise InputError("reward", name, f"a trained classifier: it has no weights for {', '.join(missing[:3])}")
+        raise InputError("reward", source, f"a trained classifier: it has no weights for {', '.join(missing[:3])}")
     trunk = f"{model.base_model_prefix}."  # another task's head may stay unread, but not a part of the trunk
     unread = sorted(key for key in info["unexpected_keys"] if key.startswith(trunk) and not key.endswith(_BUFFERS))
     if unread:
-        raise InputError("reward", name, f"a classifier whose config has a place for {', '.join(unread[:3])}")
+        raise InputError("reward", source, f"a classifier whose config has a place for {', '.join(unread[:3])}")
     return model.to(device), tokenizer
 
 
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a classifier.
-
-    Raises:
-        InputError: If there is none.
-    """
+    """The tokenizer of a classifier."""
     allowed = "a classifier with its tokenizer, or a processing class for it"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -190,18 +172,6 @@ def load_tokenizer(source: str) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without any
         raise InputError("reward: tokenizer", source, f"{allowed} (its files are missing)")
     return tokenizer
-
-
-def _column(config: Any, label: str | None, name: str) -> int:
-    labels = {str(text): index for index, text in config.id2label.items()}
-    listed = ", ".join(labels)
-    if label is None:
-        if config.num_labels > 1:
-            raise InputError(f"reward {name!r}: label", None, f"one of {listed}, as in hf:{name}@{next(iter(labels))}")
-        return 0
-    if label not in labels:
-        raise InputError(f"reward {name!r}: label", label, f"one of {listed}")
-    return int(labels[label])
 
 
 def _first_line(error: Exception) -> str:

@@ -26,13 +26,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grade.errors import InputError
-from grade.models.embedding import EmbeddingTable, RewardScope
+from grade.models.embedding import EmbeddingTable
 from grade.models.prompts import position_ids
+from grade.rewards.base import Reward, RewardScope
 from grade.rewards.classifier import TextClassifier
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
-    from grade.models.prompts import PromptBatch
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _HALF_TOLERANCE = 1e-2
@@ -51,9 +51,7 @@ class EmbeddedClassifier(TextClassifier):
         model: The classifier; frozen, in evaluation mode from now on.
         tokenizer: Its tokenizer, with the policy's vocabulary.
         backbone: The policy.
-        label: As for `TextClassifier`.
-        scope: As for `TextClassifier`.
-        name: As for `TextClassifier`.
+        label: As for `TextClassifier`, like ``scope`` and ``name``.
 
     Attributes:
         reads: Its embedding table, with a row for each of the policy's ids.
@@ -71,7 +69,7 @@ class EmbeddedClassifier(TextClassifier):
         scope: RewardScope = "prompt_and_completion",
         name: str = "classifier",
     ) -> None:
-        super().__init__(model, tokenizer, backbone.tokenizer, label, scope, name)
+        super().__init__(model, tokenizer, label, scope, name)
         why = why_other_vocabulary(tokenizer, backbone.tokenizer)
         if why:
             raise InputError(f"reward {name!r}", why, "for a differentiable reward the policy's own vocabulary")
@@ -83,16 +81,8 @@ class EmbeddedClassifier(TextClassifier):
         self.suffix = torch.tensor(suffix, dtype=torch.long, device=model.device)
         self.padding = _checked_padding(model, self.reads, min(len(tokenizer), layer.weight.shape[0]), name)
 
-    def __call__(self, embeds: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B], differentiable in the embeddings.
-
-        Args:
-            embeds: [B, L, D_R] in the table `reads`.
-            mask: [B, L], 0 at padding, anywhere.
-
-        Raises:
-            InputError: If a row has more tokens than the classifier reads; names the row.
-        """
+    def differentiable(self, embeds: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B] of embeddings [B, L, D_R] in the table `reads`, with mask [B, L], 0 at padding, anywhere."""
         rows, mask = embeds.to(self.reads.weight.dtype), mask.long()
         ends = [self.reads.embed(ids).expand(len(rows), -1, -1) for ids in (self.prefix, self.suffix)]
         rows = torch.cat([ends[0], rows, ends[1]], 1)
@@ -104,12 +94,7 @@ class EmbeddedClassifier(TextClassifier):
         with _any_batch(self.model):
             return self.value(self.padding(self.model, rows, mask))
 
-    @torch.no_grad()
-    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B] of completions [B, T], by their ids: what `__call__` gives for hard tokens."""
-        if self.scope == "prompt_and_completion":
-            ids, mask = torch.cat([prompts.ids, ids], 1), torch.cat([prompts.mask, mask], 1)
-        return self(self.reads.embed(ids), mask)
+    score = Reward.score  # by ids: what `differentiable` gives for hard tokens
 
 
 def why_other_vocabulary(tokenizer: Any, policy_tokenizer: Any) -> str | None:

@@ -18,7 +18,8 @@ import numbers
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,23 +28,74 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.rewards.text import Texts, beginning, decode_texts
+from grade.models.head import wide
+from grade.models.prompts import PromptBatch
+from grade.rewards.base import Reward
 
 if TYPE_CHECKING:
-    from grade.models.prompts import PromptBatch
+    from grade.models.backbone import Backbone
 
+Message = dict[str, Any]
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _RETURNS = "a list with a finite number, or None, for each completion"
 _MOST_SHOWN = 300  # characters of an exception's text
-_SKIPPED = float("nan")  # where a function does not apply
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A batch of B completions as text.
+
+    Attributes:
+        prompts: Strings, or lists of messages ``{"role", "content"}``.
+        completions: Strings, or for a prompt of messages ``[{"role": "assistant", "content": ...}]``.
+        completion_ids: Token ids without padding; an end-of-sequence token is among them.
+        columns: The data set's other columns, each a list.
+    """
+
+    prompts: list[str | list[Message]]
+    completions: list[str | list[Message]]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+
+def decode_texts(tokenizer: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Texts:
+    """Decode completions [B, T] without special tokens; prompts too, where they have no rows of a data set."""
+    rows, examples = _valid(ids, mask), prompts.examples
+    if examples is None:
+        asked, columns = [_text(tokenizer, row) for row in _valid(prompts.ids, prompts.mask)], {}
+    else:
+        asked = [example["prompt"] for example in examples]
+        names = [name for name in examples[0] if name not in _NOT_COLUMNS]
+        columns = {name: [example.get(name) for example in examples] for name in names}
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(asked, [_text(tokenizer, row) for row in rows], strict=True)
+    ]
+    return Texts(asked, completions, rows, columns)
+
+
+def text_of(completion: str | list[Message]) -> str:
+    """The text of a completion.
+
+    >>> text_of([{"role": "assistant", "content": "7"}]), text_of("7")
+    ('7', '7')
+    """
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def beginning(completion: str | list[Message], characters: int = 40) -> str:
+    """How a completion begins, for error messages."""
+    text = text_of(completion)
+    return repr(text if len(text) <= characters else f"{text[: characters - 3]}...")
 
 
 @dataclass
 class Log:
-    """What functions log, and what they are told of the trainer.
+    """What functions read of the trainer, and what they log.
 
     Attributes:
         trainer_state: The trainer's state, passed on.
-        columns: From ``log_extra(name, values)``: further columns of the table of completions.
+        columns: From ``log_extra(name, values)``: further columns of the table of completions, a value for each one.
         metrics: From ``log_metric(name, value)``: values of each metric.
     """
 
@@ -51,140 +103,105 @@ class Log:
     columns: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def extra(self, column: str, values: list[Any]) -> None:
-        """Add a column to the table of completions, one value for each completion."""
-        self.columns[column].extend(values)
-
-    def metric(self, name: str, value: float) -> None:
-        """Log a number."""
-        self.metrics[name].append(value)
-
-
-class FunctionReward:
-    """A function of text as a reward.
-
-    Args:
-        function: A function, or any callable, with TRL's signature; sync or async.
-        tokenizer: The policy's, to decode completions.
-        name: How it is logged; default: the function's own name.
-        dtype: Type of the rewards.
-
-    Raises:
-        InputError: If it is not callable, or there is no tokenizer.
-    """
-
-    no_gradient = "a function of text, which has no gradient"
-
-    def __init__(
-        self, function: Callable[..., Any], tokenizer: Any, name: str | None = None, dtype: torch.dtype = torch.float32
-    ) -> None:
-        inner = function
-        while isinstance(inner, functools.partial):
-            inner = inner.func
-        if not callable(function) or isinstance(function, type):
-            raise InputError("reward", function, "a function (or an object that can be called)")
-        self.function, self.tokenizer, self.dtype = function, tokenizer, dtype
-        self.name = name or getattr(inner, "__name__", type(inner).__name__)
-        self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__)
-        if tokenizer is None:
-            raise InputError("tokenizer", None, f"the policy's tokenizer: reward {self.name!r} reads text")
-
-    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B], NaN where the function returned None."""
-        texts = decode_texts(self.tokenizer, prompts, ids, mask)
-        return run_functions([self], texts, Log())[0][0].to(ids.device)
-
-    def arguments(self, texts: Texts, log: Log) -> dict[str, Any]:
-        """Keyword arguments of the function; lists of its own, which it may change."""
+    def arguments(self, texts: Texts) -> dict[str, Any]:
+        """Keyword arguments of a function; lists of its own, which it may change."""
         return {
             **{name: list(values) for name, values in texts.columns.items()},
             "prompts": list(texts.prompts),
             "completions": list(texts.completions),
             "completion_ids": [list(ids) for ids in texts.completion_ids],
-            "trainer_state": log.trainer_state,
-            "log_extra": log.extra,
-            "log_metric": log.metric,
+            "trainer_state": self.trainer_state,
+            "log_extra": lambda column, values: self.columns[column].extend(values),
+            "log_metric": lambda name, value: self.metrics[name].append(value),
         }
 
-    def failed(self, error: BaseException, texts: Texts) -> InputError:
-        """The error for an exception in the function."""
-        said = str(error)[:_MOST_SHOWN] or "no message"
-        first = f"row 0 of {len(texts)} begins {beginning(texts.completions[0])}"
-        allowed = f"no exception ({said}), but {_RETURNS}; {first}"
-        return InputError(f"reward {self.name!r}", type(error).__name__, allowed)
 
-    def checked(self, result: Any, texts: Texts) -> Tensor:
-        """What the function returned, as a tensor [B].
+class FunctionReward(Reward):
+    """A function of text as a reward: any callable with TRL's signature, sync or async."""
 
-        Raises:
-            InputError: If it is not a list of B finite numbers or None; names the row.
-        """
-        if isinstance(result, Tensor):
-            kind = "a tensor with gradient, which would be lost" if result.requires_grad else "a tensor"
-            raise InputError(f"reward {self.name!r}", kind, f"{_RETURNS}: use .tolist()")
-        if not isinstance(result, (list, tuple)):
-            if inspect.iscoroutine(result):
-                result.close()
-            raise InputError(f"reward {self.name!r}", result, _RETURNS)
-        if len(result) != len(texts):
-            allowed = f"{len(texts)}: {_RETURNS}"
-            raise InputError(f"reward {self.name!r}: length of the list", len(result), allowed)
-        for row, value in enumerate(result):
-            if value is not None and not _is_finite(value, self.dtype):
-                where = f"reward {self.name!r}, row {row} ({beginning(texts.completions[row])})"
-                raise InputError(where, value, "a finite number, or None where the reward does not apply")
-        return torch.tensor([_SKIPPED if v is None else float(v) for v in result], dtype=self.dtype)
+    no_gradient = "a function of text, which has no gradient"
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        inner = function
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        if not callable(function) or isinstance(function, type):
+            raise InputError("reward", function, "a function (or an object that can be called)")
+        self.function, self.name = function, name or getattr(inner, "__name__", type(inner).__name__)
+        self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__)
+
+    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B], NaN where the function returned None."""
+        texts = decode_texts(policy.tokenizer, prompts, ids, mask)
+        return run_functions([self], texts, Log(), wide(policy.dtype))[0][0].to(ids.device)
 
 
-def run_functions(rewards: Sequence[FunctionReward], texts: Texts, log: Log) -> list[tuple[Tensor, float]]:
-    """Call functions on a batch: first sync ones in order, then async ones concurrently.
+def run_functions(
+    rewards: Sequence[FunctionReward], texts: Texts, log: Log, dtype: torch.dtype
+) -> list[tuple[Tensor, float]]:
+    """Values [B] of each function, NaN for None, and its seconds: sync ones in order, then async ones concurrently."""
+    results: dict[FunctionReward, tuple[Tensor, float]] = {}
 
-    Args:
-        rewards: The functions.
-        texts: B completions.
-        log: Takes what they log.
+    def checked(reward: FunctionReward, result: Any, start: float) -> tuple[Tensor, float]:
+        return _values(reward, result, texts, dtype), time.perf_counter() - start
 
-    Returns:
-        For each function its values [B], NaN for None, and its seconds.
+    async def awaited(reward: FunctionReward) -> tuple[Tensor, float]:
+        start = time.perf_counter()
+        with _named_errors(reward, texts):
+            result = await reward.function(**log.arguments(texts))
+        return checked(reward, result, start)
 
-    Raises:
-        InputError: From the first function that fails.
-    """
-    results: dict[int, tuple[Tensor, float]] = {}
-    for index, reward in enumerate(rewards):
+    async def gather(waiting: Sequence[FunctionReward]) -> list[tuple[Tensor, float] | BaseException]:
+        return await asyncio.gather(*map(awaited, waiting), return_exceptions=True)  # none runs on when one fails
+
+    for reward in rewards:
         if not reward.is_async:
             start = time.perf_counter()
-            try:
-                result = reward.function(**reward.arguments(texts, log))
-            except InputError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise reward.failed(error, texts) from error
-            results[index] = reward.checked(result, texts), time.perf_counter() - start
-    waiting = {index: reward for index, reward in enumerate(rewards) if reward.is_async}
+            with _named_errors(reward, texts):
+                result = reward.function(**log.arguments(texts))
+            results[reward] = checked(reward, result, start)
+    waiting = [reward for reward in rewards if reward.is_async]
     if waiting:
-
-        async def gather() -> list[tuple[Tensor, float] | BaseException]:
-            calls = (_awaited(reward, texts, log) for reward in waiting.values())
-            return await asyncio.gather(*calls, return_exceptions=True)  # none is left running when one fails
-
-        finished = asyncio.run_coroutine_threadsafe(gather(), _event_loop()).result()
+        finished = asyncio.run_coroutine_threadsafe(gather(waiting), _event_loop()).result()
         for outcome in finished:
             if isinstance(outcome, BaseException):
                 raise outcome
         results |= dict(zip(waiting, finished, strict=True))
-    return [results[index] for index in range(len(rewards))]
+    return [results[reward] for reward in rewards]
 
 
-async def _awaited(reward: FunctionReward, texts: Texts, log: Log) -> tuple[Tensor, float]:
-    start = time.perf_counter()
+@contextmanager
+def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
+    """Whatever a function raises becomes one line with its name and the beginning of the batch."""
     try:
-        result = await reward.function(**reward.arguments(texts, log))
+        yield
     except InputError:
         raise
     except (Exception, SystemExit) as error:
-        raise reward.failed(error, texts) from error
-    return reward.checked(result, texts), time.perf_counter() - start
+        first = f"row 0 of {len(texts.completions)} begins {beginning(texts.completions[0])}"
+        allowed = f"no exception ({str(error)[:_MOST_SHOWN] or 'no message'}), but {_RETURNS}; {first}"
+        raise InputError(f"reward {reward.name!r}", type(error).__name__, allowed) from error
+
+
+def _values(reward: FunctionReward, result: Any, texts: Texts, dtype: torch.dtype) -> Tensor:
+    """What a function returned, as a tensor [B]; an error names the row."""
+    field, size = f"reward {reward.name!r}", len(texts.completions)
+    if isinstance(result, Tensor):
+        kind = "a tensor with gradient, which would be lost" if result.requires_grad else "a tensor"
+        raise InputError(field, kind, f"{_RETURNS}: use .tolist()")
+    if not isinstance(result, (list, tuple)):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise InputError(field, result, _RETURNS)
+    if len(result) != size:
+        raise InputError(f"{field}: length of the list", len(result), f"{size}: {_RETURNS}")
+    for row, value in enumerate(result):
+        # bool, int, float and numpy's numbers; too large a number is infinite
+        finite = isinstance(value, numbers.Real) and abs(value) <= torch.finfo(dtype).max
+        if not (value is None or finite or isinstance(value, np.bool_)):
+            where = f"{field}, row {row} ({beginning(texts.completions[row])})"
+            raise InputError(where, value, "a finite number, or None where the reward does not apply")
+    return torch.tensor([float("nan") if value is None else float(value) for value in result], dtype=dtype)
 
 
 @functools.cache
@@ -195,7 +212,10 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _is_finite(value: Any, dtype: torch.dtype) -> bool:
-    if isinstance(value, numbers.Real):  # bool, int, float and numpy's numbers; too large a number is infinite
-        return abs(value) <= torch.finfo(dtype).max
-    return isinstance(value, np.bool_)
+def _valid(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    pairs = zip(ids.tolist(), mask.tolist(), strict=True)
+    return [[token for token, valid in zip(*pair, strict=True) if valid] for pair in pairs]
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,33 +1,50 @@
-"""Several rewards as one: a weighted sum, with what is logged about its parts.
+"""Several rewards as one: a weighted sum, with what is logged about its parts; and rewards by name.
 
-`Rewards` is what a trainer holds. `make_rewards` builds it from what users give: functions, classifiers, reward
-models, or names of them (`grade.rewards.sources`).
+`make_rewards` builds the `Rewards` of a trainer from what users give. As in YAML and on the command line, names are
+
+| name | reward |
+|---|---|
+| ``package.module:function``, ``file.py:function`` | a function of text, or a verifier made there |
+| ``hf:<id or folder>``, ``hf:<id or folder>@LABEL`` | a sequence classifier |
+| ``<folder>`` with ``reward.json`` | a reward model that ``grade reward`` trained |
+
+A bare hub id or a classifier's folder works too, as in TRL.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
+import operator
+import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from grade.config import allowed_names
 from grade.errors import InputError
-from grade.models.embedding import RewardScope
 from grade.models.head import wide
-from grade.rewards.classifier import TextClassifier, load_tokenizer
-from grade.rewards.functions import FunctionReward, Log, run_functions
-from grade.rewards.sources import classifier_reward, resolve_reward
-from grade.rewards.text import beginning, decode_texts
+from grade.models.prompts import PromptBatch
+from grade.rewards.base import EmbeddingReward, Reward, RewardScope
+from grade.rewards.classifier import TextClassifier, load_classifier, load_tokenizer
+from grade.rewards.differentiable import EmbeddedClassifier
+from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
+from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
-    from grade.models.prompts import PromptBatch
+    from transformers import PreTrainedModel
 
+    from grade.models.backbone import Backbone
+
+KINDS = "package.module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder that 'grade reward' wrote"
 ALL_NONE = "all reward functions returned None for {row}; its reward is 0"
 
 
@@ -48,44 +65,11 @@ class Scores:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
 
-class HeadReward:
-    """A callable of the policy's embeddings, such as `grade.rewards.model.RewardModel`, that scores ids too.
-
-    Args:
-        function: Maps embeddings [B, L, D] and mask [B, L] to rewards [B].
-        backbone: The policy, whose embeddings it reads.
-        scope: Whether it reads the prompt too.
-        name: How it is logged.
-    """
-
-    def __init__(
-        self, function: Callable[[Tensor, Tensor], Tensor], backbone: Backbone, scope: RewardScope, name: str
-    ) -> None:
-        self.function, self.backbone, self.scope, self.name = function, backbone, scope, name
-        self.kind = getattr(function, "kind", None)  # of a `RewardModel`; ``method: auto`` asks for it
-
-    def __call__(self, embeds: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B], differentiable in the embeddings."""
-        return self.function(embeds, mask)
-
-    @torch.no_grad()
-    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B] of completions [B, T]."""
-        embeds = self.backbone.embed(ids)
-        if self.scope == "prompt_and_completion":
-            embeds = torch.cat([self.backbone.embed(prompts.ids), embeds], 1)
-            mask = torch.cat([prompts.mask, mask], 1)
-        return self(embeds, mask)
-
-
-Part = FunctionReward | TextClassifier | HeadReward
-
-
-class Rewards:
+class Rewards(Reward):
     """``R = sum_i w_i R_i``; a part that does not apply to a row (None) adds nothing to it.
 
     Args:
-        parts: The rewards, each with a ``score(prompts, ids, mask)``.
+        parts: The rewards.
         weights: One for each; default: 1.
         names: One for each, as they are logged; default: their own, numbered where two are equal.
         scope: Which text they score.
@@ -100,11 +84,11 @@ class Rewards:
         ValueError: If a part was made for another scope.
     """
 
-    name = "reward"
+    parts: Sequence[Reward] = ()
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Reward],
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
         scope: RewardScope = "prompt_and_completion",
@@ -119,7 +103,7 @@ class Rewards:
             if not isinstance(weight, (int, float)) or not math.isfinite(weight):
                 raise InputError("reward_weights", weight, "finite numbers")
         for part in parts:
-            if getattr(part, "scope", scope) != scope:
+            if part.scope not in (None, scope):
                 raise ValueError(f"reward {part.name!r} was made for scope {part.scope!r}, the others have {scope!r}")
         self.parts, self.weights, self.scope, self.dtype = list(parts), weights, scope, dtype
         self.names = _distinct(names or [part.name for part in parts])
@@ -127,32 +111,37 @@ class Rewards:
         self.trainer_state: Any = None
         self._warned = False
 
-    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]; `last` then holds the parts.
 
         Raises:
             InputError: From a part that fails, or is not finite; names the part and the row.
         """
-        functions = {i: part for i, part in enumerate(self.parts) if isinstance(part, FunctionReward)}
+        functions = [part for part in self.parts if isinstance(part, FunctionReward)]
         log = Log(self.trainer_state)
-        scored: dict[int, tuple[Tensor, float]] = {}
+        scored: dict[Reward, tuple[Tensor, float]] = {}
         if functions:
-            texts = decode_texts(next(iter(functions.values())).tokenizer, prompts, ids, mask)
-            scored |= dict(zip(functions, run_functions(list(functions.values()), texts, log), strict=True))
-        for i, part in enumerate(self.parts):
-            if i not in functions:
+            texts = decode_texts(policy.tokenizer, prompts, ids, mask)
+            scored |= dict(zip(functions, run_functions(functions, texts, log, self.dtype), strict=True))
+        for name, part in zip(self.names, self.parts, strict=True):
+            if not isinstance(part, FunctionReward):
                 start = time.perf_counter()
-                values = part.score(prompts, ids, mask)
-                _check_finite(self.names[i], values)
-                scored[i] = values, time.perf_counter() - start
-        values = [scored[i][0].to(device=ids.device, dtype=self.dtype) for i in range(len(self.parts))]
-        seconds = {name: scored[i][1] for i, name in enumerate(self.names)}
+                values = part.score(policy, prompts, ids, mask)
+                wrong = (~torch.isfinite(values)).nonzero()
+                if len(wrong):
+                    row = int(wrong[0])
+                    raise InputError(f"reward {name!r}, row {row}", float(values[row]), "a finite number")
+                scored[part] = values, time.perf_counter() - start
+        values = [scored[part][0].to(device=ids.device, dtype=self.dtype) for part in self.parts]
+        seconds = {name: scored[part][1] for name, part in zip(self.names, self.parts, strict=True)}
         self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, dict(log.columns), dict(log.metrics))
         missing = torch.stack(values).isnan()
         if not missing.any():
             return self._sum(values)
-        if missing.all(0).any():
-            self._warn(texts.completions[int(missing.all(0).nonzero()[0])])
+        if missing.all(0).any() and not self._warned:
+            row = f"the completion {beginning(texts.completions[int(missing.all(0).nonzero()[0])])}"
+            warnings.warn(ALL_NONE.format(row=row), stacklevel=2)
+            self._warned = True
         return self._sum([value.nan_to_num(0.0) for value in values])
 
     def combine(self, values: Sequence[Tensor]) -> Tensor:
@@ -167,11 +156,6 @@ class Rewards:
             first = first + other
         return first
 
-    def _warn(self, completion: Any) -> None:
-        if not self._warned:
-            warnings.warn(ALL_NONE.format(row=f"the completion {beginning(completion)}"), stacklevel=3)
-        self._warned = True
-
 
 def make_rewards(
     reward_funcs: Any,
@@ -183,8 +167,7 @@ def make_rewards(
     """The rewards of a trainer, from what TRL's trainers take, and more.
 
     Args:
-        reward_funcs: One, or a list, of: a function of text; a name (`grade.rewards.sources.resolve_reward`); a
-            sequence classifier; a `RewardModel` or another module of embeddings and mask.
+        reward_funcs: One, or a list, of what `make_reward` takes.
         backbone: The policy.
         weights: One for each; default: 1.
         processing_classes: The classifiers' tokenizers: one, or a list with None where the default will do.
@@ -204,33 +187,118 @@ def make_rewards(
     if len(tokenizers) != len(given) or (processing_classes is not None and not several and len(given) > 1):
         allowed = f"{len(given)}, one for each reward (None for the default)"
         raise InputError("reward_processing_classes", len(tokenizers) if several else 1, allowed)
-    parts = [_part(one, tokenizer, backbone, scope) for one, tokenizer in zip(given, tokenizers, strict=True)]
+    parts = [make_reward(one, backbone, scope, tokenizer) for one, tokenizer in zip(given, tokenizers, strict=True)]
     return Rewards(parts, weights, None, scope, wide(backbone.dtype))
 
 
-def _part(given: Any, tokenizer: Any, backbone: Backbone, scope: RewardScope) -> Part:
+def make_reward(
+    given: Any, backbone: Backbone, scope: RewardScope = "prompt_and_completion", tokenizer: Any = None
+) -> Reward:
+    """One reward for a policy.
+
+    Args:
+        given: A function of text; a sequence classifier; a `grade.rewards.model.RewardModel` or another module of
+            embeddings and mask; a `Reward`; or a name, see the module's table.
+        backbone: The policy.
+        scope: Which text a classifier or a module scores.
+        tokenizer: A classifier's, instead of its own.
+
+    Returns:
+        The reward.
+
+    Raises:
+        InputError: In one line, for a name that leads nowhere, or anything that cannot be used.
+    """
+    label = None
     if isinstance(given, str):
-        given = resolve_reward(given, backbone, scope, tokenizer)
-    if hasattr(given, "score") and not isinstance(given, nn.Module):
+        given, own, label = _named(given, backbone)
+        tokenizer = tokenizer or own
+    if isinstance(given, Reward):
         return given
-    if isinstance(given, nn.Module):
-        given = given.to(backbone.device)
-    if isinstance(given, nn.Module) and hasattr(given, "config"):  # a classifier, compiled ones included
-        source = getattr(given.config, "_name_or_path", "")
-        if tokenizer is None and not source:
+    if not isinstance(given, nn.Module):
+        reward = FunctionReward(given)
+        if backbone.tokenizer is None:
+            raise InputError("tokenizer", None, f"the policy's tokenizer: reward {reward.name!r} reads text")
+        return reward
+    given = given.to(backbone.device)
+    if not hasattr(given, "config"):
+        return EmbeddingReward(given, scope)
+    source = getattr(given.config, "_name_or_path", "")  # a classifier, compiled ones included
+    if tokenizer is None:
+        if not source:
             raise InputError("reward_processing_classes", None, "the tokenizer of a classifier given as an object")
-        name = source.rstrip("/").split("/")[-1] or type(given).__name__
-        return classifier_reward(given, tokenizer or load_tokenizer(source), backbone, None, scope, name)
-    if isinstance(given, nn.Module):
-        return HeadReward(given, backbone, scope, getattr(given, "name", None) or getattr(given, "kind", "reward"))
-    return FunctionReward(given, backbone.tokenizer, dtype=wide(backbone.dtype))
+        tokenizer = load_tokenizer(source)
+    name = source.rstrip("/").split("/")[-1] or type(given).__name__
+    return _classifier(given, tokenizer, backbone, label, scope, name)
 
 
-def _check_finite(name: str, values: Tensor) -> None:
-    wrong = (~torch.isfinite(values)).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        raise InputError(f"reward {name!r}, row {row}", float(values[row]), "a finite number")
+def _classifier(
+    model: PreTrainedModel, tokenizer: Any, backbone: Backbone, label: str | None, scope: RewardScope, name: str
+) -> Reward:
+    """A classifier as a reward: differentiable if the vocabulary is the policy's, otherwise of text."""
+    reward = TextClassifier(model, tokenizer, label, scope, name)
+    try:
+        return EmbeddedClassifier(model, tokenizer, backbone, label, scope, name)
+    except InputError as error:
+        reward.no_gradient = str(error.value)
+        return reward
+
+
+def _named(spec: str, backbone: Backbone) -> tuple[Any, Any, str | None]:
+    """A function, reward model or classifier by name; of a classifier also its tokenizer and the label."""
+    path = Path(spec)
+    if not spec.strip():
+        raise InputError("reward", spec, KINDS)
+    if path.is_dir() and (path / "reward.json").is_file():
+        return load_reward(path, backbone), None, None
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InputError("reward", spec, "a folder with reward.json ('grade reward'), or with a classifier's files")
+    if not path.is_dir() and not spec.startswith("hf:"):
+        if ":" in spec:
+            return _function(spec), None, None
+        if path.suffix == ".py" or path.exists():
+            raise InputError("reward", spec, f"a function in it, as in {path.name}:function")
+        if not re.fullmatch(r"[\w.-]+/[\w.@ -]+", spec):
+            raise InputError("reward", spec, KINDS)
+    source = spec.removeprefix("hf:")
+    source, _, label = source.rpartition("@") if "@" in Path(source).name else (source, "", "")
+    if not source:
+        raise InputError("reward", "hf:", "hf:<id or folder>, with @LABEL for one of several labels")
+    return *load_classifier(source, backbone.device), label or None
+
+
+def _function(spec: str) -> Callable[..., Any]:
+    """A function of a module or file. `pydoc.locate` knows neither files nor why an import fails."""
+    where, _, name = spec.rpartition(":")
+    path, in_file = Path(where), where.endswith(".py")
+    if not name or not (in_file or all(part.isidentifier() for part in where.split("."))):
+        raise InputError("reward", spec, KINDS)
+    if in_file and not path.is_file():
+        raise InputError("reward", spec, f"an existing file ({where} is not there)")
+    folder = str((path.parent if in_file else Path.cwd()).resolve())
+    sys.path.insert(0, folder)  # for what the module imports, too
+    try:
+        if in_file:
+            source = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+            module = importlib.util.module_from_spec(source)
+            sys.modules[source.name] = module  # dataclasses and pickle look there
+            source.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
+        raise InputError("reward", spec, f"a module that can be imported ({type(error).__name__}: {reason})") from error
+    finally:
+        sys.path.remove(folder)
+    try:
+        function = operator.attrgetter(name)(module)
+    except AttributeError:
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        allowed = f"a function of {where}: {allowed_names(name, public or ['none'])}"
+        raise InputError("reward", spec, allowed) from None
+    if not callable(function) or isinstance(function, type):
+        raise InputError("reward", spec, f"a function, not {type(function).__name__}")
+    return function
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

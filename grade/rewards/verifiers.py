@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grade.errors import InputError
-from grade.rewards.text import text_of
+from grade.rewards.functions import text_of
 
 Verifier = Callable[..., list[float | None]]
 _TRAINERS = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")

@@ -21,9 +21,9 @@ from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.importance import ImportanceSampling
 from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, MethodConfig, Rate
-from grade.gradients.objective import RewardScope
 from grade.models.adapter import LoraSettings
 from grade.models.samplers.make import known_sampler
+from grade.rewards.base import RewardScope
 from grade.training import launch
 
 SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"

@@ -18,16 +18,16 @@ import pandas as pd
 import torch
 
 from grade.errors import InputError
-from grade.gradients.objective import Objective, RewardScope, sequence_mean
+from grade.gradients.objective import Objective, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.noise import Draw, NoiseBlocks
 from grade.models.prompts import PromptBatch, decode, encode_examples
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
+from grade.rewards.base import Reward, RewardScope
 from grade.stats import Estimate
 
 if TYPE_CHECKING:
-    from grade.gradients.objective import Reward
     from grade.rewards.gold import GoldJudge
 
 Gather = Callable[[list[Any]], list[Any]]
@@ -275,7 +275,7 @@ def _evaluate_batch(
     if with_kl > 0:
         kl, kl_max = sequence_mean(each, mask[rows]).cpu().double().numpy(), float(each.abs().max())
         check_finite("kl", kl)
-    last = getattr(objective.reward_model, "last", None)
+    last = objective.reward_model.last
     parts = {} if last is None else {name: v.cpu().double().numpy() for name, v in last.values.items()}
     return {
         "prompts": before, "completions": after, "reward": reward, "gold": gold, "kl": kl, "kl_max": kl_max,

@@ -10,7 +10,7 @@ from grade.data.prompts import load_prompts
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.rewards.gold import GoldJudge
-from grade.rewards.rewards import resolve_reward
+from grade.rewards.rewards import make_rewards
 from grade.training.policy import place
 from grade.training.task import Task
 
@@ -41,8 +41,7 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
         place(backbone, config)
     if config.relaxed:
         config.relaxation(config.tau_start).check(backbone.vocab_size)
-    specs = [config.reward] if isinstance(config.reward, str) else config.reward
-    rewards = [resolve_reward(spec, backbone, config.reward_scope) for spec in specs]
+    rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
     judge = GoldJudge.load(config.gold) if config.gold else None
     train = load_prompts(config.train_dataset)
     held_out = load_prompts(config.eval_dataset) if config.eval_dataset else []

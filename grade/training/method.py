@@ -35,13 +35,12 @@ def choose_method(config: MethodConfig, objective: Objective) -> tuple[str, str]
         raise InputError("method", config.method, allowed)
     if own["grpo"]:
         return "grpo", f"{own['grpo'][0]} is a setting of grpo"
-    shallow = all(getattr(part, "kind", None) == "bag" for part in objective.parts)
+    shallow = all(part.kind == "bag" for part in objective.reward_model.parts)
     if shallow and not own[DISTILLED] and config.num_generations is None:
         return "ste", "the reward reads the embedding table itself, so its own gradient needs the fewest samples"
-    without = [part for part in objective.parts if not callable(part)]
+    without = [part for part in objective.reward_model.parts if part.differentiable is None]
     if without:
-        name = getattr(without[0], "name", type(without[0]).__name__)
-        return DISTILLED, f"reward {name!r} gives values only, so a gradient is distilled from them"
+        return DISTILLED, f"reward {without[0].name!r} gives values only, so a gradient is distilled from them"
     return DISTILLED, "the reward has a gradient, but through a transformer one distilled from its values trains better"
 
 

@@ -10,8 +10,8 @@ from grade.experiments.any_reward.measure import rewards as module
 from grade.experiments.any_reward.measure.rewards import (
     NAMES,
     REWARDS,
+    BlackBox,
     Folders,
-    black_box,
     length_and_format,
     make_reward,
     read_by,
@@ -31,8 +31,8 @@ from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
+from grade.rewards.functions import decode_texts
 from grade.rewards.gold import GoldJudge
-from grade.rewards.text import decode_texts
 from grade.training.toy import toy_reviews, toy_task
 
 TOY = Folders()
@@ -64,13 +64,14 @@ def test_rewards_of_embeddings_score_what_they_differentiate(policy, batch, name
     reward = make_reward(name, policy, TOY)
     assert reward.name == name
     embeds = policy.embed(torch.cat([prompts.ids, ids], 1)).detach().requires_grad_()
-    value = reward(embeds, torch.cat([prompts.mask, mask], 1))
-    torch.testing.assert_close(reward.score(*batch), value.detach())
+    value = reward.differentiable(embeds, torch.cat([prompts.mask, mask], 1))
+    torch.testing.assert_close(reward.score(policy, *batch), value.detach())
     torch.testing.assert_close(Objective(reward).score(policy, *batch), value.detach())
     (gradient,) = torch.autograd.grad(value.sum(), embeds)
     assert (gradient[3, prompts.ids.shape[1] :].norm(dim=-1) > 0).tolist() == [True] * 5 + [False] * 3
     assert 0 < value.min() and value.max() < 1 and value.std() > 0
-    torch.testing.assert_close(make_reward(name, policy, TOY).score(*batch), reward.score(*batch), rtol=0, atol=0)
+    again = make_reward(name, policy, TOY).score(policy, *batch)
+    torch.testing.assert_close(again, reward.score(policy, *batch), rtol=0, atol=0)
 
 
 def test_the_name_says_the_depth_and_the_base_is_whole_again(policy, batch):
@@ -84,7 +85,7 @@ def test_the_name_says_the_depth_and_the_base_is_whole_again(policy, batch):
 def test_another_bases_trunk_reads_the_text_with_its_own_tokenizer(policy, batch, monkeypatch):
     other = toy_task(seed=1, kind="trunk")
     reward = make_reward("smollm2_trunk", policy, TOY)
-    got, base = reward.score(*batch), other.backbone
+    got, base = reward.score(policy, *batch), other.backbone
     for text, value in zip(whole_texts(policy, batch), got, strict=True):
         ids = torch.tensor([base.tokenizer(text)["input_ids"]])  # alone, so without padding
         want = other.reward_model(base.embed(ids), torch.ones_like(ids))[0]
@@ -100,9 +101,9 @@ def test_the_gold_judge_reads_prompt_and_completion(policy, batch, tmp_path):
     reviews = toy_reviews(80, seed=5)
     judge = GoldJudge.fit([r.text for r in reviews], [r.label for r in reviews])
     judge.save(tmp_path / "judge.npz")
-    got = make_reward("gold", policy, Folders(gold=str(tmp_path / "judge.npz"))).score(*batch)
+    got = make_reward("gold", policy, Folders(gold=str(tmp_path / "judge.npz"))).score(policy, *batch)
     assert got.tolist() == pytest.approx(judge.score(whole_texts(policy, batch)))
-    assert len(set(make_reward("gold", policy, TOY).score(*batch).tolist())) > 1
+    assert len(set(make_reward("gold", policy, TOY).score(policy, *batch).tolist())) > 1
 
 
 def test_the_rule_counts_short_words_and_finished_sentences():
@@ -116,7 +117,7 @@ def test_the_rule_counts_short_words_and_finished_sentences():
 
 
 def test_the_rule_reads_the_completion_alone(policy, batch):
-    got = make_reward("rule", policy, TOY).score(*batch)
+    got = make_reward("rule", policy, TOY).score(policy, *batch)
     assert got.tolist() == pytest.approx(length_and_format(decode_texts(policy.tokenizer, *batch).completions))
 
 
@@ -128,21 +129,15 @@ def test_a_verifier_of_sums_knows_the_answer():
 
 
 def test_nothing_of_a_black_box_is_seen_but_its_values(policy, batch):
-    task = toy_task()
     for reward in (make_reward("bag", policy, TOY), make_reward("rule", policy, TOY)):
-        box = black_box(reward)
-        assert torch.equal(box.score(*batch), reward.score(*batch)) and box.name == reward.name
-        assert not callable(box) and not any(hasattr(box, name) for name in ("reads", "parts", "combine", "function"))
-        assert not box.score(*batch).requires_grad
+        box = BlackBox(reward)
+        assert torch.equal(box.score(policy, *batch), reward.score(policy, *batch)) and box.name == reward.name
+        assert box.differentiable is box.reads is box.kind is None and box.parts == (box,)
+        assert not box.score(policy, *batch).requires_grad
         with pytest.raises(InputError, match="reward '(bag|rule)'.*a black box: only its values are known"):
             Objective(box).require_gradient("ste")
-    model = task.reward_model  # no score of its own
-    want = Objective(model).score(task.backbone, *batch)
-    torch.testing.assert_close(black_box(model, task.backbone).score(*batch), want)
-    with pytest.raises(ValueError, match="policy"):
-        black_box(model)
     with pytest.raises(ValueError, match="scope"):
-        Objective(black_box(make_reward("bag", policy, TOY)), scope="completion")
+        Objective(BlackBox(make_reward("bag", policy, TOY)), scope="completion")
 
 
 def test_every_policy_has_rewards_and_names_are_checked(policy):
@@ -165,7 +160,7 @@ def test_samples_are_those_of_the_policy_group_by_group(policy):
         rows = slice(start, stop)
         want, valid = generate(policy, repeated[rows], 5, generator, stop_early=False)
         assert torch.equal(ids[rows], want) and torch.equal(mask[rows], valid)
-        assert torch.equal(values[rows], reward.score(repeated[rows], want, valid))
+        assert torch.equal(values[rows], reward.score(policy, repeated[rows], want, valid))
     assert draw(4, min_length=5)[1].all()
     for n in (0, 3, 74):
         with pytest.raises(InputError, match=f"n: got {n}; allowed: a positive multiple of group = 2, at most 72"):

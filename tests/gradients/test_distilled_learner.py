@@ -16,24 +16,25 @@ from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
 from grade.models.parameters import flatten
 from grade.models.scoring import predicting_hidden
+from grade.rewards.base import Reward
 
 GROUP, LENGTH, EARLY, BETA = 4, 6, 2, 0.3
 ALL = ("counts", "bag", "ngrams", "values", "trunk1", "trunk")
 
 
-class Constant:
+class Constant(Reward):
     """A text reward that is the same within every prompt."""
 
     name = "constant"
 
-    def score(self, prompts, ids, mask):
+    def score(self, policy, prompts, ids, mask):
         return prompts.ids.sum(1).double()
 
 
 class Broken(Constant):
     """NaN for one completion."""
 
-    def score(self, prompts, ids, mask):
+    def score(self, policy, prompts, ids, mask):
         reward = torch.arange(len(ids)).double()
         reward[1] = torch.nan
         return reward

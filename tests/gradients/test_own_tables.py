@@ -16,27 +16,16 @@ from grade.gradients.rollout import sample
 from grade.gradients.unrolled import StepwiseOptions, checkpointed, gathered_embedding, stepwise, unrolled
 from grade.models.embedding import EmbeddingTable
 from grade.models.head import support_logits
+from grade.rewards.base import EmbeddingReward, Reward
+from grade.rewards.rewards import Rewards
 
 T = 6
 
 
-class OwnTable(ToyReward):
+def own_table(scope, dim=11, seed=5):
     """A toy reward with a table of another width, not a multiple of the policy's, and scaled."""
-
-    def __init__(self, dim=11, seed=5):
-        super().__init__(dim, seed=seed)
-        weight = torch.randn(VOCAB, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        self.reads = EmbeddingTable(weight, 0.7)
-
-
-class Sum:
-    """The least that a weighted sum must have."""
-
-    def __init__(self, *pairs):
-        self.weights, self.parts = zip(*pairs, strict=True)
-
-    def combine(self, values):
-        return sum(w * v for w, v in zip(self.weights, values, strict=True))
+    weight = torch.randn(VOCAB, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return EmbeddingReward(ToyReward(dim, seed=seed), scope, reads=EmbeddingTable(weight, 0.7))
 
 
 def policy(tied=True):
@@ -46,9 +35,10 @@ def policy(tied=True):
     return make_backbone(gpt2, target_modules=["c_attn"])
 
 
-def rewards(kind):
-    own = OwnTable()
-    return own if kind == "own" else Sum((0.5, ToyReward(16)), (-1.5, own), (2.0, OwnTable(7, 6)))
+def rewards(kind, scope="prompt_and_completion"):
+    own = own_table(scope)
+    parts = [EmbeddingReward(ToyReward(16), scope), own, own_table(scope, 7, 6)]
+    return own if kind == "own" else Rewards(parts, [0.5, -1.5, 2.0], scope=scope, dtype=torch.float64)
 
 
 def config(**changes):
@@ -73,7 +63,7 @@ def test_replay_and_checkpointed_equal_the_unrolled_graph(estimator, tied, scope
     """float64; rounding leaves about 1e-13."""
     backbone = policy(tied)
     assert (backbone.head.weight is backbone.embedding_weight) == tied
-    objective, cfg = Objective(rewards(kind), 0.3, scope), config(estimator=estimator)
+    objective, cfg = Objective(rewards(kind, scope), 0.3, scope), config(estimator=estimator)
     want, want_grad = gradient(unrolled, backbone, objective, cfg)
     assert (want.completion_mask == 0).any(), "the case must contain an early end of sequence"
     for engine in (partial(replay, hops=T - 1), checkpointed):
@@ -118,8 +108,8 @@ def test_redrawing_estimators_take_them_too(estimator):
     assert all(torch.isfinite(grad).all() and grad.norm() > 0 for _, grad in steps)
     # The same table as the policy's: the way through k must give what the way through r gives.
     heads = ToyReward(16)
-    same = ToyReward(16)
-    same.reads = EmbeddingTable(backbone.embedding_weight.detach(), backbone.embedding_scale)
+    table = EmbeddingTable(backbone.embedding_weight.detach(), backbone.embedding_scale)
+    same = EmbeddingReward(ToyReward(16), reads=table)
     want = gradient(partial(replay, hops=T), backbone, Objective(heads, 0.2), cfg)[1]
     assert relative_error(gradient(partial(replay, hops=T), backbone, Objective(same, 0.2), cfg)[1], want) <= 1e-8
 
@@ -133,15 +123,15 @@ def test_a_reward_with_its_own_table_adds_nothing_to_r():
     assert r.any() and k is None
 
 
-class OnlyText:
+class OnlyText(Reward):
     name, no_gradient = "length", "a function of text, which has no gradient"
 
-    def score(self, prompts, ids, mask):
+    def score(self, policy, prompts, ids, mask):
         return mask.sum(1).double()
 
 
 @pytest.mark.parametrize("engine", [replay, unrolled, checkpointed])
-@pytest.mark.parametrize("reward", [OnlyText(), Sum((1.0, ToyReward(16)), (1.0, OnlyText()))])
+@pytest.mark.parametrize("reward", [OnlyText(), Rewards([EmbeddingReward(ToyReward(16)), OnlyText()])])
 def test_relaxed_engines_refuse_a_reward_without_gradient_by_name(engine, reward):
     with pytest.raises(InputError, match="reward 'length': got 'a function of text.*for ste") as error:
         gradient(engine, policy(), Objective(reward), config())

@@ -15,6 +15,8 @@ from grade.gradients.rollout import condition, sample
 from grade.gradients.unrolled import StepwiseOptions, checkpointed, stepwise, unrolled
 from grade.models.embedding import EmbeddingTable
 from grade.models.sampling import generate
+from grade.rewards.base import EmbeddingReward
+from grade.rewards.rewards import Rewards
 
 T = 6
 
@@ -284,20 +286,15 @@ def test_straight_through_replays_equal_a_naive_unrolled_graph(backbone, prompts
     assert errors[-1] <= 1e-6 and errors[0] > 1e-3  # rounding leaves ~1e-13; the feedback matters
 
 
-class Sum:
+def own_table_too():
     """A reward on the policy's table and one on a wider table of its own."""
-
-    def __init__(self):
-        self.parts = ToyReward(16), ToyReward(11, seed=5)
-        weight = torch.randn(23, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-        self.parts[1].reads = EmbeddingTable(weight, 0.7)
-
-    def combine(self, values):
-        return 0.5 * values[0] - 1.5 * values[1]
+    weight = torch.randn(23, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    own = EmbeddingReward(ToyReward(11, seed=5), reads=EmbeddingTable(weight, 0.7))
+    return Rewards([EmbeddingReward(ToyReward(16)), own], [0.5, -1.5], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("min_new_tokens", [0, 3])
-@pytest.mark.parametrize("reward", [ToyReward(16), Sum()], ids=["policy's table", "own table too"])
+@pytest.mark.parametrize("reward", [ToyReward(16), own_table_too()], ids=["policy's table", "own table too"])
 def test_straight_through_without_noise_equals_a_naive_unrolled_graph(reward, min_new_tokens):
     """Full vocabulary, tau 1: ``y = onehot + softmax(l) - softmax(l).detach()``; GPT-2 is float64 throughout."""
     backbone, prompts = make_backbone(tiny_gpt2(), target_modules=["c_attn"]), make_prompts()

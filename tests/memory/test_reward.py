@@ -12,6 +12,7 @@ from grade.memory.plan import plan, single_changes
 from grade.memory.reward import classifier_config
 from grade.memory.step import StepConfig
 from grade.memory.trace import run_tracked, trace
+from grade.rewards.base import Reward
 from grade.rewards.classifier import TextClassifier
 from grade.rewards.differentiable import EmbeddedClassifier
 
@@ -53,20 +54,21 @@ def characters(vocab: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
-class Real(nn.Module):
+class Real(nn.Module, Reward):
     """A reward of `grade.rewards` whose weights count."""
 
     def __init__(self, reward):
         super().__init__()
         self.model, self.reward = reward.model, reward
 
+    scope = "prompt_and_completion"
     reads = property(lambda self: self.reward.reads)
 
     def score(self, *args):
         return self.reward.score(*args)
 
-    def forward(self, *args):
-        return self.reward(*args)
+    def differentiable(self, *args):
+        return self.reward.differentiable(*args)
 
 
 CASES = [
@@ -91,7 +93,7 @@ def test_a_traced_step_with_a_classifier_has_the_peak_of_one_with_the_real_class
     label = model.config.id2label[0] if model.config.num_labels > 1 else None
     stand_in.model.config.pad_token_id = classifier_config(config.reward).pad_token_id
     if name.endswith("_300"):
-        real = TextClassifier(model, characters(300), backbone.tokenizer, label)
+        real = TextClassifier(model, characters(300), label)
     else:
         real = EmbeddedClassifier(model, characters(VOCAB), backbone, label)
     peak = run_tracked(config.make_step(backbone, [Real(real)])).peak

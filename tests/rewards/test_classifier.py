@@ -27,41 +27,41 @@ def alone(model, tokenizer, texts, **options):
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "gpt2"])
-def test_it_reads_decoded_text_with_its_own_tokenizer(kind, make_classifier, tokenizer, other, batch):
+def test_it_reads_decoded_text_with_its_own_tokenizer(kind, make_classifier, policy, other, batch):
     model = make_classifier(kind)
     texts = ["The film was a delight.", "This movie was dull and clumsy, a mess", "The second half of it was not fun"]
     want = alone(model, other, texts)[:, 0]
-    assert_close(TextClassifier(model, other, tokenizer).score(*batch), want, rtol=1e-5, atol=1e-6)
+    assert_close(TextClassifier(model, other).score(policy, *batch), want, rtol=1e-5, atol=1e-6)
     want = alone(model, other, [" a delight.", " was dull and clumsy, a mess", " fun"])[:, 0]
-    scoped = TextClassifier(model, other, tokenizer, scope="completion")
-    assert_close(scoped.score(*batch), want, rtol=1e-5, atol=1e-6)
+    scoped = TextClassifier(model, other, scope="completion")
+    assert_close(scoped.score(policy, *batch), want, rtol=1e-5, atol=1e-6)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 
-def test_the_reward_is_the_logit_or_the_named_labels_probability(make_classifier, tokenizer, batch):
+def test_the_reward_is_the_logit_or_the_named_labels_probability(make_classifier, tokenizer):
     model = make_classifier("bert", 3)
     model.config.id2label = {0: "NEGATIVE", 1: "NEUTRAL", 2: "POSITIVE"}
     logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
-    positive = TextClassifier(model, tokenizer, tokenizer, "POSITIVE")
+    positive = TextClassifier(model, tokenizer, "POSITIVE")
     assert_close(positive.value(logits), logits.softmax(-1)[:, 2])
     model.config.problem_type = "multi_label_classification"
     assert_close(positive.value(logits), logits.sigmoid()[:, 2])
     model.config.problem_type = "regression"
     assert_close(positive.value(logits), logits[:, 2])
-    single = TextClassifier(make_classifier("bert"), tokenizer, tokenizer)
+    single = TextClassifier(make_classifier("bert"), tokenizer)
     assert_close(single.value(torch.tensor([[-4.0]], dtype=torch.bfloat16)), torch.tensor([-4.0]))
 
 
 @pytest.mark.parametrize("label", [None, "positive", "LABEL_9", ""])
 def test_one_of_several_labels_must_be_named(label, make_classifier, tokenizer):
     with pytest.raises(InputError, match="label: got .*LABEL_0, LABEL_1") as error:
-        TextClassifier(make_classifier("bert", 2), tokenizer, tokenizer, label, name="judge")
+        TextClassifier(make_classifier("bert", 2), tokenizer, label, name="judge")
     assert "'judge'" in str(error.value)
 
 
 def test_an_unknown_label_of_one_is_refused_too(make_classifier, tokenizer):
     with pytest.raises(InputError, match="got 'GOOD'; allowed: one of LABEL_0"):
-        TextClassifier(make_classifier("bert"), tokenizer, tokenizer, "GOOD")
+        TextClassifier(make_classifier("bert"), tokenizer, "GOOD")
 
 
 def chat(content="hello"):
@@ -70,7 +70,7 @@ def chat(content="hello"):
     return PromptBatch(one, one, ({"prompt": messages},) * 2)
 
 
-def test_messages_go_through_its_own_template_without_more_special_tokens(make_classifier, tokenizer, other):
+def test_messages_go_through_its_own_template_without_more_special_tokens(make_classifier, policy, tokenizer, other):
     model, ids = make_classifier("bert"), torch.tensor([[70, 71, 72], [73, 0, 1]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     own = train_tokenizer(["Words that no film review holds"], 290)
@@ -78,35 +78,43 @@ def test_messages_go_through_its_own_template_without_more_special_tokens(make_c
     answers = [tokenizer.decode([70, 71, 72]), tokenizer.decode([73])]
     for scope, start in (("prompt_and_completion", "[user: hello]"), ("completion", "")):
         want = alone(model, own, [f"{start}[assistant: {a}]" for a in answers], add_special_tokens=False)[:, 0]
-        assert_close(TextClassifier(model, own, tokenizer, scope=scope).score(chat(), ids, mask), want)
+        assert_close(TextClassifier(model, own, scope=scope).score(policy, chat(), ids, mask), want)
     with pytest.raises(InputError, match="row 0: messages.*chat template"):
-        TextClassifier(model, other, tokenizer).score(chat(), ids, mask)
+        TextClassifier(model, other).score(policy, chat(), ids, mask)
 
 
-def test_an_empty_completion_is_read_as_its_end(make_classifier, tokenizer):
+def test_an_empty_completion_is_read_as_its_end(make_classifier, policy, tokenizer):
     model, prompts = make_classifier("bert"), make_prompts(1)
-    reward = TextClassifier(model, tokenizer, tokenizer, scope="completion")
-    got = reward.score(prompts, torch.tensor([[0]]), torch.tensor([[1]]))  # the end-of-sequence token alone
+    reward = TextClassifier(model, tokenizer, scope="completion")
+    got = reward.score(policy, prompts, torch.tensor([[0]]), torch.tensor([[1]]))  # the end-of-sequence token alone
     with torch.no_grad():
         assert_close(got, model(input_ids=torch.tensor([[0]])).logits[:, 0])
 
 
+def test_rows_of_several_passes_are_those_of_one_row_alone(make_classifier, policy, tokenizer):
+    reward, ids = TextClassifier(make_classifier("bert"), tokenizer, scope="completion"), torch.arange(130)
+    ids = ids[:, None].expand(-1, 2) % 60 + 70
+    got = reward.score(policy, make_prompts(130), ids, torch.ones_like(ids))
+    texts = [tokenizer.decode(row) for row in ids[[0, 63, 64, 129]]]
+    assert_close(got[[0, 63, 64, 129]], alone(reward.model, tokenizer, texts)[:, 0])
+
+
 @pytest.mark.parametrize("limit", ["model", "tokenizer"])
-def test_too_long_a_text_is_refused_with_its_row(limit, make_classifier, tokenizer, batch):
+def test_too_long_a_text_is_refused_with_its_row(limit, make_classifier, policy, batch):
     own = train_tokenizer(["The film was a delight."], 290)
     if limit == "tokenizer":
         own.model_max_length = 10
     model = make_classifier("bert", max_position_embeddings=64 if limit == "tokenizer" else 10)
     with pytest.raises(InputError, match=r"row \d, .*: tokens: got \d\d; allowed: at most 10"):
-        TextClassifier(model, own, tokenizer).score(*batch)
+        TextClassifier(model, own).score(policy, *batch)
 
 
-def test_a_saved_classifier_is_loaded(tmp_path, make_classifier, tokenizer, batch):
+def test_a_saved_classifier_is_loaded(tmp_path, make_classifier, policy, tokenizer, batch):
     model = make_classifier("bert", dtype=torch.float32)
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    loaded, own = load_classifier(tmp_path)
-    want = TextClassifier(model, tokenizer, tokenizer).score(*batch)
-    assert_close(TextClassifier(loaded, own, tokenizer).score(*batch), want, rtol=0, atol=0)
+    loaded, own = load_classifier(str(tmp_path))
+    want = TextClassifier(model, tokenizer).score(policy, *batch)
+    assert_close(TextClassifier(loaded, own).score(policy, *batch), want)
 
 
 def test_what_another_task_or_an_older_version_left_in_the_file_is_no_reason(tmp_path, make_classifier, tokenizer):
@@ -114,7 +122,7 @@ def test_what_another_task_or_an_older_version_left_in_the_file_is_no_reason(tmp
     path = tmp_path / "model.safetensors"
     left = {"lm_head.weight": torch.ones(2, 2), "bert.embeddings.position_ids": torch.arange(4)}
     save_file(load_file(path) | left, path, metadata={"format": "pt"})
-    load_classifier(tmp_path)
+    load_classifier(str(tmp_path))
 
 
 def base_model(folder, policy, tokenizer):
@@ -159,5 +167,5 @@ def fewer_layers(folder, policy, tokenizer):
 def test_what_is_no_classifier_is_refused(tmp_path, write, match, policy, tokenizer):
     write(tmp_path, policy, tokenizer)
     with pytest.raises(InputError, match=match) as error:
-        load_classifier(tmp_path)
+        load_classifier(str(tmp_path))
     assert "\n" not in str(error.value)

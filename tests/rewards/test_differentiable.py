@@ -11,9 +11,10 @@ from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import unrolled
+from grade.rewards.base import EmbeddingReward
 from grade.rewards.classifier import TextClassifier
 from grade.rewards.differentiable import EmbeddedClassifier, why_other_vocabulary
-from grade.rewards.rewards import HeadReward, Rewards
+from grade.rewards.rewards import Rewards
 
 KINDS = ["bert", "llama", "gpt2"]
 T = 6
@@ -34,16 +35,17 @@ def alone(model, rows):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_gets_what_its_ids_get_alone(kind, make_classifier, make_policy, tokenizer, batch):
     model = make_classifier(kind)
-    reward = EmbeddedClassifier(model, tokenizer, make_policy(torch.float64))
+    policy = make_policy(torch.float64)
+    reward = EmbeddedClassifier(model, tokenizer, policy)
     ids, mask = joined(batch)
     want = alone(model, [row[m.bool()].tolist() for row, m in zip(ids, mask, strict=True)])[:, 0]
     assert want.std() > 1e-2, "the rows must differ"
     # Llama's norms are float32 even here
     tolerance = dict(rtol=1e-5, atol=1e-6) if kind == "llama" else dict(rtol=1e-9, atol=1e-9)
-    assert_close(reward(reward.reads.embed(ids), mask), want, **tolerance)
-    assert_close(reward.score(*batch), want, **tolerance)
+    assert_close(reward.differentiable(reward.reads.embed(ids), mask), want, **tolerance)
+    assert_close(reward.score(policy, *batch), want, **tolerance)
     noise = torch.where(mask.bool()[..., None], reward.reads.embed(ids), 1e3)
-    assert_close(reward(noise, mask), want, **tolerance)
+    assert_close(reward.differentiable(noise, mask), want, **tolerance)
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
 
 
@@ -51,8 +53,8 @@ def test_every_row_gets_what_its_ids_get_alone(kind, make_classifier, make_polic
 @pytest.mark.parametrize("scope", ["prompt_and_completion", "completion"])
 def test_text_that_encodes_to_the_same_ids_has_the_same_reward(kind, scope, make_classifier, policy, tokenizer, batch):
     model = make_classifier(kind, dtype=torch.float32)
-    by_ids = EmbeddedClassifier(model, tokenizer, policy, scope=scope).score(*batch)
-    by_text = TextClassifier(model, tokenizer, tokenizer, scope=scope).score(*batch)
+    by_ids = EmbeddedClassifier(model, tokenizer, policy, scope=scope).score(policy, *batch)
+    by_text = TextClassifier(model, tokenizer, scope=scope).score(policy, *batch)
     assert_close(by_ids, by_text, rtol=1e-4, atol=1e-5)
     assert by_ids.dtype == torch.float32
 
@@ -60,8 +62,8 @@ def test_text_that_encodes_to_the_same_ids_has_the_same_reward(kind, scope, make
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_is_accepted_and_scored_in_float32(kind, make_classifier, policy, tokenizer, batch):
     model = make_classifier(kind, dtype=torch.float32)
-    want = EmbeddedClassifier(model, tokenizer, policy).score(*batch)
-    got = EmbeddedClassifier(model.bfloat16(), tokenizer, policy).score(*batch)
+    want = EmbeddedClassifier(model, tokenizer, policy).score(policy, *batch)
+    got = EmbeddedClassifier(model.bfloat16(), tokenizer, policy).score(policy, *batch)
     assert got.dtype == torch.float32
     assert_close(got, want, rtol=0.1, atol=0.1)  # 8 bits
 
@@ -76,7 +78,7 @@ def test_gradient_of_replay_is_the_unrolled_graphs(
     policy = make_policy(torch.float64)
     parts = [EmbeddedClassifier(make_classifier(kind), tokenizer, policy, scope=scope)]
     if several:
-        parts.append(HeadReward(ToyReward(16), policy, scope, "toy"))
+        parts.append(EmbeddingReward(ToyReward(16), scope, "toy"))
         parts.append(EmbeddedClassifier(make_classifier("bert", 2), tokenizer, policy, "LABEL_1", scope, "other"))
     rewards = Rewards(parts, [0.5, 2.0, -3.0][: len(parts)], scope=scope, dtype=torch.float64)
     objective = Objective(rewards, 0.3, scope)
@@ -91,7 +93,7 @@ def test_gradient_of_replay_is_the_unrolled_graphs(
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
     assert error <= (1e-5 if kind == "llama" else 1e-8)  # Llama's norms are float32
     if estimator == "ste":  # hard text: the reward is the one that evaluation sees
-        assert_close(rewards.score(batch[0], step.completion_ids, step.completion_mask), values[1])
+        assert_close(rewards.score(policy, batch[0], step.completion_ids, step.completion_mask), values[1])
 
 
 @pytest.mark.parametrize("estimator", ["gumbel_rao", "reinmax"])
@@ -111,10 +113,10 @@ def test_special_tokens_surround_the_text_where_the_tokenizer_adds_them(make_cla
     prompts, ids, mask = batch
     rows = [row[m.bool()].tolist() for row, m in zip(ids, mask, strict=True)]
     scoped = EmbeddedClassifier(model, tokenizer, policy, scope="completion")
-    assert_close(scoped.score(*batch), alone(model, [[2, *row, 3] for row in rows])[:, 0])
+    assert_close(scoped.score(policy, *batch), alone(model, [[2, *row, 3] for row in rows])[:, 0])
     whole = EmbeddedClassifier(model, tokenizer, policy)
     both = [[*p[m.bool()].tolist(), *row, 3] for p, m, row in zip(prompts.ids, prompts.mask, rows, strict=True)]
-    assert_close(whole.score(*batch), alone(model, both)[:, 0])
+    assert_close(whole.score(policy, *batch), alone(model, both)[:, 0])
 
 
 def with_specials():
@@ -135,10 +137,11 @@ def test_the_policys_table_may_have_more_or_fewer_rows(make_classifier, make_pol
         model = make_classifier("bert", vocab_size=size)
         table = model.get_input_embeddings()
         table.weight = torch.nn.Parameter(torch.cat([table.weight.detach(), torch.ones(rows - size, 24).double()]))
-        reward = EmbeddedClassifier(model, tokenizer, make_policy(torch.float64, policy_rows))
+        policy = make_policy(torch.float64, policy_rows)
+        reward = EmbeddedClassifier(model, tokenizer, policy)
         assert len(reward.reads.weight) == policy_rows
-        want = reward.score(*batch) if want is None else want
-        assert_close(reward.score(*batch), want)
+        want = reward.score(policy, *batch) if want is None else want
+        assert_close(reward.score(policy, *batch), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,11 +153,11 @@ def test_a_text_longer_than_the_classifier_reads_is_refused_with_its_row(
     name = "n_positions" if kind == "gpt2" else "max_position_embeddings"
     short = EmbeddedClassifier(make_classifier(kind, **{name: longest - 1}), tokenizer, policy)
     with pytest.raises(InputError, match=f"row {int(mask.sum(1).argmax())}.*tokens: got {longest}"):
-        short.score(*batch)
+        short.score(policy, *batch)
     # padding does not count
     exact = EmbeddedClassifier(make_classifier(kind, **{name: longest}), tokenizer, policy)
     assert mask.shape[1] > longest
-    assert torch.isfinite(exact.score(*batch)).all()
+    assert torch.isfinite(exact.score(policy, *batch)).all()
 
 
 def test_another_vocabulary_is_refused_with_the_reason(make_classifier, policy, tokenizer):

@@ -11,14 +11,13 @@ import torch
 
 from grade.errors import InputError
 from grade.models.prompts import PromptBatch
-from grade.rewards.functions import FunctionReward, Log, run_functions
-from grade.rewards.text import Texts, decode_texts
+from grade.rewards.functions import FunctionReward, Log, Texts, decode_texts, run_functions
 
 TEXTS = Texts(["a", "b"], ["yes", "no"], [[5, 0], [6]], {"answer": [1, 2]})
 
 
 def call(function, texts=TEXTS, log=None):
-    return run_functions([FunctionReward(function, object())], texts, log or Log())[0][0]
+    return run_functions([FunctionReward(function)], texts, log or Log(), torch.float32)[0][0]
 
 
 def examples(*prompts, **columns):
@@ -77,14 +76,14 @@ def test_async_functions_wait_together_in_any_surroundings():
         async def __call__(self, completions, **_):
             return await slow(completions)
 
-    rewards = [FunctionReward(f, object()) for f in (slow, functools.partial(slow), Callable(), lambda **_: [0, 0])]
+    rewards = [FunctionReward(f) for f in (slow, functools.partial(slow), Callable(), lambda **_: [0, 0])]
     assert [r.is_async for r in rewards] == [True, True, True, False]
     assert [r.name for r in rewards] == ["slow", "slow", "Callable", "<lambda>"]
 
     def score():
         running.clear()
         start = time.perf_counter()
-        results = run_functions(rewards, TEXTS, Log())
+        results = run_functions(rewards, TEXTS, Log(), torch.float32)
         assert time.perf_counter() - start < 0.5, "0.2 s together, 0.6 s one after another"
         assert [v.tolist() for v, _ in results] == [[3, 3], [3, 3], [3, 3], [0, 0]]
         assert all(seconds >= 0.2 for _, seconds in results[:3])
@@ -117,7 +116,7 @@ def test_a_function_may_change_its_lists():
         completions.clear(), answer.clear()
         return [0, 0]
 
-    run_functions([FunctionReward(greedy, object()), FunctionReward(greedy, object())], TEXTS, Log())
+    run_functions([FunctionReward(greedy), FunctionReward(greedy)], TEXTS, Log(), torch.float32)
     assert TEXTS.completions == ["yes", "no"] and TEXTS.columns == {"answer": [1, 2]}
 
 
@@ -190,7 +189,7 @@ def test_one_failing_async_function_leaves_none_running():
         raise RuntimeError("judge is down\nsecond line")
 
     with pytest.raises(InputError, match="reward 'failing': got 'RuntimeError'.*judge is down second line"):
-        run_functions([FunctionReward(f, object()) for f in (failing, slow)], TEXTS, Log())
+        run_functions([FunctionReward(f) for f in (failing, slow)], TEXTS, Log(), torch.float32)
     assert done == [1]
 
 
@@ -205,6 +204,4 @@ def test_an_input_error_of_a_function_stays_as_it_is():
 @pytest.mark.parametrize(("function", "match"), [(3, "got 3"), (None, "got None"), (dict, "got <class 'dict'>")])
 def test_what_is_no_function_is_refused(function, match):
     with pytest.raises(InputError, match=f"reward: {match}"):
-        FunctionReward(function, object())
-    with pytest.raises(InputError, match="tokenizer: got None"):
-        FunctionReward(len, None)
+        FunctionReward(function)

@@ -12,12 +12,12 @@ from grade.data.base_model import train_tokenizer
 from grade.errors import InputError
 from grade.gradients.objective import Objective
 from grade.models.prompts import PromptBatch
+from grade.rewards.base import EmbeddingReward, Reward
 from grade.rewards.classifier import TextClassifier
 from grade.rewards.differentiable import EmbeddedClassifier
 from grade.rewards.functions import FunctionReward
 from grade.rewards.model import HeadSettings, RewardModel
-from grade.rewards.rewards import HeadReward, Rewards, make_rewards
-from grade.rewards.sources import resolve_reward
+from grade.rewards.rewards import Rewards, make_reward, make_rewards
 
 
 def length(completions, **_):
@@ -40,7 +40,7 @@ def test_the_sum_is_weighted_and_none_adds_nothing(policy, batch):
     rewards.trainer_state = 7
     completions = [" a delight.", " was dull and clumsy, a mess", " fun"]
     want = [0.5 * len(c) for c in completions]
-    assert rewards.score(*with_answers(batch)).tolist() == [want[0], want[1], want[2] - 0.5]
+    assert rewards.score(policy, *with_answers(batch)).tolist() == [want[0], want[1], want[2] - 0.5]
     last = rewards.last
     assert list(last.values) == ["length", "third_only"] and last.values["length"].tolist() == [11, 28, 4]
     assert last.values["third_only"].isnan().tolist() == [True, True, False]
@@ -51,10 +51,10 @@ def test_the_sum_is_weighted_and_none_adds_nothing(policy, batch):
 def test_a_row_without_any_reward_is_0_with_one_warning(policy, batch):
     rewards = make_rewards(third_only, policy)
     with pytest.warns(UserWarning, match="returned None for the completion ' a delight.'"):
-        assert rewards.score(*batch).tolist() == [0, 0, 0.25]
+        assert rewards.score(policy, *batch).tolist() == [0, 0, 0.25]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rewards.score(*batch)
+        rewards.score(policy, *batch)
 
 
 @pytest.mark.parametrize("scope", ["prompt_and_completion", "completion"])
@@ -76,14 +76,15 @@ def test_one_reward_of_weight_1_has_the_bits_of_the_reward_alone(scope, dtype, m
 
 
 def test_a_float64_policy_has_float64_rewards(make_policy, batch):
-    assert make_rewards([length], make_policy(torch.float64)).score(*batch).dtype == torch.float64
-    assert make_rewards([length], make_policy(torch.bfloat16)).score(*batch).dtype == torch.float32
+    for given, want in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        policy = make_policy(given)
+        assert make_rewards([length], policy).score(policy, *batch).dtype == want
 
 
 def test_equal_names_are_numbered(policy, batch):
     rewards = make_rewards([length, length, third_only, length], policy)
     assert rewards.names == ["length", "length_2", "third_only", "length_3"]
-    assert Rewards([FunctionReward(length, object())], names=["mine"]).names == ["mine"]
+    assert Rewards([FunctionReward(length)], names=["mine"]).names == ["mine"]
 
 
 def test_every_kind_in_one_list(policy, make_classifier, tokenizer, tmp_path, batch):
@@ -94,9 +95,9 @@ def test_every_kind_in_one_list(policy, make_classifier, tokenizer, tmp_path, ba
     given = [length, f"hf:{tmp_path / 'judge'}", classifier, bag, ToyReward(16, torch.float32)]
     rewards = make_rewards(given, policy, None, [None, None, tokenizer, None, None])
     assert rewards.names == ["length", "judge", "BertForSequenceClassification", "bag", "reward"]
-    kinds = [FunctionReward, EmbeddedClassifier, EmbeddedClassifier, HeadReward, HeadReward]
+    kinds = [FunctionReward, EmbeddedClassifier, EmbeddedClassifier, EmbeddingReward, EmbeddingReward]
     assert [type(part) for part in rewards.parts] == kinds
-    total = rewards.score(*batch)
+    total = rewards.score(policy, *batch)
     assert_close(total, sum(rewards.last.values.values()))
     assert_close(rewards.last.values["judge"], rewards.last.values["BertForSequenceClassification"])
     assert make_rewards(rewards, policy) is rewards
@@ -112,10 +113,10 @@ def test_a_vocabulary_of_its_own_makes_a_classifier_of_text_that_says_why(policy
 
 
 def test_not_finite_rewards_of_models_are_refused_by_name_and_row(policy, batch):
-    rewards = Rewards([HeadReward(lambda e, m: torch.tensor([1.0, float("nan"), 1.0]), policy, "completion", "head")],
-                      scope="completion")  # fmt: skip
+    head = EmbeddingReward(lambda e, m: torch.tensor([1.0, float("nan"), 1.0]), "completion", "head")
+    rewards = Rewards([head], scope="completion")
     with pytest.raises(InputError, match="reward 'head', row 1: got nan"):
-        rewards.score(*batch)
+        rewards.score(policy, *batch)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,39 @@ def test_a_classifier_object_needs_a_tokenizer(policy, make_classifier):
         make_rewards(model, policy)
 
 
-def test_parts_must_have_one_scope(policy):
-    head = HeadReward(ToyReward(16), policy, "completion", "toy")
-    with pytest.raises(ValueError, match="scope"):
+def test_parts_must_have_one_scope():
+    head = EmbeddingReward(ToyReward(16), "completion", "toy")
+    with pytest.raises(ValueError, match="made for scope 'completion', the others have 'prompt_and_completion'"):
         Rewards([head])
+
+
+class Brevity(Reward):
+    """The recipe of CONTRIBUTING: a reward that is computed from ids."""
+
+    name = "brevity"
+
+    def score(self, policy, prompts, ids, mask):
+        return -mask.sum(1).float()
+
+
+class Warmth(Reward):
+    """The same of embeddings."""
+
+    name, scope = "warmth", "completion"
+
+    def differentiable(self, embeds, mask):
+        return (embeds.sum(-1) * mask).sum(1)
+
+
+def test_a_reward_of_ones_own_is_a_subclass(policy, batch):
+    prompts, ids, mask = batch
+    rewards = make_rewards([Brevity(), Warmth()], policy, [2.0, 1.0], scope="completion")
+    warmth = (policy.embed(ids).sum(-1) * mask).sum(1)
+    assert_close(rewards.score(policy, *batch), warmth - 2.0 * mask.sum(1))
+    assert rewards.names == ["brevity", "warmth"]
+    with pytest.raises(InputError, match="reward 'brevity': got 'a reward of text, which has no gradient'"):
+        Objective(rewards, scope="completion").require_gradient("ste")
+    Objective(Warmth(), scope="completion").require_gradient("ste")
 
 
 MODULE = """
@@ -191,19 +221,20 @@ def folder(tmp_path, monkeypatch):
 )
 def test_functions_by_name(spec, values, folder, policy, batch):
     before = list(sys.path)
-    assert make_rewards(spec, policy).score(*batch).tolist() == values
+    assert make_rewards(spec, policy).score(policy, *batch).tolist() == values
     assert sys.path == before
 
 
 def test_folders_by_name(folder, policy, make_classifier, tokenizer, batch):
     torch.manual_seed(0)
     RewardModel("bag", policy, HeadSettings()).save(folder / "bag")
-    assert isinstance(resolve_reward("bag", policy), RewardModel)
+    assert isinstance(make_reward("bag", policy).function, RewardModel)
     model = make_classifier("llama", 2, dtype=torch.float32)
     model.save_pretrained(folder / "judge@home"), tokenizer.save_pretrained(folder / "judge@home")
-    named = resolve_reward(f"hf:{folder}/judge@home@LABEL_1", policy)
+    named = make_reward(f"hf:{folder}/judge@home@LABEL_1", policy)
     assert isinstance(named, EmbeddedClassifier) and named.column == 1 and named.name == "judge@home"
-    assert ((named.score(*batch) > 0) & (named.score(*batch) < 1)).all()
+    values = named.score(policy, *batch)
+    assert ((values > 0) & (values < 1)).all()
 
 
 @pytest.mark.parametrize(
@@ -242,5 +273,5 @@ def test_folders_by_name(folder, policy, make_classifier, tokenizer, batch):
 )
 def test_a_name_that_leads_nowhere_is_one_line(spec, match, folder, policy):
     with pytest.raises(InputError, match=match) as error:
-        resolve_reward(spec, policy)
+        make_reward(spec, policy)
     assert "\n" not in str(error.value) and str(error.value).startswith("reward: got ")

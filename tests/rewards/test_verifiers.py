@@ -4,17 +4,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from grade.errors import InputError
-from grade.rewards.functions import FunctionReward, Log, run_functions
-from grade.rewards.text import Texts
+from grade.rewards.functions import FunctionReward, Log, Texts, run_functions
 from grade.rewards.verifiers import exact_answer, matches, reasoning_gym, valid_json
 
 
 def call(verifier, completions, **columns):
     """Through the checks of a reward function; None where it does not apply."""
     texts = Texts(["p"] * len(completions), completions, [[0]] * len(completions), columns)
-    values = run_functions([FunctionReward(verifier, object())], texts, Log())[0][0].tolist()
+    values = run_functions([FunctionReward(verifier)], texts, Log(), torch.float32)[0][0].tolist()
     return [None if value != value else value for value in values]
 
 

@@ -6,16 +6,17 @@ from conftest import ToyReward
 from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
+from grade.rewards.base import Reward
 from grade.rewards.rewards import make_rewards
 from grade.training.method import choose_method
 from grade.training.toy import toy_task
 from grade.training.trainer import GradeConfig, GradeTrainer
 
 
-class Judge:
+class Judge(Reward):
     name = "judge"
 
-    def score(self, prompts, ids, mask):
+    def score(self, policy, prompts, ids, mask):
         raise NotImplementedError
 
 

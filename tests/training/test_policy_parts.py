@@ -165,19 +165,19 @@ def test_a_task_is_loaded_as_its_settings_name_it(monkeypatch, tmp_path):
     asked = []
     backbone = make_backbone()
     monkeypatch.setattr(load.Backbone, "load", lambda *args: asked.append(args) or backbone)
-    monkeypatch.setattr(load, "resolve_reward", lambda spec, backbone, scope: (spec, scope))
+    monkeypatch.setattr(load, "make_rewards", lambda *args: args)
     monkeypatch.setattr(load, "load_prompts", lambda name: [name])
     monkeypatch.setattr(load.GoldJudge, "load", lambda name: f"judge {name}")
     common = dict(output_dir=str(tmp_path), method="rloo", use_cpu=True, model="m", seed=7, train_dataset="t")
     config = TrainConfig(**common, reward=["a", "b"], gold="g", eval_dataset="e", reward_scope="completion")
     task = load.load_task(config, "cpu")
     assert asked[-1] == ("m", "float32", config.lora, None, "cpu", "auto", 7) and task.backbone is backbone
-    assert task.reward_model == [("a", "completion"), ("b", "completion")] and task.judge == "judge g"
+    assert task.reward_model == (["a", "b"], backbone, None, None, "completion") and task.judge == "judge g"
     assert (task.train_prompts, task.validation_prompts) == (["t"], ["e"])
     config = TrainConfig(**common, reward="a", eval_dataset="")
     task = load.load_task(config, "meta", "folder")
     assert asked[-1] == ("m", "float32", None, "folder", "meta", "auto", 7)
-    assert task.judge is None and task.validation_prompts == [] and len(task.reward_model) == 1
+    assert task.judge is None and task.validation_prompts == [] and task.reward_model[0] == "a"
     placed = []
     monkeypatch.setattr(TrainConfig, "sharded", True)
     monkeypatch.setattr(load, "place", lambda *args: placed.append(args))

@@ -12,6 +12,9 @@ from conftest import ToyReward
 from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
+from grade.rewards.base import EmbeddingReward
+from grade.rewards.functions import FunctionReward
+from grade.rewards.rewards import Rewards
 from grade.training import folder, run
 from grade.training.checkpoint import load_optimizer
 from grade.training.config import TrainConfig
@@ -89,27 +92,9 @@ def test_the_first_line_of_an_error_is_its_reason():
     assert _reason(ValueError("one\ntwo")) == "one" and _reason(ValueError()) == "ValueError"
 
 
-class Judge:
-    def __init__(self, name):
-        self.name = name
-
-    def score(self, prompts, ids, mask):
-        raise NotImplementedError
-
-
-class Nameless:
-    def score(self, prompts, ids, mask):
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("parts", "name"),
-    [([ToyReward(4), Judge("first"), Judge("second")], "first"), ([Nameless(), Judge("second")], "Nameless")],
-)
-def test_auto_names_the_first_reward_without_a_gradient(parts, name):
-    several = Nameless()
-    several.parts = parts
-    assert choose_method(MethodConfig(), Objective(several))[1].startswith(f"reward {name!r} gives values only")
+def test_auto_names_the_first_reward_without_a_gradient():
+    parts = [EmbeddingReward(ToyReward(4)), FunctionReward(print, "first"), FunctionReward(print, "second")]
+    assert choose_method(MethodConfig(), Objective(Rewards(parts)))[1].startswith("reward 'first' gives values only")
 
 
 def test_an_interrupted_run_is_continued_or_replaced_when_that_is_said_and_only_then(tmp_path):

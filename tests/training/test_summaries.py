@@ -151,7 +151,7 @@ def test_the_command_has_what_is_not_the_default_and_no_secret(tmp_path):
 def test_held_out_prompts_may_be_more_than_the_final_evaluation_takes(monkeypatch):
     task = toy.toy_task()
     monkeypatch.setattr(load.Backbone, "load", lambda *_: task.backbone)
-    monkeypatch.setattr(load, "resolve_reward", lambda *_: task.reward_model)
+    monkeypatch.setattr(load, "make_rewards", lambda *_: task.reward_model)
     monkeypatch.setattr(load, "load_prompts", lambda _: ["a", "b", "c"])
     for number in (2, 3, None):
         config = TrainConfig(output_dir="run", method="ste", use_cpu=True, final_eval_prompts=number)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from grade.errors import InputError
+from grade.rewards.base import Reward
 from grade.training import launch, threads
 from grade.training import together as module
 from grade.training.together import SharedObjective, Together
@@ -259,7 +260,8 @@ def test_a_message_aborts_what_waits(meeting):
 
 def test_scores_are_kept_one_by_one(monkeypatch):
     calls = []
-    reward = SimpleNamespace(last="first")
+    reward = Reward()
+    reward.last = "first"
     shared = SharedObjective(reward, 0.5, together=lambda work: calls.append(0) or work())
     monkeypatch.setattr(module.Objective, "score", lambda self, *args: ("scored", args))
     assert shared.score(1, 2, 3, 4) == ("scored", (1, 2, 3, 4))

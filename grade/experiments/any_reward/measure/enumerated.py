@@ -38,6 +38,7 @@ from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 from grade.models.states import completion_states
+from grade.rewards.base import Reward
 
 FAMILIES = (*ADDITIVE, "trunk")
 WEIGHTS = {"rloo": None, "plugin": 0.0, "weight0.3": 0.3, "corrected": 1.0}
@@ -54,7 +55,7 @@ _CHUNK = 512
 """Completions whose Jacobians are gathered at once."""
 
 
-class TableReward:
+class TableReward(Reward):
     """A reward of the enumerated completions.
 
     Args:
@@ -66,7 +67,7 @@ class TableReward:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B]."""
         return self.world.rewards[self.world.find(prompts, ids, mask)]
 

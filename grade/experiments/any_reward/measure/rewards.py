@@ -1,7 +1,7 @@
 """Rewards of every kind on one policy, by name: from one linear in embeddings to one that is no function of them.
 
-Each gives rewards [B] by ``score(prompts, ids, mask)``. Those on the policy's own embeddings (`bag`, `trunk` and what
-lies between) are differentiable too; `black_box` hides that. The others are functions of text with TRL's signature,
+Each gives rewards [B] by `Reward.score`. Those on the policy's own embeddings (`bag`, `trunk` and what
+lies between) are differentiable too; `BlackBox` hides that. The others are functions of text with TRL's signature,
 so a peer's trainer takes the same function (`FunctionReward.function`).
 """
 
@@ -19,16 +19,15 @@ from torch import Tensor
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
 from grade.experiments.training_runs import judged_by
-from grade.gradients.objective import Objective, Reward, TextReward
+from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
-from grade.models.embedding import RewardScope
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
+from grade.rewards.base import EmbeddingReward, Reward
 from grade.rewards.fit import BagSettings, LabelledText, RewardConfig, right_pad, train_reward
 from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardModel, load_reward
-from grade.rewards.rewards import HeadReward
 from grade.rewards.shallow import ShallowReward, layer_count
 from grade.rewards.verifiers import exact_answer
 from grade.training.toy import toy_reviews, toy_task
@@ -97,56 +96,27 @@ def make_reward(name: str, backbone: Backbone, folders: Folders) -> Reward:
         raise InputError("reward", name, f"one of {', '.join(NAMES)}")
     if name in ("bag", "trunk", "trunk1", "trunk4"):
         model = _shallow(name, backbone, folders) if name[-1].isdigit() else _trained(name, backbone, folders)
-        return HeadReward(model, backbone, "prompt_and_completion", name)
+        return EmbeddingReward(model, name=name)
     functions: dict[str, Callable[[], TextFunction]] = {
         "smollm2_trunk": lambda: read_by(_other_trunk(backbone, folders)),
         "gold": lambda: judged_by(_judge(folders)),
         "rule": lambda: length_and_format,
         "sums": lambda: right_sum,
     }
-    return FunctionReward(functions[name](), backbone.tokenizer, name)
+    return FunctionReward(functions[name](), name)
 
 
-class BlackBox:
-    """A reward of which only values are known.
-
-    Args:
-        reward: A reward with ``score``.
-    """
+class BlackBox(Reward):
+    """A reward of which only values are known; of the same name."""
 
     no_gradient = "a black box: only its values are known"
 
-    def __init__(self, reward: TextReward) -> None:
-        self._reward = reward
-        self.name: str = getattr(reward, "name", type(reward).__name__)
-        if hasattr(reward, "scope"):  # an objective of another scope must still be rejected
-            self.scope: RewardScope = reward.scope
+    def __init__(self, reward: Reward) -> None:
+        self._reward, self.name, self.scope = reward, reward.name, reward.scope
 
-    @torch.no_grad()
-    def score(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]."""
-        return self._reward.score(prompts, ids, mask).detach()
-
-
-def black_box(reward: Reward, backbone: Backbone | None = None) -> BlackBox:
-    """The same reward without gradient: its ``score`` is all that can be seen.
-
-    Args:
-        reward: Any reward.
-        backbone: The policy; only needed for a reward of its embeddings that has no ``score`` of its own.
-
-    Returns:
-        The wrapped reward, of the same name.
-
-    Raises:
-        ValueError: If the backbone is needed and missing.
-    """
-    if not hasattr(reward, "score"):
-        if backbone is None:
-            raise ValueError("a reward of embeddings alone needs the policy whose embeddings it reads")
-        name = getattr(reward, "name", None) or getattr(reward, "kind", type(reward).__name__)
-        reward = HeadReward(reward, backbone, getattr(reward, "scope", "prompt_and_completion"), name)
-    return BlackBox(reward)
+        return self._reward.score(policy, prompts, ids, mask)
 
 
 def length_and_format(completions: Sequence[str], **_: Any) -> list[float]:

@@ -30,7 +30,7 @@ from typing import Any
 import pandas as pd
 
 from grade.errors import InputError
-from grade.experiments.any_reward.measure.rewards import REWARDS, Folders, black_box, make_reward
+from grade.experiments.any_reward.measure.rewards import REWARDS, BlackBox, Folders, make_reward
 from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, SumsConfig, build_sums, load_sums
 from grade.experiments.frontier import mixed_reward
 from grade.experiments.measured import progress
@@ -155,7 +155,7 @@ class Shared:
         task = self.loaded[key]
         if run.method in DIFFERENTIATING:
             return task
-        return dataclasses.replace(task, reward_model=black_box(task.reward_model, backbone))
+        return dataclasses.replace(task, reward_model=BlackBox(task.reward_model))
 
     def _load(self, policy: str) -> Task:
         base = self.bases[policy]

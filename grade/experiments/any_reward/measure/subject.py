@@ -11,10 +11,10 @@ import torch
 from grade.data.reviews import load_reviews, prompt_text
 from grade.experiments.any_reward.measure.rewards import REWARDS, Folders, make_reward
 from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, SumsConfig, build_sums, load_sums
-from grade.gradients.objective import Reward
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_prompts
+from grade.rewards.base import Reward
 from grade.training.toy import toy_reviews, toy_task
 
 _SUM_TOKENS = 6

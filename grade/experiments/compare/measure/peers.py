@@ -31,10 +31,11 @@ from grade.errors import InputError
 from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config, train_once
 from grade.experiments.training_runs import FIXED, judged_by
 from grade.gradients.methods import MethodName
-from grade.gradients.objective import Objective, Reward
+from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone, load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.results import peak_memory
+from grade.rewards.base import Reward
 from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
@@ -98,9 +99,9 @@ class BlackBox(Shared):
     def reward(self, backbone: Backbone) -> FunctionReward:
         """The function as a reward: `FunctionReward.function` is what the peer gets."""
         if self.reward_dir.endswith(".npz"):
-            return FunctionReward(judged_by(GoldJudge.load(self.reward_dir)), backbone.tokenizer)
+            return FunctionReward(judged_by(GoldJudge.load(self.reward_dir)))
         lengths = (self.values["max_prompt_length"], self.values["max_completion_length"])
-        return FunctionReward(scored_by(load_reward(self.reward_dir, backbone), backbone, *lengths), backbone.tokenizer)
+        return FunctionReward(scored_by(load_reward(self.reward_dir, backbone), backbone, *lengths))
 
 
 def scored_by(reward: Reward, backbone: Backbone, prompt_length: int, length: int) -> Callable[..., list[float]]:
@@ -179,7 +180,7 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
     reward = task.reward_model
     if not isinstance(reward, FunctionReward):
         lengths = (config.max_prompt_length, config.max_completion_length)
-        reward = FunctionReward(scored_by(reward, task.backbone, *lengths), tokenizer)
+        reward = FunctionReward(scored_by(reward, task.backbone, *lengths))
 
     rows, clock = [], {"seconds": 0.0, "start": 0.0}
 

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from grade.experiments.measured import progress
 from grade.gradients import losses
 from grade.gradients.estimators import EstimatorName, RelaxationConfig
-from grade.gradients.objective import Objective, RewardScope, sequence_mean
+from grade.gradients.objective import Objective, sequence_mean
 from grade.gradients.replay import ReplayGraph
 from grade.gradients.rollout import sample
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
+from grade.rewards.base import RewardScope
 
 PolicyGradient = Literal["reinforce", "rloo", "remax", "grpo"]
 POLICY_GRADIENTS: tuple[PolicyGradient, ...] = get_args(PolicyGradient)
