@@ -7,7 +7,8 @@ standard error or a fitted exponent. Saving is left to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -103,6 +104,39 @@ def plain_log_ticks(ax: Axes) -> None:
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+INTERVAL = dict(estimator="median", errorbar=("pi", 100))
+"""How seaborn draws the rows of `with_ends`: the value, and an interval that is known already."""
+
+
+def with_ends(table: pd.DataFrame, value: str, low: str = "low", high: str = "high") -> pd.DataFrame:
+    """Three rows for each: the value and the two ends of its interval, all in the column of the value; see `INTERVAL`.
+
+    What is missing or infinite is left out.
+    """
+    columns = [table[name].astype(float).replace([np.inf, -np.inf], np.nan) for name in (value, low, high)]
+    return pd.concat([table.assign(**{value: column}) for column in columns], ignore_index=True).dropna(subset=value)
+
+
+def panels(draw: Callable[..., Any], table: pd.DataFrame, title: str, **options: Any) -> Any:
+    """A figure of one of seaborn's grids (`relplot`, `catplot`) in this layout: title above, legend below.
+
+    Returns the grid.
+    """
+    with mpl.rc_context({"figure.constrained_layout.use": False}):  # seaborn's own layout would warn of it
+        grid = draw(table, **options)
+    grid.figure.set_layout_engine("constrained")
+    grid.figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    figure, lines = grid.figure, 1.0  # of text besides the panels
+    if grid.legend is not None:
+        handles, texts = grid.legend.legend_handles, [text.get_text() for text in grid.legend.get_texts()]
+        grid.legend.remove()
+        columns = max(1, int(12 * figure.get_figwidth()) // (max(map(len, texts)) + 6))
+        figure.legend(handles, texts, loc="outside lower center", ncols=columns)
+        lines += -(-len(texts) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.25 * lines)
+    return grid
 
 
 def require_columns(frames: Iterable[pd.DataFrame], columns: list[str]) -> None:

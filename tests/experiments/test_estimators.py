@@ -4,7 +4,6 @@ import math
 
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
@@ -13,20 +12,11 @@ from grade.errors import InputError
 from grade.experiments.estimators.figures import (
     bias_variance_figure,
     cosine_figure,
-    family,
     hybrid_figure,
-    label,
-    line_styles,
-    mark_crossover,
-    plot_bias_variance,
-    plot_cosines,
-    plot_hybrid,
-    plot_spread,
-    plot_worth,
+    spread_figure,
     worth_figure,
 )
 from grade.experiments.estimators.measure import study
-from grade.experiments.estimators.measure.enumerated import quality_table
 from grade.experiments.estimators.measure.rows import Variant, gradient_rows
 from grade.experiments.estimators.measure.tables import Measurements, Settings
 from grade.experiments.estimators.metrics import metrics, timed_metrics
@@ -68,12 +58,6 @@ def test_policies_are_those_before_and_after_training():
         _ = Settings(policies=["before", "after"]).adapters
 
 
-def test_the_enumerated_part_can_be_left_out():
-    measurements = Measurements(Settings(enumerated=False))
-    assert measurements.tables == ("worth", "cosine", "hybrid", "spread") and measurements.timed == ("speed",)
-    assert Measurements(Settings()).tables[:2] == ("quality", "mse_ratio")
-
-
 def test_written_tables_give_the_metrics_and_figures_of_measured_ones(settings, tables, tmp_path):
     measured = metrics(tables, settings)
     for reward in ("bag", "trunk", "trunk1"):
@@ -88,34 +72,11 @@ def test_written_tables_give_the_metrics_and_figures_of_measured_ones(settings, 
     assert metrics(read, settings) == measured
     drawn = [bias_variance_figure(read["quality"], ["bag", "trunk"], 16), worth_figure(read["worth"], settings.rewards),
              cosine_figure(read["cosine"], settings.rewards, ["rloo"], {("before", "bag"): 30.0}),
-             hybrid_figure(read["hybrid"], settings.rewards)]  # fmt: skip
-    for fig, panels in zip(drawn, (2, 1, 3, 1), strict=True):
-        assert len(fig.axes) == panels and fig.get_suptitle() and len(fig.legends) == 1
+             hybrid_figure(read["hybrid"], settings.rewards), spread_figure(read["spread"])]  # fmt: skip
+    for fig, panels in zip(drawn, (2, 1, 3, 1, 1), strict=True):
+        assert len(fig.axes) == panels and fig.get_suptitle()
         fig.savefig(tmp_path / "figure.png")
     plt.close("all")
-
-
-def test_figures_without_the_enumerated_part_have_its_metrics_left_out(tables):
-    found = metrics(tables, Settings(enumerated=False, hops=[0]))
-    assert "worth/bag" in found and not any(key.startswith(("bias/", "mse/")) for key in found)
-
-
-def test_names_after_training_begin_with_after(tables, settings):
-    moved = {name: tables[name].assign(policy="after") for name in ("worth", "hybrid", "spread", "speed")}
-    moved |= {name: tables[name] for name in ("quality", "mse_ratio")}
-    before, after = metrics(tables, settings), metrics(moved, settings)
-    kept = ("bias/", "mse/")
-    assert set(after) == {key if key.startswith(kept) else f"after/{key}" for key in before}
-    assert after["after/worth/bag"] == before["worth/bag"]
-
-
-def test_a_label_says_what_an_id_means():
-    assert label("gumbel_rao_m8_tau1_hops0") == "gumbel_rao, 8 draws, tau 1"
-    assert label("gumbel_rao_m1_tau1_hops2") == "gumbel_rao, 1 draw, tau 1, 2 hops"
-    assert label("ste_tau0.5_k64_hops1") == "ste, tau 0.5, K 64, 1 hop"
-    assert [label(name) for name in ("rloo", "reinforce")] == ["rloo", "reinforce"]
-    for variant in Settings().variants:
-        assert family(variant.name) == variant.estimator
 
 
 def test_rows_are_of_every_reward_and_reproducible(setting, rows):
@@ -136,12 +97,6 @@ def test_the_unbiased_estimator_is_worth_itself(rows):
     speed = study.speed_table(rows).set_index(["reward", "estimator"])
     assert speed.worth_per_second.xs("rloo", level=1).tolist() == pytest.approx([1, 1, 1])
     assert (speed.milliseconds > 0).all()
-
-
-def test_cosines_grow_with_the_batch(rows):
-    curves = study.cosine_curves(rows, [1, 4, 16])
-    curves = curves[(curves.reward == "bag") & (curves.estimator == STE.name)]
-    assert curves.cosine.is_monotonic_increasing and curves.cosine.iloc[0] > 0
 
 
 def test_the_papers_spread_is_the_mean_over_steps_of_numpys_std(rows):
@@ -188,47 +143,6 @@ def test_a_shallow_reward_reads_its_layers_alone_and_has_a_gradient():
             for p in backbone.decoder.layers[depth].mlp.parameters():
                 p.mul_(2)
         assert torch.equal(model(embeds, mask), reward) == same
-
-
-def test_figures_draw_what_they_are_given(rows):
-    fig, axes = plt.subplots(1, 4)
-    table = quality_table(rows, {r: rows.gradients[r, "rloo"].mean(0) for r in ("bag", "trunk", "trunk1")})
-    assert len(plot_bias_variance(axes[0], table[table.reward == "bag"]).get_yticklabels()) == 2
-    curves = study.cosine_curves(rows, [1, 10, 100])
-    curves = curves[curves.reward == "bag"]
-    styles = line_styles(["rloo", STE.name])
-    assert len(plot_cosines(axes[1], curves, ["rloo"], styles).lines) == 2
-    lost = curves.assign(cosine=np.nan)
-    assert "lost in the noise" in plot_cosines(plt.figure().gca(), lost, [], styles).texts[0].get_text()
-    assert len(mark_crossover(axes[1], 30.0).lines) == 3 and len(mark_crossover(axes[1], math.inf).lines) == 3
-    blend = study.hybrid_table(rows, STE.name, [8, 64])
-    assert blend.reward.tolist() == [reward for reward in ("bag", "trunk", "trunk1") for _ in range(2)]
-    assert [t.get_text() for t in plot_hybrid(axes[2], blend, ["bag"]).get_xticklabels()] == ["8", "64"]
-    spread = study.spread_table(rows)
-    shown = spread[np.isfinite(spread.relative)]
-    points = [line.get_xydata()[0].tolist() for line in plot_spread(axes[3], spread).lines]
-    assert points == shown[["tensor_spread", "relative"]].to_numpy().tolist()
-    labels = {text.get_text() for text in axes[3].get_legend().get_texts()}
-    assert labels == {"ste", "rloo", "reward bag", "reward trunk", "reward trunk1"}
-    plt.close("all")
-    thick, thin, dashed = line_styles(["ste_tau1_hops0", "ste_tau1_hops1", "ste_tau2_hops0"]).values()
-    assert thick["linestyle"] == thin["linestyle"] != dashed["linestyle"] and thick["linewidth"] > thin["linewidth"]
-
-
-def test_the_figure_of_worth_shows_each_relaxed_estimator_at_its_reward():
-    table = pd.DataFrame([
-        ("bag", "rloo", 1.0, 1.0, 1.0), ("trunk", "rloo", 1.0, 1.0, 1.0),
-        ("bag", "ste_tau1_hops0", 30.0, 10.0, 90.0), ("trunk", "ste_tau1_hops0", 0.0, 0.0, 0.5),
-        ("bag", "gumbel_tau1_hops0", 20.0, None, None), ("trunk", "gumbel_tau1_hops0", 0.5, 0.2, 1.5),
-    ], columns=["reward", "estimator", "worth", "worth_low", "worth_high"])  # fmt: skip
-    _, ax = plt.subplots()
-    containers = plot_worth(ax, table, ["trunk", "bag"]).containers
-    assert [c.get_label() for c in containers] == ["ste, tau 1", "gumbel, tau 1"]
-    points, _, (bars,) = containers[0].lines
-    assert points.get_ydata().tolist() == [0.0, 30.0] and points.get_xdata().round().tolist() == [0, 1]
-    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[0.0, 0.5], [10.0, 90.0]]
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["trunk", "bag"]
-    plt.close("all")
 
 
 def test_too_few_reviews_are_named():

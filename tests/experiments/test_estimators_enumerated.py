@@ -5,16 +5,14 @@ import pytest
 import torch
 
 from grade.entropy.samples import prompt_gradients
-from grade.errors import InputError
 from grade.experiments.enumeration import all_as_samples, random_direction, random_prompts, tiny_policy
 from grade.experiments.estimators.measure.enumerated import (
     exact_gradients,
     mse_ratio,
     quality_table,
-    variants,
     worst_bias,
 )
-from grade.experiments.estimators.measure.rows import KL, Setting, Variant, advantages, gradient_rows
+from grade.experiments.estimators.measure.rows import KL, Setting, Variant, gradient_rows
 from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
 from grade.experiments.moments import moments
 from grade.gradients.estimators import RelaxationConfig
@@ -130,16 +128,3 @@ def test_a_rows_gradient_is_the_engines(setting, variant):
     # The engine reads masked tokens as 0, the row as what was drawn: rounding alone differs.
     torch.testing.assert_close(-found, want)
     backbone.zero_grad(set_to_none=True)
-
-
-def test_variants_are_distinct_and_span_the_settings():
-    grid = variants(3, (0.5, 2.0), 3, (1, 4, 8))
-    assert len(grid) == len({v.name for v in grid}) == 4 * 4 + 4 * 2 + 4 + 2
-    assert {v.hops for v in grid} == {0, 1, 2, 3}
-    assert {v.draws for v in grid if v.estimator == "gumbel_rao"} == {1, 4, 8}
-
-
-def test_a_group_baseline_needs_a_group():
-    with pytest.raises(InputError, match="num_generations: got 1; allowed: at least 2"):
-        advantages(torch.ones(3, 1), "rloo")
-    torch.testing.assert_close(advantages(torch.tensor([[3.0]]), "remax", torch.tensor([1.0])), torch.tensor([[2.0]]))
