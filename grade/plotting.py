@@ -7,13 +7,15 @@ standard error or a fitted exponent. Saving is left to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from grade.errors import InputError
@@ -88,10 +90,19 @@ def marker(name: str) -> str:
 
 
 def _known(name: str, table: dict[str, str]) -> str:
-    found = [key for key in table if name == key or name.startswith(f"{key}_")]
-    if not found:
+    keys = _matches(name, table)
+    if not keys:
         raise InputError("name of a colour or mark", name, f"one of {', '.join(table)}, or a setting of one")
-    return max(found, key=len)
+    return max(keys, key=len)
+
+
+def _matches(name: str, table: dict[str, str]) -> list[str]:
+    return [key for key in table if name == key or name.startswith(f"{key}_")]
+
+
+def palette(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each name as seaborn takes them; grey for a name of the user's own."""
+    return {name: color(name) if _matches(name, _COLORS) else color("neutral") for name in names}
 
 
 def use_style() -> None:
@@ -130,7 +141,9 @@ def panels(draw: Callable[..., Any], table: pd.DataFrame, title: str, **options:
     grid.figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure, lines = grid.figure, 1.0  # of text besides the panels
     if grid.legend is not None:
-        handles, texts = grid.legend.legend_handles, [text.get_text() for text in grid.legend.get_texts()]
+        texts = [text.get_text() for text in grid.legend.get_texts()]
+        series = [i for i, text in enumerate(texts) if text not in options.values()]  # not the names of columns
+        handles, texts = [grid.legend.legend_handles[i] for i in series], [texts[i] for i in series]
         grid.legend.remove()
         columns = max(1, int(12 * figure.get_figwidth()) // (max(map(len, texts)) + 6))
         figure.legend(handles, texts, loc="outside lower center", ncols=columns)
@@ -139,66 +152,49 @@ def panels(draw: Callable[..., Any], table: pd.DataFrame, title: str, **options:
     return grid
 
 
-def require_columns(frames: Iterable[pd.DataFrame], columns: list[str]) -> None:
-    """Raise `InputError` where a frame lacks a column."""
-    for frame in frames:
-        missing = [column for column in columns if column not in frame]
-        if missing:
-            raise InputError("columns", list(frame.columns), f"a frame that also has {', '.join(missing)}")
+def categories_figure(
+    table: pd.DataFrame, title: str, labels: Mapping[str, str] | None = None, unit: str = "GiB",
+    budget: int | None = None,
+) -> Figure:  # fmt: skip
+    """One stacked bar for each configuration: bytes at the peak by category, in ``GiB`` or (decimal) ``GB``.
 
-
-def plot_categories(ax: Axes, table: pd.DataFrame, budget: int | None = None, unit: str = "GiB") -> Axes:
-    """One stacked bar for each configuration: bytes at the peak by category.
-
-    Args:
-        ax: Where to draw.
-        table: Columns configuration, category and bytes; configurations are drawn from top to bottom, categories in
-            the order in which they are first seen, those under 0.5 % of the largest peak without a name.
-        budget: Draw a line at this many bytes.
-        unit: ``GiB``, or ``GB`` (decimal).
-
-    Returns:
-        The axes.
+    Columns configuration, category and bytes; configurations are drawn from top to bottom, under the names of
+    ``labels``. Categories under 0.5 % of the largest peak have no name. A line stands at ``budget`` bytes.
     """
-    require_columns([table], ["configuration", "category", "bytes"])
-    size = UNITS[unit]
-    wide = table.pivot_table("bytes", "configuration", "category", "sum", fill_value=0, sort=False) / size
-    left = np.zeros(len(wide))
-    for category, sizes in wide.items():
-        label = category if sizes.max() > 0.005 * wide.sum(1).max() else None
-        ax.barh(wide.index, sizes, left=left, color=color(str(category)), label=label, height=0.7)
-        left += sizes.to_numpy()
-    for y, total in enumerate(left):
-        ax.annotate(f"{total:.1f}" if total >= 10 else f"{total:.2f}", (total, y), xytext=(4, 0),
-                    textcoords="offset points", va="center", fontsize=9)  # fmt: skip
+    wide = table.pivot_table("bytes", "configuration", "category", "sum", fill_value=0, sort=False) / UNITS[unit]
+    totals = wide.sum(axis=1)
+    colors = [color(category) for category in wide]
+    hidden = {name: f"_{name}" for name in wide if wide[name].max() <= 0.005 * totals.max()}
+    fig, ax = plt.subplots(figsize=(9, 1.6 + 0.32 * len(wide)))
+    wide.rename(labels or {}, columns=hidden).plot.barh(stacked=True, ax=ax, color=colors, width=0.7, legend=False)
+    ax.bar_label(ax.containers[-1], [f"{x:.1f}" if x >= 10 else f"{x:.2f}" for x in totals], padding=4, fontsize=9)
     if budget is not None:
-        ax.axvline(budget / size, color=color("text"), linestyle="--", linewidth=1)
-        where = dict(ha="right", va="bottom", fontsize=9, xytext=(-3, 0), textcoords="offset points")
-        ax.annotate(f"{budget / size:.0f} {unit}", (budget / size, -0.55), **where)
+        ax.axvline(budget / UNITS[unit], color=color("text"), linestyle="--", linewidth=1)
+        ax.annotate(f"{budget / UNITS[unit]:.0f} {unit} ", (budget / UNITS[unit], -0.6), ha="right", fontsize=9)
     ax.invert_yaxis()
-    ax.set_xlabel(f"bytes at the peak, {unit} (traced)")
-    ax.set_xlim(0, 1.12 * max(left.max(), (budget or 0) / size))
+    ax.margins(x=0.1)
     ax.grid(False, axis="y")
-    ax.figure.legend(loc="outside lower center", ncols=6)  # of the figure: the axes may be narrow beside long names
-    return ax
+    ax.set(title=title, xlabel=f"bytes at the peak, {unit} (traced)", ylabel="")
+    fig.legend(loc="outside lower center", ncols=6)  # of the figure: the axes may be narrow beside long names
+    return fig
 
 
-def plot_timelines(axes: Sequence[Axes], table: pd.DataFrame, unit: str = "GiB") -> None:
+def timelines_figure(table: pd.DataFrame, titles: Sequence[str], unit: str = "GiB", title: str = "") -> Figure:
     """Live bytes over the allocations of one step, each phase in its own colour; equal axes from 0.
 
-    Args:
-        axes: One for each configuration, in the table's order.
-        table: Columns configuration, phase and bytes, one row for each allocation in order, of all layers.
-        unit: ``GiB``, or ``GB`` (decimal).
+    Columns configuration, phase and bytes, one row for each allocation in order, of all layers. ``titles``: one for
+    each configuration, in the table's order.
     """
-    require_columns([table], ["configuration", "phase", "bytes"])
-    top = 1.05 * table["bytes"].max() / UNITS[unit]
-    for ax, (configuration, rows) in zip(axes, table.groupby("configuration", sort=False), strict=True):
-        live, index = rows["bytes"].to_numpy() / UNITS[unit], np.arange(len(rows))
+    fig, axes = plt.subplots(1, len(titles), figsize=(9, 3.8), sharey=True)
+    for ax, name, (_, rows) in zip(axes, titles, table.groupby("configuration", sort=False), strict=True):
+        live = rows.bytes.to_numpy() / UNITS[unit]
         for phase in rows.phase.unique():
             own = np.where(rows.phase == phase, live, np.nan)
-            ax.plot(index, own, color=color(phase), label=phase, linewidth=1.2)
-        ax.set(title=configuration, ylim=(0, top), xlabel="one optimizer step, in order of its allocations")
+            ax.plot(own, color=color(phase), label=phase, linewidth=1.2)
+        ax.set(title=name, xlabel="one optimizer step, in order of its allocations", ylim=(0, None))
         ax.set_xticks([])  # places in a step, of which long ones are thinned out
-        ax.set_ylabel(f"live bytes, {unit} (traced)")
         ax.legend()
+    axes[0].set_ylabel(f"live bytes, {unit} (traced)")
+    if title:
+        fig.suptitle(title, x=0.01, ha="left", fontsize=12)
+    return fig

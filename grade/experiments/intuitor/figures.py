@@ -4,59 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.axes import Axes
+import seaborn as sns
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
-from grade.plotting import SERIES, color, plain_log_ticks
-
-_COLORS = {"PPO": color("ppo"), "Intuitor": SERIES[0]}
-_PUBLISHED, _DOCUMENT = SERIES[0], SERIES[1]  # self-certainty and the document's formula
-
-
-def plot_peaks_by_length(ax: Axes, table: pd.DataFrame, stated: Mapping[int, tuple[float, float]]) -> Axes:
-    """Traced peaks of PPO and Intuitor against length, beside the document's, in decimal GB on a log axis."""
-    lengths = sorted(table.tokens.unique())
-    known = [n for n in lengths if n in stated]
-    for i, method in enumerate(("PPO", "Intuitor")):
-        if known:
-            ax.plot(known, [stated[n][i] for n in known], ":", color=_COLORS[method], label=f"{method}, as stated")
-        for kind, line, mark in (("dense logits", "--", "s"), ("logits in chunks", "-", "o")):
-            rows = table[table.step == f"{method}, {kind}"]
-            # Both methods have the same peak: PPO's marks are filled and larger, Intuitor's open, so that both show.
-            face, size, layer = (_COLORS[method], 6, 3) if method == "PPO" else ("none", 11, 2)
-            ax.plot(rows.tokens, rows.peak_gb, line, marker=mark, markersize=size, markerfacecolor=face, zorder=layer,
-                    markeredgewidth=1.5, color=_COLORS[method], linewidth=1.5, label=f"{method}, {kind}")  # fmt: skip
-    ax.set_yscale("log")
-    plain_log_ticks(ax)
-    ax.set_xticks(lengths, [f"{n / 1024:g}K" if n >= 1024 else str(n) for n in lengths])
-    ax.set_title("Traced, Intuitor needs no more memory than PPO")
-    ax.set_xlabel("tokens of a sequence")
-    ax.set_ylabel("peak of one GPU, GB")
-    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return ax
+from grade.plotting import SERIES, color, panels, plain_log_ticks
 
 
-def plot_peak_sweep(ax: Axes, sweep: pd.DataFrame) -> Axes:
-    """Self-certainty and the document's formula against the height of one logit."""
-    ax.plot(sweep.peak, sweep.published, marker="o", color=_PUBLISHED, label="self-certainty + log V")
-    ax.plot(sweep.peak, sweep.document, marker="s", color=_DOCUMENT, label="document's formula")
-    ax.set_ylim(0, 1.08 * max(sweep.published.max(), sweep.document.max()))
-    ax.set_title("One confident token hardly moves the formula")
-    ax.set_xlabel("one logit, raised to")
-    ax.set_ylabel("score of the row, nats")
-    ax.legend()
-    return ax
+def peaks_figure(lengths: pd.DataFrame, stated: Mapping[int, tuple[float, float]]) -> Figure:
+    """Traced peaks of PPO and Intuitor against length, beside the document's, in decimal GB on a log axis.
+
+    ``stated``: tokens to the document's GB of both; lengths that were not traced are left out.
+    """
+    rows = [dict(tokens=n, step=f"{method}, as stated", peak_gb=gb) for n in stated if n in set(lengths.tokens)
+            for method, gb in zip(("PPO", "Intuitor"), stated[n], strict=True)]  # fmt: skip
+    shown = pd.concat([pd.DataFrame(rows), lengths], ignore_index=True)
+    shown[["method", "logits"]] = shown.step.str.split(", ", expand=True).to_numpy()
+    # Both methods have the same peak: PPO's marks are larger, so that both show.
+    grid = panels(
+        sns.relplot, shown, "Traced, Intuitor needs no more memory than PPO", kind="line", x="tokens", y="peak_gb",
+        hue="method", palette={"PPO": color("ppo"), "Intuitor": SERIES[0]}, style="logits", markers=True, size="method",
+        sizes={"PPO": 4.5, "Intuitor": 1.5}, height=4, aspect=1.8,
+    )  # fmt: skip
+    names = {n: f"{n / 1024:g}K" if n >= 1024 else str(n) for n in sorted(lengths.tokens.unique())}
+    grid.set(yscale="log", xlabel="tokens of a sequence", ylabel="peak of one GPU, GB")
+    grid.ax.set_xticks(list(names), list(names.values()))
+    grid.ax.xaxis.set_minor_formatter(NullFormatter())
+    plain_log_ticks(grid.ax)
+    return grid.figure
 
 
-def plot_scores(ax: Axes, scores: pd.DataFrame) -> Axes:
-    """The document's score against self-certainty, one point per completion, each less its prompt's mean."""
-    centred = scores - scores.groupby("group").transform("mean").reindex(columns=scores.columns, fill_value=0)
-    ax.scatter(centred.self_certainty, centred.document, s=14, alpha=0.6, color=_DOCUMENT, linewidths=0,
-               label="one completion")  # fmt: skip
-    ends = [centred.self_certainty.min(), centred.self_certainty.max()]
-    ax.plot(ends, ends, color=color("line"), linewidth=1, linestyle="--", label="equal scores")
-    ax.set_title("On real text it scores on another scale")
-    ax.set_xlabel("self-certainty less the prompt's mean, nats")
-    ax.set_ylabel("formula less the prompt's mean, nats")
-    ax.legend()
-    return ax
+def certainty_figure(sweep: pd.DataFrame, scores: pd.DataFrame) -> Figure:
+    """Self-certainty and the document's formula: against the height of one logit, and of completions.
+
+    On the right one point per completion, each less its prompt's mean.
+    """
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
+    names = {"published": "self-certainty + log V", "document": "document's formula"}
+    table = sweep.rename(columns=names).melt("peak", list(names.values()), "formula", "nats")
+    sns.lineplot(table, x="peak", y="nats", hue="formula", palette=SERIES[:2], style="formula", markers=True,
+                 dashes=False, ax=left)  # fmt: skip
+    left.set(title="One confident token hardly moves the formula", xlabel="one logit, raised to",
+             ylabel="score of the row, nats", ylim=(0, None))  # fmt: skip
+    left.legend(title=None)
+    centred = scores[["self_certainty", "document"]] - scores.groupby("group").transform("mean")
+    sns.scatterplot(centred, x="self_certainty", y="document", s=14, alpha=0.6, color=SERIES[1], linewidth=0,
+                    label="one completion", ax=right)  # fmt: skip
+    right.axline((0, 0), slope=1, color=color("line"), linewidth=1, linestyle="--", label="equal scores")
+    right.set(title="On real text it scores on another scale", ylabel="formula less the prompt's mean, nats",
+              xlabel="self-certainty less the prompt's mean, nats")  # fmt: skip
+    right.legend()
+    return fig

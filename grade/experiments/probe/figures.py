@@ -2,105 +2,79 @@
 
 from __future__ import annotations
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+import seaborn as sns
+from matplotlib.figure import Figure
 
-from grade.plotting import SERIES, color
+from grade.plotting import INTERVAL, SERIES, color, panels, with_ends
 
-_UP, _DOWN = color("bad"), color("good")  # parts that raise the entropy, and that lower it
+_SIGNS = {"raises entropy": color("bad"), "lowers entropy": color("good")}
 
 
-def plot_sweep(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Predicted and true change of entropy per size of step, against the learning rate.
+def sweep_figure(table: pd.DataFrame) -> Figure:
+    """Predicted and true change over the step's multiple of the run's learning rate, and predicted over true minus 1.
 
-    Both are divided by the step's multiple of the run's learning rate, so that a linear prediction is a level line, and
-    all step sizes share a signed linear axis. Bars: two standard errors.
+    Divided so, a linear prediction is a level line, and all step sizes share a signed axis. Bars: ± 2 SE.
     """
-    steps = table.groupby("step")
-    for i, (step, rows) in enumerate(steps):
-        shade, shift = SERIES[i % len(SERIES)], _shift(i, len(steps))
-        ax.plot(rows.learning_rate, rows.delta_h1_forward / rows.multiple, color=shade, linewidth=1.5,
-                label=f"training step {step}: predicted")  # fmt: skip
-        ax.errorbar(rows.learning_rate * shift, rows.delta_h / rows.multiple,
-                    yerr=2 * rows.delta_h_stderr / rows.multiple, fmt="o", color=shade, markersize=6, capsize=3,
-                    linewidth=1, label=f"training step {step}: true, ± 2 SE")  # fmt: skip
-    ax.axhline(0, color=color("line"), linewidth=1, linestyle="--")
-    ax.set_xscale("log")
-    ax.set_title("The true change agrees with the prediction")
-    ax.set_xlabel("learning rate of the step")
-    ax.set_ylabel("change / step size, nats a completion")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-    return ax
+    change = dict(quantity="change / step size, nats per completion")
+    predicted = table.assign(y=table.delta_h1_forward / table.multiple, error=0.0, what="predicted", **change)
+    true = table.assign(y=table.delta_h / table.multiple, error=table.delta_h_stderr / table.multiple, what="true",
+                        **change)  # fmt: skip
+    ratio = table.assign(y=table.linearity_error, error=table.linearity_error_stderr, what="true",
+                         quantity="predicted / true change - 1, same samples")  # fmt: skip
+    shown = pd.concat([predicted, true, ratio], ignore_index=True)
+    shown = shown.assign(low=shown.y - 2 * shown.error, high=shown.y + 2 * shown.error)
+    shown["step"] = "training step " + shown.step.astype(str)
+    grid = panels(
+        sns.relplot, with_ends(shown, "y"), "The true change agrees with the prediction, whose error vanishes with the "
+        "step", kind="line", x="learning_rate", y="y", hue="step", palette=SERIES[: table.step.nunique()],
+        style="what", markers=True, err_style="bars", err_kws=dict(capsize=3), col="quantity", linewidth=1.3,
+        height=4, facet_kws=dict(sharey=False), **INTERVAL,
+    )  # fmt: skip
+    grid.refline(y=0, color=color("line"))
+    for quantity, ax in grid.axes_dict.items():
+        ax.set(xscale="log", xlabel="learning rate of the step", ylabel=quantity, title="")
+    return grid.figure
 
 
-def plot_linearity(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Linear over true change on the same samples, minus one, against learning rate. Bars: two standard errors."""
-    steps = table.groupby("step")
-    for i, (step, rows) in enumerate(steps):
-        ax.errorbar(rows.learning_rate * _shift(i, len(steps)), rows.linearity_error,
-                    yerr=2 * rows.linearity_error_stderr, fmt="o-", color=SERIES[i % len(SERIES)], capsize=3,
-                    linewidth=1, label=f"training step {step}, ± 2 SE")  # fmt: skip
-    ax.axhline(0, color=color("line"), linewidth=1, linestyle="--")
-    ax.set_xscale("log")
-    ax.set_title("The error vanishes with the step")
-    ax.set_xlabel("learning rate of the step")
-    ax.set_ylabel("predicted / true change - 1, same samples")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-    return ax
+def parts_figure(layers: pd.DataFrame, sequences: pd.Series) -> Figure:
+    """Each layer's and each completion's part of one prediction: layers sum to it, completions average to it."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.8))
+    names = layers.layer.astype(str).where(layers.layer >= 0, "rest")
+    parts = layers.part, sequences.sort_values()
+    for ax, x, y in zip(axes, (names, np.arange(len(sequences))), parts, strict=True):
+        sns.barplot(x=x.to_numpy() if x is names else x, y=y.to_numpy(), hue=np.where(y > 0, *_SIGNS), palette=_SIGNS,
+                    dodge=False, width=0.9, saturation=1, ax=ax)  # fmt: skip
+        ax.axhline(0, color=color("text"), linewidth=0.8)
+        ax.xaxis.set_major_locator(plt.MaxNLocator(7, integer=True))
+        ax.set_ylabel("part of the predicted change, nats")
+    axes[0].set(title="Layers pull the entropy both ways", xlabel="layer")
+    axes[1].axhline(sequences.mean(), color=color("text"), linewidth=1, linestyle="--", label="mean: the prediction")
+    axes[1].set(title="The mean is small beside its parts", xlabel="completions, in order of their parts")
+    axes[1].legend()
+    return fig
 
 
-def _shift(i: int, n: int) -> float:
-    """Factor that lets the bars of n training steps stand side by side on a log axis."""
-    return 1.08 ** (i - (n - 1) / 2)
-
-
-def plot_layers(ax: Axes, layers: pd.DataFrame) -> Axes:
-    """Each layer's part of the predicted change."""
-    names = ["rest" if layer < 0 else str(layer) for layer in layers.layer]
-    ax.bar(names, layers.part, color=[_UP if part > 0 else _DOWN for part in layers.part])
-    ax.axhline(0, color=color("text"), linewidth=0.8)
-    ax.set_title("Layers pull the entropy both ways")
-    ax.set_xlabel("layer")
-    ax.set_ylabel("part of the predicted change, nats")
-    if len(layers) > 12:
-        ax.set_xticks(range(0, len(layers), 5))
-    ax.legend(handles=[Patch(color=_UP, label="raises entropy"), Patch(color=_DOWN, label="lowers entropy")])
-    return ax
-
-
-def plot_sequences(ax: Axes, parts: pd.Series) -> Axes:
-    """Each completion's part of the predicted change, in order, with their mean."""
-    values = sorted(parts)
-    ax.bar(range(len(values)), values, width=1, color=[_UP if value > 0 else _DOWN for value in values])
-    ax.axhline(parts.mean(), color=color("text"), linewidth=1, linestyle="--", label="mean: the prediction")
-    ax.set_title("The mean is small beside its parts")
-    ax.set_xlabel("completions, in order of their parts")
-    ax.set_ylabel("part of the predicted change, nats")
-    ax.legend()
-    return ax
-
-
-def plot_precision(ax: Axes, table: pd.DataFrame) -> Axes:
+def precision_figure(table: pd.DataFrame) -> Figure:
     """Change of entropy against step size, the forward passes in each type."""
     first = table[table.dtype == table.dtype.iloc[0]]
-    ax.plot(first.multiple, first.predicted, color=color("line"), linestyle="--", linewidth=1.5, label="predicted")
-    for shade, mark, (name, rows) in zip(SERIES, "osv", table.groupby("dtype", sort=False), strict=False):
-        ax.plot(rows.multiple, rows.delta_h, f"{mark}-", color=shade, linewidth=1, label=f"measured in {name}")
-    ax.axhline(0, color=color("text"), linewidth=0.8)
-    ax.set_xscale("log")
-    ax.set_title("bfloat16 is too coarse for small steps")
-    ax.set_xlabel("step size, times the learning rate")
-    ax.set_ylabel("change of entropy, nats a completion")
-    ax.legend()
-    return ax
+    lines = [first.assign(delta_h=first.predicted, line="predicted"), table.assign(line="measured in " + table.dtype)]
+    grid = panels(
+        sns.relplot, pd.concat(lines, ignore_index=True), "bfloat16 is too coarse for small steps", kind="line",
+        x="multiple", y="delta_h", hue="line", palette=[color("line"), *SERIES[: table.dtype.nunique()]], style="line",
+        markers=True, height=3.8, aspect=1.6,
+    )  # fmt: skip
+    grid.refline(y=0, color=color("text"))
+    grid.set(xscale="log", xlabel="step size, times the learning rate",
+             ylabel="change of entropy, nats per completion")  # fmt: skip
+    return grid.figure
 
 
-def plot_phases(ax: Axes, table: pd.DataFrame) -> Axes:
+def phases_figure(table: pd.DataFrame) -> Figure:
     """Peak of live bytes in each phase of a probe, in decimal MB above those that were there before it."""
-    ax.barh(table.phase, table.peak_bytes / 1e6, color=SERIES[0])
-    ax.invert_yaxis()
-    ax.grid(False, axis="y")
-    ax.set_title("Gradients need the most memory")
-    ax.set_xlabel("peak of live bytes, MB")
-    return ax
+    fig, ax = plt.subplots(figsize=(6.4, 2.8))
+    sns.barplot(x=table.peak_bytes / 1e6, y=table.phase, color=SERIES[0], saturation=1, ax=ax)
+    ax.set(title="Gradients need the most memory", xlabel="peak of live bytes, MB", ylabel="")
+    return fig

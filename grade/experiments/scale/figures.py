@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.scale.metrics import peer_ratios
 from grade.memory.live import CATEGORIES, SHARDED
-from grade.plotting import GIB, SERIES, color
+from grade.plotting import GIB, INTERVAL, SERIES, color, panels, with_ends
 
 _SHARDINGS = {"ddp": "a copy on each (ddp)", "fsdp2": "divided (fsdp2)"}
 
@@ -16,34 +17,29 @@ _SHARDINGS = {"ddp": "a copy on each (ddp)", "fsdp2": "divided (fsdp2)"}
 def gpus_figure(table: pd.DataFrame) -> Figure:
     """Peak of one of several GPUs by category, the base copied and divided."""
     fig, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
+    shown = [name for name in (*CATEGORIES, *SHARDED) if name in table and table[name].max() > 0]
     for ax, (sharding, title) in zip(axes, _SHARDINGS.items(), strict=True):
-        rows = table[table["sharding"] == sharding]
-        names, bottom = rows["gpus"].astype(str).tolist(), [0.0] * len(rows)
-        for category in (c for c in (*CATEGORIES, *SHARDED) if c in table and table[c].max() > 0):
-            sizes = (rows[category].fillna(0) / GIB).tolist()
-            ax.bar(names, sizes, bottom=bottom, color=color(category), label=category, width=0.7)
-            bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
-        ax.set(title=title, xlabel="GPUs, each with a batch of its own")
-    axes[0].set_ylabel("peak of one GPU, GiB")
-    handles, labels = axes[1].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside right center")
+        sizes = table[table.sharding == sharding].set_index("gpus")[shown].fillna(0) / GIB
+        sizes.plot.bar(stacked=True, ax=ax, color=[color(name) for name in shown], width=0.7, rot=0, legend=False)
+        ax.set(title=title, xlabel="GPUs, each with a batch of its own", ylabel="peak of one GPU, GiB")
+    fig.legend(*axes[1].get_legend_handles_labels(), loc="outside right center")
     return fig
 
 
 def sampling_figure(table: pd.DataFrame) -> Figure | None:
-    """Seconds of a completion over TRL's, with 95 % intervals."""
+    """Seconds of a completion over TRL's, with 95 % intervals; None if TRL was not timed."""
     ratios = peer_ratios(table)
     if ratios.empty:
         return None
-    fig, ax = plt.subplots(figsize=(6.4, 3.2))
-    names = list(dict.fromkeys(ratios["sampler"]))
-    for number, (batch, rows) in enumerate(ratios.groupby("batch", sort=True)):
-        places = [names.index(name) + 0.2 * number for name in rows["sampler"]]
-        spread = [rows["ratio"] - rows["ratio_low"], rows["ratio_high"] - rows["ratio"]]
-        ax.errorbar(places, rows["ratio"], spread, fmt="os^v"[number % 4], color=SERIES[number % len(SERIES)],
-                    label=f"{batch} completions", capsize=3)  # fmt: skip
-    ax.axhline(1, color=color("line"), linestyle="--", linewidth=1, zorder=0)
-    ax.set_xticks([place + 0.1 for place in range(len(names))], names)
-    ax.set(ylabel="seconds over TRL's", ylim=(0, None))
-    ax.legend()
-    return fig
+    shown = with_ends(ratios, "ratio", "ratio_low", "ratio_high").assign(
+        completions=lambda rows: rows.batch.astype(str) + " completions"
+    )
+    many = ratios.batch.nunique()
+    grid = panels(
+        sns.catplot, shown, "Seconds of a completion over TRL's", kind="point", x="sampler", y="ratio",
+        hue="completions", palette=SERIES[:many], dodge=0.3 if many > 1 else False, linestyle="none", capsize=0.1,
+        height=3.2, aspect=1.8, err_kws=dict(linewidth=1.5), **INTERVAL,
+    )  # fmt: skip
+    grid.refline(y=1, color=color("line"))
+    grid.set(ylabel="seconds over TRL's", xlabel="", ylim=(0, None))
+    return grid.figure

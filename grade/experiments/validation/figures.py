@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import pandas as pd
-from matplotlib.axes import Axes
+import seaborn as sns
+from matplotlib.figure import Figure
 
-from grade.plotting import SERIES, color
+from grade.plotting import INTERVAL, SERIES, color, panels, with_ends
 
 
-def plot_first_order(ax: Axes, table: pd.DataFrame) -> Axes:
+def first_order_figure(table: pd.DataFrame) -> Figure:
     """Predicted against true change of entropy, both in absolute value, on log axes."""
-    ways = {"forward": ("o", "forward mode"), "reverse": ("s", "reverse mode"), "two_batch": ("^", "two batches")}
-    for i, (way, (mark, label)) in enumerate(ways.items()):
-        ax.plot(table.exact.abs(), table[way].abs(), mark, color=SERIES[i], markersize=11 - 3 * i, fillstyle="none",
-                label=label)  # fmt: skip
-    ends = [table.exact.abs().min(), table.exact.abs().max()]
-    ax.plot(ends, ends, color=color("line"), linewidth=1, linestyle="--", label="equal")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_title("Every way of predicting meets the true change")
-    ax.set_xlabel("true change, nats a completion")
-    ax.set_ylabel("predicted change, nats a completion")
-    ax.legend()
-    return ax
+    ways = {"forward": "forward mode", "reverse": "reverse mode", "two_batch": "two batches"}
+    shown = table.rename(columns=ways).abs().melt("exact", list(ways.values()), "way", "predicted")
+    grid = panels(sns.relplot, shown, "Every way of predicting meets the true change", x="exact", y="predicted",
+                  hue="way", palette=SERIES[:3], style="way", s=80, alpha=0.6, height=3.6, aspect=1.5)  # fmt: skip
+    grid.ax.axline((shown.exact.min(),) * 2, (shown.exact.max(),) * 2, color=color("line"), linewidth=1, linestyle="--")
+    grid.set(xscale="log", yscale="log", xlabel="true change, nats per completion",
+             ylabel="predicted change, nats per completion")  # fmt: skip
+    return grid.figure
 
 
-def plot_importance(ax: Axes, table: pd.DataFrame) -> Axes:
-    """Mean estimate over true change by importance sampling, against the effective share of the samples."""
-    apart = 0.009 * (table.ess.max() - table.ess.min())  # the bars of a step stand side by side
-    ways = {"whole": ("o", -apart, "completions"), "prefix": ("s", apart, "prefixes")}
-    for series, (way, (mark, shift, label)) in zip(SERIES, ways.items(), strict=False):
-        rows = table[table.way == way]
-        ax.errorbar(rows.ess + shift, rows["mean"] / rows.exact, yerr=2 * rows.bias_stderr / rows.exact.abs(),
-                    fmt=mark, color=series, capsize=3, linewidth=1.5, label=f"weights of {label}, ± 2 SE")  # fmt: skip
-    for row in table[table.way == "whole"].itertuples():
-        ax.annotate(f"step {row.eta:g}", (row.ess, row.mean / row.exact), xytext=(-7, 5), ha="right",
-                    textcoords="offset points", fontsize=9)  # fmt: skip
-    ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
-    ax.margins(x=0.16)
-    ax.set_title("Importance sampling meets the truth within its error")
-    ax.set_xlabel("effective share of the samples (larger step sizes to the left)")
-    ax.set_ylabel("estimate / true change")
-    ax.legend()
-    return ax
+def importance_figure(table: pd.DataFrame) -> Figure:
+    """Mean estimate over true change by importance sampling, ± 2 SE, by step size."""
+    ratio, error = table["mean"] / table.exact, 2 * table.bias_stderr / table.exact.abs()
+    share = table.ess.map("{:.0%}".format)
+    shown = table.assign(
+        ratio=ratio, low=ratio - error, high=ratio + error, step=table.eta.map("{:g}".format) + "\n" + share,
+        weights="weights of " + table.way.map({"whole": "completions", "prefix": "prefixes"}),
+    )  # fmt: skip
+    grid = panels(
+        sns.catplot, with_ends(shown, "ratio"), "Importance sampling meets the truth within its error", kind="point",
+        x="step", y="ratio", hue="weights", palette=SERIES[:2], dodge=0.3, linestyle="none", capsize=0.1, height=3.6,
+        aspect=1.5, err_kws=dict(linewidth=1.5), **INTERVAL,
+    )  # fmt: skip
+    grid.refline(y=1, color=color("line"))
+    grid.set(xlabel="step size, and effective share of the samples", ylabel="estimate / true change, ± 2 SE")
+    return grid.figure
