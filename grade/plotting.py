@@ -166,7 +166,8 @@ def categories_figure(
     colors = [color(category) for category in wide]
     hidden = {name: f"_{name}" for name in wide if wide[name].max() <= 0.005 * totals.max()}
     fig, ax = plt.subplots(figsize=(9, 1.6 + 0.32 * len(wide)))
-    wide.rename(labels or {}, columns=hidden).plot.barh(stacked=True, ax=ax, color=colors, width=0.7, legend=False)
+    wide = wide.rename(index=labels or {}, columns=hidden)
+    wide.plot.barh(stacked=True, ax=ax, color=colors, width=0.7, legend=False)
     ax.bar_label(ax.containers[-1], [f"{x:.1f}" if x >= 10 else f"{x:.2f}" for x in totals], padding=4, fontsize=9)
     if budget is not None:
         ax.axvline(budget / UNITS[unit], color=color("text"), linestyle="--", linewidth=1)

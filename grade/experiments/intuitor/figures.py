@@ -25,7 +25,8 @@ def peaks_figure(lengths: pd.DataFrame, stated: Mapping[int, tuple[float, float]
     # Both methods have the same peak: PPO's marks are larger, so that both show.
     grid = panels(
         sns.relplot, shown, "Traced, Intuitor needs no more memory than PPO", kind="line", x="tokens", y="peak_gb",
-        hue="method", palette={"PPO": color("ppo"), "Intuitor": SERIES[0]}, style="logits", markers=True, size="method",
+        hue="method", palette={"PPO": color("ppo"), "Intuitor": SERIES[0]}, style="logits",
+        style_order=["logits in chunks", "dense logits", "as stated"], markers=True, size="method",
         sizes={"PPO": 4.5, "Intuitor": 1.5}, height=4, aspect=1.8,
     )  # fmt: skip
     names = {n: f"{n / 1024:g}K" if n >= 1024 else str(n) for n in sorted(lengths.tokens.unique())}

@@ -38,8 +38,9 @@ def sampling_figure(table: pd.DataFrame) -> Figure | None:
     grid = panels(
         sns.catplot, shown, "Seconds of a completion over TRL's", kind="point", x="sampler", y="ratio",
         hue="completions", palette=SERIES[:many], dodge=0.3 if many > 1 else False, linestyle="none", capsize=0.1,
-        height=3.2, aspect=1.8, err_kws=dict(linewidth=1.5), **INTERVAL,
+        markersize=6, height=3.2, aspect=1.8, err_kws=dict(linewidth=1.5), **INTERVAL,
     )  # fmt: skip
-    grid.refline(y=1, color=color("line"))
+    for ax in grid.axes.flat:
+        ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
     grid.set(ylabel="seconds over TRL's", xlabel="", ylim=(0, None))
     return grid.figure
