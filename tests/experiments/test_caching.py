@@ -1,18 +1,11 @@
 """Document 002: options that must agree, measurements on a toy model, and verdicts that follow the figures."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from conftest import make_backbone, make_prompts
 
 from grade.errors import InputError
 from grade.experiments.caching.claims import caching_claims
-from grade.experiments.caching.figures import (
-    plot_layer_differences,
-    plot_layer_groups,
-    plot_option_timelines,
-    plot_options,
-)
 from grade.experiments.caching.measure import options as caching
 from grade.experiments.caching.measure.tables import Measurements, Settings
 from grade.experiments.caching.metrics import layer_parts, metrics, timed_metrics
@@ -114,30 +107,3 @@ def test_each_table_is_the_same_when_it_is_measured_alone(measurements):
 def test_the_claims_follow_from_the_metrics(measurements):
     figures = metrics(Tables(measurements), measurements.settings)
     assert len(caching_claims(QWEN25_3B, 2, 16, figures)) == 20
-
-
-def test_the_figure_of_the_layers(toy):
-    fig, ax = plt.subplots()
-    plot_layer_differences(ax, caching.layer_differences(*toy))
-    assert ax.get_xlabel() and ax.get_ylabel() and ax.get_ylim()[0] == 0
-    plt.close(fig)
-
-
-def test_a_part_has_one_colour_in_every_bar():
-    fig, ax = plt.subplots()
-    plot_layer_groups(ax, {"document": {"MLP": 2.0, "norms": 1.0}, "traced": {"MLP": 3.0, "adapter inputs": 1.5}})
-    bars = {c.get_label(): c for c in ax.containers}
-    assert [p.get_width() for p in bars["MLP"]] == [2, 3] and [p.get_width() for p in bars["norms"]] == [1, 0]
-    assert len({p.get_facecolor() for c in ax.containers for p in c}) == 4
-    assert [t.get_text() for t in ax.texts] == ["3", "4.5"]
-    plt.close(fig)
-
-
-def test_the_figures_of_the_options(measurements):
-    fig, axes = plt.subplots(1, 3)
-    plot_options(axes[0], measurements.categories())
-    assert [t.get_text() for t in axes[0].get_yticklabels()] == list(caching.OPTIONS.values())
-    assert "GB" in axes[0].get_xlabel() and "GiB" not in axes[0].get_xlabel()
-    plot_option_timelines(axes[1:], measurements.timelines())
-    assert axes[1].get_ylim() == axes[2].get_ylim() and axes[1].get_ylim()[0] == 0
-    plt.close(fig)

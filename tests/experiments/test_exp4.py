@@ -1,16 +1,13 @@
 """Experiment 4: configurations, token counts by hand, and verdicts that follow from the figures."""
 
-import matplotlib.pyplot as plt
 import pytest
 
 from grade.experiments.claims import to_markdown
 from grade.experiments.exp4.claims import exp4_claims
-from grade.experiments.exp4.figures import plot_configurations, plot_loop_and_replay
 from grade.experiments.exp4.measure import steps as exp4
 from grade.experiments.exp4.measure.tables import Measurements, Settings
 from grade.experiments.exp4.metrics import GIB, metrics, timed_metrics
 from grade.experiments.measured import Tables, measure_all
-from grade.memory.step import StepConfig
 
 SETTINGS = Settings(prompt_tokens=3)
 STEPS = exp4.configurations("tiny", 3, (2, 1), (2, 1))
@@ -46,10 +43,6 @@ def test_each_change_changes_only_itself():
         assert {k for k, v in STEPS[name].model_dump().items() if v != start[k]} == keys
 
 
-def test_every_configuration_has_a_label_of_its_own():
-    assert list(STEPS) == list(exp4.LABELS) and len(set(exp4.LABELS.values())) == len(STEPS)
-
-
 def test_what_helps_and_what_does_not(measurements):
     peak = measurements.configurations().set_index("configuration").peak_bytes
     for name in ("half_batch", "shorter", "bfloat16", "checkpointed"):
@@ -80,21 +73,3 @@ def test_tables_read_again_give_the_same_metrics(measurements, tmp_path):
         assert read[name].equals(live[name]), name
     start = read["configurations"].set_index("configuration").loc["start"]
     assert metrics(read, SETTINGS)["exp4/legacy_fp32_peak_gib"] == start.peak_bytes / GIB
-
-
-def test_figures_show_every_configuration_that_fits_the_scale(measurements):
-    categories = measurements.categories()
-    fig, axes = plt.subplots(1, 3)
-    plot_configurations(axes[0], categories, budget=2**20)
-    far = {"autocast"}  # the tiny model's is beyond the scale as well
-    assert [t.get_text() for t in axes[0].get_yticklabels()] == [v for k, v in exp4.LABELS.items() if k not in far]
-    plot_loop_and_replay(axes[1:], measurements.timelines())
-    assert axes[1].get_ylim() == axes[2].get_ylim() and axes[1].get_ylim()[0] == 0
-    labels = [t.get_text() for t in axes[2].get_legend().get_texts()]
-    assert {"rollout", "backward", "optimizer"} <= set(labels)
-    plt.close(fig)
-
-
-def test_options_of_a_step_reach_the_engine():
-    assert StepConfig(engine="unrolled", explicit_freeing=True).make_engine().keywords["options"].drop_lists
-    assert StepConfig(engine="replay", gradient_checkpointing=True).make_engine().keywords["gradient_checkpointing"]

@@ -2,11 +2,9 @@
 
 import math
 
-import matplotlib.pyplot as plt
 import pytest
 
 from grade.experiments.intuitor.claims import intuitor_claims
-from grade.experiments.intuitor.figures import plot_peak_sweep, plot_peaks_by_length, plot_scores
 from grade.experiments.intuitor.measure import study as intuitor
 from grade.experiments.intuitor.measure.tables import Measurements
 from grade.experiments.intuitor.metrics import metrics, peaks_by_length
@@ -100,13 +98,3 @@ def test_the_timelines_are_of_one_gpu_that_divides_nothing(tables):
     for step, config in intuitor.update_configs("tiny", 96).items():
         if config.self_certainty:
             assert top[step] == trace(config).peak
-
-
-def test_figures(tables):
-    fig, axes = plt.subplots(1, 3)
-    plot_peaks_by_length(axes[0], tables["lengths"], {96: (1, 2)})
-    assert len(axes[0].lines) == 6  # two as stated, four traced
-    plot_peak_sweep(axes[1], tables["sweep"])
-    plot_scores(axes[2], tables["scores"])
-    assert len(axes[2].collections[0].get_offsets()) == len(tables["scores"])
-    plt.close(fig)

@@ -1,6 +1,5 @@
 """The probe on a policy, and document 003: three ways to one gradient, memory, verdicts that follow the figures."""
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
@@ -10,7 +9,6 @@ from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, 
 from grade.errors import InputError
 from grade.experiments.measured import Tables, read_table, write_table
 from grade.experiments.probe.claims import probe_claims
-from grade.experiments.probe.figures import plot_layers, plot_linearity, plot_phases, plot_precision, plot_sweep
 from grade.experiments.probe.measure.proposals import (
     ProbeStepConfig,
     held_gradient,
@@ -139,16 +137,3 @@ def test_the_command_reads_the_probes_section_of_the_experiments_parameters(tmp_
     assert ProbeRunConfig.load([file, tmp_path / "own.yaml"], section="probe").learning_rate == 1e-3
     with pytest.raises(InputError, match="model"):
         ProbeRunConfig.load([file])
-
-
-def test_figures_show_signed_changes_with_whole_error_bars(tables):
-    fig, axes = plt.subplots(1, 5)
-    plot_sweep(axes[0], tables["sweep"])
-    assert axes[0].get_yscale() == plot_linearity(axes[1], tables["sweep"]).get_yscale() == "linear"
-    low, high = axes[0].get_ylim()
-    change, error = (tables["sweep"][name] / tables["sweep"].multiple for name in ("delta_h", "delta_h_stderr"))
-    assert low < (change - 2 * error).min() and (change + 2 * error).max() < high
-    assert len(plot_layers(axes[2], tables["layers"]).patches) == len(tables["layers"])
-    assert len(plot_precision(axes[3], tables["precision"]).lines) == 4  # predicted, two types, zero
-    assert len(plot_phases(axes[4], tables["phases"]).patches) == 5
-    plt.close(fig)
