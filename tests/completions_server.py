@@ -23,6 +23,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock, torch.random.fork_rng(devices=[]):
             server.requests.append((self.path, body))
+            server.headers = self.headers
             status, answer = {
                 "/v1/completions": server.complete, "/v1/load_lora_adapter": server.load,
                 "/v1/unload_lora_adapter": server.unload,

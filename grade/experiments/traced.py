@@ -20,9 +20,9 @@ from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
 from grade.memory.trace import Trace
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
+from grade.models.head import certainty_of_logits
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden, score
-from grade.models.self_certainty import certainty_of_logits
 
 MOST_POINTS = 1000
 """Points of a timeline: as many as a figure of its width can show."""

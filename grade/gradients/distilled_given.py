@@ -1,7 +1,7 @@
 """The method `distilled` on completions that another engine has sampled.
 
 Not corrected for the sampler's policy: the residual's weight assumes samples of the policy itself, so the trainer
-bounds how far the two may be apart (`grade.models.samplers.interface.mismatch`).
+bounds how far the two may be apart (`grade.models.samplers.Samples.mismatch`).
 """
 
 from __future__ import annotations

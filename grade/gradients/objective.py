@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.methods import POLICY_GRADIENTS
-from grade.models.embedding import EmbeddingTable
+from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, scored_text
 

@@ -41,8 +41,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import predicting_hidden, score_hidden, token_kl
-from grade.models.self_certainty import completion_certainty
+from grade.models.scoring import completion_certainty, predicting_hidden, score_hidden, token_kl
 
 CLOSED_FORM_PENALTY = 0.1
 """Ridge penalty of `ClosedFormValues` a token, in units of a normalised state's mean square, 1."""

@@ -39,8 +39,7 @@ from grade.gradients.all_action import embedding_values, expected_values
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.rollout import Rollout, condition, noise_given, sample
-from grade.models.embedding import EmbeddingTable
-from grade.models.head import kl_divergence, support_logits, token_logps, weighted_embedding
+from grade.models.head import EmbeddingTable, kl_divergence, support_logits, token_logps, weighted_embedding
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import forbid_eos

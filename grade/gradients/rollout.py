@@ -19,10 +19,9 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, alone, draw_given
-from grade.models.decode_linear import skinny_products
 from grade.models.head import chunk_rows, weighted_embedding
 from grade.models.prompts import PromptBatch
-from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos
+from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos, skinny_products
 from grade.models.scoring import check_shapes, predicting_hidden
 from grade.models.sharding import whole
 

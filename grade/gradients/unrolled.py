@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.models.embedding import EmbeddingTable
-from grade.models.head import kl_divergence, support_logits, weighted_embedding
+from grade.models.head import EmbeddingTable, kl_divergence, support_logits, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, forbid_eos, is_eos
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 from grade.errors import InputError
 from grade.memory.nodata import NoData
 from grade.models.backbone import Backbone, errors_only
-from grade.models.embedding import EmbeddingTable
+from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import Reward
 from grade.rewards.classifier import TextClassifier

@@ -23,7 +23,7 @@ from grade.gradients.policy_gradient import StepContext
 from grade.memory.nodata import has_data
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
-from grade.models.states import completion_states
+from grade.models.scoring import completion_states
 
 SHARES = torch.tensor([1.0, 0.5], dtype=torch.float64)
 """A square and the shares of two equal parts, where there is no data."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from grade.models import decode_linear as skinny
+from grade.models import sampling
 from grade.models.sharding import ShardedTable
 
 Device = Literal["cpu", "cuda"]
@@ -102,7 +102,7 @@ def kernels_of(device: Device) -> Iterator[None]:
         return (fused if query.device.type == "meta" else attention)(query, *args, **kwargs)
 
     with (
-        patch.object(skinny, "DEVICES", ("cpu", "meta") if device == "cpu" else ()),
+        patch.object(sampling, "SKINNY_DEVICES", ("cpu", "meta") if device == "cpu" else ()),
         patch.object(F, "scaled_dot_product_attention", on_meta_too),
         patch.object(torch, "Generator", _Generator),
         patch.object(masking_utils, "is_tracing", lambda *_: True),

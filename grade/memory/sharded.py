@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, 
 from grade.errors import InputError
 from grade.memory.live import LiveTracker
 from grade.models.backbone import Backbone
-from grade.models.sharding import RowShards, shard
+from grade.models.sharding import RowShards
 
 Sharding = Literal["fsdp2", "ddp"]
 """How processes share a base: each has a part, or each has a copy."""
@@ -57,12 +57,12 @@ def alone_among(processes: int) -> Iterator[None]:
 
 
 def divide(backbone: Backbone) -> None:
-    """Keep this process's share of a base only; see `grade.models.sharding.shard`.
+    """Keep this process's share of a base only; see `grade.models.sharding`.
 
     Args:
         backbone: On a device, on meta or fake; changed in place.
     """
-    shard(backbone, backbone.device)
+    backbone.shard(backbone.device)
     if backbone.device.type != "meta":
         return
     for module in backbone.decoder.modules():  # FSDP2 has no meta: it would gather into tensors with data

@@ -5,6 +5,10 @@ regular expressions, Conv1D. Whatever else a configuration asks for is rejected 
 embedding and prompt-learning ones, which change what policy, reference and reward share; initialisations and biases
 that change the base, which is the reference; variants that sampling with folded weights would leave out.
 
+Sampling uses weights with the adapter folded in. That is exact where a model calls its adapted layers. Some models
+read the weight of a layer instead, as in absorbed projections of latent attention: a pass would leave the adapter out,
+and sampling would not. So each new adapter is tried with both.
+
 Left out: adapters in pickled files.
 """
 
@@ -17,23 +21,22 @@ import json
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora.layer import Embedding, Linear
+from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from grade.config import Config
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.models.fingerprint import fingerprint, same_base
-from grade.models.folding import lora_layers, refuse_unfoldable
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 BASE_FILE = "base_fingerprint.json"
@@ -44,7 +47,7 @@ _ANY_VALUE = {
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying",
     "task_type", "init_lora_weights",
 }  # fmt: skip
-"""Settings of plain LoRA, those of what another setting would have to switch on, and two that are checked apart."""
+"""Settings of plain LoRA, those of what another setting would have to switch on, and two with rules of their own."""
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """Initialisations that leave the base as it is and train all of A and B; a new adapter cannot have the last."""
 _REASONS = {
@@ -59,6 +62,14 @@ _NOT_PLAIN = "plain LoRA only: what sampling leaves out would be trained and not
 MOST_RANKS = 16384
 """Largest rank: the width of the widest public models. A matrix has no higher one, and memory for more is not there."""
 
+FOLDED_TYPES = (torch.float32, torch.float64)
+"""Types of a base whose adapter is folded: rounding ``W + B A`` to 8 bits would lose the adapter."""
+_NOISE, _SHARE, _TOKENS = 0.1, 0.1, 5
+"""Of the check that folding is exact: size of its adapter against the weights', largest difference against the
+adapter's effect, and tokens. A layer type that is left out has a larger share; rounding, TF32 included, a smaller."""
+_FITS = "an adapter that fits this model"
+_OTHER_LAYERS = "layers other than the head and the embedding: policy, reference and reward share those"
+
 
 class LoraSettings(Config):
     """Settings of the trained adapter (Hu et al. 2021, arXiv:2106.09685)."""
@@ -72,15 +83,9 @@ class LoraSettings(Config):
 
 
 def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: int) -> PeftModel:
-    """Put a new adapter on a model, which is changed in place.
+    """Put a new adapter on a frozen base, which is changed in place; the wrapped model is in eval mode.
 
-    Args:
-        model: The frozen base.
-        lora: Rank, scale and layers, ours or PEFT's; dropout is set to 0.
-        seed: Seed of the initialisation; the global state is not touched.
-
-    Returns:
-        The wrapped model, in eval mode.
+    Dropout is set to 0. The seed is of the initialisation, and leaves the global state alone.
 
     Raises:
         InputError: If a layer does not exist or may not be adapted, or a setting is not supported.
@@ -92,9 +97,8 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: i
             r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
             task_type="CAUSAL_LM",
         )  # fmt: skip
-    config.lora_dropout = 0.0
-    _refuse_settings(config, "lora", _INITIAL[:-1])
-    refuse_vocabulary_modules(model, config)
+    _check_settings(config, "lora", _INITIAL[:-1])
+    _check_targets(model, config)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft still reads a property that transformers has renamed.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
@@ -115,22 +119,14 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: i
 
 
 def continued_adapter(model: PeftModel) -> PeftModel:
-    """Make the active adapter of a wrapped model trainable again.
-
-    Args:
-        model: Wrapped by PEFT; its base is frozen.
-
-    Returns:
-        The same model, in eval mode.
+    """Make the active adapter of a wrapped model, whose base is frozen, trainable again; it is in eval mode.
 
     Raises:
         InputError: If the adapter is of another kind than LoRA, adapts what may not be adapted, or is merged.
     """
     for config in model.peft_config.values():  # an adapter that is not active may have changed the base as well
-        _refuse_kind(config)
-        _refuse_settings(config)
-        config.lora_dropout = 0.0
-    for name, layer in lora_layers(model):
+        _check_settings(config)
+    for name, layer in _lora_layers(model):
         if layer.merged:
             raise InputError("adapter", f"merged into {name}", "an adapter beside its base: call unmerge_adapter()")
         for key in layer.lora_dropout:
@@ -139,81 +135,89 @@ def continued_adapter(model: PeftModel) -> PeftModel:
     return _checked(model)
 
 
-def _refuse_kind(config: PeftConfig) -> None:
-    if not isinstance(config, LoraConfig):
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise InputError("adapter", kind, "LORA (prompt-learning and other adapters change the inputs or the head)")
-
-
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
-    """Put a saved adapter on a model, which is changed in place.
+    """Put an adapter that `save_adapter` or PEFT saved on a frozen base, which is changed in place.
 
-    Args:
-        model: The frozen base.
-        folder: As written by `save_adapter` or PEFT.
-
-    Returns:
-        The wrapped model, trainable, in eval mode.
+    The wrapped model is trainable and in eval mode.
 
     Raises:
         InputError: If the adapter is missing, pickled, damaged, of another kind or base, or does not fit.
     """
     refuse_adapted(model)
-    refuse_files(model, folder)
-    allowed = "an adapter that fits this model"
+    _check_files(model, folder)
     try:
         with _bare_after_errors(model), warnings.catch_warnings(action="ignore"):  # PEFT's on what is checked here
             config = PeftConfig.from_pretrained(str(folder))
-            _refuse_kind(config)
-            _refuse_unknown(config, json.loads((Path(folder) / ADAPTER_FILES[0]).read_text("utf-8")))
-            _refuse_settings(config)
-            refuse_vocabulary_modules(model, config)
-            config.lora_dropout = 0.0
+            known = {field.name for field in dataclasses.fields(config)}
+            for name, value in json.loads((Path(folder) / ADAPTER_FILES[0]).read_text("utf-8")).items():
+                if name not in known and value and isinstance(config, LoraConfig):
+                    raise InputError(f"adapter: {name}", value, "a setting that this version of PEFT knows")
+            _check_settings(config)
+            _check_targets(model, config)
             peft = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=True, use_safetensors=True)
-            refuse_tensors(peft, folder)
+            _check_tensors(peft, folder)
             return _checked(peft)
     except (InputError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # PEFT, re and safetensors raise many types, which mean the same to the user
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = next((line.strip() for line in lines if "size mismatch" in line), lines[0])
-        raise InputError("adapter", str(folder), f"{allowed} ({reason})") from None
+        raise InputError("adapter", str(folder), f"{_FITS} ({reason})") from None
 
 
 def save_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Write an adapter as PEFT does (safetensors and ``adapter_config.json``), and which base it belongs to.
-
-    Args:
-        model: Base and adapter.
-        folder: Target folder.
-    """
+    """Write an adapter as PEFT does (safetensors and ``adapter_config.json``), and which base it belongs to."""
     model.save_pretrained(str(folder))
     write_fingerprint(model, folder)
 
 
 def write_fingerprint(model: PeftModel, folder: str | Path) -> None:
-    """Write ``base_fingerprint.json`` beside a saved adapter.
-
-    Args:
-        model: Base and adapter.
-        folder: The adapter's folder.
-    """
+    """Write ``base_fingerprint.json`` beside a saved adapter."""
     text = json.dumps(fingerprint(model.get_base_model()), indent=2, sort_keys=True)
     (_place(model, folder) / BASE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def refuse_saved(model: PeftModel, folder: str | Path) -> None:
-    """Reject a saved adapter that does not continue the one on a model.
+def check_saved(model: PeftModel, folder: str | Path) -> None:
+    """Reject a saved adapter that does not continue the one on a model: damaged, or of another base or other layers."""
+    _check_files(model.get_base_model(), _place(model, folder))
+    _check_tensors(model, _place(model, folder))
 
-    Args:
-        model: Base and adapter.
-        folder: As written by `save_adapter` or a Trainer.
 
-    Raises:
-        InputError: If it is missing, pickled or damaged, or belongs to another base or other layers.
+def refuse_adapted(model: PreTrainedModel) -> None:
+    """Reject a base with adapter layers of its own: nothing would switch them off for the reference."""
+    adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if adapted:
+        allowed = "a base without adapter layers, or the PeftModel itself, whose adapter is continued"
+        raise InputError("backbone", adapted[0], allowed)
+
+
+@contextlib.contextmanager
+def folded(model: nn.Module, report: Callable[[list[Tensor]], None] | None = None) -> Iterator[None]:
+    """Within this context each adapted weight is ``W + scale * B A``; afterwards it is W again, bit by bit.
+
+    The adapter is still on: switch it off inside. ``report`` is called with each new weight.
     """
-    refuse_files(model.get_base_model(), _place(model, folder))
-    refuse_tensors(model, _place(model, folder))
+    originals: list[tuple[nn.Parameter, Tensor]] = []
+    try:
+        with torch.no_grad():
+            for _, layer in _lora_layers(model):
+                active = [n for n in layer.active_adapters if n in layer.lora_A or n in layer.lora_embedding_A]
+                if layer.disable_adapters or not active:
+                    continue
+                weight = layer.get_base_layer().weight
+                originals.append((weight, weight.data))
+                delta = sum(layer.get_delta_weight(name) for name in active)
+                weight.data = weight.data + delta.to(weight.dtype)
+                if report is not None:
+                    report([weight])
+        yield
+    finally:
+        for weight, original in reversed(originals):  # the first value of a weight that came twice is put back last
+            weight.data = original
+
+
+def _lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 def _place(model: PeftModel, folder: str | Path) -> Path:
@@ -221,76 +225,24 @@ def _place(model: PeftModel, folder: str | Path) -> Path:
     return Path(folder) if model.active_adapter == "default" else Path(folder) / model.active_adapter
 
 
-def refuse_files(model: PreTrainedModel, folder: str | Path) -> None:
-    """Reject a folder without an adapter in safetensors, or with the fingerprint of another base.
-
-    Args:
-        model: The base, with or without an adapter.
-        folder: The adapter's; one that plain PEFT wrote has no fingerprint, and fits any base of its shape.
-
-    Raises:
-        InputError: Naming what is missing or differs.
-    """
-    folder = Path(folder)
-    if not (folder / ADAPTER_FILES[0]).is_file():
-        raise InputError("adapter", str(folder), "a folder with adapter_config.json, as saved by training")
-    if not (folder / ADAPTER_FILES[1]).is_file():
-        pickled = "; adapter_model.bin is pickled, and loading it could run code"
-        hint = pickled if (folder / "adapter_model.bin").is_file() else ""
-        raise InputError("adapter", str(folder), f"a folder with {ADAPTER_FILES[1]}{hint}")
-    if not (folder / BASE_FILE).is_file():
-        return
+@contextlib.contextmanager
+def _bare_after_errors(model: PreTrainedModel) -> Iterator[None]:
+    """After an error within this context the model is without adapter layers again, as before."""
     try:
-        stored = dict(json.loads((folder / BASE_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        allowed = f"a {BASE_FILE} as written by training, or none ({type(error).__name__})"
-        raise InputError("adapter", str(folder), allowed) from None
-    if not same_base(stored, fingerprint(model)):
-        base = model.config._name_or_path or type(model).__name__
-        allowed = f"an adapter that fits this model: it was trained on a base with other weights than {base}"
-        raise InputError("adapter", str(folder), f"{allowed} ({BASE_FILE})")
+        yield
+    except Exception:
+        for name, layer in _lora_layers(model):
+            parent, _, key = name.rpartition(".")
+            setattr(model.get_submodule(parent), key, layer.get_base_layer())
+        raise
 
 
-def refuse_tensors(model: PeftModel, folder: str | Path) -> None:
-    """Reject adapter weights that lack a tensor, have one too many, or are not finite: PEFT takes what it can.
-
-    Args:
-        model: Base and adapter.
-        folder: The saved adapter's.
-
-    Raises:
-        InputError: Naming the first such tensor.
-    """
-    wanted = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
-    reason = ""
-    try:
-        with safe_open(Path(folder) / ADAPTER_FILES[1], "pt") as file:
-            given = set(file.keys())
-            if given != set(wanted):
-                odd = min(given - set(wanted) or set(wanted) - given)
-                reason = f"{odd} has no place in the base" if odd in given else f"it lacks {odd}"
-            for name in () if reason else sorted(given):
-                tensor = file.get_tensor(name)
-                if tensor.shape != wanted[name].shape:
-                    reason = f"{name} has shape {list(tensor.shape)}, not {list(wanted[name].shape)}"
-                elif not torch.isfinite(tensor).all():
-                    reason = f"{name} is not finite"
-                if reason:
-                    break
-    except (OSError, SafetensorError) as error:
-        reason = str(error).strip() or type(error).__name__
-    if reason:
-        raise InputError("adapter", str(folder), f"an adapter that fits this model ({reason})")
-
-
-def _refuse_unknown(config: LoraConfig, written: dict[str, Any]) -> None:
-    for name in sorted(written.keys() - {field.name for field in dataclasses.fields(config)}):
-        if written[name]:
-            raise InputError(f"adapter: {name}", written[name], "a setting that this version of PEFT knows")
-
-
-def _refuse_settings(config: LoraConfig, prefix: str = "adapter", initial: tuple[bool | str, ...] = _INITIAL) -> None:
-    """Reject what is not plain LoRA: a setting, known today or not, whose value is not its default."""
+def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[bool | str, ...] = _INITIAL) -> None:
+    """Set dropout to 0, and reject what is not plain LoRA: a setting, known today or not, that is not its default."""
+    if not isinstance(config, LoraConfig):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise InputError("adapter", kind, "LORA (prompt-learning and other adapters change the inputs or the head)")
+    config.lora_dropout = 0.0
     if config.task_type not in (None, "CAUSAL_LM"):
         raise InputError(f"{prefix}: task_type", str(getattr(config.task_type, "value", config.task_type)), "CAUSAL_LM")
     for rank in (config.r, *config.rank_pattern.values()):
@@ -306,38 +258,51 @@ def _refuse_settings(config: LoraConfig, prefix: str = "adapter", initial: tuple
             raise InputError(f"{prefix}: {field.name}", value, f"{default!r} ({reason})")
 
 
-def refuse_vocabulary_modules(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Reject adapters on the head or the embedding, which policy, reference and reward share."""
+def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Reject adapters on the head or the embedding before PEFT wraps these, which it warns of and cannot undo."""
     shared = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     names = [name for name, module in model.named_modules() if id(module) in shared]
-    if config.target_modules:
-        _refuse_vocabulary([name for name in names if check_target_module_exists(config, name)])
-
-
-def _refuse_vocabulary(hit: list[str]) -> None:
+    hit = [name for name in names if config.target_modules and check_target_module_exists(config, name)]
     if hit:
-        allowed = "layers other than the head and the embedding: policy, reference and reward share those"
-        raise InputError("lora.target_modules", hit, allowed)
+        raise InputError("lora.target_modules", hit, _OTHER_LAYERS)
 
 
-def refuse_adapted(model: PreTrainedModel) -> None:
-    """Reject a base with adapter layers of its own: nothing would switch them off for the reference."""
-    adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    if adapted:
-        allowed = "a base without adapter layers, or the PeftModel itself, whose adapter is continued"
-        raise InputError("backbone", adapted[0], allowed)
+def _check_files(model: PreTrainedModel, folder: str | Path) -> None:
+    """Reject a folder without an adapter in safetensors, or with the fingerprint of another base.
+
+    One that plain PEFT wrote has no fingerprint, and fits any base of its shape.
+    """
+    folder = Path(folder)
+    if not (folder / ADAPTER_FILES[0]).is_file():
+        raise InputError("adapter", str(folder), "a folder with adapter_config.json, as saved by training")
+    if not (folder / ADAPTER_FILES[1]).is_file():
+        pickled = "; adapter_model.bin is pickled, and loading it could run code"
+        hint = pickled if (folder / "adapter_model.bin").is_file() else ""
+        raise InputError("adapter", str(folder), f"a folder with {ADAPTER_FILES[1]}{hint}")
+    if not (folder / BASE_FILE).is_file():
+        return
+    with reading("adapter", folder, f"a {BASE_FILE} as written by training, or none"):
+        stored = dict(json.loads((folder / BASE_FILE).read_text(encoding="utf-8")))
+    if not same_base(stored, fingerprint(model)):
+        base = model.config._name_or_path or type(model).__name__
+        allowed = f"{_FITS}: it was trained on a base with other weights than {base} ({BASE_FILE})"
+        raise InputError("adapter", str(folder), allowed)
 
 
-@contextlib.contextmanager
-def _bare_after_errors(model: PreTrainedModel) -> Iterator[None]:
-    """After an error within this context the model is without adapter layers again, as before."""
-    try:
-        yield
-    except Exception:
-        for name, layer in lora_layers(model):
-            parent, _, key = name.rpartition(".")
-            setattr(model.get_submodule(parent), key, layer.get_base_layer())
-        raise
+def _check_tensors(model: PeftModel, folder: str | Path) -> None:
+    """Reject adapter weights that lack a tensor, have one too many, or are not finite: PEFT takes what it can."""
+    own = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+    with reading("adapter", folder, _FITS):
+        saved = load_file(Path(folder) / ADAPTER_FILES[1])
+    reasons = [f"{name} has no place in the base" for name in sorted(saved.keys() - own.keys())]
+    reasons += [f"it lacks {name}" for name in sorted(own.keys() - saved.keys())]
+    for name in sorted(saved.keys() & own.keys()):
+        if saved[name].shape != own[name].shape:
+            reasons.append(f"{name} has shape {list(saved[name].shape)}, not {list(own[name].shape)}")
+        elif not saved[name].isfinite().all():
+            reasons.append(f"{name} is not finite")
+    if reasons:
+        raise InputError("adapter", str(folder), f"{_FITS} ({reasons[0]})")
 
 
 def _checked(peft: PeftModel) -> PeftModel:
@@ -347,20 +312,81 @@ def _checked(peft: PeftModel) -> PeftModel:
         for child in (*module._parameters.values(), *module._modules.values()):
             owners[id(child)].add(id(module))
     vocabulary = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
-    for name, layer in lora_layers(model):
+    for name, layer in _lora_layers(model):
         base = layer.get_base_layer()
-        if not isinstance(layer, Linear | Embedding):
-            raise InputError("lora.target_modules", name, "linear layers, not parameters such as fused experts")
-        if id(base.weight) in vocabulary:
-            _refuse_vocabulary([name])
-        if len(owners[id(base)]) > 1 or len(owners[id(base.weight)]) > 1:
-            allowed = "layers with weights of their own: an adapter on weights that layers share would change them all"
-            raise InputError("lora.target_modules", name, allowed)
+        rules = (
+            (isinstance(layer, Linear | Embedding), "linear layers, not parameters such as fused experts"),
+            (
+                id(getattr(base, "weight", None)) not in vocabulary,
+                _OTHER_LAYERS,
+            ),
+            (
+                len(owners[id(base)]) < 2 and len(owners[id(getattr(base, "weight", None))]) < 2,
+                "layers with weights of their own: an adapter on weights that layers share would change them all",
+            ),
+        )
+        for holds, allowed in rules:
+            if not holds:
+                raise InputError("lora.target_modules", name, allowed)
         if not all(map(math.isfinite, layer.scaling.values())):
             raise InputError("adapter: lora_alpha", max(layer.lora_alpha.values()), "a finite number")
     for config in peft.peft_config.values():
         for key in ("target_modules", "exclude_modules"):  # a set's order, and so the file, changes between processes
             if isinstance(getattr(config, key), set):
                 setattr(config, key, sorted(getattr(config, key)))
-    refuse_unfoldable(peft.eval())
+    _check_folding(peft.eval())
     return peft
+
+
+def _check_folding(peft: PeftModel) -> None:
+    """Reject layers with whose folded weights the logits are not those with the adapter beside them."""
+    weight, layers = peft.get_base_model().get_input_embeddings().weight, _lora_layers(peft)
+    if weight.is_meta or isinstance(weight, FakeTensor) or weight.dtype not in FOLDED_TYPES:
+        return
+    if _folds(peft, [layer for _, layer in layers]):
+        return
+    kinds = sorted({name.rsplit(".", 1)[-1] for name, _ in layers})
+    by_kind = {kind: [layer for name, layer in layers if name.endswith(f".{kind}")] for kind in kinds}
+    wrong = [kind for kind in kinds if not _folds(peft, by_kind[kind])]
+    allowed = "layers that the model calls: where it reads their weights itself, sampling would differ from training"
+    raise InputError("lora.target_modules", wrong or kinds, allowed)
+
+
+@torch.no_grad()
+def _folds(peft: PeftModel, layers: list[LoraLayer]) -> bool:
+    """Whether folding changes nothing while the adapter is noise on these layers and 0 elsewhere."""
+    model, generator = peft.get_base_model(), torch.Generator().manual_seed(0)
+    table = model.get_input_embeddings().weight
+    ids = torch.arange(1, 1 + _TOKENS, device=table.device).remainder(len(table)).view(1, -1)
+
+    def logits() -> Tensor:
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.double()
+
+    factors = [(layer, *pair) for _, layer in _lora_layers(peft) for pair in _factors(layer)]
+    before = [(p, p.clone()) for _, a, b, _ in factors for p in (a, b)]
+    try:
+        for layer, a, b, scale in factors:
+            size = _NOISE * layer.get_base_layer().weight.double().square().mean().sqrt() * (layer in layers)
+            for p, factor in ((a, b.shape[1] ** -0.5), (b, size / scale if scale else 0.0)):
+                p.copy_(torch.randn(p.shape, generator=generator).to(p) * factor)
+        beside = logits()
+        with folded(model), peft.disable_adapter():
+            inside = logits()
+        with peft.disable_adapter():
+            effect = (beside - logits()).norm()
+    finally:
+        for p, value in before:
+            p.copy_(value)
+    rounding = 1e3 * torch.finfo(table.dtype).eps * beside.norm()
+    return not (inside - beside).norm() > _SHARE * effect + rounding
+
+
+def _factors(layer: LoraLayer) -> list[tuple[nn.Parameter, nn.Parameter, float]]:
+    """A, B and scale of each active adapter of a layer."""
+    factors = []
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            factors.append((layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]))
+        elif name in layer.lora_embedding_A:
+            factors.append((layer.lora_embedding_A[name], layer.lora_embedding_B[name], layer.scaling[name]))
+    return factors

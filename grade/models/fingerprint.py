@@ -21,24 +21,22 @@ ELEMENTS = 64
 _STRIDE = 2_654_435_761
 """A prime far above any width (2^32 over the golden ratio): the places fall into all rows and columns."""
 _KEPT = "_whole_fingerprint"
+"""Attribute of a module whose weights are no longer all here."""
 _ROUNDINGS = {"bfloat16": (torch.bfloat16, torch.float16), "float16": (torch.float16, torch.bfloat16)}
-"""Of each rounding its type, and the type that has lost digits which it needs."""
+"""For each rounding its type, and the type that has lost digits which it needs."""
 
 
 @torch.no_grad()
 def fingerprint(module: nn.Module) -> dict[str, str]:
-    """SHA-256 of a module's frozen weights; LoRA layers on it are passed over.
+    """SHA-256 of the frozen weights of a base, or of a part of one; LoRA layers on it are passed over.
 
-    Args:
-        module: A base, or a part of one.
-
-    Returns:
-        ``shapes`` and, of the sampled elements, ``bfloat16`` and ``float16`` as far as its type allows; nothing for
-        weights on the meta device.
+    ``shapes`` and, of the sampled elements, ``bfloat16`` and ``float16`` as far as its type allows; nothing for weights
+    on the meta device.
     """
     if (kept := getattr(module, _KEPT, None)) is not None:
         return dict(kept)
-    named = sorted((_name_in_base(name), p) for name, p in module.named_parameters() if ".lora_" not in f".{name}")
+    frozen = [(name, p) for name, p in module.named_parameters() if ".lora_" not in f".{name}"]
+    named = sorted((name.replace(".base_layer.", "."), p) for name, p in frozen)
     if any(p.is_meta for _, p in named):
         return {}
     types = {p.dtype for _, p in named}
@@ -54,11 +52,7 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
 
 
 def keep_fingerprint(module: nn.Module) -> None:
-    """Remember a module's fingerprint, for when its weights are no longer all here.
-
-    Args:
-        module: A base, or a part of one, whose weights do not change any more.
-    """
+    """Remember the fingerprint of a module whose weights do not change any more, for when they are not all here."""
     setattr(module, _KEPT, fingerprint(module))
 
 
@@ -71,7 +65,3 @@ def same_base(stored: dict[str, str], here: dict[str, str]) -> bool:
     False
     """
     return all(stored[key] == here[key] for key in stored.keys() & here.keys())
-
-
-def _name_in_base(name: str) -> str:
-    return name.replace(".base_layer.", ".")

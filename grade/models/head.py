@@ -4,18 +4,20 @@ With hidden states ``h`` [N, D] and a head ``W`` [V, D], a tensor of logits is [
 large vocabulary it is the largest tensor of a step. Here it exists for `chunk_rows` rows at a time, and what is kept
 for backward is proportional to D or K, never to V. The head is frozen throughout this project, so no weight gradient
 is ever formed.
-
-Self-certainty uses the same scheme in its own module.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from grade.errors import InputError
+from grade.models.sharding import whole
 
 CHUNK_ROWS = 64
 """Most rows of logits that exist at once. A number of rows, not of chunks, so that the peak does not grow with N."""
@@ -25,30 +27,22 @@ CHUNK_ELEMENTS = 2**22
 have no more."""
 
 MANY = 8
-"""Chunks from which on a chunk may have more elements than that."""
+"""With this many chunks or more, `CHUNK_ELEMENTS` no longer applies."""
 
 GATHER_ELEMENTS = 2**24
 """Elements of gathered head rows [n, K, D] that exist at once in `support_logits`."""
 
-
 RowFunction = Callable[..., tuple[Tensor, Tensor | None]]
-"""From logits [n, V] to a number a row and its gradient in the logits; see `row_values`."""
+"""From logits [n, V] to one number per row and its gradient in the logits; see `row_values`."""
 
 
 def chunk_rows(vocab: int, count: int) -> int:
-    """Rows of logits that exist at once.
+    """Rows of logits [., V] that exist at once, of N = ``count`` rows in all.
 
     `CHUNK_ROWS`, halved while they have more than `CHUNK_ELEMENTS` elements and ``count`` is less than `MANY` of them:
-    of a short step the logits would be the largest tensors. A long one keeps more than that for each of its rows, and
+    in a short step the logits would be the largest tensors. A long one keeps more than that for each of its rows, and
     reading the head (0.8 GB for Qwen3-4B) for a few rows at a time would take longer than the products. Halved, as
     products with a power of two rows waste nothing of a GPU's tiles.
-
-    Args:
-        vocab: V.
-        count: N, rows in all.
-
-    Returns:
-        Rows, at least 1.
 
     >>> chunk_rows(49_152, 64), chunk_rows(151_936, 64), chunk_rows(151_936, 4096)     # SmolLM2, Qwen3 twice
     (64, 16, 64)
@@ -112,17 +106,8 @@ def support_logits(head: Head, hidden: Tensor, support: Tensor) -> Tensor:
 
     ``l[n, k] = head(h[n])[support[n, k]]``; backward is ``dL/dh[n] = sum_k dL/dl[n, k] l'[n, k] W[support[n, k]]``,
     one `embedding_bag`. Kept for backward: the support and, only if the head has a soft cap, the logits [N, K].
-
-    Args:
-        head: The frozen head.
-        hidden: Hidden states [N, D].
-        support: Token ids [N, K]; if K = V, in order 0 .. V-1.
-
-    Returns:
-        Logits [N, K] in float32 (float64 for a float64 model).
+    Hidden states are [N, D]; the support is [N, K], and if K = V, in order 0 .. V-1.
     """
-    from grade.models.sharding import whole  # here: it would lengthen the chain of imports
-
     with whole(head.weight):
         return _SupportLogits.apply(hidden, support, head)
 
@@ -155,15 +140,8 @@ class _SupportLogits(torch.autograd.Function):
 def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tensor:
     """``e[n] = sum_k weights[n, k] table[support[n, k]]`` without the [N, K, D] tensor of gathered rows.
 
-    Differentiable in the weights. Kept for backward: support and weights, proportional to K.
-
-    Args:
-        table: Frozen table [V, D].
-        support: Token ids [N, K]; if K = V, in order 0 .. V-1 (then it is a plain product).
-        weights: Weights [N, K]; converted to the table's type.
-
-    Returns:
-        Weighted sums [N, D] in the table's type.
+    Sums [N, D] over a frozen table [V, D], in its type; differentiable in the weights [N, K]. The support is token ids
+    [N, K], if K = V in order 0 .. V-1 (then it is a plain product). Kept for backward: support and weights.
     """
     if support.shape[-1] == table.shape[0]:
         return weights.to(table.dtype) @ table.detach()
@@ -177,19 +155,11 @@ def row_values(head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tens
     while the chunk's logits exist, and only scaled in backward: no second product with the head, and nothing of size V
     is kept. Without gradient nothing is kept at all.
 
-    Args:
-        head: The frozen head.
-        hidden: Hidden states [N, D].
-        of_logits: Called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``;
-            returns values [n] and, if needed, their gradient in the logits [n, V]. It may overwrite the logits. Tables
-            that it reads besides, an attribute ``reads``, are gathered once for all rows if they are sharded.
-        others: More inputs with N rows, constants.
-
-    Returns:
-        Values [N], float32 (float64 for a float64 model).
+    ``of_logits`` is called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``,
+    which are constants with N rows. It returns values [n] and, if needed, their gradient in the logits [n, V], and may
+    overwrite the logits. Other tables that it reads, its attribute ``reads``, are gathered once for all rows if they
+    are sharded. Values are float32 (float64 for a float64 model).
     """
-    from grade.models.sharding import whole  # here: it would lengthen the chain of imports
-
     with whole(head.weight, *getattr(of_logits, "reads", ())):
         return _RowValues.apply(hidden, head, of_logits, *others)
 
@@ -229,14 +199,6 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
     ``dKL/dl_v = p_v (log p_v - log q_v - KL)``. The sum is taken of ``p (log p - log q) - p + q``, whose terms are all
     >= 0 and which is the same number when p and q are normalised: rounding in the two normalisers then enters at
     second order, so equal distributions give 0 to ~1e-7 in float32 instead of ~1e-5.
-
-    Args:
-        head: The frozen head, shared by policy and reference.
-        hidden: Policy hidden states [N, D].
-        ref_hidden: Reference hidden states [N, D].
-
-    Returns:
-        KL [N] in nats, float32 (float64 for a float64 model).
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -256,20 +218,10 @@ def token_logps(
     head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.0, forbidden: tuple[int, ...] = (),
     where: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``log softmax(head(h) / t)`` at one token per row, from hidden states; see `row_values`.
+    """``log softmax(head(h) / t)`` in nats at one token per row, from hidden states; see `row_values`.
 
-    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``, 0 at a forbidden v.
-
-    Args:
-        head: The frozen head.
-        hidden: Hidden states [N, D] at the positions that predict the tokens.
-        ids: Token ids [N].
-        temperature: Sampling temperature t of the policy that is scored.
-        forbidden: Token ids that could not be sampled: their logits are -inf.
-        where: Rows [N] in which they are forbidden; None: nowhere.
-
-    Returns:
-        Log-probabilities [N] in nats, float32 (float64 for a float64 model).
+    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``, 0 at a forbidden v. In the rows ``where`` [N]
+    the logits of ``forbidden`` token ids, which could not be sampled, are -inf.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -290,17 +242,9 @@ def token_logps(
 
 
 def entropy(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """``H = -sum_v p_v log p_v`` of ``p = softmax(head(h) / t)``, row by row, from hidden states; see `row_values`.
+    """``H = -sum_v p_v log p_v`` in nats, ``p = softmax(head(h) / t)``, row by row; see `row_values`.
 
     Differentiable in ``hidden``: ``dH/dl_v = -p_v (log p_v + H) / t``.
-
-    Args:
-        head: The frozen head.
-        hidden: Hidden states [N, D].
-        temperature: Sampling temperature t.
-
-    Returns:
-        Entropy [N] in nats, float32 (float64 for a float64 model).
     """
 
     def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -311,3 +255,52 @@ def entropy(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         return value, p.mul_(logp.add_(value.unsqueeze(-1))).div_(-temperature) if needed else None
 
     return row_values(head, hidden, of_logits)
+
+
+def self_certainty(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+    """``KL(U || softmax(head(h) / t))`` in nats, row by row: how far each distribution is from uniform; `row_values`.
+
+    Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590, section 3.2; the metric is Kang et al. 2025,
+    arXiv:2502.18581). The published code leaves ``log V`` out: a constant, which cancels where a group mean is
+    subtracted. Differentiable in ``hidden``: ``dSC/dl_v = (p_v - 1 / V) / t``.
+
+    A row needs all V logits: chunking the vocabulary and averaging the chunks' values, as document 004 proposes, gives
+    a different quantity.
+    """
+    if not 0 < temperature < math.inf:
+        raise InputError("temperature", temperature, "a finite number above 0")
+
+    def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        scaled = logits.div_(temperature)
+        values = certainty_of_logits(scaled)
+        return values, scaled.softmax(-1).sub_(1 / scaled.shape[-1]).div_(temperature) if needed else None
+
+    return row_values(head, hidden, of_logits)
+
+
+def certainty_of_logits(logits: Tensor) -> Tensor:
+    """``KL(U || p) = logsumexp(l) - mean(l) - log V`` of given logits [..., V]; 0 for a uniform p.
+
+    >>> certainty_of_logits(torch.zeros(4)).abs() < 1e-6                 # uniform
+    tensor(True)
+    >>> round(float(certainty_of_logits(torch.tensor([math.log(2.0), 0.0]))), 4)   # p = 2/3, 1/3
+    0.0589
+    """
+    return logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1])
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """The frozen embedding table through which a reward reads tokens.
+
+    Attributes:
+        weight: [V, D_R], a row for each of the policy's V token ids.
+        scale: Factor between a row and what the reward's first layer receives.
+    """
+
+    weight: Tensor
+    scale: float = 1.0
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., D_R] of token ids."""
+        return F.embedding(ids, self.weight) * self.scale

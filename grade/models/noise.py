@@ -8,21 +8,15 @@ import torch
 from torch import Tensor
 
 Draw = Callable[[tuple[int, ...]], Tensor]
-"""Gives noise of a shape, another one at every call."""
+"""Gives new noise of a shape at every call."""
 
 
 def gumbel_noise(
     shape: tuple[int, ...], generator: torch.Generator, device: torch.device | str | None = None
 ) -> Tensor:
-    """Standard Gumbel noise ``-log(Exp(1))`` in float32.
+    """Standard Gumbel noise ``-log(Exp(1))`` in float32: mean 0.5772 (Euler's constant), variance pi^2 / 6.
 
-    Args:
-        shape: Shape of the noise.
-        generator: Seeded generator; the same seed gives the same noise.
-        device: The generator's own, which is the default, or meta: noise without data.
-
-    Returns:
-        Noise with mean 0.5772 (Euler's constant) and variance pi^2 / 6.
+    The device is the generator's own, which is the default, or meta: noise without data.
     """
     return exponential_noise(shape, generator, device or generator.device).log_().neg_()
 
@@ -34,18 +28,11 @@ def exponential_noise(shape: tuple[int, ...], generator: torch.Generator, device
 
 
 class NoiseBlocks:
-    """Gumbel noise of a list of prompts, T draws a prompt, which depends on a prompt's place in the list alone.
+    """Gumbel noise of a list of prompts, T draws per prompt, which depends on a prompt's place in the list alone.
 
-    One generator goes through the list in blocks of consecutive prompts. It draws a block's noise as a whole, once for
-    each of T tokens, then that of the next block. Prompts that are sampled together take their rows of it, whatever
-    part of a block or of several blocks they are.
-
-    Args:
-        generator: Seeded; not used elsewhere.
-        prompts: N, length of the list.
-        vocab_size: V.
-        draws: T.
-        size: Prompts in a block; the last one may be smaller.
+    One generator, not used elsewhere, goes through the list in blocks of ``size`` consecutive prompts. It draws a
+    block's noise as a whole, once for each of T = ``draws`` tokens, then that of the next block. Prompts that are
+    sampled together take their rows of it, whatever part of a block or of several blocks they are.
     """
 
     def __init__(self, generator: torch.Generator, prompts: int, vocab_size: int, draws: int, size: int) -> None:
@@ -55,15 +42,7 @@ class NoiseBlocks:
         self._used: dict[int, tuple[torch.Generator, int]] = {}  # generators within blocks, and how often they drew
 
     def rows(self, start: int, stop: int) -> Draw:
-        """Noise of consecutive prompts, from their first token on.
-
-        Args:
-            start: Place of the first one.
-            stop: Place behind the last one.
-
-        Returns:
-            Gives ``[stop - start, V]`` for one token after the other.
-        """
+        """Noise [stop - start, V] of the prompts at these places, for one token after the other from the first on."""
         blocks = range(start // self._size, (stop - 1) // self._size + 1)
         generators = [self._at(block) for block in blocks]  # finding a block's beginning uses up the earlier ones
         self._used |= {block: (generator, 0) for block, generator in zip(blocks, generators, strict=True)}

@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from grade.errors import InputError
-
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
+from grade.models.backbone import Backbone
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """Tensors of any shapes, one after the other as one vector [P]."""
+    """Tensors of any shapes, one after the other as one vector [P].
+
+    Not `torch.nn.utils.parameters_to_vector`, which takes views and so raises for gradients that are transposed.
+    """
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 @torch.no_grad()
 def set_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-    """Overwrite parameters in place, one value for each.
-
-    Raises:
-        ValueError: If there are more or fewer values than parameters.
-    """
+    """Overwrite parameters in place, one value for each."""
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
 
 
 @contextlib.contextmanager
 def restoring(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within this context the parameters may change; afterwards they are as before, bit by bit.
-
-    Args:
-        parameters: Parameters.
-    """
+    """Within this context the parameters may change; afterwards they are as before, bit by bit."""
     before = [p.detach().clone() for p in parameters]
     try:
         yield
@@ -49,16 +41,9 @@ def restoring(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def moved(backbone: Backbone, vector: Tensor, eta: float) -> Iterator[None]:
     """Within this context the parameters are ``theta + eta v``; afterwards they are theta again, bit by bit.
 
-    Args:
-        backbone: The policy.
-        vector: v [P], in the order of `trained_parameters`.
-        eta: Step size.
-
-    Raises:
-        ValueError: If the vector does not fit.
+    v [P] is in the order of `trained_parameters`.
     """
-    parameters = trained_parameters(backbone)
-    parts = split_vector(backbone, vector)
+    parameters, parts = trained_parameters(backbone), split_vector(backbone, vector)
     with restoring(parameters):
         with torch.no_grad():
             for p, part in zip(parameters, parts, strict=True):
@@ -67,18 +52,7 @@ def moved(backbone: Backbone, vector: Tensor, eta: float) -> Iterator[None]:
 
 
 def split_vector(backbone: Backbone, vector: Tensor) -> list[Tensor]:
-    """A vector over all trained parameters, cut and shaped like each of them.
-
-    Args:
-        backbone: The policy.
-        vector: v [P], in the order of `trained_parameters`.
-
-    Returns:
-        One tensor for each parameter, in its type and on its device.
-
-    Raises:
-        ValueError: If the vector does not fit.
-    """
+    """A vector [P] in the order of `trained_parameters`, cut and shaped like each, in its type and on its device."""
     parameters = trained_parameters(backbone)
     size = sum(p.numel() for p in parameters)
     if vector.shape != (size,):
@@ -88,18 +62,7 @@ def split_vector(backbone: Backbone, vector: Tensor) -> list[Tensor]:
 
 
 def trained_parameters(backbone: Backbone, allow_full: bool = False) -> list[nn.Parameter]:
-    """The parameters that are trained.
-
-    Args:
-        backbone: The policy.
-        allow_full: Also accept trained weights of the base.
-
-    Returns:
-        Its trainable parameters.
-
-    Raises:
-        InputError: If there are none, or one is not an adapter's and ``allow_full`` is off.
-    """
+    """The parameters that are trained: an adapter's only, unless trained weights of the base are accepted as well."""
     named = [(name, p) for name, p in backbone.model.named_parameters() if p.requires_grad]
     base = [name for name, _ in named if "lora_" not in name]
     if not named:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grade.errors import InputError
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 Truncation = Literal["error", "left", "right"]
 
 
-def decode(tokenizer, ids: Tensor, mask: Tensor) -> str:
+def decode(tokenizer: Any, ids: Tensor, mask: Tensor) -> str:
     """Text of the valid tokens, without special tokens."""
     return tokenizer.decode(ids[mask.bool()].tolist(), skip_special_tokens=True)
 
@@ -66,6 +68,10 @@ class PromptBatch:
     def repeat(self, times: int) -> PromptBatch:
         """Each prompt ``times`` times in a row, one for each of its completions."""
         return self[torch.arange(len(self), device=self.ids.device).repeat_interleave(times)]
+
+    def rows(self) -> list[list[int]]:
+        """Token ids of each prompt, without padding."""
+        return [ids[mask.bool()].tolist() for ids, mask in zip(self.ids, self.mask, strict=True)]
 
     def mask_with(self, new_tokens: int) -> Tensor:
         """Attention mask [B, P + n] of the prompts followed by n further tokens."""
@@ -147,10 +153,12 @@ def encode_examples(
     numbers = range(len(examples)) if rows is None else rows
     encoded = _example_ids(tokenizer, examples, numbers, chat_template_kwargs, warn_raw)
     cut = [_cut(*pair, max_prompt_length, truncation) for pair in zip(encoded, numbers, strict=True)]
-    shown = [
-        example if len(kept) == len(ids) else {**example, "prompt": _text_of(tokenizer, kept, example["prompt"])}
-        for example, ids, kept in zip(examples, encoded, cut, strict=True)
-    ]
+    shown = []
+    for example, ids, kept in zip(examples, encoded, cut, strict=True):
+        if len(kept) < len(ids):  # without the tokenizer's BOS, with the special tokens that a template wrote
+            text = tokenizer.decode(kept, skip_special_tokens=isinstance(example["prompt"], str))
+            example = {**example, "prompt": text}
+        shown.append(example)
     return PromptBatch(*_left_padded(tokenizer, cut), tuple(shown))
 
 
@@ -166,14 +174,7 @@ def check_prompts(
 ) -> int:
     """Tokenise every prompt of a dataset once, so that a bad row is named before training begins.
 
-    Args:
-        tokenizer: The policy's tokenizer.
-        dataset: A ``datasets.Dataset``, or rows.
-        max_prompt_length: See `encode_examples`.
-        truncation: See `encode_examples`.
-        chat_template_kwargs: See `encode_examples`.
-        warn_raw: See `encode_examples`.
-        batch_size: Rows tokenised at once.
+    The rows are a ``datasets.Dataset`` or mappings; settings are those of `encode_examples`.
 
     Returns:
         The number of tokens of the longest prompt, after truncation.
@@ -199,22 +200,12 @@ def check_prompts(
 
 
 def position_ids(mask: Tensor) -> Tensor:
-    """Positions that count tokens, not padding: ``max(cumsum(mask) - 1, 0)``.
-
-    Args:
-        mask: 1 at a token, 0 at padding, [B, L] of any type.
-
-    Returns:
-        Positions, int64 [B, L]; 0 at padding before the first token.
+    """Positions that count tokens, not padding: ``max(cumsum(mask) - 1, 0)``, int64 [B, L].
 
     >>> position_ids(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).tolist()
     [[0, 0, 0, 1], [0, 1, 2, 3]]
     """
     return (mask.long().cumsum(-1) - 1).clamp_min(0)
-
-
-def _without_eos(ids: list[int], eos: int | None) -> list[int]:
-    return ids[:-1] if len(ids) > 1 and ids[-1] == eos else ids
 
 
 def _text_ids(tokenizer: Any, texts: list[str], fields: Sequence[str]) -> list[list[int]]:
@@ -228,24 +219,22 @@ def _text_ids(tokenizer: Any, texts: list[str], fields: Sequence[str]) -> list[l
         if not text.strip() or not ids:
             raise InputError(field, text, "text (not only white space) of at least one token")
     encoded = tokenizer(texts, truncation=False, padding=False)["input_ids"]
-    return [_without_eos(ids, tokenizer.eos_token_id) for ids in encoded]
+    return [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in encoded]
 
 
 def _left_padded(tokenizer: Any, rows: list[list[int]], pad_to: int | None = None) -> tuple[Tensor, Tensor]:
-    """Ids and mask, int64 [B, P]; P is ``pad_to``, by default the longest row."""
+    """Ids and mask, int64 [B, P]; P is ``pad_to``, by default the longest row.
+
+    Not `tokenizer.pad`, which needs a padding token.
+    """
     width = max(map(len, rows))
-    if pad_to is not None:
-        if pad_to < width:
-            raise InputError("pad_to", pad_to, f"at least the {width} tokens of the longest prompt")
-        width = pad_to
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    padding = next(token for token in candidates if token is not None)
-    ids = torch.full((len(rows), width), padding, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(rows):
-        ids[row, width - len(tokens) :] = torch.tensor(tokens)
-        mask[row, width - len(tokens) :] = 1
-    return ids, mask
+    if pad_to is not None and pad_to < width:
+        raise InputError("pad_to", pad_to, f"at least the {width} tokens of the longest prompt")
+    padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    ids = pad_sequence([torch.tensor(row) for row in rows], True, padding, padding_side="left")
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in rows], True, padding_side="left")
+    more = (0 if pad_to is None else pad_to - width, 0)
+    return F.pad(ids, more, value=padding), F.pad(mask, more)
 
 
 def _check_limit(max_prompt_length: int | None, truncation: str) -> None:
@@ -262,11 +251,6 @@ def _cut(ids: list[int], number: int, limit: int | None, truncation: str) -> lis
         allowed = f"at most {limit} (max_prompt_length); or truncation left, to keep the last {limit}, or right"
         raise InputError(f"tokens of the prompt in row {number}", len(ids), allowed)
     return ids[-limit:] if truncation == "left" else ids[:limit]
-
-
-def _text_of(tokenizer: Any, ids: list[int], prompt: str | Sequence) -> str:
-    """Text of a prompt's tokens: without the tokenizer's BOS, with the special tokens that a template wrote."""
-    return tokenizer.decode(ids, skip_special_tokens=isinstance(prompt, str))
 
 
 def _example_ids(
@@ -294,8 +278,7 @@ def _example_ids(
         return _text_ids(tokenizer, prompts, fields)
     if not template:
         raise InputError(fields[0], prompts[0], "text, because the model's tokenizer has no chat template")
-    texts = [_rendered(tokenizer, *pair, options) for pair in zip(prompts, fields, strict=True)]
-    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+    encoded = [_templated(tokenizer, *pair, options) for pair in zip(prompts, fields, strict=True)]
     for field, prompt, ids in zip(fields, prompts, encoded, strict=True):
         if not ids:
             raise InputError(field, prompt, "messages that the chat template turns into at least one token")
@@ -322,12 +305,15 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
     return prompt
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], field: str, options: dict[str, Any]) -> str:
+def _templated(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], field: str, options: dict[str, Any]
+) -> list[int]:
     continued = messages[-1]["role"] == "assistant"
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued, **options
-        )
+            messages, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
+            **options,
+        )  # fmt: skip
     except Exception as error:  # a template is a program of the model's authors, and raises what it likes
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise InputError(field, messages, f"messages that the chat template accepts ({reason})") from error

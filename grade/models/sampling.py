@@ -1,41 +1,71 @@
-"""Sampling: end of sequence, and generation on a key-value cache."""
+"""Sampling: end of sequence, and generation on a key-value cache.
+
+On a CPU the linear layers of a decoding step are computed in another order. With few rows, ``x W^T`` reads the whole
+weight for little arithmetic, but BLAS libraries tile for many rows. Computed as ``(W x^T)^T``, at most four columns
+at a time, the same product streams the weight at about twice the speed (float32, AVX2: 30 layers of 1536 x 576,
+4 rows: 14.7 ms against 6.0 ms). The result differs by rounding only.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from grade.errors import InputError
-from grade.models.decode_linear import skinny_products
+from grade.models.backbone import Backbone
 from grade.models.noise import Draw, gumbel_noise
+from grade.models.prompts import PromptBatch
 
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
-    from grade.models.prompts import PromptBatch
+SKINNY_COLUMNS, SKINNY_ROWS = 4, 8
+"""Columns of a skinny product, and most rows of inputs for which a layer is computed so."""
+SKINNY_DEVICES: tuple[str, ...] = ("cpu",)
+"""Devices where this is done; the memory tracer adds meta when it traces for a CPU."""
+
+
+class SkinnyLinear(TorchFunctionMode):
+    """Within this context `F.linear` of 2 to 8 rows on a CPU, without gradient, is computed column by column."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: D105 - the hook of TorchFunctionMode
+        if func is F.linear and not kwargs:
+            x, weight, *bias = args
+            rows = x.numel() // max(x.shape[-1], 1)
+            fits = x.device.type in SKINNY_DEVICES and x.dtype == weight.dtype == torch.float32
+            if fits and 1 < rows <= SKINNY_ROWS:
+                return _skinny_linear(x, weight, *bias)
+        return func(*args, **(kwargs or {}))
+
+
+def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.cat([torch.mm(weight, part.t()).t() for part in rows.split(SKINNY_COLUMNS)])
+    if bias is not None:
+        out = out + bias
+    return out.view(*x.shape[:-1], -1)
+
+
+def skinny_products(weight: Tensor) -> contextlib.AbstractContextManager[object]:
+    """`SkinnyLinear` where a base with this weight gains by it; elsewhere nothing, as the mode slows every operator."""
+    fits = weight.device.type in SKINNY_DEVICES and weight.dtype == torch.float32
+    return SkinnyLinear() if fits else contextlib.nullcontext()
 
 
 def forbid_eos(logits: Tensor, ids: Tensor | None, step: int | Tensor, min_new_tokens: int,
                eos: tuple[int, ...]) -> Tensor:  # fmt: skip
     """Set end-of-sequence logits to -inf at steps before ``min_new_tokens``.
 
-    Args:
-        logits: Logits [..., V], or [..., K] with ``ids``.
-        ids: Token ids of the logits, same shape; None if they are 0..V-1.
-        step: Position in the completion, from 0, broadcastable to ``logits``.
-        min_new_tokens: End-of-sequence is not sampled before this many tokens.
-        eos: End-of-sequence ids.
-
-    Returns:
-        The logits, masked where needed.
+    Logits are [..., V], or [..., K] of the token ids ``ids``; ``step`` is the position in the completion, from 0,
+    broadcastable to the logits.
     """
     if not eos or min_new_tokens == 0:
         return logits
     ids = torch.arange(logits.shape[-1], device=logits.device) if ids is None else ids
-    is_eos = torch.isin(ids, torch.tensor(eos, device=logits.device))
+    ends = is_eos(ids, eos)
     early = torch.as_tensor(step, device=logits.device) < min_new_tokens
-    return logits.masked_fill(is_eos & early, float("-inf"))
+    return logits.masked_fill(ends & early, float("-inf"))
 
 
 def is_eos(ids: Tensor, eos: tuple[int, ...]) -> Tensor:
@@ -77,43 +107,36 @@ def generate(
     if not 0 <= temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
-    with backbone.merged(), skinny_products(backbone.embedding_weight):
-        return _generate(backbone, prompts, max_new_tokens, min_new_tokens, generator, temperature, stop_early, logps)
-
-
-def _generate(
-    backbone: Backbone, prompts: PromptBatch, max_new_tokens: int, min_new_tokens: int,
-    generator: torch.Generator | Draw, temperature: float, stop_early: bool, logps: list[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    state, eos = Decoder(backbone, prompts), backbone.eos_token_ids
-    alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
+    eos, alive = backbone.eos_token_ids, torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
     ids, masks, going = [], [], True
-    for step in range(max_new_tokens):
-        if going:
-            logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
-            if temperature > 0:
-                shape = tuple(logits.shape)
-                noise = generator(shape) if callable(generator) else gumbel_noise(shape, generator)
-                plain = None if logps is None else logits  # otherwise it is freed here
-                logits = logits / temperature + noise
-            token = logits.argmax(-1)
-            if logps is not None:
-                values = (plain / temperature).log_softmax(-1)
-                logps.append(values.gather(-1, token.unsqueeze(-1)).squeeze(-1))
-            check_finite(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
-            ids.append(token)
-            masks.append(alive)
-            alive = alive & ~is_eos(token, eos)
-            going = not stop_early or bool(alive.any())
-        # A process whose completions have ended still takes part in the others' passes of a sharded base.
-        if step + 1 == max_new_tokens or not backbone.anywhere(going):
-            break
-        state.advance(backbone.embed(token))
+    with backbone.merged(), skinny_products(backbone.embedding_weight):
+        state = Decoder(backbone, prompts)
+        for step in range(max_new_tokens):
+            if going:
+                logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
+                if temperature > 0:
+                    shape = tuple(logits.shape)
+                    noise = generator(shape) if callable(generator) else gumbel_noise(shape, generator)
+                    plain = None if logps is None else logits  # otherwise it is freed here
+                    logits = logits / temperature + noise
+                token = logits.argmax(-1)
+                if logps is not None:
+                    values = (plain / temperature).log_softmax(-1)
+                    logps.append(values.gather(-1, token.unsqueeze(-1)).squeeze(-1))
+                check_finite(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
+                ids.append(token)
+                masks.append(alive)
+                alive = alive & ~is_eos(token, eos)
+                going = not stop_early or bool(alive.any())
+            # A process whose completions have ended still takes part in the others' passes of a sharded base.
+            if step + 1 == max_new_tokens or not backbone.anywhere(going):
+                break
+            state.advance(backbone.embed(token))
     return torch.stack(ids, 1), torch.stack(masks, 1).long()
 
 
 def check_finite(largest: Tensor, alive: Tensor) -> None:
-    """Reject NaN and infinity among the largest logits [B]; where there is NaN, arg max takes it for the largest."""
+    """Reject NaN and infinity among the largest logits [B] of completions that have not ended: argmax returns NaN."""
     finite = largest.isfinite() | ~alive
     if not finite.all():
         rows = f"NaN or infinity for {int((~finite).sum())} of {len(finite)} prompts"
@@ -121,15 +144,7 @@ def check_finite(largest: Tensor, alive: Tensor) -> None:
 
 
 def check_length(backbone: Backbone, length: int) -> None:
-    """Reject sequences longer than the model's context.
-
-    Args:
-        backbone: The model.
-        length: Prompt plus completion, in tokens.
-
-    Raises:
-        InputError: If it does not fit.
-    """
+    """Reject sequences of prompt and completion that are longer than the model's context, in tokens."""
     if length > backbone.max_positions:
         allowed = f"at most {backbone.max_positions} (the model's context)"
         raise InputError("max_prompt_tokens + max_new_tokens", length, allowed)

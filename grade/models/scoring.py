@@ -1,4 +1,4 @@
-"""Scores of given completions: log-probability, entropy and self-certainty of every token.
+"""Scores of given completions: log-probability, entropy, self-certainty and KL of every token, and hidden states.
 
 One teacher-forced pass, then the head in row chunks, so no [B, T, V] tensor exists. Used without gradient to score
 (old policy, reference, Intuitor's reward) and with gradient in a policy-gradient update. The scores of token t are
@@ -7,30 +7,19 @@ those of the distribution that *predicts* it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.models.head import entropy, kl_divergence, token_logps
+from grade.models.backbone import Backbone
+from grade.models.head import entropy, kl_divergence, self_certainty, token_logps
+from grade.models.prompts import PromptBatch
 from grade.models.sampling import is_eos
-from grade.models.self_certainty import self_certainty
-
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
-    from grade.models.prompts import PromptBatch
-
-
-@torch.no_grad()
-def sequence_kl(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-    """Exact full-vocabulary KL(policy || reference) in nats at each position [B, T], 0 where masked."""
-    hidden = predicting_hidden(backbone, prompts, ids)
-    with backbone.reference():
-        ref_hidden = predicting_hidden(backbone, prompts, ids)
-    return token_kl(backbone, hidden, ref_hidden, mask)
-
 
 Score = Literal["logps", "entropy", "self_certainty"]
 
@@ -50,22 +39,18 @@ class Scores:
     self_certainty: Tensor | None = None
 
 
+def check_shapes(prompts: PromptBatch, ids: Tensor, mask: Tensor) -> None:
+    """Check that ids and mask are [B, T], one completion of at least one token for each of B prompts."""
+    if ids.ndim != 2 or ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
+        shapes = f"{list(ids.shape)} and {list(mask.shape)}"
+        raise ValueError(f"completions have ids and mask of shapes {shapes}, not [{len(prompts)}, T] with T >= 1")
+
+
 def predicting_hidden(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Tensor:
     """Hidden states [B, T, D] at the positions that predict the tokens of completions [B, T]."""
     inputs = torch.cat([prompts.ids, ids[:, :-1]], 1)
     mask = prompts.mask_with(ids.shape[1] - 1)
     return backbone.hidden(backbone.embed(inputs), mask)[:, prompts.ids.shape[1] - 1 :]
-
-
-def check_shapes(prompts: PromptBatch, ids: Tensor, mask: Tensor) -> None:
-    """Check that ids and mask are [B, T], one completion of at least one token for each of B prompts.
-
-    Raises:
-        ValueError: Otherwise.
-    """
-    if ids.ndim != 2 or ids.shape != mask.shape or len(ids) != len(prompts) or ids.shape[1] < 1:
-        shapes = f"{list(ids.shape)} and {list(mask.shape)}"
-        raise ValueError(f"completions have ids and mask of shapes {shapes}, not [{len(prompts)}, T] with T >= 1")
 
 
 def score(
@@ -77,20 +62,11 @@ def score(
     temperature: float = 1.0,
     min_new_tokens: int = 0,
 ) -> Scores:
-    """Score completions under the policy (within `Backbone.reference`: under the base).
+    """Score completions [B, T] under the policy (within `Backbone.reference`: under the base).
 
-    Args:
-        backbone: The model.
-        prompts: B prompts.
-        ids: Completions [B, T].
-        mask: [B, T], 1 at a token, end-of-sequence included.
-        what: Which scores; each takes a pass over the head.
-        temperature: Sampling temperature t, as in ``softmax(logits / t)``.
-        min_new_tokens: As in sampling: before this many tokens, log-probabilities are those of the distribution
-            without end-of-sequence. Entropy and self-certainty always use the whole distribution.
-
-    Returns:
-        The scores, with gradient where grad mode is on.
+    Each score takes a pass over the head, and has a gradient where grad mode is on. Of ``softmax(logits / t)`` at
+    sampling temperature t; before ``min_new_tokens`` tokens, log-probabilities are those of the distribution without
+    end-of-sequence, as in sampling. Entropy and self-certainty always use the whole distribution.
 
     Raises:
         ValueError: If shapes do not fit.
@@ -132,13 +108,70 @@ def score_hidden(
 def token_kl(backbone: Backbone, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:
     """Exact full-vocabulary KL(policy || reference) at each token [B, T] in nats, 0 where masked.
 
-    Args:
-        backbone: Gives the head.
-        hidden: The policy's hidden states [B, T, D] from `predicting_hidden`.
-        ref_hidden: The reference's, constants.
-        mask: [B, T].
-
-    Returns:
-        [B, T].
+    From hidden states [B, T, D] of `predicting_hidden`; the reference's are constants.
     """
     return kl_divergence(backbone.head, hidden.flatten(0, 1), ref_hidden.flatten(0, 1)).view(mask.shape) * mask
+
+
+@torch.no_grad()
+def sequence_kl(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+    """`token_kl` of completions [B, T], from a pass of the policy and one of the reference."""
+    hidden = predicting_hidden(backbone, prompts, ids)
+    with backbone.reference():
+        ref_hidden = predicting_hidden(backbone, prompts, ids)
+    return token_kl(backbone, hidden, ref_hidden, mask)
+
+
+def completion_certainty(values: Tensor, mask: Tensor) -> Tensor:
+    """Score of each completion [B]: the mean of `self_certainty` [B, T] over its tokens, of which there must be one."""
+    if not mask.bool().any(-1).all():
+        raise ValueError(f"completions of {mask.sum(-1).tolist()} tokens: each needs at least one token")
+    return (values * mask).sum(-1) / mask.sum(-1)
+
+
+@dataclass(frozen=True)
+class States:
+    """What one pass of the frozen base says about completions.
+
+    Attributes:
+        predicting: Last hidden states that predict each token [B, T, D].
+        pooled: By depth, the mean over the completion's tokens of the normalised states after so many layers [B, D];
+            0 is the embedding itself.
+    """
+
+    predicting: Tensor
+    pooled: Mapping[int, Tensor]
+
+
+@torch.no_grad()
+def completion_states(
+    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, depths: Sequence[int] = ()
+) -> States:
+    """Hidden states of completions [B, T] under the base, pooled after each of these layers.
+
+    The pass reads the whole completion, its last token too, so one pass serves KL (states that predict the tokens),
+    values of tokens given what stands before them, and features of whole completions.
+    """
+    embeds = torch.cat([backbone.embed(prompts.ids), backbone.embed(ids)], 1)
+    full = torch.cat([prompts.mask, mask.to(prompts.mask.dtype)], 1)
+    with backbone.reference():
+        layers = layer_states(backbone, embeds, full, depths)
+    first = prompts.ids.shape[1]
+    pooled = {depth: pool(layers[depth][:, first:], mask) for depth in depths}
+    return States(layers[None][:, first - 1 : -1], pooled)
+
+
+def layer_states(backbone: Backbone, embeds: Tensor, mask: Tensor, depths: Sequence[int]) -> dict[int | None, Tensor]:
+    """Hidden states [B, L, D] after each of these layers, and under None those after the last norm.
+
+    The deepest is the state after the last norm as well.
+    """
+    result = backbone.outputs(embeds, mask, output_hidden_states=bool(depths))
+    return {None: result.last_hidden_state} | {depth: result.hidden_states[depth] for depth in depths}
+
+
+def pool(states: Tensor, mask: Tensor) -> Tensor:
+    """Mean over valid positions [B, D] of normalised states [B, L, D]: a few of their entries are very large."""
+    states = states.to(torch.promote_types(states.dtype, torch.float32))
+    normal = F.layer_norm(states, states.shape[-1:]) * mask.unsqueeze(-1)
+    return normal.sum(1) / mask.sum(1, keepdim=True)

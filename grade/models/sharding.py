@@ -24,8 +24,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 
 from grade.errors import InputError
 from grade.models.fingerprint import keep_fingerprint
-
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
 
 _aten = torch.ops.aten
 _STAYS_SHARDED = (_aten.detach.default, _aten.alias.default)
@@ -46,15 +43,9 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 
 class RowShards:
-    """This process's rows of a table [V, D], and all of them for as long as someone needs them.
+    """This process's ceil(V / W) rows of a table [V, D], on the last process also padding; all of them while needed.
 
-    Args:
-        table: The whole table; it is not kept.
-        group: The processes, each of which has a table of the same contents.
-        device: Where to keep the rows.
-
-    Attributes:
-        rows: ceil(V / W) rows [., D], of the last process also padding.
+    The whole table, which each process of the group has, is not kept.
     """
 
     def __init__(self, table: Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -87,12 +78,7 @@ class RowShards:
 
 
 class ShardedTable(Tensor):
-    """A frozen matrix whose rows lie on several processes; any operator reads it as if they were here.
-
-    Args:
-        shards: The rows.
-        transposed: Whether this is the transpose.
-    """
+    """A frozen matrix, or its transpose, whose rows lie on several processes; operators read it as if all were here."""
 
     _shards: RowShards
     _transposed: bool
@@ -135,11 +121,7 @@ class ShardedTable(Tensor):
 
 @contextlib.contextmanager
 def whole(*tables: Tensor) -> Iterator[None]:
-    """Within this context all rows of sharded tables are here: gathered once for many operators.
-
-    Args:
-        tables: Sharded or not; one that is not is passed over.
-    """
+    """Within this context all rows of those tables that are sharded are here: gathered once for many operators."""
     with contextlib.ExitStack() as stack:
         for shards in {id(t._shards): t._shards for t in tables if isinstance(t, ShardedTable)}.values():
             stack.enter_context(shards.all())
@@ -147,12 +129,7 @@ def whole(*tables: Tensor) -> Iterator[None]:
 
 
 class Shards:
-    """The processes that hold a base together.
-
-    Args:
-        group: The processes.
-        device: Of their weights.
-    """
+    """The processes that hold a base together, with their weights on a device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self._device = group, device
@@ -167,29 +144,32 @@ class Shards:
         return bool(flags)
 
 
-def shard(backbone: Backbone, device: torch.device) -> None:
+def shard_base(model: PreTrainedModel, device: torch.device) -> Shards:
     """Divide a base among all processes, in place; each must have loaded the same one, and must call this.
 
-    Args:
-        backbone: Base and adapter, on the CPU or on the device. The base moves there layer by layer.
-        device: Where the shards live; meta: without data, for a trace.
+    The base is on the CPU or on the device, and moves there layer by layer. With device meta there are no data, for a
+    trace. Its embedding table and head become sharded tables; tied ones stay one.
 
     Raises:
-        InputError: If the base's layers cannot be told apart.
+        InputError: If the base has no list of layers.
     """
-    if backbone.shards is not None:
-        return
-    decoder, model = backbone.decoder, backbone.model
+    decoder, tables = model.base_model, (model.get_input_embeddings(), model.get_output_embeddings())
     mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, (dist.get_world_size(),))
     group = mesh.get_group()
-    for module in (model, decoder, backbone.embedding):
+    for module in (model, decoder, tables[0]):
         keep_fingerprint(module)
     adapter = [p for name, p in model.named_parameters() if p.requires_grad or ".lora_" in f".{name}"]
     for p in adapter:
         p.data = p.data.to(device)
         dist.broadcast(p.data, src=0, group=group)
-    tables = _shard_tables(backbone, group, device)
-    ignored = tables.union(adapter)
+    sharded: dict[int, nn.Parameter] = {}
+    for table in tables:
+        weight = table.weight
+        if id(weight) not in sharded:
+            sharded[id(weight)] = nn.Parameter(ShardedTable(RowShards(weight.data, group, device)), requires_grad=False)
+    for table in tables:
+        table.weight = sharded[id(table.weight)]
+    ignored = {*sharded.values(), *adapter}
     try:
         for layer in _layers(decoder):
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
@@ -204,9 +184,9 @@ def shard(backbone: Backbone, device: torch.device) -> None:
             # gloo sums where the mean is asked for, in some versions of torch (its issue 162338). Nothing is reduced
             # while the base is frozen.
             module.set_force_sum_reduction_for_comms(True)
-    for p in set(model.parameters()) - set(decoder.parameters()) - tables:  # a head's bias
+    for p in set(model.parameters()) - set(decoder.parameters()) - set(sharded.values()):  # a head's bias
         p.data = p.data.to(device)
-    backbone.shards = Shards(group, device)
+    return Shards(group, device)
 
 
 def _name_recorded_outputs(decoder: nn.Module) -> None:
@@ -215,20 +195,6 @@ def _name_recorded_outputs(decoder: nn.Module) -> None:
         from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
         _CAN_RECORD_REGISTRY[decoder] = decoder._can_record_outputs
-
-
-def _shard_tables(backbone: Backbone, group: dist.ProcessGroup, device: torch.device) -> set[nn.Parameter]:
-    """Replace embedding table and head by sharded ones; tied ones stay one."""
-    sharded: dict[int, nn.Parameter] = {}
-    layers = (backbone.embedding, backbone.model.get_output_embeddings())
-    for layer in layers:
-        weight = layer.weight
-        if id(weight) not in sharded:
-            sharded[id(weight)] = nn.Parameter(ShardedTable(RowShards(weight.data, group, device)), requires_grad=False)
-    for layer in layers:
-        layer.weight = sharded[id(layer.weight)]
-    backbone.head = replace(backbone.head, weight=layers[1].weight)
-    return set(sharded.values())
 
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:

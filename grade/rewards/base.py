@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from grade.models.embedding import EmbeddingTable
+from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
 
 if TYPE_CHECKING:

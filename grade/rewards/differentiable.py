@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grade.errors import InputError
-from grade.models.embedding import EmbeddingTable
+from grade.models.head import EmbeddingTable
 from grade.models.prompts import position_ids
 from grade.rewards.base import Reward, RewardScope
 from grade.rewards.classifier import TextClassifier

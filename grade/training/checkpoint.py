@@ -25,7 +25,7 @@ from transformers import Trainer
 from transformers.trainer_utils import sort_checkpoints
 
 from grade.errors import InputError, require_file
-from grade.models.adapter import ADAPTER_FILES, BASE_FILE, refuse_saved, write_fingerprint
+from grade.models.adapter import ADAPTER_FILES, BASE_FILE, check_saved, write_fingerprint
 
 OPTIMIZER_FILE = "optimizer.pt"
 STATE_FILE, LEARNER_FILE = "grade_state.json", "learner.safetensors"
@@ -71,7 +71,7 @@ class Saving(Trainer):
             write_fingerprint(self.backbone.peft, output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        refuse_saved(self.backbone.peft, resume_from_checkpoint)
+        check_saved(self.backbone.peft, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_own(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.importance import ImportanceSampling
 from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, MethodConfig, Rate
 from grade.models.adapter import LoraSettings
-from grade.models.samplers.make import known_sampler
+from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
 from grade.training import launch
 
@@ -62,8 +62,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     sampler: Annotated[str, AfterValidator(known_sampler)] = setting(
         "own", "who samples the completions of a step: own; shared: own, each prompt read once for its group; "
-        "transformers: its continuous batching; http://host:port: a server with the OpenAI completions protocol and "
-        "token ids, as vLLM's",
+        "http://host:port: a server with the OpenAI completions protocol and token ids, as vLLM's",
     )  # fmt: skip
     sampler_max_difference: PositiveFloat = setting(
         1.0, "largest difference of a token's log-probability between another sampler and the policy, in nats"

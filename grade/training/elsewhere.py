@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from grade.errors import InputError
 from grade.gradients.importance import importance_weights
 from grade.gradients.policy_gradient import Completions, PolicyGradient
-from grade.models.samplers.interface import mismatch, seed_of
-from grade.models.samplers.make import make_sampler
+from grade.models.samplers import make_sampler, seed_of
 from grade.models.scoring import score
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from grade.gradients.policy_gradient import StepContext
     from grade.models.backbone import Backbone
     from grade.models.prompts import PromptBatch
-    from grade.models.samplers.interface import Sampler
+    from grade.models.samplers import Sampler
     from grade.training.config import GradeConfig
     from grade.training.together import Together
     from grade.training.window import Window
@@ -44,9 +42,6 @@ class Elsewhere:
         together: The processes.
         learner: The method, or None if it is relaxed.
         sampler: The sampler.
-
-    Raises:
-        InputError: If processes divide the base, and the sampler runs in them.
     """
 
     def __init__(
@@ -54,9 +49,6 @@ class Elsewhere:
         learner: PolicyGradient | DistilledFromGiven | None, sampler: Sampler,
     ) -> None:  # fmt: skip
         self.args, self.backbone, self.together, self.learner, self.sampler = args, backbone, together, learner, sampler
-        if backbone.shards is not None and args.sampler == "transformers":
-            allowed = "own, shared, or a server, where processes divide the base: its passes would have to keep in step"
-            raise InputError("sampler", args.sampler, allowed)
         self._given: list[Completions] = []
         self._published = -1
 
@@ -87,7 +79,7 @@ class Elsewhere:
         # Outside `together`: with a sharded base this pass communicates.
         with torch.no_grad():
             logps = score(self.backbone, prompts, samples.ids, samples.mask, min_new_tokens=least).logps
-        found = mismatch(logps, samples)
+        found = samples.mismatch(logps)
         self.together(partial(found.check, args.sampler_max_difference, sampler.name))
         figures = {"mean_ratio": found.mean_ratio, "largest_difference": found.largest_difference, "seconds": seconds}
         window.note({f"sampler/{name}": torch.tensor(v, dtype=torch.float64) for name, v in figures.items()})

@@ -19,7 +19,7 @@ from grade.errors import InputError
 from grade.files import claimed
 from grade.models.adapter import ADAPTER_FILES, load_adapter
 from grade.models.backbone import DTYPES, errors_only
-from grade.models.gate import check_loaded
+from grade.models.compatibility import check_loaded
 from grade.training.checkpoint import last_checkpoint
 
 

@@ -16,7 +16,6 @@ from grade.gradients.methods import DISTILLED
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
-from grade.models.sharding import shard
 
 if TYPE_CHECKING:
     from grade.gradients.distilled.learner import DistilledGradient
@@ -112,7 +111,7 @@ def place(backbone: Backbone, args: GradeConfig) -> None:
             if not p.requires_grad:
                 p.data = p.data.to(torch.bfloat16)
     if args.sharded:
-        shard(backbone, args.device)
+        backbone.shard(args.device)
     else:
         backbone.to(args.device)
 

@@ -50,12 +50,12 @@ def test_figures_by_hand():
         "lean": pd.DataFrame([dict(phase="forward", over_weights_gib=0.1), dict(phase="step", over_weights_gib=0.19)]),
         "law": pd.DataFrame([
             dict(sampler="own", n=9, p=0.01, mean_ratio=1.0, largest_difference=0.0),
-            dict(sampler="transformers", n=9, p=0.4, mean_ratio=1.0, largest_difference=1e-6),
+            dict(sampler="shared", n=9, p=0.4, mean_ratio=1.0, largest_difference=1e-6),
         ]),
         "training": pd.DataFrame([
             dict(seed=seed, sampler=name, after=after)
             for seed, pair in enumerate([(0.5, 0.6), (0.5, 0.5), (0.6, 0.8)])
-            for name, after in zip(("own", "transformers"), pair, strict=True)
+            for name, after in zip(("own", "shared"), pair, strict=True)
         ]),
     }  # fmt: skip
     found = metrics(tables)
@@ -64,20 +64,20 @@ def test_figures_by_hand():
     assert found["fsdp2/trace_rel_error"] == 0.01 and found["fsdp2/trace_steps"] == 2
     assert found["gpus/ddp_2/received_gib"] == 0.5 and found["lean/step_gib"] == 0.19
     assert found["sampler/chi2_p"] == 0.4, "our own sampler is no other"
-    assert found["sampler/transformers/training_difference"] == pytest.approx(0.1)
-    assert found["sampler/transformers/training_difference_n"] == 3
+    assert found["sampler/shared/training_difference"] == pytest.approx(0.1)
+    assert found["sampler/shared/training_difference_n"] == 3
 
 
 def test_the_best_sampler_is_that_of_the_largest_batch():
-    seconds = {(8, "own"): 1.0, (8, "transformers"): 4.0, (8, "trl"): 2.0,
-               (64, "own"): 3.0, (64, "transformers"): 1.5, (64, "trl"): 2.0}  # fmt: skip
+    seconds = {(8, "own"): 1.0, (8, "shared"): 4.0, (8, "trl"): 2.0,
+               (64, "own"): 3.0, (64, "shared"): 1.5, (64, "trl"): 2.0}  # fmt: skip
     rows = [dict(batch=b, round=r, sampler=s, seconds=v * (1 + r), cpu_seconds=v * (1 + r))
             for (b, s), v in seconds.items() for r in range(3)]  # fmt: skip
     tables = {"fits": pd.DataFrame(dict(wall_seconds=[3.0, 1.0, 2.0], cpu_seconds=[1.0, 1.0, 1.0])),
               "sampling": pd.DataFrame(rows)}  # fmt: skip
     found = timed_metrics(tables)
     assert found["fits/seconds"] == 2.0
-    assert found["sampler/best"] == "transformers" and found["sampler/over_trl"] == pytest.approx(0.75)
+    assert found["sampler/best"] == "shared" and found["sampler/over_trl"] == pytest.approx(0.75)
     assert found["sampler/over_trl_8/own"] == pytest.approx(0.5)
     fig = sampling_figure(tables["sampling"])
     assert fig.axes[0].get_ylim()[0] == 0

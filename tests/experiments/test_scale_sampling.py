@@ -31,8 +31,8 @@ def base(tmp_path_factory):
 
 def test_the_law_of_samplers_of_this_process_and_of_a_server(base):
     with serving(str(base)) as server:
-        table = law_table(1500, str(base), ("own", "shared", "transformers", server.address))
-    assert list(table["sampler"]) == ["own", "shared", "transformers", server.address]
+        table = law_table(1500, str(base), ("own", "shared", server.address))
+    assert list(table["sampler"]) == ["own", "shared", server.address]
     assert (table["n"] >= 1500).all() and (table["p"] > 0.001).all()
     assert (table["largest_difference"] < 1e-4).all()  # float32
     assert np.allclose(table["mean_ratio"], 1, atol=1e-4)

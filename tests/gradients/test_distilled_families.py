@@ -11,7 +11,7 @@ from grade.gradients.distilled.families import ADDITIVE, BUCKETS, SKETCH, Observ
 from grade.gradients.distilled.store import joined
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.states import completion_states
+from grade.models.scoring import completion_states
 
 GROUP, LENGTH = 2, 6
 MODELS = {"llama": lambda: make_backbone(), "gpt2": lambda: make_backbone(tiny_gpt2(), target_modules=["c_attn"])}

@@ -14,7 +14,7 @@ from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import StepContext
 from grade.models.sampling import generate
-from grade.models.states import completion_states
+from grade.models.scoring import completion_states
 
 
 @pytest.fixture(scope="module")

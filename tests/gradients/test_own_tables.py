@@ -14,8 +14,7 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph, replay
 from grade.gradients.rollout import sample
 from grade.gradients.unrolled import StepwiseOptions, checkpointed, gathered_embedding, stepwise, unrolled
-from grade.models.embedding import EmbeddingTable
-from grade.models.head import support_logits
+from grade.models.head import EmbeddingTable, support_logits
 from grade.rewards.base import EmbeddingReward, Reward
 from grade.rewards.rewards import Rewards
 

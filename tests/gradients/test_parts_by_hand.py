@@ -26,9 +26,9 @@ from grade.gradients.policy_gradient import ClosedFormValues, Completions, Exper
 from grade.gradients.replay import ReplayGraph, replay, replay_inputs
 from grade.gradients.rollout import check_completions
 from grade.gradients.unrolled import CHECKPOINTED, UNROLLED, StepwiseOptions, stepwise
-from grade.models.embedding import EmbeddingTable
+from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
-from grade.models.states import States
+from grade.models.scoring import States
 
 
 def tensor(*values):

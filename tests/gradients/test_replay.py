@@ -13,7 +13,7 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.rollout import condition, sample
 from grade.gradients.unrolled import StepwiseOptions, checkpointed, stepwise, unrolled
-from grade.models.embedding import EmbeddingTable
+from grade.models.head import EmbeddingTable
 from grade.models.sampling import generate
 from grade.rewards.base import EmbeddingReward
 from grade.rewards.rewards import Rewards

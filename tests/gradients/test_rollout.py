@@ -8,7 +8,6 @@ from scipy import stats
 from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.rollout import sample
-from grade.models.decode_linear import SkinnyLinear, skinny_linear
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate, is_eos
 
@@ -84,17 +83,6 @@ def test_a_half_precision_base_is_not_merged():
     pointer = weight.data_ptr()
     with torch.no_grad(), backbone.merged():
         assert weight.data_ptr() == pointer
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, 8, 9])
-@pytest.mark.parametrize("bias", [True, False])
-def test_skinny_linear_equals_linear(rows, bias):
-    layer = torch.nn.Linear(40, 70, bias=bias)
-    x = torch.randn(rows, 1, 40)
-    want = layer(x)
-    torch.testing.assert_close(skinny_linear(x, layer.weight, layer.bias), want)
-    with torch.no_grad(), SkinnyLinear():
-        torch.testing.assert_close(layer(x), want.detach())
 
 
 def test_a_sequence_beyond_the_context_is_refused(backbone):

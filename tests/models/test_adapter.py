@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from grade.errors import InputError
-from grade.models.adapter import BASE_FILE, continued_adapter, load_adapter, refuse_saved
+from grade.models.adapter import BASE_FILE, check_saved, continued_adapter, load_adapter
 from grade.models.backbone import Backbone
 from grade.models.prompts import position_ids
 from grade.models.sampling import generate
@@ -368,28 +368,28 @@ def test_a_new_setting_that_is_off_is_no_reason(tmp_path):
 
 def test_what_a_run_continues_must_fit_it(tmp_path):
     backbone = trained(tmp_path / "whole")
-    refuse_saved(backbone.peft, tmp_path / "whole")
+    check_saved(backbone.peft, tmp_path / "whole")
     for spoil, message in (FILES[name] for name in ("one tensor less", "one tensor more", "not finite", "pickled")):
         shutil.copytree(tmp_path / "whole", tmp_path / "spoilt", dirs_exist_ok=True)
         spoil(tmp_path / "spoilt")
         with pytest.raises(InputError, match=message):
-            refuse_saved(backbone.peft, tmp_path / "spoilt")
+            check_saved(backbone.peft, tmp_path / "spoilt")
     FILES["damaged tensors"][0](tmp_path / "spoilt")
     with pytest.raises(InputError, match="header"):  # what the reader says, not the name of its error
-        refuse_saved(backbone.peft, tmp_path / "spoilt")
+        check_saved(backbone.peft, tmp_path / "spoilt")
     FILES["another shape"][0](tmp_path / "whole")
     with pytest.raises(InputError, match=r"q_proj.lora_A.weight has shape \[2, 17\], not \[2, 16\]"):
-        refuse_saved(backbone.peft, tmp_path / "whole")
+        check_saved(backbone.peft, tmp_path / "whole")
     trained(tmp_path / "other", base(seed=1))
     with pytest.raises(InputError, match="a base with other weights"):
-        refuse_saved(backbone.peft, tmp_path / "other")
+        check_saved(backbone.peft, tmp_path / "other")
 
 
 def test_an_adapter_with_a_name_of_its_own_is_found_in_its_folder(tmp_path):
     backbone = Backbone(get_peft_model(base(), lora(), adapter_name="mine"))
     backbone.save_adapter(tmp_path)
     assert (tmp_path / "mine" / BASE_FILE).is_file()
-    refuse_saved(backbone.peft, tmp_path)
+    check_saved(backbone.peft, tmp_path)
     Backbone(base(), adapter=tmp_path / "mine")
 
 

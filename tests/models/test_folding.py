@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from grade.errors import InputError
+from grade.models.adapter import continued_adapter, folded
 from grade.models.backbone import Backbone
-from grade.models.folding import folded, lora_layers, refuse_unfoldable
 
 
 def weights(backbone):
@@ -28,7 +28,9 @@ def test_weights_come_back_bit_by_bit_also_when_something_fails(backbone):
 
 def test_a_weight_that_comes_twice_is_put_back_to_its_first_value(backbone):
     """Refused when a backbone is built; should it happen all the same, the base must survive it."""
-    (_, first), (_, second) = [(n, layer) for n, layer in lora_layers(backbone.model) if n.endswith("q_proj")]
+    (_, first), (_, second) = [
+        (n, layer) for n, layer in backbone.model.named_modules() if n.endswith("q_proj")
+    ]
     second.get_base_layer().weight = first.get_base_layer().weight
     before = first.get_base_layer().weight.clone()
     for _ in range(2):
@@ -77,7 +79,7 @@ def test_the_check_leaves_adapter_generators_and_switches_as_they_were(config):
     embeds = backbone.embed(prompts.ids)
     policy = backbone.hidden(embeds, prompts.mask)
     trained = [p.requires_grad for p in backbone.model.parameters()]
-    refuse_unfoldable(backbone.peft)
+    continued_adapter(backbone.peft)
     assert all(torch.equal(value, before[name]) for name, value in weights(backbone).items())
     assert torch.equal(torch.get_rng_state(), state) and not backbone.model.training
     assert torch.equal(backbone.hidden(embeds, prompts.mask), policy)
@@ -96,7 +98,7 @@ def test_any_scale_can_be_checked(scale):
 
 
 def test_a_half_precision_base_is_neither_folded_nor_checked(monkeypatch):
-    monkeypatch.setattr("grade.models.folding._folds", lambda *_: pytest.fail("checked"))
+    monkeypatch.setattr("grade.models.adapter._folds", lambda *_: pytest.fail("checked"))
     backbone = make_backbone(dtype=torch.bfloat16)
     before = weights(backbone)
     with backbone.merged():

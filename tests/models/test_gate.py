@@ -14,7 +14,7 @@ from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.rollout import sample
 from grade.models.backbone import Backbone, load_pretrained
-from grade.models.gate import check_loaded
+from grade.models.compatibility import check_loaded
 
 
 def tiny(config=None, dtype=torch.float32):

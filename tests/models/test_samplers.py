@@ -1,6 +1,5 @@
 """Samplers: whose tokens they are, how likely, and one clear error for each way in which a server may be wrong."""
 
-import gc
 import json
 import os
 import socket
@@ -13,22 +12,17 @@ from conftest import EOS, VOCAB, make_backbone, make_prompts, tiny_config
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
-from grade.models.backbone import Backbone
 from grade.models.head import Head
 from grade.models.prompts import PromptBatch
-from grade.models.samplers.http import Client, address_of
-from grade.models.samplers.interface import Mismatch, Samples, mismatch, samples_of
-from grade.models.samplers.make import make_sampler
-from grade.models.samplers.shared import BLOCK, draw
+from grade.models.samplers import BLOCK, Mismatch, Samples, draw, make_sampler, samples_of
 from grade.models.sampling import forbid_eos, generate
 from grade.models.scoring import score
+from grade.models.server import CompletionsServer, address_of
 from grade.stats import chi_square
 
-NAMES = ("own", "shared", "transformers", "server")
+NAMES = ("own", "shared", "server")
 ALL_CASES = bool(os.environ.get("GRADE_ALL_CASES"))
-DRAWS = dict.fromkeys(NAMES, 24_000)  # of two tokens; of these more than 20,000 have a second one
-if not ALL_CASES:
-    DRAWS["transformers"] = 2_400  # it takes some milliseconds a request, however short
+DRAWS = 24_000  # of two tokens; of these more than 20,000 have a second one
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +81,7 @@ def second_token(backbone, least):
 @pytest.mark.parametrize(("least", "temperature"), [(0, 1.0), (2, 0.7)])
 def test_a_position_has_the_policys_distribution(name, least, temperature, served):
     """Chi-square of the second token, which a cache has to get right, over at least 20,000 draws; fixed seeds."""
-    backbone, draws = served[0], DRAWS[name] if ALL_CASES or not least else DRAWS[name] // 6
+    backbone, draws = served[0], DRAWS if ALL_CASES or not least else DRAWS // 6
     kept = hotter(backbone, temperature)
     try:
         samples = the(name, served).sample(backbone, one_prompt(draws), 2, generator(), least)
@@ -115,7 +109,7 @@ def test_log_probabilities_are_those_of_the_tokens(name, served):
     own = score(backbone, prompts, samples.ids, samples.mask, min_new_tokens=3).logps.detach()
     # float32 in another order of sums.
     torch.testing.assert_close(samples.logps.float(), own, atol=1e-5, rtol=1e-5)
-    found = mismatch(own, samples)
+    found = samples.mismatch(own)
     assert found.largest_difference < 1e-5 and abs(found.mean_ratio - 1) < 1e-5
     found.check(1e-4, name)
     ends = torch.isin(samples.ids, torch.tensor(EOS)) & samples.mask.bool()
@@ -163,20 +157,6 @@ def test_our_own_is_generate_bit_for_bit(backbone, prompts):
     samples = make_sampler("own").sample(backbone, prompts, 7, generator(4), 2)
     ids, mask = generate(backbone, prompts, 7, generator(4), min_new_tokens=2)
     assert torch.equal(samples.ids, ids) and torch.equal(samples.mask, mask)
-
-
-def test_continuous_batching_leaves_the_model_as_it_was():
-    """Eager attention is what it cannot use, so it puts another in its place meanwhile."""
-    gc.unfreeze()  # what conftest.py froze
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32, attn_implementation="eager")
-    backbone = Backbone(model)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    samples = make_sampler("transformers").sample(backbone, make_prompts(), 4, generator())
-    assert model.config._attn_implementation == "eager" and not hasattr(model, "_cached_continuous_batching_manager")
-    assert gc.get_freeze_count() == 0
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert mismatch(score(backbone, make_prompts(), samples.ids, samples.mask).logps, samples).largest_difference < 1e-5
 
 
 # ---- what a server is asked ----
@@ -291,40 +271,42 @@ def test_ids_may_be_written_beside_the_log_probabilities(served):
         server.spoil = None
 
 
-def test_a_busy_server_is_asked_again_twice(served):
-    _, server, _ = served
-    client, left = Client(server.address, 30.0, waits=(0.0, 0.0)), []
-
-    def busy(path, status, answer):
-        left.append(path)
-        return (503, "busy") if len(left) <= 2 else (200, "here")
-
-    server.spoil = busy
+@pytest.mark.parametrize(
+    ("status", "requests"), [(429, 3), (502, 3), (503, 3), (504, 3), (500, 1), (404, 1), (201, 1), (307, 1)]
+)
+def test_only_a_busy_server_is_asked_again(status, requests, served):
+    server, asked = served[1], []
+    server.spoil = lambda path, *_: (asked.append(path), (status, "x" * 400))[1]
     try:
-        assert client.post("/v1/unload_lora_adapter", {"lora_name": "x"}) == "here" and len(left) == 3
-        left.clear()
-        server.spoil = lambda path, status, answer: (left.append(path), (503, "busy"))[1]
-        with pytest.raises(InputError, match="status 503: busy"):
-            client.post("/v1/unload_lora_adapter", {"lora_name": "x"})
-        assert len(left) == 3
-        left.clear()
-        server.spoil = lambda path, status, answer: (left.append(path), (500, "broken"))[1]
-        with pytest.raises(InputError, match="status 500: broken"):
-            client.post("/v1/unload_lora_adapter", {"lora_name": "x"})
-        assert len(left) == 1  # asking again would not help
+        with pytest.raises(InputError, match=f"POST .*/v1/unload_lora_adapter: got 'status {status}: xxx"):
+            CompletionsServer(server.address, 30.0, waits=(0.0, 0.0)).unload("x")
+        assert len(asked) == requests
+        server.spoil = lambda path, *_: (asked.append(path), (503, "busy") if len(asked) == 1 else (200, "here"))[1]
+        asked.clear()
+        CompletionsServer(server.address, 30.0, waits=(0.0,)).unload("x")
+        assert len(asked) == 2
     finally:
         server.spoil = None
 
 
-def test_nobody_there_and_nobody_who_answers():
+def test_nobody_there_and_nobody_who_answers(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # what is sent goes to the address that was named
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(InputError, match=f"POST {address}/x: got 'ConnectionRefusedError"):
-            Client(address, 5.0, waits=(0.0,)).post("/x", {})
+        with pytest.raises(InputError, match=f"POST {address}/v1/.*: got 'ConnectError: .*refused"):
+            CompletionsServer(address, 5.0, waits=(0.0,)).unload("x")
         taken.listen()  # connections are taken, and nothing follows
         with pytest.raises(InputError, match=r"no answer for 0.2 s.* sampler_timeout"):
-            Client(address, 0.2, waits=(0.0,)).post("/x", {})
+            CompletionsServer(address, 0.2, waits=(0.0,)).unload("x")
+
+
+def test_the_servers_key_is_sent(served, monkeypatch):
+    server = served[1]
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    served[2].server.complete([{"prompt": [1], "n": 1, "seed": 0, "max_tokens": 1, "min_tokens": 0, "temperature": 1.0,
+                                "stop_token_ids": EOS, "model": served[2].model}])  # fmt: skip
+    assert server.headers["Authorization"] == "Bearer secret"
 
 
 def test_a_server_that_takes_no_adapters_says_what_it_needs(served, tmp_path):
@@ -342,26 +324,26 @@ def test_a_server_that_takes_no_adapters_says_what_it_needs(served, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "address",
-    [
-        "vllm",
-        "",
-        "http://",
-        "ftp://a",
-        "http://a:b",
-        "http://a:99999",
-        "http://me:secret@a",
-        "http://a?b",
-        "http://a b",
-    ],
-)
-def test_addresses(address):
-    with pytest.raises(InputError, match="sampler: got .*http://host:port"):
-        address_of(address)
+    "name",
+    ["transformers", "vllm", "", "http://", "ftp://a", "http://a:b", "http://a:99999", "http://a:0", "http://a:-1",
+     "http://me:secret@a", "http://a?b", "http://a#b", "http://a b", "http://[a", "http://\xe4", "http://a\tb"],
+)  # fmt: skip
+def test_what_is_no_sampler_is_one_line_with_what_there_is(name):
+    with pytest.raises(InputError, match="sampler: got .*; allowed: own, shared, or .* http://host:port"):
+        make_sampler(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("http://a", "http://a"), ("https://a:8/", "https://a:8"), ("http://a:8/v1", "http://a:8"),
+     ("http://a/b/v1/", "http://a/b"), ("http://[::1]:8", "http://[::1]:8"), ("http://a/v1/b", "http://a/v1/b")],
+)  # fmt: skip
+def test_an_address_is_without_its_end(text, address):
+    assert address_of(text) == address
 
 
 def test_lengths_are_checked_before_anyone_is_asked(served):
-    for name in ("shared", "transformers", "server"):
+    for name in ("own", "shared", "server"):
         with pytest.raises(InputError, match="context"):
             the(name, served).sample(served[0], one_prompt(1), 61, generator())
         with pytest.raises(InputError, match="min_new_tokens"):
@@ -375,7 +357,7 @@ def test_the_mismatch_by_hand():
         torch.zeros(2, 2).long(), torch.tensor([[1, 1], [1, 0]]), torch.log(torch.tensor([[0.25, 0.5], [0.4, 1]]))
     )
     p = torch.log(torch.tensor([[0.5, 0.5], [0.1, 0.001]]))
-    found = mismatch(p, q)
+    found = q.mismatch(p)
     assert found.mean_ratio == pytest.approx(13 / 12, rel=1e-6)  # float32
     assert found.largest_difference == pytest.approx(np.log(4), rel=1e-6)
     found.check(1.4, "x")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from grade.errors import InputError
 from grade.experiments.intuitor.measure.study import chunked_over_vocabulary
 from grade.experiments.traced import saved_bytes
-from grade.models.head import CHUNK_ROWS, Head
-from grade.models.self_certainty import certainty_of_logits, completion_certainty, self_certainty
+from grade.models.head import CHUNK_ROWS, Head, certainty_of_logits, self_certainty
+from grade.models.scoring import completion_certainty
 
 
 def a_head(vocab=50, dim=6, softcap=None, dtype=torch.float64):

@@ -6,8 +6,7 @@ from conftest import make_backbone, make_prompts, tiny_gpt2
 from torch.nn import functional as F
 
 from grade.models.sampling import generate
-from grade.models.scoring import predicting_hidden, token_kl
-from grade.models.states import completion_states, pool
+from grade.models.scoring import completion_states, pool, predicting_hidden, token_kl
 
 LENGTH = 5
 

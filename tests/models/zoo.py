@@ -31,9 +31,8 @@ from transformers.pytorch_utils import Conv1D
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.decode_linear import SkinnyLinear
 from grade.models.prompts import PromptBatch
-from grade.models.sampling import Decoder, generate
+from grade.models.sampling import Decoder, SkinnyLinear, generate
 from grade.models.scoring import score
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -231,9 +230,9 @@ def page() -> str:
     single = ", ".join(f"`{kind}`" for kind in IN_FLOAT32)
     paragraphs = (
         "Written by `python tests/models/zoo.py --write`; a test compares.",
-        "A model is probed when it is loaded (`grade/models/gate.py`), and one that could not be trained exactly is "
-        "refused. Here are tiny random models (two layers, width 16) of the causal architectures of the installed "
-        f"transformers, by their `model_type`, each with LoRA: {len(accepted)} of {len(rows())} are accepted.",
+        "A model is probed when it is loaded (`grade/models/compatibility.py`), and one that could not be trained "
+        "exactly is refused. Here are tiny random models (two layers, width 16) of the causal architectures of the "
+        f"installed transformers, by their `model_type`, each with LoRA: {len(accepted)} of {len(rows())} are accepted.",
         "The error is the largest of log-probabilities of samples, decoded on the cache and scored in one pass over "
         "left-padded prompts, against transformers' own model on one unpadded prefix after another without a cache. It "
         f"is rounded up to a power of ten; {SHOWN[0]:.0e} stands for anything smaller. float64 throughout, even where "

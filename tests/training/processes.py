@@ -25,8 +25,8 @@ from grade.experiments.scale.measure.sharded import track
 from grade.gradients import objective, policy_gradient, replay
 from grade.models import backbone
 from grade.models.backbone import Backbone
-from grade.models.sharding import held_bytes, shard
-from grade.models.states import layer_states
+from grade.models.scoring import layer_states
+from grade.models.sharding import held_bytes
 from grade.rewards.model import HeadSettings, RewardModel
 from grade.training.launch import FSDP2, SHARDING
 from grade.training.run import train
@@ -195,7 +195,7 @@ def reduced(root: Path, model: str) -> float:
         dist.init_process_group("gloo")
         whole_base, base = Backbone.load(model), Backbone.load(model)
         mean, expected = 1.5 * gradient(whole_base, 1), states(whole_base)
-        shard(base, torch.device("cpu"))
+        base.shard(torch.device("cpu"))
         assert torch.equal(states(base), expected)
         whole = gradient(base, rank + 1).full_tensor()
         (root / f"reduced.{rank}").write_text(json.dumps(float(whole.norm() / mean.norm())))

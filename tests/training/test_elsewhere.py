@@ -24,8 +24,7 @@ from grade.gradients.policy_gradient import Completions, PolicyGradient, StepCon
 from grade.gradients.replay import replay
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.samplers.interface import Sampler, seed_of
-from grade.models.samplers.own import OwnSampler
+from grade.models.samplers import OwnSampler, Sampler, seed_of
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig
 from grade.training.run import train
@@ -236,7 +235,7 @@ def _weights_of(base, tmp_path):
     [
         (dict(method="gumbel"), "method: got 'gumbel'; allowed: ste, gumbel_rao, reinmax, st, or .* soft ones"),
         (dict(method="ste_legacy"), "method: got 'ste_legacy'; allowed: ste, gumbel_rao, reinmax, st, or "),
-        (dict(sampler="vllm"), "sampler: got 'vllm'; allowed: .*own, shared, transformers, or .* http://host:port"),
+        (dict(sampler="vllm"), "sampler: got 'vllm'; allowed: .*own, shared, or .* http://host:port"),
         (
             dict(method="ste", importance_sampling="token"),
             "importance_sampling: .*none with ste; token or sequence with",
@@ -256,11 +255,11 @@ def test_our_own_sampler_is_nowhere_else(base, tmp_path):
     assert trainer(base, tmp_path, sampler="own").elsewhere is None
 
 
-def test_transformers_samples_a_run_with_history(base, tmp_path):
+def test_another_sampler_leaves_its_mismatch_in_the_history(base, tmp_path):
     """`grade train`'s way: settings in, history with the mismatch out."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     values = COMMON | OWN["rloo"] | {
-        "sampler": "transformers", "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
+        "sampler": "shared", "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
         "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4}, "method": "rloo",
         "max_steps": 1, "gradient_accumulation_steps": 1, "output_dir": str(tmp_path / "run"),
     }  # fmt: skip

@@ -228,19 +228,11 @@ def test_the_adapter_of_a_run_is_found(tmp_path):
 def test_our_own_sampler_needs_none(tmp_path, monkeypatch):
     config = TrainConfig(output_dir=str(tmp_path), method="rloo", use_cpu=True)
     assert make_elsewhere(config, make_backbone(), None, None) is None
-    backbone = make_backbone()
-    backbone.shards = object()
-    args = SimpleNamespace(sampler="transformers")
-    with pytest.raises(InputError, match="sampler: got 'transformers'; allowed: own, shared, or a server"):
-        Elsewhere(args, backbone, None, None, None)
-    Elsewhere(SimpleNamespace(sampler="shared"), backbone, None, None, None)
-    backbone.shards = None
-    Elsewhere(args, backbone, None, None, None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_adapter_is_handed_over_once_a_step_by_the_first_process(rank):
-    from grade.models.samplers.own import OwnSampler
+    from grade.models.samplers import OwnSampler
 
     calls = []
 

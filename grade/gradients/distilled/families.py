@@ -33,7 +33,7 @@ from torch import Tensor
 from grade.errors import InputError
 from grade.gradients.all_action import Values, embedding_values
 from grade.models.head import wide
-from grade.models.states import States, layer_states, pool
+from grade.models.scoring import States, layer_states, pool
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone

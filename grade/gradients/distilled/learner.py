@@ -51,8 +51,7 @@ from grade.models.head import wide
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import predicting_hidden, score_hidden, token_kl
-from grade.models.states import completion_states
+from grade.models.scoring import completion_states, predicting_hidden, score_hidden, token_kl
 
 
 @dataclass(frozen=True)

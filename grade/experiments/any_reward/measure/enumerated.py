@@ -36,8 +36,7 @@ from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
-from grade.models.scoring import predicting_hidden
-from grade.models.states import completion_states
+from grade.models.scoring import completion_states, predicting_hidden
 from grade.rewards.base import Reward
 
 FAMILIES = (*ADDITIVE, "trunk")

@@ -19,7 +19,7 @@ from grade.gradients.distilled.families import Family, Observed, layers_of, make
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out
 from grade.gradients.distilled.store import Store
 from grade.gradients.objective import Objective
-from grade.models.states import completion_states
+from grade.models.scoring import completion_states
 from grade.stats import jackknife_stderr
 
 SCORE_ROWS = 64

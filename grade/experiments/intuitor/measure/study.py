@@ -19,10 +19,10 @@ from grade.memory.plan import plan, remembering
 from grade.memory.shapes import ModelShape
 from grade.memory.trace import Trace, trace, trace_all
 from grade.models.backbone import Backbone
+from grade.models.head import certainty_of_logits, self_certainty
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import predicting_hidden
-from grade.models.self_certainty import certainty_of_logits, completion_certainty, self_certainty
+from grade.models.scoring import completion_certainty, predicting_hidden
 
 
 def memory_table(shape: ModelShape, batch: int, length: int) -> pd.DataFrame:

@@ -23,8 +23,7 @@ from grade.experiments.training_runs import FIXED, SETTINGS, review_prompts
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone, load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
-from grade.models.samplers.interface import Sampler, mismatch, token_rows
-from grade.models.samplers.make import LOCAL, make_sampler
+from grade.models.samplers import LOCAL, Sampler, make_sampler
 from grade.models.scoring import predicting_hidden, score
 from grade.stats import chi_square, interval, paired
 from grade.training.config import TrainConfig
@@ -71,7 +70,7 @@ def law_table(
             counts += np.bincount(samples.ids[:, 1][samples.mask[:, 1].bool()].numpy(), minlength=len(want))
             with torch.no_grad():
                 logps = score(backbone, prompts, samples.ids, samples.mask).logps
-            found.append(mismatch(logps, samples))
+            found.append(samples.mismatch(logps))
         sampler.close()
         ratio, largest = np.mean([f.mean_ratio for f in found]), max(f.largest_difference for f in found)
         rows.append((name, int(counts.sum()), chi_square(counts, want), float(ratio), largest))
@@ -94,7 +93,7 @@ def _second_token(backbone: Backbone, prompt: PromptBatch) -> tuple[np.ndarray, 
 
 # ---- what training gives ----
 def training_table(
-    seeds: Sequence[int] = (0, 1, 2, 3), samplers: Sequence[str] = ("own", "transformers"), method: str = "rloo",
+    seeds: Sequence[int] = (0, 1, 2, 3), samplers: Sequence[str] = LOCAL, method: str = "rloo",
     max_steps: int = 20, eval_prompts: int = 256, **changes: Any,
 ) -> pd.DataFrame:  # fmt: skip
     """The same training on completions of different samplers, which draw other ones.
@@ -201,7 +200,7 @@ def _of_peer(model: str, backbone: Backbone, prompts: PromptBatch, folder: str) 
 
     base, tokenizer = load_pretrained(model, backbone.dtype)  # a copy: two adapters on one base would wrap each other
     tokenizer.padding_side = "left"
-    given, ids = LoraSettings(), token_rows(prompts)
+    given, ids = LoraSettings(), prompts.rows()
     lora = LoraConfig(r=given.r, lora_alpha=given.alpha, lora_dropout=0.0, target_modules=given.target_modules,
                       task_type="CAUSAL_LM")  # fmt: skip
     settings = GRPOConfig(

@@ -45,7 +45,7 @@ class Settings(Config):
     fits_budget: str = Field("24GiB", description="that budget")
     fits_repeats: int = Field(1, ge=1, description="how often the search is timed")
     policy_dir: str = Field("", description="folder of the policy that samplers are compared on; empty: none")
-    samplers: list[str] = Field(["own", "transformers"], min_length=1, description="samplers; own first")
+    samplers: list[str] = Field(["own", "shared"], min_length=1, description="samplers; own first")
     draws: int = Field(20_000, ge=1, description="draws of one position")
     training_seeds: list[int] = Field([], description="seeds of a training with each sampler")
     training_steps: int = Field(20, ge=1, description="its optimizer steps")

@@ -1,0 +1,207 @@
+"""A frozen language model as a function of embeddings: pass, decoding step, head, recomputed layers.
+
+Relaxed tokens have embeddings and no ids, so everything here takes `inputs_embeds`. Dropout is off everywhere: its mask
+is not part of a sample, so a replayed rollout could not repeat it. `grade.models.compatibility` says which models do
+all this exactly; `grade.models.backbone` adds the adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grade.errors import InputError
+from grade.models.head import Head
+from grade.models.prompts import position_ids
+
+
+class Watcher(Protocol):
+    """Observer of a backbone's work, such as `grade.memory.live.LiveTracker`."""
+
+    def during(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """A context that covers a phase."""
+
+    def tag(self, tensors: Iterable[Tensor], category: Any) -> None:
+        """Say what tensors are for."""
+
+
+class _WatchedCache(DynamicCache):
+    """A key-value cache that reports its tensors to a watcher as they are created."""
+
+    def __init__(self, watcher: Watcher, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._watcher = watcher
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        result = super().update(*args, **kwargs)
+        self._watcher.tag(result, "kv cache")
+        return result
+
+
+class FrozenBase(nn.Module):
+    """A decoder-only causal language model without dropout, whose weights are frozen; it is changed in place."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
+        super().__init__()
+        _freeze(model)
+        self.model, self.tokenizer = model, tokenizer
+        self.decoder = model.base_model
+        self.head = _head_of(model)
+        self.embedding = model.get_input_embeddings()
+        self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
+        # Read once: the Trainer aligns the model's special tokens with its tokenizer's.
+        self.eos_token_ids = _eos_of(model)
+        self._watcher: Watcher | None = None
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """The frozen embedding table [V, D], unscaled."""
+        return self.embedding.weight
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor between the table and what the first layer receives (Gemma 3), 1 for most models."""
+        return float(getattr(self.embedding, "scalar_embed_scale", getattr(self.embedding, "embed_scale", 1.0)))
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of rows of the embedding table."""
+        return self.embedding_weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the embedding table."""
+        return self.embedding_weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the base weights."""
+        return self.embedding_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the base weights."""
+        return self.embedding_weight.device
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens that the model was built for."""
+        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., D] of token ids, as the first layer receives them."""
+        return self.embedding(ids)
+
+    def outputs(self, inputs_embeds: Tensor, mask: Tensor, **options: Any) -> Any:
+        """What transformers' decoder returns for a pass over embeddings [B, L, D]; the mask [B, L] is 0 at padding."""
+        positions = {"position_ids": position_ids(mask)} if self._takes_positions else {}
+        return self.decoder(inputs_embeds=inputs_embeds, attention_mask=mask, use_cache=False, **positions, **options)
+
+    def hidden(self, inputs_embeds: Tensor, mask: Tensor) -> Tensor:
+        """Last hidden states [B, L, D] (after the final norm) of all positions, as in `outputs`."""
+        return self.outputs(inputs_embeds, mask).last_hidden_state
+
+    def decode(self, inputs_embeds: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+        """Hidden states of new positions [B, n, D]; earlier ones are in the key-value cache, which grows in place.
+
+        The mask [B, L] covers all positions so far, new ones included.
+        """
+        n = inputs_embeds.shape[1]
+        positions = {"position_ids": position_ids(mask)[:, -n:]} if self._takes_positions else {}
+        return self.decoder(
+            inputs_embeds=inputs_embeds, attention_mask=mask, past_key_values=cache, use_cache=True, **positions
+        ).last_hidden_state
+
+    def new_cache(self) -> DynamicCache:
+        """An empty key-value cache."""
+        if self._watcher is None:
+            return DynamicCache(config=self.model.config)
+        return _WatchedCache(self._watcher, config=self.model.config)
+
+    @contextlib.contextmanager
+    def watched_by(self, watcher: Watcher | None) -> Iterator[None]:
+        """Within this context a watcher, if any, learns which phase runs and which weights and caches are created."""
+        before, self._watcher = self._watcher, watcher
+        try:
+            yield
+        finally:
+            self._watcher = before
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """A context that reports a phase to the watcher, if there is one."""
+        return self._watcher.during(name) if self._watcher else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def checkpointed_layers(self, enabled: bool) -> Iterator[None]:
+        """Within this context each layer of a forward pass keeps only its input and is recomputed in backward.
+
+        transformers drops the key-value cache while checkpointing, so rollouts stay outside. The model stays in eval
+        mode: only the layers' own switch is set (dropout rates are 0 in any case).
+        """
+        if not enabled:
+            yield
+            return
+        model = self.model  # the names of transformers >= 5.20, else the older ones
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        try:
+            enable({"use_reentrant": False})
+        except ValueError:
+            allowed = f"false: {type(model).__name__} cannot recompute its layers"
+            raise InputError("gradient_checkpointing", True, allowed) from None
+        layers = [m for m in self.model.modules() if hasattr(m, "gradient_checkpointing")]
+        outer = [m for m in layers if isinstance(m, GradientCheckpointingLayer)]
+        for layer in {inner for m in outer for inner in m.modules() if inner is not m}:
+            if hasattr(layer, "gradient_checkpointing"):  # within another: recomputed in backward, when this is off
+                layer.gradient_checkpointing = False
+        for layer in layers:
+            layer.training = True
+        try:
+            yield
+        finally:
+            disable()
+            for layer in layers:
+                layer.training = False
+
+
+def _freeze(model: PreTrainedModel) -> None:
+    """Put a model in eval mode, its weights frozen, the dropout rates that its layers hold themselves at 0.
+
+    Those too, because recomputed layers run with their own ``training`` on (`FrozenBase.checkpointed_layers`), not
+    their children's, and models that drop whole layers or call the function ``dropout`` look at that. Mixtures of
+    experts run one by one in float64: the joint kernel knows no float64.
+    """
+    model.requires_grad_(False).eval()
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if "drop" in key and isinstance(value, float):
+                setattr(module, key, 0.0)
+    choose = getattr(model, "set_experts_implementation", None)
+    if choose is not None and model.dtype == torch.float64:
+        choose("eager")
+
+
+def _eos_of(model: PreTrainedModel) -> tuple[int, ...]:
+    """Ids that end a sequence."""
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    eos = model.config.eos_token_id if eos is None else eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+
+
+def _head_of(model: PreTrainedModel) -> Head:
+    config, layer = model.config, model.get_output_embeddings()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):  # Granite divides
+        scale = 1.0 / config.logits_scaling
+    elif getattr(config, "logit_scale", None):  # Cohere multiplies
+        scale = float(config.logit_scale)
+    return Head(layer.weight, getattr(layer, "bias", None), scale, getattr(config, "final_logit_softcapping", None))

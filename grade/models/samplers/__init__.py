@@ -1,1 +1,0 @@
-"""Who samples the completions: this package, in two ways, transformers' continuous batching, or a server."""

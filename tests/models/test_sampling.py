@@ -1,0 +1,106 @@
+"""Sampling, and its products of few rows: exact samples of the policy, and when a completion ends."""
+
+import math
+
+import pytest
+import torch
+from conftest import EOS, VOCAB, make_prompts
+from torch.nn import functional as F
+
+from grade.errors import InputError
+from grade.models.noise import gumbel_noise
+from grade.models.sampling import SkinnyLinear, generate
+from grade.models.scoring import predicting_hidden
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
+def test_a_token_is_the_largest_of_logits_over_temperature_plus_noise(backbone, temperature):
+    prompts, draws, source = make_prompts(), [], torch.Generator().manual_seed(0)
+
+    def noise(shape):
+        draws.append(gumbel_noise(shape, source))
+        return draws[-1]
+
+    logps = [] if temperature else None
+    ids, mask = generate(backbone, prompts, 4, noise, temperature, stop_early=False, logps=logps)
+    with torch.no_grad():
+        logits = backbone.head(predicting_hidden(backbone, prompts, ids))
+    assert len(draws) == (4 if temperature else 0)
+    scores = logits / temperature + torch.stack(draws, 1) if temperature else logits
+    assert torch.equal(ids, scores.argmax(-1)) and ids.dtype == mask.dtype == torch.int64
+    if temperature:
+        expected = (logits / temperature).log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
+        torch.testing.assert_close(torch.stack(logps, 1), expected)
+        again = generate(backbone, prompts, 4, torch.Generator().manual_seed(0), temperature, stop_early=False)[0]
+        assert torch.equal(again, ids)  # a generator gives the same noise
+
+
+def test_a_completion_ends_with_its_first_end_of_sequence(backbone):
+    prompts = make_prompts()
+    ids, mask = generate(backbone, prompts, 30, torch.Generator().manual_seed(1))
+    assert ids.shape[1] < 30 and ids.shape[1] == int(mask.sum(1).max())
+    for row, real in zip(ids, mask, strict=True):
+        ends = torch.isin(row, torch.tensor(EOS)).nonzero().flatten()
+        assert int(real.sum()) == int(ends[0]) + 1 and (real.diff() <= 0).all()
+    long_ids, long_mask = generate(backbone, prompts, 30, torch.Generator().manual_seed(1), stop_early=False)
+    assert long_ids.shape == (3, 30) and torch.equal(long_ids[:, : ids.shape[1]], ids)
+    assert torch.equal(long_mask[:, : ids.shape[1]], mask) and not long_mask[:, ids.shape[1] :].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(max_new_tokens=0), "max_new_tokens: got 0; allowed: at least 1"), (dict(temperature=-0.1), "temperature"),
+        (dict(temperature=math.inf), "temperature: got inf"), (dict(temperature=math.nan), "temperature"),
+        (dict(max_new_tokens=60), r"max_prompt_tokens \+ max_new_tokens: got 65; allowed: at most 64 "),
+    ],
+)  # fmt: skip
+def test_lengths_and_temperatures_that_do_not_fit(backbone, settings, message):
+    with pytest.raises(InputError, match=message):
+        generate(backbone, make_prompts(), **{"max_new_tokens": 1} | settings, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_logits_that_are_not_finite_are_refused(row, backbone):
+    class Broken:
+        weight = backbone.head.weight
+
+        def __call__(self, hidden):
+            logits = torch.zeros(len(hidden), VOCAB)
+            logits[row] = math.nan
+            return logits
+
+    backbone.head = Broken()
+    with pytest.raises(InputError, match="NaN or infinity for 1 of 3 prompts"):
+        generate(backbone, make_prompts(), 2, torch.Generator(), 0.0)
+
+
+def test_a_process_goes_on_while_another_one_does(backbone):
+    """Its own completions have ended; it takes part in the passes and writes no more."""
+    asked = []
+    backbone.anywhere = lambda flag: asked.append(flag) or len(asked) < 4
+
+    def ending(shape):
+        noise = torch.zeros(shape)
+        noise[:, EOS[0]] = 1e6
+        return noise
+
+    passes, decode = [], backbone.decode
+    backbone.decode = lambda *args: passes.append(0) or decode(*args)
+    ids, mask = generate(backbone, make_prompts(), 9, ending)
+    assert ids.tolist() == [[EOS[0]]] * 3 and mask.tolist() == [[1]] * 3
+    assert asked == [False] * 4 and len(passes) == 4  # the prompt's, and one after each answer that said so
+
+
+# ---- products of few rows ----
+@pytest.mark.parametrize("shape", [(1,), (2,), (4,), (5,), (8,), (9,), (2, 3)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_few_rows_are_the_linear_layers(shape, biased, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*size, generator=generator).to(dtype) for size in ((*shape, 7), (5, 7), (5,)))
+    arguments = (x, weight, bias) if biased else (x, weight)
+    expected = F.linear(*arguments)
+    with SkinnyLinear():
+        torch.testing.assert_close(F.linear(*arguments), expected)
+        torch.testing.assert_close(F.linear(x, weight, bias=None), F.linear(x, weight))
