@@ -18,7 +18,7 @@ from grade.errors import InputError
 from grade.models import sharding
 from grade.models.fingerprint import fingerprint
 from grade.models.sampling import generate
-from grade.models.sharding import RowShards, ShardedTable, Shards, _layers, held_bytes, local_part, shard, whole
+from grade.models.sharding import RowShards, ShardedTable, Shards, _layers, held_bytes, local_part, whole
 
 CPU = torch.device("cpu")
 
@@ -213,7 +213,7 @@ def test_a_base_sharded_in_one_process_computes_what_it_did(name):
 
     want = run()
     with processes(1, "gloo"):
-        shard(backbone, CPU)
+        backbone.shard(CPU)
         layers = [module for module in backbone.decoder.modules() if isinstance(module, FSDPModule)]
         assert len(layers) == 3 and backbone.decoder in layers  # two layers, and what is left
         # Sums over processes of gradients are means of sums where torch cannot tell a mean of gloo's.
@@ -226,7 +226,7 @@ def test_a_base_sharded_in_one_process_computes_what_it_did(name):
         assert not weight.requires_grad and not backbone.head.weight.requires_grad
         assert fingerprint(backbone.model) == known and held_bytes(backbone) == nbytes
         shards = backbone.shards
-        shard(backbone, CPU)  # a second time: nothing
+        backbone.shard(CPU)  # a second time: nothing
         assert backbone.shards is shards and shards.any(True) and not shards.any(False)
 
 
@@ -248,7 +248,7 @@ def test_a_process_of_two_holds_half_the_base_and_all_of_the_adapter():
     adapter = sum(p.nbytes for p in backbone.trainable_parameters())
     total, table = held_bytes(backbone), backbone.embedding_weight.nbytes
     with processes(2, "fake"):
-        shard(backbone, CPU)
+        backbone.shard(CPU)
         # 23 rows: 12 in each process, one of the second's is padding; all other sizes are even.
         assert held_bytes(backbone) == adapter + (total - adapter - table) // 2 + 12 * 16 * 4
         assert backbone.shards.any(False) is False and backbone.anywhere(True) is True
@@ -264,7 +264,7 @@ def test_a_base_without_data_is_divided_too():
         backbone = Backbone(AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32))
     total, table = held_bytes(backbone), backbone.embedding_weight.nbytes
     with processes(2, "fake"):
-        shard(backbone, torch.device("meta"))
+        backbone.shard(torch.device("meta"))
         assert held_bytes(backbone) == (total - table) // 2 + 12 * 16 * 4
         assert backbone.embedding_weight.device.type == "meta"
 
@@ -280,7 +280,7 @@ def test_recorded_states_are_found_in_a_sharded_decoder():
     want = states()
     with processes(1, "gloo"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        shard(backbone, CPU)
+        backbone.shard(CPU)
         got = states()
     assert len(got) == len(want) == 3
     for one, two in zip(got, want, strict=True):
@@ -305,4 +305,4 @@ def test_a_model_that_torch_cannot_shard_is_one_line(monkeypatch):
     backbone = make_backbone()
     monkeypatch.setattr(sharding, "fully_shard", refuses)
     with processes(1, "gloo"), pytest.raises(InputError, match=r"can be sharded by layer \(no such thing\)"):
-        shard(backbone, CPU)
+        backbone.shard(CPU)

@@ -232,7 +232,8 @@ def page() -> str:
         "Written by `python tests/models/zoo.py --write`; a test compares.",
         "A model is probed when it is loaded (`grade/models/compatibility.py`), and one that could not be trained "
         "exactly is refused. Here are tiny random models (two layers, width 16) of the causal architectures of the "
-        f"installed transformers, by their `model_type`, each with LoRA: {len(accepted)} of {len(rows())} are accepted.",
+        "installed transformers, by their `model_type`, each with LoRA: "
+        f"{len(accepted)} of {len(rows())} are accepted.",
         "The error is the largest of log-probabilities of samples, decoded on the cache and scored in one pass over "
         "left-padded prompts, against transformers' own model on one unpadded prefix after another without a cache. It "
         f"is rounded up to a power of ten; {SHOWN[0]:.0e} stands for anything smaller. float64 throughout, even where "
