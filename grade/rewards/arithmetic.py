@@ -15,25 +15,10 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.models.prompts import PromptBatch, decode, encode_prompts
+from grade.rewards.verifiers import import_reasoning_gym
 
 EXAMPLES = "2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n"
 """Shown before each problem: a base model completes what it sees."""
-
-
-def import_reasoning_gym(field: str) -> Any:
-    """The package reasoning-gym.
-
-    Args:
-        field: The setting that asks for it.
-
-    Raises:
-        InputError: If it is not installed.
-    """
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise InputError(field, "arithmetic", 'another, or install the extra: pip install -e ".[arithmetic]"') from None
-    return reasoning_gym
 
 
 @dataclass(frozen=True)
@@ -49,42 +34,15 @@ class Problems:
     dataset: Any = field(repr=False)
 
     @classmethod
-    def make(cls, number: int, seed: int = 0, terms: int = 2, digits: int = 1) -> Problems:
-        """Sums and differences.
-
-        Args:
-            number: Problems.
-            seed: Seed of the problems.
-            terms: Numbers in a sum.
-            digits: Digits of a number.
-
-        Returns:
-            The problems.
-
-        Raises:
-            InputError: If a number is too small, or the extra is not installed.
-        """
-        for name, value, least in (("problems", number, 1), ("terms", terms, 2), ("digits", digits, 1)):
-            if value < least:
-                raise InputError(name, value, f"at least {least}")
+    def make(cls, number: int, seed: int = 0) -> Problems:
+        """Sums and differences of two numbers of one digit."""
         dataset = import_reasoning_gym("task").create_dataset(
-            "chain_sum", size=number, seed=seed, min_terms=terms, max_terms=terms, min_digits=digits, max_digits=digits
+            "chain_sum", size=number, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
         )
         return cls(list(dataset), dataset)
 
     def prompts(self, tokenizer: Any, max_tokens: int) -> PromptBatch:
-        """Prompts: worked examples, then the problem.
-
-        Args:
-            tokenizer: The policy's.
-            max_tokens: P; prompts must fit, as a cut one would have another answer.
-
-        Returns:
-            The batch.
-
-        Raises:
-            InputError: If a prompt is longer.
-        """
+        """Prompts: worked examples, then the problem. All must fit, as a cut one would have another answer."""
         texts = [f"{EXAMPLES}{entry['metadata']['expression']} =" for entry in self.entries]
         longest = max(len(tokenizer(text).input_ids) for text in texts)
         if longest > max_tokens:
@@ -92,16 +50,9 @@ class Problems:
         return encode_prompts(tokenizer, texts, max_tokens)
 
     def reward(self, tokenizer: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """1 where the first number of a completion is the verifier's answer, else 0.
+        """1 where the first number of a completion is the verifier's answer, else 0; float32 [n].
 
-        Args:
-            tokenizer: The policy's.
-            prompts: Prompts of this task [n, P]; each problem is looked up by its text.
-            ids: Completions [n, T].
-            mask: [n, T].
-
-        Returns:
-            [n] in float32.
+        Prompts [n, P] are of this task: each problem is looked up by its text.
         """
         by_expression = {entry["metadata"]["expression"]: entry for entry in self.entries}
         rewards = []

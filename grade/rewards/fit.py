@@ -5,8 +5,15 @@ Training texts are beginnings of reviews of random length, so that one model is 
 lengths are kept (n * lengths * D numbers), and training a head on them takes seconds. Only a `bag` with a convolution
 has no such features: it sees crops from anywhere in a review, redrawn in each epoch.
 
-Labels are 0 and 1, or any numbers (`grade.rewards.labels`). Early stopping is on the validation loss averaged over
-`eval_tokens`; the best epoch's weights are kept.
+A review's label is 0 or 1, or any number:
+
+| labels | reward | loss | measure |
+|---|---|---|---|
+| ``binary`` | ``sigmoid(output)`` | log-loss | accuracy |
+| ``number`` | ``mean + std * output`` | squared error of the standardised label | R2 |
+
+Early stopping is on the validation loss averaged over `eval_tokens`; the best epoch's weights are kept. Measures are
+written here, because `sklearn.metrics` gives neither their standard errors nor a calibration error.
 
 Left out: the bag-of-words baseline that the accuracies are compared with (`grade.rewards.gold`), and training of
 the base.
@@ -17,19 +24,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from grade.config import SEEDS, Config
 from grade.errors import InputError
-from grade.rewards.labels import LabelledText, head_loss, head_measure, held_out_measures, label_tensor
 from grade.rewards.model import HeadSettings, Labels, RewardKind, RewardModel, table_moments
+from grade.stats import jackknife_stderr
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
+
+
+class LabelledText(Protocol):
+    """A review as training needs it."""
+
+    text: str
+    label: float
 
 
 class FitSettings(HeadSettings):
@@ -82,21 +97,10 @@ def train_reward(
     train: Sequence[LabelledText],
     validation: Sequence[LabelledText],
 ) -> tuple[RewardModel, dict[str, float]]:
-    """Train one reward model.
+    """Train one reward model of a kind on reviews, and stop early by the loss on others.
 
-    Args:
-        kind: ``bag`` or ``trunk``.
-        config: Settings; those of the kind are used.
-        backbone: The frozen base, with its tokenizer.
-        train: Reviews to learn from.
-        validation: Other reviews, for early stopping.
-
-    Returns:
-        The frozen model and a report of its training: sizes, epochs, loss and accuracy (or R2) on the validation
-        reviews (optimistic: they chose the epoch), seconds for features and for the head.
-
-    Raises:
-        InputError: If there are no reviews, a review is empty, or features or loss become NaN or infinite.
+    Returns the frozen model and a report of its training: sizes, epochs, loss and accuracy (or R2) on the validation
+    reviews (optimistic: they chose the epoch), seconds for features and for the head.
     """
     settings: FitSettings = getattr(config, kind)
     if settings.min_tokens > settings.max_tokens:
@@ -111,7 +115,7 @@ def train_reward(
         make = _crop_problem if model.convolves else _prefix_problem
         batch_logits, validation_logits = make(model, config, settings, train, validation, generator)
         featured = time.perf_counter()
-        labels, validation_labels = label_tensor(train, model), label_tensor(validation, model)
+        labels, validation_labels = _label_tensor(train, model), _label_tensor(validation, model)
         model.standardise_labels(labels)
         report = _fit(model, settings, batch_logits, labels, validation_logits, validation_labels, generator)
     report |= {
@@ -129,34 +133,22 @@ def evaluate_reward(
     lengths: Sequence[int] = (32, 64, 128),
     batch_size: int = 32,
 ) -> dict[str, float]:
-    """Accuracy and calibration (or R2) on held-out reviews, cut to their first tokens.
+    """``n`` held-out reviews, and the measures of `_measures` on their first tokens, for each number of ``lengths``.
 
-    Args:
-        model: Trained reward model.
-        reviews: Held-out reviews.
-        lengths: Numbers of tokens to cut to.
-        batch_size: Reviews in one pass.
-
-    Returns:
-        ``n`` and, for each length L, the measures of `grade.rewards.labels.held_out_measures` with the length in their
-        names, as in ``accuracy_L`` and ``accuracy_L_stderr``.
+    The length L is part of a measure's name, as in ``accuracy_L`` and ``accuracy_L_stderr``.
     """
-    labels = label_tensor(reviews, model)
-    logits = prefix_logits(model, encode(model.backbone, reviews, max(lengths)), lengths, batch_size)
+    labels = _label_tensor(reviews, model)
+    logits = _prefix_logits(model, encode(model.backbone, reviews, max(lengths)), lengths, batch_size)
     report: dict[str, float] = {"n": len(reviews)}
     for column, length in zip(logits.T, lengths, strict=True):
-        for name, value in held_out_measures(model, column, labels).items():
+        for name, value in _measures(model, column, labels).items():
             measure, error, _ = name.partition("_stderr")
             report[f"{measure}_{length}{error}"] = value
     return report
 
 
 def encode(backbone: Backbone, reviews: Sequence[LabelledText], max_tokens: int) -> list[list[int]]:
-    """Token ids of each review, cut to ``max_tokens``.
-
-    Raises:
-        InputError: If there are no reviews or one has no tokens.
-    """
+    """Token ids of each review, cut to ``max_tokens``; at least one token each."""
     if not reviews:
         raise InputError("reviews", [], "at least one review")
     ids = backbone.tokenizer([r.text for r in reviews], truncation=True, max_length=max_tokens)["input_ids"]
@@ -181,23 +173,10 @@ def right_pad(sequences: Sequence[Sequence[int]], device: torch.device | str = "
 
 
 @torch.no_grad()
-def prefix_means(
+def _prefix_means(
     model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
 ) -> Tensor:
-    """Pooled features of the first tokens of each sequence, for a model that does not convolve.
-
-    Args:
-        model: A reward model.
-        sequences: Token ids.
-        lengths: Prefix lengths; a shorter sequence is taken whole.
-        batch_size: Sequences in one pass.
-
-    Returns:
-        [n, lengths, D], float32 (float64 for a float64 base).
-
-    Raises:
-        InputError: If a feature is NaN or infinite.
-    """
+    """Pooled features [n, lengths, D] of the first tokens of each sequence, for a model that does not convolve."""
     parts = []
     for start in range(0, len(sequences), batch_size):
         batch = [s[: max(lengths)] for s in sequences[start : start + batch_size]]
@@ -211,12 +190,12 @@ def prefix_means(
 
 
 @torch.no_grad()
-def prefix_logits(
+def _prefix_logits(
     model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
 ) -> Tensor:
     """Log-odds [n, lengths] of the first tokens of each sequence; one pass for all lengths where that is possible."""
     if not model.convolves:
-        return model.pooled_logits(prefix_means(model, sequences, lengths, batch_size))
+        return model.pooled_logits(_prefix_means(model, sequences, lengths, batch_size))
     columns = []
     for length in lengths:
         batches = [sequences[i : i + batch_size] for i in range(0, len(sequences), batch_size)]
@@ -230,13 +209,9 @@ ValidationLogits = Callable[[], Tensor]
 
 
 def _crop_problem(
-    model: RewardModel,
-    config: RewardConfig,
-    settings: FitSettings,
-    train: Sequence[LabelledText],
-    validation: Sequence[LabelledText],
-    generator: torch.Generator,
-) -> tuple[BatchLogits, ValidationLogits]:
+    model: RewardModel, config: RewardConfig, settings: FitSettings, train: Sequence[LabelledText],
+    validation: Sequence[LabelledText], generator: torch.Generator,
+) -> tuple[BatchLogits, ValidationLogits]:  # fmt: skip
     """Logits of random crops, one length a batch: no padding is computed."""
     model.standardise(*table_moments(model.backbone))
     # Crops come from the first part of a review: the rest of a very long one would cost more to read than it teaches.
@@ -252,27 +227,23 @@ def _crop_problem(
         return model.logits_of_ids(*right_pad(crops, model.backbone.device))
 
     def validation_logits() -> Tensor:
-        return prefix_logits(model, held_out, config.eval_tokens, 4 * config.feature_batch_size)
+        return _prefix_logits(model, held_out, config.eval_tokens, 4 * config.feature_batch_size)
 
     return batch_logits, validation_logits
 
 
 def _prefix_problem(
-    model: RewardModel,
-    config: RewardConfig,
-    settings: FitSettings,
-    train: Sequence[LabelledText],
-    validation: Sequence[LabelledText],
-    generator: torch.Generator,
-) -> tuple[BatchLogits, ValidationLogits]:
+    model: RewardModel, config: RewardConfig, settings: FitSettings, train: Sequence[LabelledText],
+    validation: Sequence[LabelledText], generator: torch.Generator,
+) -> tuple[BatchLogits, ValidationLogits]:  # fmt: skip
     """Logits of cached features at random prefixes."""
-    lengths = prefix_lengths(settings.min_tokens, settings.max_tokens)
+    lengths = _prefix_lengths(settings.min_tokens, settings.max_tokens)
     sizes = config.feature_batch_size
-    features = prefix_means(model, encode(model.backbone, train, settings.max_tokens), lengths, sizes)
+    features = _prefix_means(model, encode(model.backbone, train, settings.max_tokens), lengths, sizes)
     # Validation is cut like training: a longer prefix would cost a longer pass.
     held_lengths = sorted({min(n, settings.max_tokens) for n in config.eval_tokens})
     held_out = encode(model.backbone, validation, settings.max_tokens)
-    held_features = prefix_means(model, held_out, held_lengths, sizes)
+    held_features = _prefix_means(model, held_out, held_lengths, sizes)
     rows = features.flatten(0, 1)
     model.standardise(rows.mean(0), rows.std(0))
 
@@ -283,10 +254,10 @@ def _prefix_problem(
     return batch_logits, lambda: model.pooled_logits(held_features)
 
 
-def prefix_lengths(shortest: int, longest: int) -> list[int]:
+def _prefix_lengths(shortest: int, longest: int) -> list[int]:
     """Prefix lengths from ``shortest`` to ``longest``, each about 1.4 times the one before.
 
-    >>> prefix_lengths(16, 128)
+    >>> _prefix_lengths(16, 128)
     [16, 23, 32, 45, 64, 91, 128]
     """
     steps = max(1, round(2 * math.log2(longest / shortest))) if longest > shortest else 0
@@ -294,14 +265,9 @@ def prefix_lengths(shortest: int, longest: int) -> list[int]:
 
 
 def _fit(
-    model: RewardModel,
-    settings: FitSettings,
-    batch_logits: BatchLogits,
-    labels: Tensor,
-    validation_logits: ValidationLogits,
-    validation_labels: Tensor,
-    generator: torch.Generator,
-) -> dict[str, float]:
+    model: RewardModel, settings: FitSettings, batch_logits: BatchLogits, labels: Tensor,
+    validation_logits: ValidationLogits, validation_labels: Tensor, generator: torch.Generator,
+) -> dict[str, float]:  # fmt: skip
     """Minimise the loss with AdamW; leave the model with its best weights, in eval mode."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     held_out = "validation_mse" if model.labels == "number" else "validation_log_loss"
@@ -310,7 +276,7 @@ def _fit(
     for epoch in range(1, settings.epochs + 1):
         model.train()
         for rows in torch.randperm(len(labels), generator=generator).split(settings.batch_size):
-            loss = head_loss(model, batch_logits(rows), labels[rows])
+            loss = _loss(model, batch_logits(rows), labels[rows])
             if not torch.isfinite(loss):
                 raise InputError(f"{model.kind} reward loss", float(loss.detach()), "a finite loss (try a smaller lr)")
             optimizer.zero_grad()
@@ -319,9 +285,9 @@ def _fit(
         model.eval()
         with torch.no_grad():
             logits = validation_logits()  # [n, lengths]
-        loss = float(head_loss(model, logits, validation_labels[:, None].expand_as(logits)))
+        loss = float(_loss(model, logits, validation_labels[:, None].expand_as(logits)))
         if loss < best[held_out]:
-            name, measure = head_measure(model, logits[:, -1], validation_labels)
+            name, measure = next(iter(_measures(model, logits[:, -1], validation_labels).items()))
             best = {"best_epoch": epoch, held_out: loss, f"validation_{name}": measure}
             weights = {k: v.clone() for k, v in model.state_dict().items()}
         elif epoch - best.get("best_epoch", 0) >= settings.patience:
@@ -330,3 +296,71 @@ def _fit(
         raise InputError(f"{model.kind} reward loss", loss, "a finite validation loss (try a smaller lr)")
     model.load_state_dict(weights)
     return best | {"epochs": epoch}
+
+
+def _label_tensor(reviews: Sequence[LabelledText], model: RewardModel) -> Tensor:
+    """Labels [n], of the kind that the model learns."""
+    for review in reviews:
+        label = review.label
+        if model.labels == "binary" and label not in (0, 1):
+            raise InputError("label", label, "0 (negative) or 1 (positive)")
+        if model.labels == "number" and not (isinstance(label, (int, float)) and math.isfinite(label)):
+            raise InputError("label", label, "a finite number")
+    return torch.tensor([float(r.label) for r in reviews], device=model.center.device, dtype=model.center.dtype)
+
+
+def _loss(model: RewardModel, outputs: Tensor, labels: Tensor) -> Tensor:
+    """The loss of the head's outputs [...] for labels [...]."""
+    if model.labels == "number":
+        return F.mse_loss(outputs, (labels - model.label_mean) / model.label_std)
+    return F.binary_cross_entropy_with_logits(outputs, labels)
+
+
+def _measures(model: RewardModel, outputs: Tensor, labels: Tensor) -> dict[str, float]:
+    """Measures of the head's outputs [n].
+
+    For binary labels ``accuracy`` with its binomial standard error, ``log_loss`` in nats, ``mean_score`` and
+    ``calibration_error``; for numbers ``r2`` with its jackknife standard error, ``rmse`` in units of the label and
+    ``mean_score``.
+    """
+    score = model.rewards_of(outputs)
+    if model.labels == "number":
+        value, stderr = r2(score, labels)
+        rmse = float(F.mse_loss(score, labels).sqrt())
+        return {"r2": value, "r2_stderr": stderr, "rmse": rmse, "mean_score": float(score.mean())}
+    share = float(((outputs > 0) == (labels > 0.5)).double().mean())
+    return {
+        "accuracy": share,
+        "accuracy_stderr": math.sqrt(share * (1 - share) / len(labels)),
+        "log_loss": float(_loss(model, outputs, labels)),
+        "mean_score": float(score.mean()),
+        "calibration_error": calibration_error(score, labels),
+    }
+
+
+def r2(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
+    """``R2 = 1 - sum (y - f)^2 / sum (y - mean y)^2`` over n rows, and its jackknife standard error.
+
+    >>> round(r2(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))[0], 6)  # 1 - 1 / 2
+    0.5
+    """
+    predicted, labels = predicted.double(), labels.double()
+    n, error, spread = len(labels), (labels - predicted).square(), (labels - labels.mean()).square()
+    rest = spread.sum() - spread * (n / max(n - 1, 1))  # the sum of squares about the mean without each row
+    if n < 3 or float(rest.min()) <= 1e-12 * float(spread.sum()):
+        raise InputError("labels", f"{n} labels", "at least three for R2, of different values")
+    without = 1 - (error.sum() - error) / rest
+    return float(1 - error.sum() / spread.sum()), jackknife_stderr(without)
+
+
+def calibration_error(score: Tensor, labels: Tensor, bins: int = 10) -> float:
+    """Expected calibration error: ``sum_b (n_b / n) |mean score in b - share of positives in b|`` over equal bins.
+
+    Scores are probabilities [n], labels 0 or 1 [n]. Guo et al. 2017, arXiv:1706.04599, section 2, for a binary score.
+
+    >>> calibration_error(torch.tensor([0.9, 0.9, 0.1, 0.1]), torch.tensor([1.0, 0.0, 0.0, 0.0]))  # (0.4 + 0.1) / 2
+    0.25
+    """
+    which = (score * bins).long().clamp(0, bins - 1)
+    gap = torch.zeros(bins, dtype=score.dtype, device=score.device).index_add(0, which, score - labels)
+    return round(float(gap.abs().sum()) / len(score), 6)

@@ -11,9 +11,6 @@ it is used for means over many texts, never for a single one.
 
 from __future__ import annotations
 
-import os
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +20,8 @@ from scipy.special import expit
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from grade.errors import InputError, require_file
+from grade.errors import InputError, reading, require_file
+from grade.files import atomic
 from grade.stats import Estimate
 
 
@@ -102,23 +100,11 @@ class GoldJudge:
 
     def save(self, path: str | Path) -> None:
         """Write the judge to one ``.npz`` file of plain arrays; the same judge gives the same bytes."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Terms hold no line break, and one byte string is far smaller than numpy's fixed-width strings.
-        terms = "\n".join(self.vectorizer.get_feature_names_out()).encode()
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with open(temporary, "wb") as file:
-                np.savez_compressed(
-                    file,
-                    terms=np.frombuffer(terms, dtype=np.uint8),
-                    idf=self.vectorizer.idf_,
-                    coef=self.coef,
-                    intercept=np.float64(self.intercept),
-                )
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        terms = np.frombuffer("\n".join(self.vectorizer.get_feature_names_out()).encode(), dtype=np.uint8)
+        intercept = np.float64(self.intercept)
+        with atomic(path) as staging, open(staging, "wb") as file:
+            np.savez_compressed(file, terms=terms, idf=self.vectorizer.idf_, coef=self.coef, intercept=intercept)
 
     @classmethod
     def load(cls, path: str | Path) -> GoldJudge:
@@ -127,23 +113,12 @@ class GoldJudge:
         Raises:
             InputError: If the file is missing, damaged or something else.
         """
-        try:
-            with np.load(require_file(path), allow_pickle=False) as arrays:
-                terms = arrays["terms"].tobytes().decode().split("\n")
-                idf, coef, intercept = (arrays[name].astype(np.float64) for name in ("idf", "coef", "intercept"))
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            EOFError,
-            RuntimeError,  # an encrypted archive, or a way of packing that zipfile does not know
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
-            allowed = f"a readable .npz file that GoldJudge.save wrote ({error.__class__.__name__})"
-            raise InputError("gold judge file", str(path), allowed) from None
+        with (
+            reading("gold judge file", path, "a readable .npz file that GoldJudge.save wrote"),
+            np.load(require_file(path), allow_pickle=False) as arrays,
+        ):
+            terms = arrays["terms"].tobytes().decode().split("\n")
+            idf, coef, intercept = (arrays[name].astype(np.float64) for name in ("idf", "coef", "intercept"))
         fits = idf.shape == coef.shape == (len(terms),) and intercept.shape == () and len(set(terms)) == len(terms)
         if not fits or not all(np.isfinite(values).all() for values in (idf, coef, intercept)):
             raise InputError("gold judge file", str(path), "as many finite weights as terms")

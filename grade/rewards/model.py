@@ -20,19 +20,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grade.config import Config
-from grade.errors import InputError, require_file
+from grade.errors import InputError, reading, require_file
+from grade.files import atomic, write_text
 from grade.models.fingerprint import fingerprint, same_base
 
 if TYPE_CHECKING:
@@ -197,22 +196,14 @@ class RewardModel(nn.Module):
         return pooled * (mask.bool().sum(1, keepdim=True) / _ROOT_TOKENS).sqrt()
 
     def standardise(self, mean: Tensor, std: Tensor) -> None:
-        """Set the constants [D] by which pooled vectors are standardised, or with a convolution embeddings.
-
-        Raises:
-            InputError: If they are not finite.
-        """
+        """Set the constants [D] by which pooled vectors are standardised, or with a convolution embeddings."""
         if not (torch.isfinite(mean).all() and torch.isfinite(std).all()):
             raise InputError(f"{self.kind} reward features", "NaN or infinity", "a base with finite embeddings")
         self.center.copy_(mean)
         self.spread.copy_(std.clamp_min(1e-6 * float(std.mean()) + torch.finfo(std.dtype).tiny))
 
     def standardise_labels(self, labels: Tensor) -> None:
-        """Set mean and deviation of labels [n] of any number; binary ones have none.
-
-        Raises:
-            InputError: If all labels are equal.
-        """
+        """Set mean and deviation of labels [n] of any number; binary ones have none."""
         if self.labels == "number":
             if len(labels) < 2 or not float(labels.std()) > 0:
                 raise InputError("label", float(labels[0]), "labels of different values: there is nothing to learn")
@@ -222,16 +213,13 @@ class RewardModel(nn.Module):
     def save(self, folder: str | Path) -> None:
         """Write ``reward.safetensors`` and ``reward.json`` (kind, sizes, and a fingerprint of the weights it reads)."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         sizes = self.settings.model_dump(include=set(HeadSettings.model_fields))
         about = {"kind": self.kind, "settings": sizes, "base": _identity(self.backbone, self.kind)}
         if self.labels != "binary":  # what folders without it hold
             about["labels"] = self.labels
-        weights, config = folder / f"{_WEIGHTS}.tmp", folder / f"{_CONFIG}.tmp"
-        save_file({k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, weights)
-        config.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(weights, folder / _WEIGHTS)
-        os.replace(config, folder / _CONFIG)
+        with atomic(folder / _WEIGHTS) as staging:
+            save_file({k: v.detach().cpu().contiguous() for k, v in self.state_dict().items()}, staging)
+        write_text(folder / _CONFIG, json.dumps(about, indent=2, sort_keys=True) + "\n")
 
 
 def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
@@ -248,51 +236,27 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
         InputError: If a file is missing or corrupt, or the base has another vocabulary, width, tokenizer or weights.
     """
     folder = Path(folder)
-    try:
+    with reading("reward model", folder, f"a folder with {_CONFIG} and {_WEIGHTS} as written by the reward stage"):
         about = json.loads(require_file(folder / _CONFIG).read_text(encoding="utf-8"))
         state = load_file(require_file(folder / _WEIGHTS))
         kind, settings, labels = about["kind"], about["settings"], about.get("labels", "binary")
-        trained_on = {"fingerprint": {}} | about["base"]  # older folders have none
-        trained_on |= {
-            "fingerprint": dict(trained_on["fingerprint"]),
-            "embedding_rms": float(trained_on["embedding_rms"]),
-        }
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        allowed = f"a folder with {_CONFIG} and {_WEIGHTS} as written by the reward stage ({type(error).__name__})"
-        raise InputError("reward model", str(folder), allowed) from None
-    _check_same_base(trained_on, _identity(backbone, kind))
+        base = {**about["base"], "fingerprint": dict(about["base"].get("fingerprint", {}))}  # older folders have none
+        base["embedding_rms"] = float(base["embedding_rms"])
+    _check_same_base(base, _identity(backbone, kind))
     model = RewardModel(kind, backbone, HeadSettings.parse(settings, _CONFIG), labels)
-    reason = _misfit(state, model.state_dict())
-    if reason:
-        raise InputError("reward model", str(folder), f"weights in {_WEIGHTS} that fit {_CONFIG} ({reason})")
-    model.load_state_dict(state)
+    with reading("reward model", folder, f"weights in {_WEIGHTS} that fit {_CONFIG}"):
+        model.load_state_dict(state)
+    for name, value in state.items():
+        if not torch.isfinite(value).all():
+            raise InputError("reward model", str(folder), f"finite weights in {_WEIGHTS} ({name} is not finite)")
     return model.requires_grad_(False)
 
 
-def _misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
-    """The first tensor that is missing, has no place, has another shape or is not finite."""
-    for name in sorted(given.keys() | wanted.keys()):
-        if name not in given:
-            return f"{name} is missing"
-        if name not in wanted:
-            return f"{name} has no place in the model"
-        if given[name].shape != wanted[name].shape:
-            return f"{name} has shape {list(given[name].shape)}, not {list(wanted[name].shape)}"
-        if not torch.isfinite(given[name]).all():
-            return f"{name} is not finite"
-    return ""
-
-
 def masked_mean(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean over the positions where the mask is not 0.
+    """Mean [B, D] of values [B, L, D] over the positions where the mask [B, L] is not 0, even if others are NaN.
 
-    Args:
-        values: [B, L, D]; masked entries are ignored, even if they are NaN.
-        mask: [B, L].
-        dtype: Type of sum and result: a mean over many positions loses digits in bfloat16.
-
-    Returns:
-        [B, D]; NaN for a row whose mask is all 0 (checking here would make every step wait for the data).
+    ``dtype`` is that of sum and result: a mean over many positions loses digits in bfloat16. A row whose mask is all 0
+    gives NaN; to check that here would make every step wait for the data.
 
     >>> masked_mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[1, 1, 0]]), torch.float32)
     tensor([[2.]])
@@ -313,34 +277,28 @@ def table_moments(backbone: Backbone) -> tuple[Tensor, Tensor]:
     return mean, (squares / backbone.vocab_size - mean.square()).clamp_min(0).sqrt()
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str | None:
-    """SHA-256 of the tokenizer's sorted (token, id) pairs; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    pairs = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(pairs.encode("ascii")).hexdigest()
-
-
 def _identity(backbone: Backbone, kind: RewardKind) -> dict[str, Any]:
+    """What tells bases apart: sizes, the tokenizer's (token, id) pairs, and the weights that the kind reads."""
+    tokenizer = None
+    if backbone.tokenizer is not None:
+        pairs = json.dumps(sorted(backbone.tokenizer.get_vocab().items()), ensure_ascii=True)
+        tokenizer = hashlib.sha256(pairs.encode("ascii")).hexdigest()
     mean, std = table_moments(backbone)
     read = backbone.embedding if kind == "bag" else backbone.decoder
     return {
         "vocab_size": backbone.vocab_size,
         "hidden_size": backbone.hidden_size,
-        "tokenizer": tokenizer_fingerprint(backbone.tokenizer),
+        "tokenizer": tokenizer,
         "embedding_rms": float((mean.square() + std.square()).mean().sqrt()),
         "fingerprint": fingerprint(read),
     }
 
 
 def _check_same_base(trained_on: dict[str, Any], here: dict[str, Any]) -> None:
-    wrong = [key for key in ("hidden_size", "vocab_size", "tokenizer") if trained_on.get(key) != here[key]]
-    if wrong:
-        key = wrong[0]
-        why = (
-            "a reward model reads the policy's own embeddings, so tokenizer and base must be the ones it was trained on"
-        )
-        raise InputError(f"reward model: {key} of the base", here[key], f"{trained_on.get(key)!r} ({why})")
+    why = "a reward model reads the policy's own embeddings, so tokenizer and base must be the ones it was trained on"
+    for key in ("hidden_size", "vocab_size", "tokenizer"):
+        if trained_on.get(key) != here[key]:
+            raise InputError(f"reward model: {key} of the base", here[key], f"{trained_on.get(key)!r} ({why})")
     rms = trained_on["embedding_rms"]
     if not abs(rms - here["embedding_rms"]) <= _NORM_TOLERANCE * rms:
         allowed = f"{rms} (same sizes, but other weights than the reward model was trained on)"

@@ -12,6 +12,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jsonschema import SchemaError
+from jsonschema.validators import validator_for
+
 from grade.errors import InputError
 from grade.rewards.functions import text_of
 
@@ -22,17 +25,8 @@ _TRAINERS = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_met
 def exact_answer(column: str = "answer", pattern: str | None = None, ignore_case: bool = False) -> Verifier:
     r"""1 where the completion's answer is the row's, without surrounding white space.
 
-    Args:
-        column: The data set's column with the right answers; None there: not applicable.
-        pattern: Regular expression that finds the answer in a completion: its last match, the first group if there is
-            one. Default: the whole completion.
-        ignore_case: Whether upper and lower case are the same.
-
-    Returns:
-        A reward function.
-
-    Raises:
-        InputError: For a broken pattern; when called, for a missing column.
+    ``column`` of the data set has the right answers; None there: not applicable. ``pattern`` is a regular expression
+    that finds the answer in a completion: its last match, the first group if there is one; default: all of it.
 
     >>> exact_answer(pattern=r"-?\d+")(completions=["3 + 4 = 7", "8"], answer=["7", 7])
     [1.0, 0.0]
@@ -53,16 +47,7 @@ def exact_answer(column: str = "answer", pattern: str | None = None, ignore_case
 
 
 def matches(pattern: str) -> Verifier:
-    r"""1 where a regular expression matches somewhere in the completion.
-
-    Args:
-        pattern: As in `re.search`; flags go inside, as in ``(?i)yes``.
-
-    Returns:
-        A reward function.
-
-    Raises:
-        InputError: For a broken pattern.
+    r"""1 where a regular expression, as in `re.search`, matches somewhere; flags go inside, as in ``(?i)yes``.
 
     >>> matches(r"^\d+$")(completions=["12", "twelve"])
     [1.0, 0.0]
@@ -76,23 +61,11 @@ def matches(pattern: str) -> Verifier:
 
 
 def valid_json(schema: dict[str, Any] | bool | None = None) -> Verifier:
-    """1 where the completion is JSON, and fits a JSON schema if one is given.
-
-    Args:
-        schema: The schema; its draft is that of ``$schema``, by default the latest.
-
-    Returns:
-        A reward function.
-
-    Raises:
-        InputError: For a schema that is none.
+    """1 where the completion is JSON, and fits a JSON schema (of the draft that its ``$schema`` names) if one is given.
 
     >>> valid_json({"required": ["n"]})(completions=['{"n": 1}', "{}", "n = 1"])
     [1.0, 0.0, 0.0]
     """
-    from jsonschema import SchemaError
-    from jsonschema.validators import validator_for
-
     schema = True if schema is None else schema
     checker = validator_for(schema)
     try:
@@ -114,22 +87,10 @@ def valid_json(schema: dict[str, Any] | bool | None = None) -> Verifier:
 
 
 def reasoning_gym(name: str, pattern: str | None = None) -> Verifier:
-    """The score in [0, 1] of a reasoning-gym task; needs the extra ``arithmetic``.
+    """The score in [0, 1] of a reasoning-gym task, such as ``chain_sum``; needs the extra ``arithmetic``.
 
     The data set's columns are those of reasoning-gym's entries: ``question``, ``answer`` and ``metadata``.
-
-    Args:
-        name: The task, such as ``chain_sum``.
-        pattern: How to find the answer in a completion; see `exact_answer`.
-
-    Returns:
-        A reward function.
-
-    Raises:
-        InputError: If there is no such task, or the extra is not installed; when called, for a missing column.
     """
-    from grade.rewards.arithmetic import import_reasoning_gym  # the extra is not needed otherwise
-
     gym, find = import_reasoning_gym("reward"), _finder(pattern)
     try:
         task = gym.create_dataset(name, size=1, seed=0)
@@ -145,6 +106,15 @@ def reasoning_gym(name: str, pattern: str | None = None) -> Verifier:
     return _named(reward, name)
 
 
+def import_reasoning_gym(field: str) -> Any:
+    """The package reasoning-gym, an optional extra; ``field`` is the setting that asks for it."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise InputError(field, "arithmetic", 'another, or install the extra: pip install -e ".[arithmetic]"') from None
+    return reasoning_gym
+
+
 def _finder(pattern: str | None) -> Callable[[str], str | None]:
     """The answer in a completion; None if there is none."""
     if pattern is None:
@@ -152,10 +122,8 @@ def _finder(pattern: str | None) -> Callable[[str], str | None]:
     expression = _compiled(pattern)
 
     def find(text: str) -> str | None:
-        found = None
-        for found in expression.finditer(text):  # noqa: B007 - the last one is wanted
-            pass
-        answer = found and found[1 if expression.groups else 0]
+        matches = list(expression.finditer(text))
+        answer = matches[-1][1 if expression.groups else 0] if matches else None
         return None if answer is None else answer.strip()
 
     return find

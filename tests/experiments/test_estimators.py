@@ -21,7 +21,7 @@ from grade.experiments.estimators.measure.rows import Variant, gradient_rows
 from grade.experiments.estimators.measure.tables import Measurements, Settings
 from grade.experiments.estimators.metrics import metrics, timed_metrics
 from grade.experiments.measured import Tables, measure_all
-from grade.rewards.shallow import ShallowReward, first_layers
+from grade.experiments.shallow import ShallowReward, first_layers
 from grade.training.toy import toy_reviews, toy_task
 
 STE = Variant("ste", 1.0, 0, 16)

@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from scipy.special import expit
 
 from grade.errors import InputError
-from grade.rewards.gold import GoldJudge, _crop
+from grade.rewards.gold import GoldJudge
 
 GOOD, BAD = ("superb", "moving", "delightful"), ("dull", "awful", "clumsy")
 
@@ -69,24 +68,6 @@ def test_pairs_that_only_repeat_within_the_crops_of_one_review_are_no_features()
     assert not {"unique", "phrase", "unique phrase"} & terms and "word1" in terms
 
 
-@given(st.lists(st.text("ab ", max_size=30).map(str.split), max_size=3), st.integers(0, 10**6))
-def test_a_crop_is_a_run_of_words_of_bounded_length(texts, seed):
-    rng = np.random.default_rng(seed)
-    for words in [*texts, [str(i) for i in range(300)]]:
-        crop = _crop(" ".join(words), rng).split()
-        assert min(len(words), 16) <= len(crop) <= 96
-        if crop and len(words) == 300:
-            assert crop == words[int(crop[0]) :][: len(crop)]
-
-
-def test_half_of_the_crops_start_anywhere():
-    rng = np.random.default_rng(0)
-    text = " ".join(map(str, range(1000)))
-    starts = np.array([int(_crop(text, rng).split()[0]) for _ in range(1000)])
-    assert abs((starts == 0).mean() - 0.5) < 0.08  # 5 standard errors of 0.016
-    assert abs(starts[starts > 0].mean() - 472) < 60  # uniform up to 944 on average, 5 standard errors of 12
-
-
 def test_scores_are_float64_in_order_and_may_be_none(judge):
     texts, _ = make_reviews(n=10, seed=2)
     scores = judge.score(texts)
@@ -105,19 +86,6 @@ def test_a_saved_judge_is_the_same_and_so_are_its_bytes(judge, tmp_path):
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["judge.npz"]
 
 
-def test_a_save_that_fails_leaves_the_old_file_alone(judge, tmp_path, monkeypatch):
-    (tmp_path / "judge.npz").write_bytes(b"old")
-
-    def full_disk(file, **arrays):
-        file.write(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(np, "savez_compressed", full_disk)
-    with pytest.raises(OSError, match="no space"):
-        judge.save(tmp_path / "judge.npz")
-    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("judge.npz", b"old")]
-
-
 def test_the_fit_is_reproducible():
     texts, labels = make_reviews(n=40)
     first, second = GoldJudge.fit(texts, labels, seed=5), GoldJudge.fit(texts, labels, seed=5)
@@ -133,6 +101,7 @@ def arrays(**changes):
     "content",
     [
         arrays(coef=np.ones(3)),
+        arrays(intercept=np.float64(np.inf)),
         arrays(idf=np.array([1.0, np.nan])),
         arrays(terms=np.frombuffer(b"a\na", dtype=np.uint8)),
         arrays(terms=np.frombuffer(b"\xff\nb", dtype=np.uint8)),
@@ -175,3 +144,16 @@ def test_missing_and_damaged_files_are_refused(judge, tmp_path):
 def test_fits_that_cannot_be(texts, labels, field):
     with pytest.raises(InputError, match=f"^{field}: "):
         GoldJudge.fit(texts, labels)
+
+
+@pytest.mark.parametrize(("options", "c"), [({}, 3.0), ({"c": 0.5}, 0.5), ({"c": 10.0}, 10.0)])
+def test_the_gradient_of_the_penalised_likelihood_vanishes(options, c):
+    texts = ["a superb film", "a moving film", "superb and moving", "a dull film", "a clumsy film", "dull and clumsy"]
+    labels = np.array([1, 1, 1, 0, 0, 0])
+    judge = GoldJudge.fit(texts, labels.tolist(), n_crops=0, **options)
+    rows = judge.vectorizer.transform(texts).toarray()
+    left = labels - expit(rows @ judge.coef + judge.intercept)
+    # Minimum of |w|^2 / 2 + b^2 / 2 + C sum log(1 + exp(-y f)): w = C X^T (y - p). The solver stops at a gradient of
+    # 1e-4 of the first one; another C is off by its ratio.
+    assert np.abs(judge.coef - c * rows.T @ left).max() <= 1e-2 * np.abs(judge.coef).max()
+    assert judge.intercept == pytest.approx(c * left.sum(), abs=1e-2)

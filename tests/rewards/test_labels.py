@@ -9,8 +9,7 @@ import torch
 from grade.data.base_model import BackboneConfig, tiny_model
 from grade.errors import InputError
 from grade.models.backbone import Backbone
-from grade.rewards.fit import RewardConfig, evaluate_reward, train_reward
-from grade.rewards.labels import r2
+from grade.rewards.fit import RewardConfig, evaluate_reward, r2, train_reward
 from grade.rewards.model import HeadSettings, RewardModel, load_reward
 
 GOOD, BAD = ("fine", "great", "lovely"), ("poor", "dull", "awful")

@@ -14,17 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedToken
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.rewards.fit import (
-    FitSettings,
-    RewardConfig,
-    encode,
-    evaluate_reward,
-    prefix_logits,
-    prefix_means,
-    right_pad,
-    train_reward,
-)
-from grade.rewards.labels import calibration_error
+from grade.rewards.fit import FitSettings, RewardConfig, evaluate_reward, train_reward
 from grade.rewards.model import HeadSettings, RewardModel, load_reward, table_moments
 
 WORDS = "<pad> good fine great lovely bad poor awful dull the a film plot cast was it of and to in one scene".split()
@@ -200,6 +190,20 @@ def test_scores_are_float32_or_wider(kind, dtype, want):
     assert model(model.backbone.embed(ids).to(want), mask).dtype == want
 
 
+def test_root_pooling_agrees_with_the_mean_at_48_tokens():
+    root, mean = (build("bag", HeadSettings(pooling=pooling)) for pooling in ("root", "mean"))
+    for length, factor in ((12, 0.5), (48, 1.0), (192, 2.0)):
+        embeds, mask = torch.randn(1, length, 16, dtype=torch.float64), torch.ones(1, length)
+        assert_close(root.pool(embeds, mask), factor * mean.pool(embeds, mask))
+
+
+def test_a_constant_feature_is_not_divided_by_0():
+    model = build("bag", HeadSettings())
+    model.standardise(torch.zeros(16), torch.zeros(16))
+    ids, mask, _ = batch()
+    assert torch.isfinite(model.score_ids(ids, mask)).all()
+
+
 def test_an_empty_sequence_is_nan_and_not_a_score():
     model = build("bag", HeadSettings(channels=4))
     ids, mask, _ = batch()
@@ -284,9 +288,9 @@ def test_an_adapter_on_the_base_does_not_change_its_fingerprint(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: {k: v for k, v in t.items() if k != "bias"}, "bias is missing"),
-        (lambda t: t | {"more": torch.ones(1)}, "more has no place"),
-        (lambda t: t | {"bias": torch.ones(5)}, r"bias has shape \[5\], not \[4\]"),
+        (lambda t: {k: v for k, v in t.items() if k != "bias"}, "Missing key.*bias"),
+        (lambda t: t | {"more": torch.ones(1)}, "Unexpected key.*more"),
+        (lambda t: t | {"bias": torch.ones(5)}, "size mismatch for bias"),
         (lambda t: t | {"spread": t["spread"] * torch.nan}, "spread is not finite"),
     ],
 )
@@ -294,7 +298,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
     RewardModel("bag", bare(), HeadSettings(channels=4)).save(tmp_path)
     path = tmp_path / "reward.safetensors"
     save_file(change(load_file(path)), path)
-    with pytest.raises(InputError, match=f"reward model: got .*reward.safetensors that fit reward.json .{message}"):
+    with pytest.raises(InputError, match=f"reward model: got .*weights in reward.safetensors.*{message}"):
         load_reward(tmp_path, bare())
 
 
@@ -364,12 +368,6 @@ def config(seed=0, **changes):
     return RewardConfig.parse({"bag": fit, "trunk": fit, "eval_tokens": [4, 12], "feature_batch_size": 7, "seed": seed})
 
 
-def test_setting_one_key_keeps_the_kinds_other_defaults():
-    made = RewardConfig.load(overrides=["trunk.train_size=10", "bag.lr=0.5"])
-    assert made.trunk == RewardConfig().trunk.model_copy(update={"train_size": 10}) and made.trunk.hidden > 0
-    assert made.bag == RewardConfig().bag.model_copy(update={"lr": 0.5})
-
-
 @pytest.mark.parametrize(("kind", "channels"), [("bag", 0), ("bag", 8), ("trunk", 0)])
 def test_training_learns_and_leaves_the_base_alone(kind, channels):
     backbone = bare()
@@ -406,33 +404,6 @@ def test_early_stopping_returns_the_best_epoch(channels):
     seen = evaluate_reward(model, validation, [4, 12])
     assert (seen["log_loss_4"] + seen["log_loss_12"]) / 2 == pytest.approx(report["validation_log_loss"], rel=1e-5)
     assert seen["accuracy_12"] == report["validation_accuracy"]
-
-
-@pytest.mark.parametrize(("kind", "pooling"), [("bag", "mean"), ("bag", "root"), ("trunk", "mean")])
-def test_prefix_means_are_the_means_of_truncated_texts(kind, pooling):
-    model = RewardModel(kind, bare(dtype=torch.float64), HeadSettings(pooling=pooling))
-    sequences = encode(model.backbone, reviews(5, 0), 20)
-    means = prefix_means(model, sequences, [3, 10, 20], batch_size=2)
-    for i, sequence in enumerate(sequences):
-        for j, length in enumerate([3, 10, 20]):
-            ids, mask = right_pad([sequence[:length]])
-            assert_close(means[i, j], model.pool(model.backbone.embed(ids), mask)[0])
-
-
-@pytest.mark.parametrize("kind", ["bag", "trunk"])
-def test_prefix_logits_are_the_scores_of_truncated_texts(kind):
-    model = RewardModel(kind, bare(dtype=torch.float64), HeadSettings(channels=4, kernel=3))
-    sequences = encode(model.backbone, reviews(5, 0), 20)
-    ids, mask = right_pad([s[:6] for s in sequences])
-    want = model.score_ids(ids, mask)
-    assert_close(prefix_logits(model, sequences, [6, 9], batch_size=2)[:, 0].sigmoid(), want)
-
-
-def test_calibration_error_by_hand():
-    # bin 0.2-0.3: mean score 0.25, 1 of 2 positive -> gap 0.25; bin 0.7-0.8: 0.75 against 1 -> 0.25; weights 2/3, 1/3
-    score, labels = torch.tensor([0.25, 0.25, 0.75]), torch.tensor([1.0, 0.0, 1.0])
-    assert calibration_error(score, labels) == pytest.approx(0.25)
-    assert calibration_error(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0])) == 0  # 1.0 falls in the last bin
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
+from grade.experiments.shallow import ShallowReward, layer_count
 from grade.experiments.training_runs import judged_by
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
@@ -28,7 +29,6 @@ from grade.rewards.fit import BagSettings, LabelledText, RewardConfig, right_pad
 from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardModel, load_reward
-from grade.rewards.shallow import ShallowReward, layer_count
 from grade.rewards.verifiers import exact_answer
 from grade.training.toy import toy_reviews, toy_task
 

@@ -29,11 +29,11 @@ from grade.experiments.moments import (
     worth_interval,
 )
 from grade.experiments.setting import load_policy
+from grade.experiments.shallow import ShallowReward
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.rewards.model import load_reward
-from grade.rewards.shallow import ShallowReward
 from grade.stats import interval, tensor_spread
 from grade.training.toy import toy_reviews
 

@@ -18,15 +18,7 @@ from grade.rewards.fit import LabelledText, RewardConfig, TrunkSettings, train_r
 
 @contextlib.contextmanager
 def first_layers(backbone: Backbone, depth: int) -> Iterator[None]:
-    """Within this context the base, and its final norm, read only the first ``depth`` layers.
-
-    Args:
-        backbone: The base.
-        depth: Layers that stay.
-
-    Raises:
-        InputError: If there are not so many, or the model keeps its layers in an unknown place.
-    """
+    """Within this context the base, and its final norm, read only the first ``depth`` layers."""
     decoder, name = backbone.decoder, _layers_name(backbone)
     every = getattr(decoder, name)
     if not 1 <= depth <= len(every):
@@ -39,25 +31,12 @@ def first_layers(backbone: Backbone, depth: int) -> Iterator[None]:
 
 
 def layer_count(backbone: Backbone) -> int:
-    """How many layers the base has.
-
-    Raises:
-        InputError: If the model keeps them in an unknown place.
-    """
+    """How many layers the base has."""
     return len(getattr(backbone.decoder, _layers_name(backbone)))
 
 
 class ShallowReward(nn.Module):
-    """A reward model on the first layers of the base.
-
-    Args:
-        backbone: The base.
-        depth: Layers that it reads.
-        train_data: Labelled reviews to train on.
-        validation_data: Labelled reviews for early stopping.
-        tokens: Tokens of a review that are read.
-        seed: Of the training.
-    """
+    """A reward model on the first ``depth`` layers of the base, trained on the first ``tokens`` tokens of reviews."""
 
     def __init__(
         self, backbone: Backbone, depth: int, train_data: Sequence[LabelledText],
