@@ -145,6 +145,16 @@ def _verdict(row: Row, figures: Mapping[str, Any]) -> str:
     return "partly" if row.partly_above is not None and value > row.partly_above else row.otherwise
 
 
+def in_units(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures, and every number in decimal MB and GB, in GiB and in percent as well: ``<name> MB`` and so on."""
+    scaled = dict(figures)
+    for name, value in figures.items():
+        if not isinstance(value, str | bool | None):
+            units = {"MB": value / 1e6, "GB": value / 1e9, "GiB": value / 2**30, "%": 100 * value}
+            scaled = {f"{name} {unit}": number for unit, number in units.items()} | scaled
+    return scaled
+
+
 def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
     """The claims as a table of text, figures to so many significant digits.
 
