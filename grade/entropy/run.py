@@ -12,10 +12,9 @@ from pydantic import Field
 from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
 from grade.errors import InputError
-from grade.gradients.engines import make_engine
-from grade.gradients.estimators import tau_at
 from grade.gradients.methods import RELAXED
 from grade.gradients.objective import Objective
+from grade.gradients.replay import make_engine
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_prompts
@@ -46,7 +45,7 @@ def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainC
     engine = make_engine(
         RELAXED[config.method].engine, config.hops, config.hop_tolerance, bool(config.gradient_checkpointing)
     )
-    relaxation = config.relaxation(tau_at(step, config.tau_start, config.tau_end, config.tau_anneal_steps))
+    relaxation = config.relaxation(step)
     objective = Objective(reward_model, config.beta, config.reward_scope)
 
     def run(prompts: PromptBatch, generator: torch.Generator) -> None:

@@ -14,7 +14,8 @@ token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
   (`grade.gradients.all_action`). It has no support and no tau.
 
 All but `gumbel` are straight-through: the text is hard, and what backward needs follows from logits and token alone
-(`draw_given`). Their completions may therefore come from any sampler; only `gumbel` needs the noise that drew them.
+(`Estimator.draw_given`). Their completions may therefore come from any sampler; only `gumbel` needs the noise that drew
+them.
 
 Each is a subclass of `Estimator` in `ESTIMATORS`. Everything else (engines, method names, which settings are read)
 asks the registry, so a new estimator is one class here.
@@ -38,24 +39,18 @@ from torch import Tensor
 
 from grade.config import Config, allowed_names
 from grade.errors import InputError
-from grade.gradients.surrogates import reinmax, straight_through
 from grade.models.noise import exponential_noise, gumbel_noise
 
 Support = Literal["top_k", "perturbed_top_k"]
 
 
-def known_estimator(name: str) -> str:
-    """The name, if there is an estimator of that name.
-
-    Raises:
-        InputError: Otherwise.
-    """
+def _known(name: str) -> str:
     if name not in ESTIMATORS:
         raise InputError("estimator", name, allowed_names(name, ESTIMATORS))
     return name
 
 
-EstimatorName = Annotated[str, AfterValidator(known_estimator)]
+EstimatorName = Annotated[str, AfterValidator(_known)]
 
 
 class RelaxationConfig(Config):
@@ -78,14 +73,7 @@ class RelaxationConfig(Config):
     min_new_tokens: int = Field(0, ge=0, description="end-of-sequence is not sampled before this many tokens")
 
     def check(self, vocab_size: int) -> None:
-        """Check against a model's vocabulary; a dense estimator has no K.
-
-        Args:
-            vocab_size: V.
-
-        Raises:
-            InputError: If K > V or more tokens are required than generated.
-        """
+        """Reject K > V, and more required tokens than generated ones; a dense estimator has no K."""
         if self.gumbel_topk > vocab_size and not ESTIMATORS[self.estimator].dense:
             raise InputError("gumbel_topk", self.gumbel_topk, f"0 (full vocabulary) to {vocab_size} (vocabulary size)")
         if self.min_new_tokens > self.max_new_tokens:
@@ -94,15 +82,9 @@ class RelaxationConfig(Config):
 
 @torch.no_grad()
 def draw_support(logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw noise and choose the support of one position.
+    """Draw noise and choose the support of one position, from logits [B, V], -inf for forbidden tokens.
 
-    Args:
-        logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
-        config: Kind and size of the support.
-        generator: Source of the noise.
-
-    Returns:
-        Token ids [B, K] (largest first, except for the full vocabulary) and their noise [B, K] in float32.
+    Returns token ids [B, K] (largest first, except for the full vocabulary) and their noise [B, K] in float32.
     """
     batch, vocab = logits.shape
     k, device = config.gumbel_topk, logits.device
@@ -123,15 +105,9 @@ def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator
 
         z_c = log Z - log E_c,    z_j = log Z - log(E_j Z / exp(l_j) + E_c),    E ~ Exp(1) independent.
 
-    Averaged over ``c ~ softmax(l)`` the noise ``z - l`` is independent standard Gumbel noise.
-
-    Args:
-        logits: [N, K], -inf for what cannot be drawn.
-        chosen: Index of the drawn entry in each row [N].
-        generator: Source of the noise.
-
-    Returns:
-        Noise [N, K] in the logits' type; 0 where the logit is -inf.
+    Averaged over ``c ~ softmax(l)`` the noise ``z - l`` is independent standard Gumbel noise. Logits are [N, K], -inf
+    for what cannot be drawn, ``chosen`` [N] the index of the drawn entry in each row. The noise [N, K] is in the
+    logits' type, 0 where the logit is -inf.
     """
     chosen = chosen.unsqueeze(-1)
     total = logits.logsumexp(-1, keepdim=True)
@@ -141,55 +117,51 @@ def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator
     return torch.where(logits == float("-inf"), 0.0, z - logits)
 
 
-def likeliest_support(logits: Tensor, token: Tensor, k: int) -> Tensor:
-    """Token ids [B, k] of the k largest logits; where the token is not among them, it replaces the last.
+def reinmax(logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
+    """ReinMax: one-hot of the drawn token forward, a second-order accurate gradient backward.
 
-    Args:
-        logits: [B, V].
-        token: Tokens [B].
-        k: Size of the support; 0 or V: the whole vocabulary in order.
+    With ``p = softmax(l)``, ``q = (onehot + softmax(l / tau)) / 2`` and the softmax's Jacobian
+    ``J(p) = diag(p) - p p^T``, backward is ``(2 J(q) - J(p) / 2) g``. At tau = 1 its expectation over the token is the
+    exact gradient of ``E f(onehot)`` for every quadratic f (Heun's method; straight-through is Euler's).
+
+    Source: Liu et al. 2023, arXiv:2304.08612, algorithm 2. Logits and ``chosen``, the drawn token's one-hot, are
+    [..., K], and so is the result, in the logits' type.
+
+    >>> l = torch.zeros(2, requires_grad=True)               # p = (1/2, 1/2), q = (3/4, 1/4)
+    >>> y = reinmax(l, torch.tensor([1, 0]), 1.0)            # J(p) = +-1/4, J(q) = +-3/16
+    >>> y.tolist(), torch.autograd.grad(y[0], l)[0].tolist()  # 2 * 3/16 - 1/2 * 1/4
+    ([1.0, 0.0], [0.25, -0.25])
     """
-    batch, vocab = logits.shape
-    if k in (0, vocab):
-        return torch.arange(vocab, device=logits.device).expand(batch, vocab)
-    return logits.scatter(1, token.unsqueeze(1), float("inf")).topk(k).indices
+    return _ReinMax.apply(logits, chosen.to(logits.dtype), tau)
 
 
-@torch.no_grad()
-def conditional_draws(
-    logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator, draws: int = 1
-) -> list[tuple[Tensor, Tensor]]:
-    """M independent draws of support and noise at one position, given its token.
+class _ReinMax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
+        ctx.save_for_backward(logits.softmax(-1), (chosen + (logits / tau).softmax(-1)) / 2)
+        return chosen.clone()
 
-    The supports are those of `draw_support`, given the token: with `perturbed_top_k` each draw of noise has its own;
-    with `top_k` all have `likeliest_support`.
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        p, q = ctx.saved_tensors
+        first, second = (w * (grad - (w * grad).sum(-1, keepdim=True)) for w in (q, p))
+        return 2 * first - second / 2, None, None
 
-    Args:
-        logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
-        token: Tokens [B].
-        config: Kind and size of the support.
-        generator: Source of the noise.
-        draws: M.
 
-    Returns:
-        M pairs of token ids and noise, each [B, K]. The token has the largest ``l + noise``.
-    """
-    vocab = logits.shape[1]
-    k = config.gumbel_topk or vocab
-    perturbed = k < vocab and config.support == "perturbed_top_k"
-    fixed = None if perturbed else likeliest_support(logits, token, k)
-    pairs = []
-    for _ in range(draws):
-        if perturbed:
-            noise = conditional_noise(logits, token, generator)
-            support = (logits + noise).topk(k).indices
-            noise = noise.gather(1, support)
-        else:
-            support = fixed
-            chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
-            noise = conditional_noise(logits.gather(1, support), chosen, generator)
-        pairs.append((support, noise))
-    return pairs
+def straight_through(z: Tensor, tau: float) -> Tensor:
+    """Exactly one-hot weights [..., K] of ``argmax z`` forward, ``softmax(z / tau)``'s gradient backward."""
+    return _StraightThrough.apply((z / tau).softmax(-1))
+
+
+class _StraightThrough(torch.autograd.Function):
+    # The usual (hard - soft).detach() + soft is one-hot only up to rounding; this is exact.
+    @staticmethod
+    def forward(ctx, soft: Tensor) -> Tensor:
+        return torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
 
 
 class Estimator:
@@ -216,14 +188,36 @@ class Estimator:
         """Support and noise that choose the token of one position; see `draw_support`."""
         return draw_support(logits, config, generator)
 
+    @torch.no_grad()
     def draw_given(
         self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Support and noise that backward needs, given the token; see the function `draw_given`."""
+        """Support and noise of one position given its token: what the straight-through backward pass needs.
+
+        Args:
+            logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
+            token: Tokens [B].
+            config: Kind and size of the support, draws M.
+            generator: Source of the noise.
+
+        Returns:
+            Token ids and noise, each [B, K], or [B, M, K] for `gumbel_rao`. The token has the largest ``l + noise``
+            (except for `reinmax`, whose noise is 0). With `perturbed_top_k` each draw of noise has its own support.
+
+        Raises:
+            InputError: For an estimator with soft tokens.
+        """
         if not self.hard:
             hard = ", ".join(name for name, other in ESTIMATORS.items() if other.hard)
             raise InputError("estimator", config.estimator, f"{hard}: soft tokens are not determined by text")
-        return conditional_draws(logits, token, config, generator)[0]
+        k = config.gumbel_topk or logits.shape[1]
+        if k < logits.shape[1] and config.support == "perturbed_top_k":
+            noise = conditional_noise(logits, token, generator)
+            support = (logits + noise).topk(k).indices
+            return support, noise.gather(1, support)
+        support = _likeliest(logits, token, k)
+        chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
+        return support, conditional_noise(logits.gather(1, support), chosen, generator)
 
     def relax(self, z: Tensor, tau: float) -> Tensor:
         """Relaxed token [..., K] of perturbed logits ``z = l + g`` [..., K]; see the function `relax`."""
@@ -242,6 +236,14 @@ class Estimator:
         return self.relax(logits + noise, tau)
 
 
+def _likeliest(logits: Tensor, token: Tensor, k: int) -> Tensor:
+    """Token ids [B, k] of the k largest logits [B, V]; where the token is not among them, it replaces the last."""
+    batch, vocab = logits.shape
+    if k in (0, vocab):
+        return torch.arange(vocab, device=logits.device).expand(batch, vocab)
+    return logits.scatter(1, token.unsqueeze(1), float("inf")).topk(k).indices
+
+
 class GumbelSoftmax(Estimator):
     """``y = softmax(z / tau)``, forward and backward."""
 
@@ -256,12 +258,12 @@ class RaoBlackwellised(Estimator):
 
     redraws, options = True, ("rao_draws",)
 
-    @torch.no_grad()
     def draw_given(  # noqa: D102
         self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        pairs = conditional_draws(logits, token, config, generator, config.rao_draws)
-        supports, noises = zip(*pairs, strict=True)
+        draws = [super(RaoBlackwellised, self).draw_given(logits, token, config, generator)
+                 for _ in range(config.rao_draws)]  # fmt: skip
+        supports, noises = zip(*draws, strict=True)
         return torch.stack(supports, 1), torch.stack(noises, 1)
 
 
@@ -274,7 +276,7 @@ class ReinMax(Estimator):
     def draw_given(  # noqa: D102
         self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        support = likeliest_support(logits, token, config.gumbel_topk)
+        support = _likeliest(logits, token, config.gumbel_topk)
         return support, torch.zeros_like(support, dtype=logits.dtype)
 
     def relax_given(  # noqa: D102
@@ -292,16 +294,10 @@ class DenseStraightThrough(Estimator):
         one = config.model_copy(update={"gumbel_topk": 1, "support": "perturbed_top_k"})
         return draw_support(logits, one, generator)
 
-    @torch.no_grad()
     def draw_given(  # noqa: D102
-        self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+        self, logits: Tensor | None, token: Tensor, config: RelaxationConfig, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        return alone(token)
-
-
-def alone(token: Tensor) -> tuple[Tensor, Tensor]:
-    """Supports of tokens [...] that hold the token alone, without noise: both [..., 1]."""
-    return token.unsqueeze(-1), torch.zeros_like(token, dtype=torch.float32).unsqueeze(-1)
+        return token.unsqueeze(-1), torch.zeros_like(token, dtype=torch.float32).unsqueeze(-1)
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -311,28 +307,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinmax": ReinMax(),
     "st": DenseStraightThrough(),
 }
-
-
-@torch.no_grad()
-def draw_given(
-    logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Support and noise of one position given its token: what the straight-through backward pass needs.
-
-    Args:
-        logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
-        token: Tokens [B].
-        config: Estimator, kind and size of the support, draws M.
-        generator: Source of the noise.
-
-    Returns:
-        Token ids and noise, each [B, K], or [B, M, K] with `gumbel_rao`. The token has the largest ``l + noise``
-        (except for `reinmax`, whose noise is 0). With `st` K is 1: the token.
-
-    Raises:
-        InputError: For an estimator with soft tokens.
-    """
-    return ESTIMATORS[config.estimator].draw_given(logits, token, config, generator)
 
 
 def relax(z: Tensor, tau: float, estimator: str) -> Tensor:
@@ -356,16 +330,7 @@ def relax(z: Tensor, tau: float, estimator: str) -> Tensor:
 
 
 def tau_at(step: int, start: float, end: float, anneal_steps: int) -> float:
-    """Linear temperature schedule: ``start`` at step 0, ``end`` from step ``anneal_steps`` on.
-
-    Args:
-        step: Optimizer step, from 0.
-        start: First temperature.
-        end: Last temperature.
-        anneal_steps: Length of the ramp; 0 means ``end`` from the first step.
-
-    Returns:
-        The temperature.
+    """Linear temperature schedule: ``start`` at step 0, ``end`` from step ``anneal_steps`` on, also if that is 0.
 
     >>> [tau_at(s, 2.0, 0.5, 100) for s in (0, 50, 100, 1000)]
     [2.0, 1.25, 0.5, 0.5]

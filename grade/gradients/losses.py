@@ -1,7 +1,7 @@
-"""Policy-gradient losses as pure functions of tensors: baselines, advantages, surrogates, KL estimators.
+"""Policy-gradient losses as pure functions of tensors: advantages, surrogates, importance weights, KL estimators.
 
 No model and no sampling here; `grade.gradients.policy_gradient` calls these. Shapes as everywhere: B completions,
-T tokens; a group is the G completions of one prompt, so grouped rewards are [N, G] with B = N G. Masks are 1 at a
+T tokens; a group is the G completions of one prompt, so grouped returns are [N, G] with B = N G. Masks are 1 at a
 completion's tokens, end-of-sequence included, and 0 after it.
 
 Every method ascends the same objective, ``E[R(y) - beta * mean_t KL_t]``, whose gradient is
@@ -25,23 +25,17 @@ from torch import Tensor
 from grade.errors import InputError
 
 KLEstimate = Literal["k1", "k2", "k3"]
+ImportanceSampling = Literal["none", "token", "sequence"]
 
 STD_EPSILON = 1e-4
 """Added to a group's standard deviation, so that equal rewards give advantages of 0."""
 
 
 def ema_baseline(means: Sequence[float], momentum: float = 0.9) -> float:
-    """Exponential moving average of earlier steps' mean returns, 0 before the first (Williams 1992).
+    """Exponential moving average of earlier steps' mean returns, oldest first; 0 before any (Williams 1992).
 
     ``b = sum_i m^(k-i) r_i / sum_i m^(k-i)``: normalised, so it is not biased towards 0 in the first steps. It never
     includes the step that it is subtracted from, so the gradient stays unbiased.
-
-    Args:
-        means: Mean return of each earlier step, oldest first.
-        momentum: m in [0, 1).
-
-    Returns:
-        The baseline.
 
     >>> ema_baseline([1.0, 4.0], 0.5)       # (0.5 * 1 + 1 * 4) / 1.5
     3.0
@@ -53,16 +47,7 @@ def ema_baseline(means: Sequence[float], momentum: float = 0.9) -> float:
 
 
 def rloo(returns: Tensor) -> Tensor:
-    """Leave-one-out advantages ``A_g = r_g - mean_{g' != g} r_g'`` (Kool et al. 2019; Ahmadian et al. 2024).
-
-    Args:
-        returns: [N, G].
-
-    Returns:
-        [N, G].
-
-    Raises:
-        InputError: If G < 2.
+    """Leave-one-out advantages ``A_g = r_g - mean_{g' != g} r_g'`` [N, G] (Kool et al. 2019; Ahmadian et al. 2024).
 
     >>> rloo(torch.tensor([[1.0, 2.0, 6.0]]))       # 1 - 4, 2 - 3.5, 6 - 1.5
     tensor([[-3.0000, -1.5000,  4.5000]])
@@ -72,39 +57,21 @@ def rloo(returns: Tensor) -> Tensor:
 
 
 def remax(returns: Tensor, greedy: Tensor) -> Tensor:
-    """Advantages over the return of the greedy completion, ``A_g = r_g - r_greedy`` (Li et al. 2023, arXiv:2310.10505).
-
-    Args:
-        returns: [N, G].
-        greedy: Return of each prompt's greedy completion [N], independent of the samples.
-
-    Returns:
-        [N, G].
-    """
+    """Advantages over the greedy completions' returns [N], ``r_g - r_greedy`` [N, G] (Li et al. 2023, 2310.10505)."""
     return returns - greedy.unsqueeze(1)
 
 
 def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
-    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300).
+    """Group-relative advantages [N, G] (Shao et al. 2024, arXiv:2402.03300).
 
     With ``normalize_std``, as published: ``(r_g - mean) / (std + eps)``. Without, Dr. GRPO's ``r_g - mean``
     (arXiv:2503.20783) times ``G / (G - 1)``: a completion's own return is part of the mean, which shrinks the expected
     gradient by ``1 - 1/G``, and the factor undoes that. The result is `rloo`, which is unbiased. Dividing by the
     standard deviation is biased: it gives more weight to prompts whose completions differ less.
-
-    Args:
-        returns: [N, G].
-        normalize_std: Divide by each group's standard deviation (with G - 1 in the denominator).
-
-    Returns:
-        [N, G].
-
-    Raises:
-        InputError: If G < 2.
     """
-    _group(returns)
     if not normalize_std:
         return rloo(returns)
+    _group(returns)
     return (returns - returns.mean(1, keepdim=True)) / (returns.std(1, keepdim=True) + STD_EPSILON)
 
 
@@ -116,17 +83,7 @@ def _group(returns: Tensor) -> int:
 
 
 def token_rewards(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """The penalised return, token by token: ``-beta KL_t / length`` at each, plus the reward at the last.
-
-    Args:
-        reward: [B].
-        kl: KL at each position [B, T].
-        mask: [B, T], at least one valid position a row.
-        beta: Weight of KL.
-
-    Returns:
-        [B, T], 0 where masked; rows sum to ``R - beta * mean_t KL_t``.
-    """
+    """The penalised return token by token [B, T]: ``-beta KL_t / length`` at each, plus the reward at the last."""
     length = mask.sum(-1, keepdim=True)
     last = torch.arange(mask.shape[1], device=mask.device) == length - 1
     return (reward.unsqueeze(1) * last - beta * kl / length) * mask
@@ -137,18 +94,10 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over time (Schulman et al. 2016, arXiv:1506.02438, equation 16).
 
-    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}`` within each completion; value
-    and advantage are 0 after its last token.
-
-    Args:
-        rewards: [B, T].
-        values: V of the state before each token [B, T].
-        mask: [B, T], ones and then zeros.
-        gamma: Discount.
-        gae_lambda: 1: the full return minus V; 0: one-step advantages.
-
-    Returns:
-        Advantages and targets of the value function ``A + V``, each [B, T], 0 where masked.
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lambda A_{t+1}`` within each completion, from
+    rewards [B, T] and values [B, T] of the states before each token; value and advantage are 0 after its last token.
+    With lambda = 1 the advantage is the full return minus V, with 0 that of one step. The results are advantages and
+    targets of the value function, ``A + V``, each [B, T] and 0 where masked.
     """
     mask = mask.to(values.dtype)
     advantages = torch.zeros_like(values)
@@ -168,18 +117,9 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, over: Tensor | None = None) -> tuple[Tensor, float]:
-    """``(x - mean) / std`` over the valid entries, with n - 1 in the variance.
+    """``(x - mean) / std`` [B, T] of the valid entries, 0 where masked, with n - 1 in the variance; and ``1 / std``.
 
-    Args:
-        values: [B, T].
-        mask: [B, T].
-        over: `moments` of the whole step, if ``values`` are a part of it.
-
-    Returns:
-        Whitened values, 0 where masked, and the factor ``1 / std``.
-
-    Raises:
-        InputError: If fewer than two entries are valid or all are equal.
+    ``over`` are the `moments` of the whole step, if ``values`` are a part of it.
     """
     n, total, squares = (moments(values, mask) if over is None else over).tolist()
     if n < 2:
@@ -193,32 +133,10 @@ def whiten(values: Tensor, mask: Tensor, over: Tensor | None = None) -> tuple[Te
     return (values - mean) * factor * mask, factor
 
 
-def policy_gradient_loss(weighted: Tensor, mask: Tensor) -> Tensor:
-    """``-mean_b sum_t x_bt``: the loss, from each token's term, ``A log pi`` or `clipped_surrogate`.
-
-    Args:
-        weighted: [B, T].
-        mask: [B, T].
-
-    Returns:
-        A scalar. The mean over microbatches of equal size is the loss of the whole batch.
-    """
-    return -(weighted * mask).sum(-1).mean()
-
-
 def clipped_surrogate(logps: Tensor, old_logps: Tensor, advantages: Tensor, epsilon: float) -> Tensor:
-    """``min(rho A, clip(rho, 1 - eps, 1 + eps) A)``, ``rho = pi / pi_old`` token by token, to be maximised.
+    """``min(rho A, clip(rho, 1 - eps, 1 + eps) A)`` [B, T], to be maximised; ``rho = pi / pi_old`` token by token.
 
     At ``pi = pi_old`` its gradient is that of ``A log pi``. Schulman et al. 2017 (arXiv:1707.06347), equation 7.
-
-    Args:
-        logps: Log-probabilities now [B, T], with gradient.
-        old_logps: Log-probabilities under the policy that sampled [B, T].
-        advantages: [B, T], or [B, 1].
-        epsilon: Clip range.
-
-    Returns:
-        [B, T].
     """
     ratio = (logps - old_logps).exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
@@ -231,34 +149,47 @@ def clip_fraction(logps: Tensor, old_logps: Tensor, mask: Tensor, epsilon: float
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, epsilon: float) -> Tensor:
-    """``max((V - G)^2, (V_old + clip(V - V_old, -eps, eps) - G)^2) / 2`` token by token.
-
-    Args:
-        values: V now [B, T], with gradient.
-        old_values: V when the completions were sampled [B, T].
-        targets: G [B, T], the second result of `gae`.
-        epsilon: Clip range, in units of reward.
-
-    Returns:
-        [B, T].
-    """
+    """``max((V - G)^2, (V_old + clip(V - V_old, -eps, eps) - G)^2) / 2`` [B, T]; epsilon is in units of reward."""
     clipped = old_values + (values - old_values).clamp(-epsilon, epsilon)
     return torch.maximum((values - targets) ** 2, (clipped - targets) ** 2) / 2
 
 
+@torch.no_grad()
+def importance_weights(
+    logps: Tensor, sampler_logps: Tensor, mask: Tensor, level: ImportanceSampling, cap: float
+) -> Tensor | None:
+    """Truncated importance weights of completions that a slightly different policy q has sampled; None without.
+
+    The sampler has other kernels or another type than the trained policy p. With ``r_t = p(y_t | y_<t) / q(y_t |
+    y_<t)`` the gradient of the objective is an average over q's completions with weights (Ionides 2008, Truncated
+    Importance Sampling; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"):
+
+    - sequence: ``w = min(prod_t r_t, C)`` [B, 1] for all of a completion's terms, KL included. Not truncated,
+      ``E_q[w f] = E_p[f]``: unbiased. Its variance grows with the length.
+    - token: ``w_t = min(r_t, C)`` [B, T] for the term of token t. Little variance, but the prefixes are still q's:
+      biased, even if nothing is truncated. KL's own gradient at t depends on the prefix alone, so it has no weight.
+
+    Truncation bounds the variance, and the bias by ``E_p[|f|; w > C]``.
+
+    >>> q, p = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    >>> importance_weights(p, q, torch.ones(1, 2), "token", 1.2)        # 1/2, and 3/2 truncated
+    tensor([[0.5000, 1.2000]])
+    >>> importance_weights(p, q, torch.ones(1, 2), "sequence", 1.2)     # 1/2 * 3/2
+    tensor([[0.7500]])
+    """
+    if level == "none":
+        return None
+    difference = (logps - sampler_logps) * mask
+    if level == "sequence":
+        difference = difference.sum(1, keepdim=True)
+    return difference.exp().clamp(max=cap)
+
+
 def kl_estimate(logps: Tensor, ref_logps: Tensor, kind: KLEstimate) -> Tensor:
-    """Estimates of ``KL(pi || ref)`` from the sampled token, with ``log r = log ref - log pi`` (Schulman 2020).
+    """Estimates [B, T] in nats of ``KL(pi || ref)`` from sampled tokens, ``log r = log ref - log pi`` (Schulman 2020).
 
     ``k1 = -log r`` (unbiased, either sign), ``k2 = (log r)^2 / 2`` (biased, small variance) and
     ``k3 = r - 1 - log r`` (unbiased, at least 0).
-
-    Args:
-        logps: Log-probabilities [B, T] under the policy that sampled.
-        ref_logps: Log-probabilities [B, T] under the reference.
-        kind: k1, k2 or k3.
-
-    Returns:
-        [B, T] in nats.
 
     >>> logps, ref_logps = torch.tensor(-1.0), torch.tensor(-1.5)
     >>> [round(float(kl_estimate(logps, ref_logps, kind)), 4) for kind in ("k1", "k2", "k3")]

@@ -1,6 +1,6 @@
 """Methods by name: a relaxed one is an estimator with an engine, a policy gradient a row of `PolicyGradientMethod`.
 
-`OPTIONS` lists the settings that only some methods have; `MethodConfig` rejects them for the others.
+`OPTIONS` lists the settings that only some methods read; `MethodConfig` rejects them for the others.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from grade.config import Settings, setting
 from grade.errors import InputError
 from grade.gradients import losses
-from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support, tau_at
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
 
@@ -110,7 +110,7 @@ GROUPED: tuple[str, ...] = (
 """Methods whose baseline is the mean of the prompt's other completions."""
 
 TAU_RANGE = (1e-4, 1e6)
-"""Gumbel temperatures at which something is learned.
+"""Usable Gumbel temperatures.
 
 Softmax weights below ``exp(-104)`` are 0 in float32, so a position has a gradient only if its two largest values lie
 within ``104 tau`` of each other: at 1e-4 one position in a hundred. The gradient falls as ``1/tau``: above 1e6 it is
@@ -122,56 +122,32 @@ PolicyGradientName = Literal[POLICY_GRADIENTS]
 MethodName = Literal[METHODS + (AUTO,)]
 
 
-def _options() -> dict[str, tuple[str, ...]]:
-    replayed = tuple(name for name, method in RELAXED.items() if method.engine == "replay")
-    noisy = tuple(name for name, method in RELAXED.items() if not ESTIMATORS[method.estimator].dense)
-    clipped = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if method.clipped)
-    rows: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
-        (tuple(RELAXED), ("hops", "hop_tolerance")),
-        (noisy, ("gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps")),
-        ((*replayed, *POLICY_GRADIENTS, DISTILLED), ("gradient_checkpointing",)),
-        *(((name,), estimator.options) for name, estimator in ESTIMATORS.items()),
-        ((*POLICY_GRADIENTS, DISTILLED), ("num_generations",)),
-        (POLICY_GRADIENTS, ("kl_estimator",)),
-        ((DISTILLED,), ("residual_weight", "distil_families", "distil_window")),
-        (clipped, ("epsilon", "num_iterations", "minibatches")),
-        *(((name,), method.options) for name, method in POLICY_GRADIENT_METHODS.items()),
-    ]
-    return {option: methods for methods, options in rows for option in options}
+_CLIPPED = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if method.clipped)
+_NOISY = tuple(name for name, method in RELAXED.items() if not ESTIMATORS[method.estimator].dense)
+_REPLAYED = tuple(name for name, method in RELAXED.items() if method.engine == "replay")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("hops", "hop_tolerance"), tuple(RELAXED)),
+    **dict.fromkeys(("gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps"), _NOISY),
+    "gradient_checkpointing": (*_REPLAYED, *POLICY_GRADIENTS, DISTILLED),
+    **{option: (name,) for name, estimator in ESTIMATORS.items() for option in estimator.options},
+    "num_generations": (*POLICY_GRADIENTS, DISTILLED),
+    "kl_estimator": POLICY_GRADIENTS,
+    **dict.fromkeys(("residual_weight", "distil_families", "distil_window"), (DISTILLED,)),
+    **dict.fromkeys(("epsilon", "num_iterations", "minibatches"), _CLIPPED),
+    **{option: (name,) for name, method in POLICY_GRADIENT_METHODS.items() for option in method.options},
+}
+"""Settings that only some methods read, with those methods. Any other setting applies to every method."""
 
 
-OPTIONS: dict[str, tuple[str, ...]] = _options()
-"""Settings that only some methods have, with those methods. Any other setting applies to every method."""
+def reads(method: str, option: str) -> bool:
+    """Whether a method reads a setting; ``auto`` reads what any method does that it may stand for."""
+    candidates = (DISTILLED, "grpo") if method == AUTO else (method,)
+    return any(name in OPTIONS.get(option, candidates) for name in candidates)
 
 
-def may_be(method: str) -> tuple[str, ...]:
-    """The methods that a name may stand for: several for ``auto``."""
-    return (DISTILLED, "grpo") if method == AUTO else (method,)
-
-
-def residual_weight(value: float | str) -> float | str:
-    """The value, if it is a weight of the residual.
-
-    Raises:
-        ValueError: Otherwise.
-    """
-    if value != "auto" and (isinstance(value, str) or not 0 <= value <= 1):
-        raise ValueError("0 to 1, or auto")
-    return value
-
-
-def rate(value: float) -> float:
-    """The value, if it is a learning rate: torch ends with a traceback where ten times it overflows float32.
-
-    Raises:
-        ValueError: Otherwise.
-    """
-    if not 0 < value <= 1e30:
-        raise ValueError("greater than 0, at most 1e30")
-    return value
-
-
-Rate = Annotated[float, AfterValidator(rate)]
+Rate = Annotated[float, Field(gt=0, le=1e30)]
+"""A learning rate: where ten times the rate overflows float32, torch ends with a traceback."""
+_Tau = Annotated[float, Field(ge=TAU_RANGE[0], le=TAU_RANGE[1])]
 
 
 @dataclass
@@ -194,8 +170,8 @@ class MethodConfig(Settings):
     gumbel_topk: NonNegativeInt = setting(64, "size K of a token's support; 0 = the full vocabulary")
     support: Support = setting("perturbed_top_k", "top_k, or perturbed_top_k: exact samples for any K")
     rao_draws: PositiveInt = setting(8, "gumbel_rao: draws M of the noise given the token")
-    tau_start: PositiveFloat = setting(2.0, "Gumbel temperature at the first step")
-    tau_end: PositiveFloat = setting(2.0, "Gumbel temperature after annealing")
+    tau_start: _Tau = setting(2.0, "Gumbel temperature at the first step")
+    tau_end: _Tau = setting(2.0, "Gumbel temperature after annealing")
     tau_anneal_steps: NonNegativeInt = setting(0, "steps of the linear ramp from tau_start to tau_end")
     hops: NonNegativeInt = setting(1, "feedback hops of the replay engine; max_completion_length - 1 is exact")
     hop_tolerance: NonNegativeFloat = setting(0.0, "stop hopping at this relative residual; 0 = take all hops")
@@ -229,7 +205,7 @@ class MethodConfig(Settings):
         "sgd", "ppo: how values are learned: sgd, or closed_form, ridge regression on the frozen base's hidden states"
     )
 
-    residual_weight: Annotated[float | str, AfterValidator(residual_weight)] = setting(
+    residual_weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = setting(
         "auto", "distilled: weight of what the distilled reward misses: 0 biased, 1 unbiased, auto from the gradients"
     )
     distil_families: Annotated[list[str], Field(min_length=1)] | None = setting(
@@ -240,25 +216,14 @@ class MethodConfig(Settings):
     distil_window: PositiveInt = setting(2048, "distilled: completions that are kept for the fit; the oldest go first")
 
     def __post_init__(self) -> None:
-        """Check values and how they fit together.
-
-        Raises:
-            InputError: For the first wrong one.
-        """
         self.check_values(field.name for field in fields(MethodConfig))
         if self.min_completion_length > self.max_completion_length:
             allowed = f"at most max_completion_length = {self.max_completion_length}"
             raise InputError("min_completion_length", self.min_completion_length, allowed)
         for option, methods in OPTIONS.items():
             value = getattr(self, option)
-            if not set(may_be(self.method)) & set(methods) and value != self.default_of(option):
+            if not reads(self.method, option) and value != self.default_of(option):
                 raise InputError(option, value, f"only with {', '.join(methods)}, not with {self.method}")
-        low, high = TAU_RANGE
-        for name in ("tau_start", "tau_end"):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                why = "rounds to 0 in float32" if value < low else "is less than AdamW's epsilon"
-                raise InputError(name, value, f"{low:g} to {high:g}: with this one the gradient {why}")
         if self.value_fit == "closed_form" and self.kl_estimator != "exact":
             allowed = "exact with value_fit = closed_form, which reads the reference's hidden states"
             raise InputError("kl_estimator", self.kl_estimator, allowed)
@@ -271,8 +236,7 @@ class MethodConfig(Settings):
     @staticmethod
     def values_for(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that apply to a method, with ``method`` set: one file can serve several methods."""
-        names = (*may_be(method), method)
-        return {k: v for k, v in values.items() if set(names) & set(OPTIONS.get(k, names))} | {"method": method}
+        return {name: value for name, value in values.items() if reads(method, name)} | {"method": method}
 
     @property
     def relaxed(self) -> bool:
@@ -299,8 +263,9 @@ class MethodConfig(Settings):
         """Optimizer updates in a step."""
         return self.passes * self.minibatches
 
-    def relaxation(self, tau: float) -> RelaxationConfig:
-        """The relaxation at a Gumbel temperature."""
+    def relaxation(self, step: int = 0) -> RelaxationConfig:
+        """The relaxation at an optimizer step, which sets the Gumbel temperature."""
+        tau = tau_at(step, self.tau_start, self.tau_end, self.tau_anneal_steps)
         return RelaxationConfig(
             estimator=RELAXED[self.method].estimator, support=self.support, gumbel_topk=self.gumbel_topk, tau=tau,
             rao_draws=self.rao_draws, max_new_tokens=self.max_completion_length,

@@ -55,7 +55,7 @@ class Completions:
         prompts: B prompts, each G times in a row.
         ids: Completions [B, T].
         mask: [B, T], 1 at a token, end-of-sequence included.
-        weights: Importance weights [B, T], or [B, 1] of sequences (`grade.gradients.importance`); None: all 1.
+        weights: Importance weights [B, T], or [B, 1] of sequences (`losses.importance_weights`); None: all 1.
     """
 
     prompts: PromptBatch
@@ -372,7 +372,7 @@ class PolicyGradient:
             if weights.shape[1] == 1:  # of whole completions, KL's gradient included
                 kl = kl * weights
         penalty = objective.beta * seen.kl_factor * sequence_mean(kl, mask).mean()
-        return losses.policy_gradient_loss(weighted, mask) + penalty
+        return -(weighted * mask).sum(-1).mean() + penalty
 
     def _value_loss(self, hidden: Tensor, seen: Experience) -> Tensor | float:
         if self.value_head is None or self.closed_form:

@@ -37,8 +37,10 @@ from torch import Tensor
 from grade.errors import InputError
 from grade.gradients.all_action import embedding_values, expected_values
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
-from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
+from grade.gradients.methods import EngineName
+from grade.gradients.objective import Engine, GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.rollout import Rollout, condition, noise_given, sample
+from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.head import EmbeddingTable, kl_divergence, support_logits, token_logps, weighted_embedding
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
@@ -98,7 +100,7 @@ def replay(
         rollout = condition(backbone, prompts, *completions, relaxation, generator)
     rollout = rollout or sample(backbone, prompts, relaxation, generator)
     graph = ReplayGraph(backbone, rollout, gradient_checkpointing)
-    reward, r, k_reward = graph.reward_adjoints(objective, relaxation)
+    reward, r, k_reward = graph.reward(objective, relaxation)
     kl, k = graph.kl(objective.beta)
     k = k if k_reward is None else k + k_reward
     mask = rollout.completion_mask
@@ -137,28 +139,23 @@ class ReplayGraph:
         with self.backbone.checkpointed_layers(self.gradient_checkpointing):
             return self.backbone.hidden(*self.inputs)[:, self.first :]
 
-    def reward(self, objective: Objective) -> tuple[Tensor, Tensor]:
-        """`reward_adjoints` of a reward that reads the policy's embeddings: rewards [B] and r [B, T, D]."""
-        reward, r, _ = self.reward_adjoints(objective, None)
-        return reward, r
-
-    def reward_adjoints(
-        self, objective: Objective, relaxation: RelaxationConfig | None
+    def reward(
+        self, objective: Objective, relaxation: RelaxationConfig | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rewards and their adjoints. Call it before using `h`, so only one graph is alive.
 
-        Args:
-            objective: The reward.
-            relaxation: Estimator and tau; only needed if the reward reads a table of its own.
-
-        Returns:
-            Rewards [B]; ``r = d(-mean R)/de`` [B, T, D], 0 if nothing reads the policy's embeddings; and
-            ``sum_R D_R^T r_R`` [B, T, D] over rewards with tables of their own, None without.
+        Returns rewards [B]; ``r = d(-mean R)/de`` [B, T, D], 0 if nothing reads the policy's embeddings; and
+        ``sum_R D_R^T r_R`` [B, T, D] over rewards with tables of their own, None without. Only those need the
+        relaxation.
         """
         leaves: list[Tensor] = []  # e_R of each own table, in the order of `Objective.tables`
 
         def own(table: EmbeddingTable) -> Tensor:
-            leaves.append(self._tokens_in(table, relaxation).requires_grad_())
+            if ESTIMATORS[relaxation.estimator].hard:
+                e = table.embed(self.rollout.completion_ids)
+            else:
+                e = self._relaxed(self.h.detach(), self.rollout, relaxation, table)
+            leaves.append(e.requires_grad_())
             return leaves[-1]
 
         mask = self.rollout.completion_mask
@@ -170,18 +167,16 @@ class ReplayGraph:
             k = part if k is None else k + part
         return reward, r, k
 
-    def _tokens_in(self, table: EmbeddingTable, relaxation: RelaxationConfig) -> Tensor:
-        """The completion's tokens [B, T, D_R] in another table: hard ones, or for `gumbel` the soft ones."""
-        if ESTIMATORS[relaxation.estimator].hard:
-            return table.embed(self.rollout.completion_ids)
-        return _relaxed(self.backbone, self.h.detach(), self.rollout, relaxation, table)
-
     def kl(self, beta: float) -> tuple[Tensor, Tensor]:
         """KL [B, T] (0 where masked) and ``k = d(beta * mean KL)/dh`` [B, T, D]."""
         inputs, mask = self.inputs
         with torch.no_grad(), self.backbone.reference():
             ref_hidden = self.backbone.hidden(inputs.detach(), mask)[:, self.first :]  # [B, T, D]
-        return _kl_and_gradient(self.backbone, self.h, ref_hidden, self.rollout.completion_mask, beta)
+        mask, leaf = self.rollout.completion_mask, self.h.detach().requires_grad_()
+        with torch.enable_grad():
+            kl = kl_divergence(self.backbone.head, leaf.flatten(0, 1), ref_hidden.flatten(0, 1)).view(mask.shape) * mask
+            (k,) = torch.autograd.grad(beta * sequence_mean(kl, mask).mean(), leaf)
+        return kl.detach(), k
 
     def given(self, relaxation: RelaxationConfig, generator: torch.Generator) -> Rollout:
         """This rollout's hard tokens, with supports and noise for another straight-through estimator."""
@@ -192,10 +187,8 @@ class ReplayGraph:
     def policy(self, coefficients: Tensor) -> Tensor:
         """``v = d(sum_b c_b log pi(completion b)) / dh`` [B, T, D] for hard completions: a policy gradient's.
 
-        The graph of the relaxed gradient then also gives the policy gradient, for one more product.
-
-        Args:
-            coefficients: c [B], such as advantages / B.
+        The coefficients c [B] are such as advantages / B. The graph of the relaxed gradient then also gives the policy
+        gradient, for one more product.
         """
         ids, mask, leaf = self.rollout.completion_ids, self.rollout.completion_mask, self.h.detach().requires_grad_()
         with torch.enable_grad():
@@ -205,29 +198,62 @@ class ReplayGraph:
     def pullback(self, rollout: Rollout, relaxation: RelaxationConfig, table: EmbeddingTable | None = None) -> Pullback:
         """``a -> D^T a``: from adjoints of relaxed embeddings [B, T, D] to adjoints of hidden states [B, T, D].
 
-        Args:
-            rollout: This graph's rollout, or one with the same hard tokens but other supports and noise.
-            relaxation: Estimator and tau.
-            table: A reward's own table, [B, T, D_R] -> [B, T, D] then; None: the policy's.
+        The rollout is this graph's, or one with the same hard tokens but other supports and noise. With a reward's own
+        table, adjoints are [B, T, D_R].
         """
+        table = table or EmbeddingTable(self.backbone.embedding_weight, self.backbone.embedding_scale)
         if ESTIMATORS[relaxation.estimator].dense:
-            return _dense_pullback(self.backbone, self.h, rollout, relaxation, table)
-        return _relaxation_pullback(self.backbone, self.h, rollout, relaxation, table)
+            return self._dense_pullback(rollout, relaxation, table)
+        leaf, tables = self.h.detach().requires_grad_(), (self.backbone.embedding_weight, self.backbone.head.weight)
+        with torch.enable_grad(), whole(*tables):
+            e = self._relaxed(leaf, rollout, relaxation, table)
+        valid = rollout.completion_mask.unsqueeze(-1).to(e.dtype)
+
+        def pull(a: Tensor) -> Tensor:
+            with whole(*tables):
+                return torch.autograd.grad(e, leaf, a * valid, retain_graph=True)[0]
+
+        return pull
+
+    def _relaxed(self, h: Tensor, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable) -> Tensor:
+        """Relaxed tokens in a table [B, T, D_R], differentiable in the hidden states."""
+        (batch, length, _), k = h.shape, rollout.support.shape[-1]
+        # Each draw of the noise is a separate row with its own support: [B T M, K].
+        draws = rollout.support.shape[2] if rollout.support.ndim == 4 else 1
+        support, noise = rollout.support.reshape(-1, k), rollout.noise.reshape(-1, k)
+        steps = torch.arange(length, device=h.device).repeat(batch).repeat_interleave(draws).unsqueeze(1)
+        rows, head = h.flatten(0, 1), self.backbone.head
+        logits = support_logits(head, rows.repeat_interleave(draws, 0) if draws > 1 else rows, support)
+        logits = forbid_eos(logits, support, steps, config.min_new_tokens, self.backbone.eos_token_ids)
+        token = rollout.completion_ids.flatten()
+        y = ESTIMATORS[config.estimator].relax_given(logits, noise, support, token, config.tau)
+        e = weighted_embedding(table.weight, support, y).view(batch, length, draws, -1)
+        return e.mean(2) * table.scale
+
+    def _dense_pullback(self, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable) -> Pullback:
+        """``D`` of ``e = scale * sum_v pi_v E_v``. Each product recomputes the logits, chunk by chunk: none is kept."""
+        h = self.h
+        steps = torch.arange(h.shape[1], device=h.device).expand(h.shape[:2])
+        early = (steps < config.min_new_tokens).flatten() if config.min_new_tokens else None
+        valid = rollout.completion_mask.unsqueeze(-1)
+
+        def pull(a: Tensor) -> Tensor:
+            leaf = h.detach().requires_grad_()
+            values = embedding_values(table.weight, table.scale, (a * valid.to(a.dtype)).flatten(0, 1))
+            with torch.enable_grad():
+                eos = self.backbone.eos_token_ids
+                expected = expected_values(self.backbone.head, leaf.flatten(0, 1), values, eos, early)
+            return torch.autograd.grad(expected.sum(), leaf)[0]
+
+        return pull
 
     def adjoint(
         self, r: Tensor, k: Tensor | float, pull: Pullback, hops: int, tolerance: float = 0.0
     ) -> tuple[Tensor, Tensor | None, int]:
-        """``v = D^T a + k`` after the hops, with the last residual and the number of hops taken.
+        """``v = D^T a + k`` [B, T, D] after the hops, the last residual (None without a hop) and the number of hops.
 
-        Args:
-            r: Adjoint of the embeddings without feedback [B, T, D].
-            k: Part of the hidden states' adjoint that does not pass through tokens [B, T, D].
-            pull: From `pullback`.
-            hops: Maximum number of hops.
-            tolerance: See `replay`.
-
-        Returns:
-            v [B, T, D], the residual (None without a hop), the number of hops.
+        r [B, T, D] is the adjoint of the embeddings without feedback, k the part of the hidden states' adjoint that
+        does not pass through tokens, ``pull`` from `pullback`; hops and tolerance as for `replay`.
         """
         step_back = partial(torch.autograd.grad, self.h, self.e, retain_graph=True)
         a, residual, used, going = r, None, 0, min(hops, self.e.shape[1] - 1) > 0
@@ -245,79 +271,21 @@ class ReplayGraph:
 
 
 def replay_inputs(prompts: PromptBatch, prompt_embeds: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """Teacher-forced inputs ``[E[x]; e_1 .. e_{T-1}]``: the last token is never fed back.
+    """Teacher-forced inputs ``[E[x]; e_1 .. e_{T-1}]`` [B, P + T - 1, D] and their mask; the last token is not fed.
 
-    Args:
-        prompts: B prompts of P tokens.
-        prompt_embeds: [B, P, D].
-        e: Completion embeddings [B, T, D].
-
-    Returns:
-        Inputs [B, P + T - 1, D] and their mask [B, P + T - 1].
+    From prompt embeddings [B, P, D] and completion embeddings [B, T, D].
     """
     mask = prompts.mask_with(e.shape[1] - 1)
     return torch.cat([prompt_embeds, e[:, :-1]], 1), mask
 
 
-def _kl_and_gradient(
-    backbone: Backbone, h: Tensor, ref_hidden: Tensor, mask: Tensor, beta: float
-) -> tuple[Tensor, Tensor]:
-    """KL [B, T] (0 where masked) and ``k = d(beta * mean KL)/dh`` [B, T, D]."""
-    leaf = h.detach().requires_grad_()
-    with torch.enable_grad():
-        kl = kl_divergence(backbone.head, leaf.flatten(0, 1), ref_hidden.flatten(0, 1)).view(mask.shape) * mask
-        (k,) = torch.autograd.grad(beta * sequence_mean(kl, mask).mean(), leaf)
-    return kl.detach(), k
+def make_engine(
+    name: EngineName, hops: int = 2, tolerance: float = 0.0, gradient_checkpointing: bool = False
+) -> Engine:
+    """The engine of that name; the options are those of `replay` alone.
 
-
-def _relaxed(
-    backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable | None = None
-) -> Tensor:
-    """Relaxed tokens in a table (default: the policy's) [B, T, D_R], differentiable in the hidden states."""
-    table = table or EmbeddingTable(backbone.embedding_weight, backbone.embedding_scale)
-    (batch, length, _), k = h.shape, rollout.support.shape[-1]
-    # Each draw of the noise is a separate row with its own support: [B T M, K].
-    draws = rollout.support.shape[2] if rollout.support.ndim == 4 else 1
-    support, noise = rollout.support.reshape(-1, k), rollout.noise.reshape(-1, k)
-    steps = torch.arange(length, device=h.device).repeat(batch).repeat_interleave(draws).unsqueeze(1)
-    rows = h.flatten(0, 1)
-    logits = support_logits(backbone.head, rows.repeat_interleave(draws, 0) if draws > 1 else rows, support)
-    logits = forbid_eos(logits, support, steps, config.min_new_tokens, backbone.eos_token_ids)
-    token = rollout.completion_ids.flatten()
-    y = ESTIMATORS[config.estimator].relax_given(logits, noise, support, token, config.tau)
-    e = weighted_embedding(table.weight, support, y).view(batch, length, draws, -1)
-    return e.mean(2) * table.scale
-
-
-def _relaxation_pullback(
-    backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable | None
-) -> Pullback:
-    leaf, tables = h.detach().requires_grad_(), (backbone.embedding_weight, backbone.head.weight)
-    with torch.enable_grad(), whole(*tables):
-        e = _relaxed(backbone, leaf, rollout, config, table)
-    valid = rollout.completion_mask.unsqueeze(-1).to(e.dtype)
-
-    def pull(a: Tensor) -> Tensor:
-        with whole(*tables):
-            return torch.autograd.grad(e, leaf, a * valid, retain_graph=True)[0]
-
-    return pull
-
-
-def _dense_pullback(
-    backbone: Backbone, h: Tensor, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable | None
-) -> Pullback:
-    """``D`` of ``e = scale * sum_v pi_v E_v``. Each product computes the logits again, chunk by chunk: none is kept."""
-    table = table or EmbeddingTable(backbone.embedding_weight, backbone.embedding_scale)
-    steps = torch.arange(h.shape[1], device=h.device).expand(h.shape[:2])
-    early = (steps < config.min_new_tokens).flatten() if config.min_new_tokens else None
-    valid = rollout.completion_mask.unsqueeze(-1)
-
-    def pull(a: Tensor) -> Tensor:
-        leaf = h.detach().requires_grad_()
-        values = embedding_values(table.weight, table.scale, (a * valid.to(a.dtype)).flatten(0, 1))
-        with torch.enable_grad():
-            expected = expected_values(backbone.head, leaf.flatten(0, 1), values, backbone.eos_token_ids, early)
-        return torch.autograd.grad(expected.sum(), leaf)[0]
-
-    return pull
+    All have the same signature and compute the same gradient: the same seed gives the same noise, tokens and loss.
+    """
+    if name == "replay":
+        return partial(replay, hops=hops, tolerance=tolerance, gradient_checkpointing=gradient_checkpointing)
+    return {"checkpointed": checkpointed, "unrolled": unrolled}[name]

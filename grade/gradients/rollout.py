@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, alone, draw_given
+from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.models.head import chunk_rows, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos, skinny_products
@@ -68,35 +68,28 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
     """
     config.check(backbone.vocab_size)
     check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
-    with backbone.merged(), skinny_products(backbone.embedding_weight):
-        return _sample(backbone, prompts, config, generator)
-
-
-def _sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator) -> Rollout:
-    state, estimator = Decoder(backbone, prompts), ESTIMATORS[config.estimator]
-    eos = backbone.eos_token_ids
-    ids, masks, supports, noises, embeds = [], [], [], [], []
+    estimator, eos = ESTIMATORS[config.estimator], backbone.eos_token_ids
+    rows = []  # of each step: token, whether it counts, support, noise, embedding
     alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
-    for step in range(config.max_new_tokens):
-        logits = forbid_eos(state.logits(), None, step, config.min_new_tokens, eos)  # [B, V]
-        support, noise = estimator.draw(logits, config, generator)  # [B, K]
-        y = estimator.relax(logits.gather(1, support) + noise, config.tau)
-        token = support.gather(1, y.argmax(-1, keepdim=True)).squeeze(1)  # [B]
-        if estimator.hard:
-            e = backbone.embed(token)
-        else:
-            e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
-        if estimator.redraws:
-            support, noise = estimator.draw_given(logits, token, config, generator)
-        for values, value in zip(
-            (ids, masks, supports, noises, embeds), (token, alive, support, noise, e), strict=True
-        ):
-            values.append(value)
-        alive = alive & ~is_eos(token, eos)
-        if step + 1 < config.max_new_tokens:
-            state.advance(e)
-    stacked = [torch.stack(values, 1) for values in (ids, masks, supports, noises, embeds)]
-    return Rollout(prompts, stacked[0], stacked[1].long(), *stacked[2:])
+    with backbone.merged(), skinny_products(backbone.embedding_weight):
+        state = Decoder(backbone, prompts)
+        for step in range(config.max_new_tokens):
+            logits = forbid_eos(state.logits(), None, step, config.min_new_tokens, eos)  # [B, V]
+            support, noise = estimator.draw(logits, config, generator)  # [B, K]
+            y = estimator.relax(logits.gather(1, support) + noise, config.tau)
+            token = support.gather(1, y.argmax(-1, keepdim=True)).squeeze(1)  # [B]
+            if estimator.hard:
+                e = backbone.embed(token)
+            else:
+                e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
+            if estimator.redraws:
+                support, noise = estimator.draw_given(logits, token, config, generator)
+            rows.append((token, alive, support, noise, e))
+            alive = alive & ~is_eos(token, eos)
+            if step + 1 < config.max_new_tokens:
+                state.advance(e)
+    ids, mask, *others = (torch.stack(values, 1) for values in zip(*rows, strict=True))
+    return Rollout(prompts, ids, mask.long(), *others)
 
 
 @torch.no_grad()
@@ -111,27 +104,14 @@ def condition(
     """A rollout of completions that were sampled elsewhere, for the straight-through estimators.
 
     One teacher-forced pass without gradient gives the logits of every position; supports and noise are drawn given the
-    tokens (`draw_given`). `st` needs neither, so it takes no pass. For samples of the policy, the rollout has the same
-    distribution as one of `sample`. For samples of another policy the gradient is off-policy, which is not corrected
-    here.
+    tokens (`Estimator.draw_given`). `st` needs neither, so it takes no pass. For samples of the policy, the rollout has
+    the same distribution as one of `sample`. For samples of another policy the gradient is off-policy, which is not
+    corrected here.
 
-    Args:
-        backbone: The policy.
-        prompts: B prompts.
-        ids: Completions [B, T] in the policy's own tokens; masked entries are ignored.
-        mask: [B, T], 1 up to and including the first end-of-sequence token (or the cut), then 0.
-        config: Estimator, support, tau; ``max_new_tokens`` is not used.
-        generator: Source of the noise, on the backbone's device.
-
-    Returns:
-        The rollout.
-
-    Raises:
-        ValueError: For wrong shapes, or a mask that is not ones and then zeros.
-        InputError: For the estimator `gumbel`, or completions that are too long, impossible under ``min_new_tokens``
-            or not in the policy's tokens.
+    Ids and mask are [B, T], in the policy's own tokens; the mask is 1 up to and including the first end-of-sequence
+    token (or the cut), then 0. ``config.max_new_tokens`` is not used.
     """
-    check_completions(backbone, prompts, ids, mask, config.min_new_tokens)
+    _check(backbone, prompts, ids, mask, config.min_new_tokens)
     check_length(backbone, prompts.ids.shape[1] + ids.shape[1])
     ids = ids * mask
     hidden = None if ESTIMATORS[config.estimator].dense else predicting_hidden(backbone, prompts, ids)
@@ -144,54 +124,29 @@ def noise_given(
     backbone: Backbone, hidden: Tensor | None, ids: Tensor, mask: Tensor, config: RelaxationConfig,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Supports and noise of whole completions given their tokens; see `grade.gradients.estimators.draw_given`.
+    """`Estimator.draw_given` for completions [B, T], from the hidden states [B, T, D] that predict their tokens.
 
-    Args:
-        backbone: The policy.
-        hidden: Hidden states [B, T, D] at the positions that predict the tokens; `st` does not read them.
-        ids: Completions [B, T].
-        mask: [B, T].
-        config: Estimator, support, draws.
-        generator: Source of the noise.
-
-    Returns:
-        Token ids and noise, each [B, T, K] or [B, T, M, K]. The head runs in row chunks: no [B, T, V] tensor exists.
+    Supports and noise are [B, T, K] or [B, T, M, K]. The head runs in row chunks, so no [B, T, V] tensor exists; a
+    dense estimator reads neither it nor the hidden states.
     """
-    if ESTIMATORS[config.estimator].dense:
-        return alone(ids)
+    estimator = ESTIMATORS[config.estimator]
+    if estimator.dense:
+        return estimator.draw_given(None, ids, config, generator)
     rows, flat = hidden.flatten(0, 1), ids.flatten()
     # A masked position may hold a token that is forbidden there. Draws there affect no result, so none is forbidden.
     steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)
-    supports, noises = [], []
+    draws = []
     with whole(backbone.head.weight):
-        size = chunk_rows(backbone.vocab_size, len(rows))
-        for chunk in torch.arange(len(rows), device=ids.device).split(size):
+        for chunk in torch.arange(len(rows), device=ids.device).split(chunk_rows(backbone.vocab_size, len(rows))):
             logits = backbone.head(rows[chunk])
             step = steps.flatten()[chunk].unsqueeze(1)
             logits = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
-            support, noise = draw_given(logits, flat[chunk], config, generator)
-            supports.append(support)
-            noises.append(noise)
-    return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in (supports, noises))
+            draws.append(estimator.draw_given(logits, flat[chunk], config, generator))
+    return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in zip(*draws, strict=True))
 
 
-def check_completions(
-    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int = 0
-) -> None:
-    """Reject completions that the policy could not have written.
-
-    Args:
-        backbone: The policy.
-        prompts: B prompts.
-        ids: Completions [B, T].
-        mask: [B, T].
-        min_new_tokens: End-of-sequence is not allowed before this many tokens.
-
-    Raises:
-        ValueError: For wrong shapes, or a mask that is not ones (at least one) and then zeros.
-        InputError: For a token that the policy's tokenizer does not know, a token after an end-of-sequence, or an
-            end-of-sequence that comes too early.
-    """
+def _check(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int) -> None:
+    """Reject completions [B, T] that the policy could not have written."""
     check_shapes(prompts, ids, mask)
     valid = mask.bool()
     for n, row in enumerate(mask.tolist()):

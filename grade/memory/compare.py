@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grade.errors import InputError
-from grade.gradients.methods import METHODS, OPTIONS, RELAXED
+from grade.gradients.methods import METHODS, RELAXED, reads
 from grade.memory.plan import changed
 from grade.memory.step import StepConfig, TracedConfig
 from grade.memory.trace import Trace
@@ -63,7 +63,7 @@ def _has(method: str, name: str) -> bool:
     """Whether a method's step has a setting."""
     if name in ("engine", "explicit_freeing"):
         return method in RELAXED
-    return method in OPTIONS.get(name, METHODS)
+    return reads(method, name)
 
 
 def compare_methods(steps: Sequence[StepConfig], tracer: Callable[[TracedConfig], Trace]) -> list[MethodRow]:

@@ -36,6 +36,7 @@ from grade.gradients.methods import (
 )
 from grade.gradients.objective import Engine, Objective
 from grade.gradients.policy_gradient import PolicyGradient, StepContext
+from grade.gradients.replay import make_engine
 from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.live import Category, LiveTracker
 from grade.memory.models import build_backbone
@@ -289,8 +290,6 @@ class StepConfig(TracedConfig):
         if self.explicit_freeing:
             return partial(stepwise, options=replace(UNROLLED, drop_lists=True))
         layers = self.gradient_checkpointing and self.engine_name == "replay"  # unrolled: see `microbatch`
-        from grade.gradients.engines import make_engine  # here: settings are read without an engine
-
         return make_engine(self.engine_name, self.hops, gradient_checkpointing=layers)
 
     @property

@@ -19,7 +19,7 @@ from transformers.training_args import OptimizerNames
 from grade.config import SEEDS, allowed_names, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
-from grade.gradients.importance import ImportanceSampling
+from grade.gradients.losses import ImportanceSampling
 from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, MethodConfig, Rate
 from grade.models.adapter import LoraSettings
 from grade.models.samplers import known_sampler

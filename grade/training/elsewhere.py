@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from grade.gradients.importance import importance_weights
+from grade.gradients.losses import importance_weights
 from grade.gradients.policy_gradient import Completions, PolicyGradient
 from grade.models.samplers import make_sampler, seed_of
 from grade.models.scoring import score

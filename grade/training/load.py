@@ -40,7 +40,7 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     if config.sharded:
         place(backbone, config)
     if config.relaxed:
-        config.relaxation(config.tau_start).check(backbone.vocab_size)
+        config.relaxation().check(backbone.vocab_size)
     rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
     judge = GoldJudge.load(config.gold) if config.gold else None
     train = load_prompts(config.train_dataset)

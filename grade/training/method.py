@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from grade.errors import InputError
-from grade.gradients.methods import DISTILLED, OPTIONS
+from grade.gradients.methods import DISTILLED, OPTIONS, reads
 
 if TYPE_CHECKING:
     from grade.gradients.methods import MethodConfig
@@ -45,9 +45,9 @@ def choose_method(config: MethodConfig, objective: Objective) -> tuple[str, str]
 
 
 def _own_settings(config: MethodConfig, method: str) -> list[str]:
-    """Settings in use that this method has, and the other one that ``auto`` may be has not."""
+    """Non-default settings that only this candidate reads."""
     other = "grpo" if method == DISTILLED else DISTILLED
     return [
-        option for option, methods in OPTIONS.items()
-        if method in methods and other not in methods and getattr(config, option) != config.default_of(option)
+        option for option in OPTIONS
+        if reads(method, option) and not reads(other, option) and getattr(config, option) != config.default_of(option)
     ]  # fmt: skip

@@ -34,11 +34,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from grade.errors import InputError
-from grade.gradients.engines import make_engine
-from grade.gradients.estimators import tau_at
 from grade.gradients.methods import AUTO, RELAXED
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import StepContext
+from grade.gradients.replay import make_engine
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.sampling import check_length
 from grade.results import replacing
@@ -112,7 +111,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
         self.backbone = make_policy(model, args, processing_class, peft_config)
         if args.relaxed:
-            args.relaxation(args.tau_start).check(self.backbone.vocab_size)
+            args.relaxation().check(self.backbone.vocab_size)
         self.rewards = make_rewards(
             reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
         )
@@ -123,7 +122,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             if args.process_index == 0:  # a warning, because others are not shown unless asked for
                 logger.warning(f"method: {args.method}: {why}")
             if args.relaxed:
-                args.relaxation(args.tau_start).check(self.backbone.vocab_size)
+                args.relaxation().check(self.backbone.vocab_size)
         if args.relaxed:
             self.objective.require_gradient(args.method)
         self.judge, self.evaluations = judge, dict[int, Evaluation]()
@@ -241,11 +240,11 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         engine = make_engine(
             RELAXED[args.method].engine, args.hops, args.hop_tolerance, bool(args.gradient_checkpointing)
         )
-        tau = tau_at(self.state.global_step, args.tau_start, args.tau_end, args.tau_anneal_steps)
+        relaxation = args.relaxation(self.state.global_step)
         prompts, generator = self._pending.pop()
         engine = engine if self.elsewhere is None else self.elsewhere.given(engine)
-        step = engine(self.backbone, prompts, self.objective, args.relaxation(tau), generator, scale)
-        self.window.note({"tau": tau, "residual": None if step.residual is None else step.residual.double()})
+        step = engine(self.backbone, prompts, self.objective, relaxation, generator, scale)
+        self.window.note({"tau": relaxation.tau, "residual": None if step.residual is None else step.residual.double()})
         self.window.note_step(step, prompts, self.rewards.last)
         return [step]
 

@@ -202,7 +202,7 @@ def test_it_is_a_method_of_the_replay_engine_without_the_settings_of_noise():
             MethodConfig(method="st", **{option: value})
     assert MethodConfig.values_for("st", unread | {"hops": 3}) == {"hops": 3, "method": "st"}
     assert "ste" in OPTIONS["tau_start"] and "ste_legacy" in OPTIONS["support"]
-    config = MethodConfig(method="st", hops=3, gradient_checkpointing=True, min_completion_length=2).relaxation(2.0)
+    config = MethodConfig(method="st", hops=3, gradient_checkpointing=True, min_completion_length=2).relaxation()
     assert (config.estimator, config.min_new_tokens) == ("st", 2)
     config.check(5)  # the default K is larger, and not read
     with pytest.raises(InputError, match="min_new_tokens"):

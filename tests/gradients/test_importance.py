@@ -10,7 +10,7 @@ from conftest import perturb_adapter
 # The enumerated policy of the policy gradients' own tests: 7 completions of at most 2 tokens, in float64.
 from gradients.test_policy_gradient import enumerated, exact_gradient, gradient, learner, objective, policy
 
-from grade.gradients.importance import importance_weights
+from grade.gradients.losses import importance_weights
 from grade.gradients.policy_gradient import StepContext
 
 

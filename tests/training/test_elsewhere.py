@@ -110,7 +110,7 @@ def by_hand(made, samples):
     prompts = made.encode(rows).repeat(made.args.group)
     if made.args.relaxed:
         seed_of(generator)  # of the samples
-        config, given = made.args.relaxation(2.0), (samples.ids, samples.mask)
+        config, given = made.args.relaxation(), (samples.ids, samples.mask)
         replay(made.backbone, prompts, made.objective, config, generator, hops=made.args.hops, completions=given)
     else:
         learn = made.learner.learn if isinstance(made.learner, PolicyGradient) else made.learner.step

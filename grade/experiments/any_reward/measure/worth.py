@@ -305,7 +305,7 @@ def _row(
             if of == reward:
                 yield from _distilled(setting, Name(reward, "", family, n), _ascent(graph, learner, sample, fit), rloo)
         if reward in setting.differentiable:
-            _, r = graph.reward(objective)
+            _, r, _ = graph.reward(objective)
             for estimator, (pull, hops) in pulls.items():
                 v, _, _ = graph.adjoint(r, 0.0, pull, hops)
                 yield Name(reward, estimator), -graph.parameter_gradient(v)

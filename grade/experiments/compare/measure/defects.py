@@ -65,7 +65,7 @@ def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions:
         generator = torch.Generator(backbone.device).manual_seed(i)
         backbone.zero_grad(set_to_none=True)
         if learner is None:
-            replay(backbone, prompts, objective, config.relaxation(config.tau_start), generator, hops=config.hops)
+            replay(backbone, prompts, objective, config.relaxation(), generator, hops=config.hops)
         else:
             step = learner.accumulate(learner.sample(prompts, generator), objective)
             if i == 0:

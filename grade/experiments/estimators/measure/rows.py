@@ -218,7 +218,7 @@ def _targets(setting: Setting, graph: ReplayGraph, clock: _Clock) -> list[tuple]
     found = []
     for name, model in setting.rewards.items():
         clock.pause()
-        values, r = graph.reward(Objective(model, 0.0, setting.scope))
+        values, r, _ = graph.reward(Objective(model, 0.0, setting.scope))
         found.append((name, values, r, torch.zeros(()), clock.resume()))
     if setting.kl:
         clock.pause()
