@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from grade.config import Settings, setting
@@ -145,6 +145,12 @@ def reads(method: str, option: str) -> bool:
     return any(name in OPTIONS.get(option, candidates) for name in candidates)
 
 
+def _residual_weight(value: float | str) -> float | str:
+    if value != "auto" and (isinstance(value, str) or not 0 <= value <= 1):
+        raise ValueError("0 to 1, or auto")  # a union's own error would not name the field
+    return value
+
+
 Rate = Annotated[float, Field(gt=0, le=1e30)]
 """A learning rate: where ten times the rate overflows float32, torch ends with a traceback."""
 _Tau = Annotated[float, Field(ge=TAU_RANGE[0], le=TAU_RANGE[1])]
@@ -205,7 +211,7 @@ class MethodConfig(Settings):
         "sgd", "ppo: how values are learned: sgd, or closed_form, ridge regression on the frozen base's hidden states"
     )
 
-    residual_weight: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = setting(
+    residual_weight: Annotated[float | str, AfterValidator(_residual_weight)] = setting(
         "auto", "distilled: weight of what the distilled reward misses: 0 biased, 1 unbiased, auto from the gradients"
     )
     distil_families: Annotated[list[str], Field(min_length=1)] | None = setting(

@@ -95,7 +95,7 @@ def test_a_learning_rate_that_overflows_is_seen_at_the_step():
     with pytest.raises(InputError, match="(loss|reward|gradient norm): got"):
         trained(1e30, toy_task())
     assert trained.steps == 1
-    with pytest.raises(InputError, match="learning_rate: got 1e.39; allowed: greater than 0, at most 1e30"):
+    with pytest.raises(InputError, match="learning_rate: got 1e.39; allowed: less than or equal to 10*$"):
         trained(1e39, None)
 
 
@@ -118,7 +118,7 @@ def test_weights_that_are_no_numbers_are_seen_after_their_own_step(monkeypatch):
 def test_temperatures_at_which_nothing_is_learned_are_refused(name):
     low, high = TAU_RANGE
     for value in (low / 2, 1e-30, 5e-324, 2 * high, 1e38):
-        with pytest.raises(InputError, match=f"{name}: got .*; allowed: 0.0001 to 1e.06: with this one the gradient"):
+        with pytest.raises(InputError, match=f"{name}: got .*; allowed: (greater|less) than or equal to"):
             MethodConfig(method="ste", **{name: value})
     for value in TAU_RANGE:
         MethodConfig(method="ste", **{name: value})
