@@ -7,7 +7,7 @@ import types
 import pandas as pd
 import pytest
 
-from grade.data.reviews import DataConfig, Review, clean, load_reviews, prepare_reviews
+from grade.data.reviews import DataConfig, Review, clean, load_reviews, prepare_reviews, prompt_text
 from grade.errors import InputError
 
 SPLITS = ("reward", "policy", "validation", "test", "gold")
@@ -234,3 +234,21 @@ def test_sets_that_are_not_there(tmp_path):
     (tmp_path / "gold.jsonl").write_text("")
     with pytest.raises(InputError, match="at least one review"):
         load_reviews(tmp_path, "gold")
+
+
+@pytest.mark.parametrize(
+    ("review", "prompt"),
+    [
+        ("One. Two. Three.", "One. Two"), ("One", "One"), ("One. ", "One."),  # the second sentence is empty
+        (" ...And then? Yes. No.", "And then? Yes. No"), ("x" * 500, "x" * 200),
+        ("It scored 3.5 of 5. Fine.", "It scored 3.5 of 5"),  # the paper's rule, right or wrong
+    ],
+)  # fmt: skip
+def test_a_prompt_is_the_first_two_sentences(review, prompt):
+    assert prompt_text(review) == prompt
+
+
+@pytest.mark.parametrize("review", ["", "  ", "...", ". . ."])
+def test_a_review_without_words_has_no_prompt(review):
+    with pytest.raises(InputError, match="prompt: got"):
+        prompt_text(review)

@@ -5,14 +5,16 @@ import shutil
 
 import pytest
 import torch
-from conftest import VOCAB, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
+from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from grade.errors import InputError
-from grade.models.adapter import BASE_FILE, check_saved, continued_adapter, load_adapter
+from grade.models.adapter import BASE_FILE, check_saved, continued_adapter
 from grade.models.backbone import Backbone
 from grade.models.prompts import position_ids
 from grade.models.sampling import generate
@@ -222,16 +224,6 @@ def test_an_adapter_on_weights_that_layers_share_is_refused(share, layers):
     Backbone(other, lora=lora(target_modules=["v_proj"]))
 
 
-def test_a_block_that_is_used_twice_has_one_adapter_and_is_exact():
-    """One module at two places, its adapter with it: not a weight that two adapters share."""
-    model = base()
-    model.model.layers[1].mlp = model.model.layers[0].mlp
-    backbone = Backbone(noisy(get_peft_model(model, lora(target_modules=["up_proj"]))))
-    with backbone.merged():
-        inside = logits(backbone)
-    torch.testing.assert_close(inside, logits(backbone), rtol=0, atol=ROUNDED)
-
-
 def test_a_base_with_adapter_layers_of_its_own_is_refused():
     """Nothing would switch them off: the reference would be the policy."""
     inside = get_peft_model(base(), lora()).get_base_model()
@@ -251,15 +243,6 @@ def test_an_adapter_that_is_not_active_counts_as_well():
     model.add_adapter("other", lora(init_lora_weights="pissa"))
     with pytest.raises(InputError, match="init_lora_weights: got 'pissa'"):
         Backbone(model)
-
-
-def test_a_second_plain_adapter_on_other_layers_is_left_out():
-    model = get_peft_model(base(), lora())
-    model.add_adapter("other", lora(target_modules=["k_proj"]))
-    backbone = Backbone(noisy(model))
-    with backbone.merged():
-        inside = logits(backbone)
-    torch.testing.assert_close(inside, logits(backbone), rtol=0, atol=ROUNDED)
 
 
 # --- the base's fingerprint
@@ -352,20 +335,6 @@ def test_a_damaged_folder_is_one_line_that_names_what(tmp_path, recwarn, spoil, 
     assert "\n" not in str(caught.value) and not recwarn.list
 
 
-def test_an_adapter_is_loaded_to_be_trained(tmp_path):
-    trained(tmp_path)
-    peft = load_adapter(base(), tmp_path)
-    learned = {name for name, parameter in peft.named_parameters() if parameter.requires_grad}
-    assert learned == {name for name, _ in peft.named_parameters() if "lora_" in name} and learned
-    assert not peft.peft_config["default"].inference_mode  # or PEFT freezes it when it is set active
-
-
-def test_a_new_setting_that_is_off_is_no_reason(tmp_path):
-    trained(tmp_path)
-    spoil_settings(use_tomorrow=False, of_tomorrow=None)(tmp_path)
-    Backbone(base(), adapter=tmp_path)
-
-
 def test_what_a_run_continues_must_fit_it(tmp_path):
     backbone = trained(tmp_path / "whole")
     check_saved(backbone.peft, tmp_path / "whole")
@@ -405,3 +374,57 @@ def test_a_saved_adapter_has_the_same_bytes_in_every_process(tmp_path):
         assert settings["exclude_modules"] == ["gate_proj", "yy", "zz"]
         for name in (WEIGHTS, BASE_FILE):
             assert (folder / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def weights(backbone):
+    return {name: value.clone() for name, value in backbone.model.state_dict().items()}
+
+
+def test_weights_come_back_bit_by_bit_also_when_something_fails(backbone):
+    before = weights(backbone)
+    with pytest.raises(KeyError), backbone.merged():
+        changed = weights(backbone)
+        raise KeyError
+    assert not all(torch.equal(changed[name], value) for name, value in before.items())
+    assert all(torch.equal(value, before[name]) for name, value in weights(backbone).items())
+
+
+class ReadsWeights(LlamaMLP):
+    """Uses the weight of a linear layer without calling the layer, as absorbed projections do."""
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * F.linear(x, self.up_proj.weight))
+
+
+def reader():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.__class__ = ReadsWeights
+    return model
+
+
+def test_a_layer_whose_weight_is_read_elsewhere_is_refused_by_name():
+    """A pass leaves its adapter out, sampling would not."""
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    with pytest.raises(
+        InputError, match=r"lora.target_modules: got \['up_proj'\]; allowed: layers that the model calls"
+    ):
+        Backbone(reader(), lora=LoraConfig(r=2, target_modules=targets))
+    targets.remove("up_proj")
+    Backbone(reader(), lora=LoraConfig(r=2, target_modules=targets))
+
+
+@pytest.mark.parametrize("config", [tiny_config(), tiny_gpt2()])
+def test_the_check_leaves_adapter_generators_and_switches_as_they_were(config):
+    targets = ["c_attn", "wpe"] if config.model_type == "gpt2" else ["q_proj", "up_proj"]
+    backbone = make_backbone(config, torch.float32, target_modules=targets)
+    before, state, prompts = weights(backbone), torch.get_rng_state(), make_prompts()
+    embeds = backbone.embed(prompts.ids)
+    policy = backbone.hidden(embeds, prompts.mask)
+    trained = [p.requires_grad for p in backbone.model.parameters()]
+    continued_adapter(backbone.peft)
+    assert all(torch.equal(value, before[name]) for name, value in weights(backbone).items())
+    assert torch.equal(torch.get_rng_state(), state) and not backbone.model.training
+    assert torch.equal(backbone.hidden(embeds, prompts.mask), policy)
+    assert [p.requires_grad for p in backbone.model.parameters()] == trained and any(trained)

@@ -35,13 +35,6 @@ def test_any_batches_give_the_same_noise_also_where_all_texts_ended_early(batch_
         assert torch.equal(drawn(batch_size, tokens), drawn(BLOCK)[:, :tokens])
 
 
-@pytest.mark.parametrize("shape", [(3, V + 1), (3, V - 1), (2, V), (4, V), (3,)])
-def test_noise_has_the_shape_of_the_logits_or_none(shape):
-    draw = NoiseBlocks(torch.Generator().manual_seed(3), N, V, T, BLOCK).rows(6, 9)
-    with pytest.raises(ValueError, match=r"noise of shape \(3, 5\) for logits"):
-        draw(shape)
-
-
 def test_a_mean_does_not_depend_on_the_batch_size():
     task = toy_task(dtype="float64")
     texts = task.validation_prompts[:32]

@@ -1,17 +1,15 @@
-"""Prompts: what is kept of a review or a row, and padding, masks and positions of a batch."""
+"""Prompts: what is kept of a text or a row, and padding and masks of a batch."""
 
 import warnings
 
 import pytest
 import torch
-from conftest import tiny_config
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from grade.data.reviews import prompt_text
 from grade.errors import InputError
 from grade.models import prompts as module
 from grade.models.prompts import (
@@ -19,7 +17,6 @@ from grade.models.prompts import (
     check_prompts,
     encode_examples,
     encode_prompts,
-    position_ids,
 )
 
 UNK, BOS, EOS, PAD, A, B, C = range(7)
@@ -37,56 +34,11 @@ def word_tokenizer(template: str = "$A", **special: str) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(special or SPECIAL))
 
 
-@pytest.mark.parametrize(
-    ("review", "prompt"),
-    [
-        ("One. Two. Three.", "One. Two"),
-        ("One", "One"),
-        ("One. ", "One."),  # the second sentence is empty
-        (" ...And then? Yes. No.", "And then? Yes. No"),
-        ("It scored 3.5 of 5. Fine.", "It scored 3.5 of 5"),  # the paper's rule, right or wrong
-        ("x" * 500, "x" * 200),
-    ],
-)
-def test_prompt_text(review, prompt):
-    assert prompt_text(review) == prompt
-
-
-def test_prompt_text_is_not_cut_in_white_space():
-    assert prompt_text("ab cd", max_chars=3) == "ab"
-
-
-@settings(deadline=None)
-@given(st.text(), st.integers(1, 50))
-def test_prompt_text_is_short_and_not_empty_or_refused(review, max_chars):
-    try:
-        prompt = prompt_text(review, max_chars)
-    except InputError:
-        return
-    assert prompt == prompt.strip() != ""
-    assert len(prompt) <= max_chars and prompt in review
-
-
-@pytest.mark.parametrize("review", ["", "  ", "...", ". . ."])
-def test_prompt_text_refuses_a_review_without_words(review):
-    with pytest.raises(InputError, match="prompt: got"):
-        prompt_text(review)
-
-
 def test_prompts_are_padded_on_the_left():
     batch = encode_prompts(word_tokenizer(), ["a b c", "c", "b a"], max_prompt_tokens=8)
     assert batch.ids.tolist() == [[A, B, C], [PAD, PAD, C], [PAD, B, A]]
     assert batch.mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
-    assert batch.ids.dtype == batch.mask.dtype == torch.int64
-    assert len(batch) == 3
-
-
-def test_the_first_tokens_of_a_prompt_are_kept():
-    batch = encode_prompts(word_tokenizer(), ["a b c", "c"], max_prompt_tokens=2)
-    assert batch.ids.tolist() == [[A, B], [PAD, C]]
-
-
-def test_pad_to_sets_the_width():
+    assert batch.ids.dtype == batch.mask.dtype == torch.int64 and len(batch) == 3
     batch = encode_prompts(word_tokenizer(), ["a b"], max_prompt_tokens=2, pad_to=4)
     assert batch.ids.tolist() == [[PAD, PAD, A, B]] and batch.mask.tolist() == [[0, 0, 1, 1]]
     with pytest.raises(InputError, match="pad_to: got 1; allowed: at least the 2 tokens"):
@@ -113,13 +65,6 @@ def test_an_empty_prompt_is_refused_also_where_bos_is_added(text, template):
         encode_prompts(word_tokenizer(template), ["a", text], max_prompt_tokens=4)
 
 
-def test_a_prompt_of_white_space_is_refused_also_where_it_has_tokens():
-    spaces = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, " ": 1}, [])))
-    assert spaces(" ")["input_ids"] == [1]
-    with pytest.raises(InputError, match="prompt: got ' '"):
-        encode_prompts(spaces, ["a", " "], max_prompt_tokens=4)
-
-
 def test_a_prompt_without_tokens_is_refused():
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))  # knows one character; the others vanish
     no_unknown = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -141,31 +86,6 @@ def test_ids_under_the_mask_are_the_first_tokens(words, n):
     for row, w in enumerate(words):
         assert batch.ids[row][batch.mask[row].bool()].tolist() == [ids[x] for x in w[:n]]
     assert (batch.mask.diff(dim=1) >= 0).all() and batch.mask[:, -1].all()
-
-
-def test_positions_of_padded_and_bool_masks():
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    expected = [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert position_ids(mask).tolist() == position_ids(mask.bool()).tolist() == expected
-    assert position_ids(mask.float()).dtype == torch.int64
-
-
-def test_padding_does_not_change_what_a_model_predicts():
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny_config()).double().eval()
-    tokenizer = word_tokenizer()
-
-    def last_logits(**kwargs):
-        batch = encode_prompts(tokenizer, ["b a"], 4, **kwargs)
-        positions = position_ids(batch.mask)
-        return model(input_ids=batch.ids, attention_mask=batch.mask, position_ids=positions).logits[:, -1]
-
-    torch.testing.assert_close(last_logits(pad_to=6), last_logits())
-
-
-def test_to_moves_both_tensors():
-    batch = PromptBatch(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)).to("meta")
-    assert batch.ids.device.type == batch.mask.device.type == "meta"
 
 
 # --- rows of a dataset ---
@@ -259,12 +179,6 @@ def test_messages_go_through_the_chat_template():
     assert own.ids.tolist() == [[B]]
 
 
-def test_messages_are_encoded_as_transformers_does():
-    tokenizer, messages = chat_tokenizer(), turns("a", "b", "c a")
-    direct = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert encode_examples(tokenizer, [{"prompt": messages}]).ids.tolist() == [direct]
-
-
 def test_plain_text_into_a_chat_model_warns_once():
     def caught(**options):
         with warnings.catch_warnings(record=True) as found:
@@ -278,14 +192,6 @@ def test_plain_text_into_a_chat_model_warns_once():
     assert "plain text" in str(warning.message) and "chat template" in str(warning.message)
     assert warning.filename == __file__
     assert caught() == []
-
-
-@pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": turns("a")}])
-def test_no_warning_where_text_is_all_there_is_or_messages_are_given(row):
-    tokenizer = word_tokenizer() if isinstance(row["prompt"], str) else chat_tokenizer()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        encode_examples(tokenizer, [row])
 
 
 USER = {"role": "user", "content": "a"}
@@ -332,12 +238,6 @@ def test_a_bad_conversation_is_named(prompt, message):
         encode_examples(chat_tokenizer(), rows, 4, rows=[3, 7])
     with pytest.raises(InputError, match=message):
         check_prompts(chat_tokenizer(), [rows[0]] * 7 + rows[1:], 4, batch_size=7)
-
-
-def test_of_what_a_chat_template_raises_the_first_line_is_told():
-    raising = {"chat_template": "{{ raise_exception('no such role\\nsee the manual') }}"}
-    with pytest.raises(InputError, match=r"\(TemplateError: no such role\)$"):
-        encode_examples(word_tokenizer(), [{"prompt": [USER]}], chat_template_kwargs=raising)
 
 
 def test_messages_need_a_chat_template_that_says_something():
@@ -388,41 +288,3 @@ def test_a_long_prompt_is_cut_here_and_not_by_the_tokenizer():
     chat.model_max_length = 2
     assert encode_examples(chat, [{"prompt": turns("a b")}]).ids.tolist() == [[BOS, A, B, EOS, BOS]]
     assert check_prompts(tokenizer, [{"prompt": "a b c"}]) == 3
-
-
-def test_an_empty_prompt_is_empty_beside_a_longer_one():
-    """Padded to the longest it would have tokens."""
-    tokenizer = Tokenizer(models.BPE({"a": 0, "<pad>": 1}, []))
-    padded = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
-    with pytest.raises(InputError, match="prompt: got 'zzz'"):
-        encode_prompts(padded, ["aa", "zzz"], 4)
-    assert encode_prompts(padded, ["aa", "a"], 4).mask.tolist() == [[1, 1], [0, 1]]
-
-
-def test_a_dataset_is_read_in_parts_and_only_its_prompts():
-    class Rows(list):
-        column_names, asked = ["prompt", "image"], []
-
-        def select_columns(self, names):
-            self.asked.append(names)
-            return list(self)
-
-    class Counting:
-        sizes, eos_token_id, pad_token_id, chat_template = [], None, 0, None
-
-        def __call__(self, texts, **options):
-            self.sizes.append(len(texts))
-            return {"input_ids": [[1] * len(text) for text in texts]}
-
-    rows = Rows({"prompt": "a" * (1 + (i == 1000))} for i in range(1001))
-    assert check_prompts(Counting(), rows) == 2
-    assert Rows.asked == [["prompt"]] and Counting.sizes == [1000, 1000, 1, 1]  # with and without special tokens
-    del Counting.sizes[:]
-    assert check_prompts(Counting(), rows[:3], batch_size=2) == 1 and Counting.sizes == [2, 2, 1, 1]
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, None])
-@pytest.mark.parametrize(("truncation", "kept"), [("left", slice(-1, None)), ("right", slice(0, 1))])
-def test_a_limit_of_one_token_is_one(limit, truncation, kept):
-    batch = encode_examples(word_tokenizer(), [{"prompt": "a b"}], limit, truncation)
-    assert batch.ids.tolist() == [[A, B] if limit != 1 else [A, B][kept]]

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from grade.errors import InputError
 from grade.models.head import Head
 from grade.models.prompts import PromptBatch
-from grade.models.samplers import BLOCK, Mismatch, Samples, draw, make_sampler, samples_of
-from grade.models.sampling import forbid_eos, generate
+from grade.models.samplers import BLOCK, Mismatch, Samples, draw, make_sampler
+from grade.models.sampling import forbid_eos
 from grade.models.scoring import score
 from grade.models.server import CompletionsServer, address_of
 from grade.stats import chi_square
@@ -153,12 +153,6 @@ def test_a_token_is_drawn_by_its_probability_across_blocks():
         torch.testing.assert_close(logps, logits[0].log_softmax(-1)[tokens])
 
 
-def test_our_own_is_generate_bit_for_bit(backbone, prompts):
-    samples = make_sampler("own").sample(backbone, prompts, 7, generator(4), 2)
-    ids, mask = generate(backbone, prompts, 7, generator(4), min_new_tokens=2)
-    assert torch.equal(samples.ids, ids) and torch.equal(samples.mask, mask)
-
-
 # ---- what a server is asked ----
 def test_a_request_has_one_prompt_its_tokens_and_every_setting(served):
     backbone, server, sampler = served
@@ -246,17 +240,6 @@ def test_a_servers_answer_is_checked(case, served):
     finally:
         server.spoil = None
     assert server.address in str(error.value) and "\n" not in str(error.value)
-
-
-def test_what_comes_after_the_first_end_is_cut():
-    backbone = make_backbone()
-    rows = [([5, EOS[1], 6], [-1.0, -2.0, -3.0]), ([5, 6, 8], [-1.0, -2.0, -3.0])]
-    samples = samples_of("x", rows, backbone, 3, 0)
-    assert samples.mask.tolist() == [[1, 1, 0], [1, 1, 1]] and samples.ids.tolist() == [[5, EOS[1], 0], [5, 6, 8]]
-    assert samples.logps.tolist() == [[-1.0, -2.0, 0.0], [-1.0, -2.0, -3.0]]
-    samples_of("x", rows, backbone, 3, 1)
-    with pytest.raises(InputError, match="an end-of-sequence after 1 tokens'; allowed: none before 2 tokens"):
-        samples_of("x", rows, backbone, 3, 2)
 
 
 def test_ids_may_be_written_beside_the_log_probabilities(served):

@@ -1,11 +1,20 @@
-"""Scores of given completions against the plain way, forward and backward, and one hand-checked alignment."""
+"""Scores, states and self-certainty of given completions against the plain way, forward and backward."""
+
+import math
 
 import pytest
 import torch
-from conftest import VOCAB, make_backbone, make_prompts
+import torch.nn.functional as F
+from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grade.errors import InputError
-from grade.models.scoring import predicting_hidden, score
+from grade.experiments.intuitor.measure.study import chunked_over_vocabulary
+from grade.experiments.traced import saved_bytes
+from grade.models.head import CHUNK_ROWS, Head, certainty_of_logits, self_certainty
+from grade.models.sampling import generate
+from grade.models.scoring import completion_certainty, completion_states, pool, predicting_hidden, score
 
 WHAT = ("logps", "entropy", "self_certainty")
 
@@ -42,13 +51,6 @@ def test_scores_are_those_of_the_distribution_that_predicts_the_token(temperatur
         torch.testing.assert_close(*grads)
 
 
-def test_what_is_not_asked_for_is_not_there_and_nothing_needs_a_gradient_without_grad_mode():
-    backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions()
-    with torch.no_grad():
-        found = score(backbone, prompts, ids, mask, ("entropy",))
-    assert found.logps is None and found.self_certainty is None and not found.entropy.requires_grad
-
-
 def test_the_first_token_is_predicted_by_the_last_of_the_prompt():
     backbone, prompts, (ids, _) = make_backbone(), make_prompts(), completions()
     other = ids.clone()
@@ -66,3 +68,96 @@ def test_what_does_not_fit_is_refused(batch, temperature, error, named):
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions(batch)
     with pytest.raises(error, match=named):
         score(backbone, prompts, ids, mask, temperature=temperature)
+
+
+def a_head(vocab=50, dim=6, softcap=None, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(vocab, dim, generator=generator, dtype=dtype)
+    return Head(weight, torch.randn(vocab, generator=generator, dtype=dtype), 0.5, softcap)
+
+
+def a_hidden(n=CHUNK_ROWS + 3, dim=6, dtype=torch.float64):
+    return torch.randn(n, dim, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def test_self_certainty_by_hand():
+    # p = (1/2, 1/4, 1/4): KL(U || p) = log(1/3) - mean(log p) = -1.0986 + (0.6931 + 2 * 1.3863) / 3
+    logits = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()
+    want = -math.log(3) + (math.log(2) + 2 * math.log(4)) / 3
+    assert float(certainty_of_logits(logits)) == pytest.approx(want, abs=1e-15)
+
+
+@given(st.lists(st.floats(-20, 20), min_size=2, max_size=30), st.floats(-5, 5))
+@settings(max_examples=50, deadline=None)
+def test_self_certainty_is_never_negative_and_does_not_see_a_shift(values, shift):
+    logits = torch.tensor(values, dtype=torch.float64)
+    assert float(certainty_of_logits(logits)) >= -1e-12
+    assert torch.allclose(certainty_of_logits(logits + shift), certainty_of_logits(logits), atol=1e-12)
+
+
+def test_backward_keeps_what_does_not_depend_on_the_vocabulary():
+    kept = []
+    for vocab in (100, 1000):
+        head = a_head(vocab, dtype=torch.float32)
+        hidden = a_hidden(dtype=torch.float32).requires_grad_()
+        kept.append(saved_bytes(lambda head=head, hidden=hidden: self_certainty(head, hidden), exclude=[hidden]))
+    assert kept == [hidden.numel() * 4] * 2
+    with torch.no_grad():
+        assert saved_bytes(lambda: self_certainty(head, hidden)) == 0
+
+
+def test_chunking_the_vocabulary_is_another_quantity_and_blind_to_confidence():
+    logits = 2 * torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    right, wrong = [], []
+    for peak in (10.0, 20.0, 30.0):
+        logits[7] = peak
+        right.append(float(certainty_of_logits(logits)) + math.log(4096))  # the published form, without log V
+        wrong.append(float(chunked_over_vocabulary(logits, 64)))
+    assert right[2] - right[0] > 19  # a token 20 nats likelier shows in full
+    assert wrong[2] - wrong[0] == pytest.approx(20 / 64, rel=0.05)  # one chunk of 64
+    assert all(r - w > math.log(64) for r, w in zip(right, wrong, strict=True))  # Jensen
+
+
+def test_a_completion_scores_its_own_tokens():
+    values = torch.tensor([[1.0, 3.0, 100.0], [2.0, 100.0, 100.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert completion_certainty(values, mask).tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="at least one token"):
+        completion_certainty(values, torch.zeros_like(mask))
+
+
+LENGTH = 5
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return make_backbone(tiny_gpt2(), target_modules=["c_attn"])
+
+
+@pytest.fixture(scope="module")
+def sampled(policy):
+    prompts = make_prompts()
+    ids, mask = generate(policy, prompts, LENGTH, torch.Generator().manual_seed(3), stop_early=False)
+    return prompts, ids, torch.cumprod(mask, 1) * torch.tensor([[1] * 5, [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+
+
+def test_states_are_the_bases_without_adapter_padding_or_other_rows(policy, sampled):
+    prompts, ids, mask = sampled
+    found = completion_states(policy, prompts, ids, mask, (0, 1, 2))
+    for row in range(len(ids)):
+        whole = torch.cat([prompts.ids[row][prompts.mask[row].bool()], ids[row][mask[row].bool()]])[None]
+        first, real = int(prompts.mask[row].sum()), int(mask[row].sum())
+        with torch.no_grad(), policy.reference():
+            layers = policy.decoder(input_ids=whole, output_hidden_states=True)
+        # The state before a token predicts it.
+        torch.testing.assert_close(found.predicting[row, :real], layers.last_hidden_state[0, first - 1 : -1])
+        for depth, pooled in found.pooled.items():
+            states = layers.hidden_states[depth][0, first:]
+            torch.testing.assert_close(pooled[row], F.layer_norm(states, states.shape[-1:]).mean(0))
+    assert found.predicting.shape == (3, LENGTH, policy.hidden_size) and not found.predicting.requires_grad
+
+
+def test_a_mean_is_over_the_valid_positions_of_normalised_states():
+    states, mask = torch.tensor([[[1.0, 3.0], [7.0, 5.0], [1e6, 0.0]]]), torch.tensor([[1, 1, 0]])
+    torch.testing.assert_close(pool(states, mask), torch.tensor([[0.0, 0.0]]), atol=1e-4, rtol=0)  # (-1, 1) and (1, -1)
+    torch.testing.assert_close(pool(states, torch.tensor([[1, 0, 0]])), torch.tensor([[-1.0, 1.0]]), atol=1e-4, rtol=0)

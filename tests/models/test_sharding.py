@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CohereConfig, PhiConfig
 
-from grade.errors import InputError
 from grade.models import sharding
 from grade.models.fingerprint import fingerprint
 from grade.models.sampling import generate
-from grade.models.sharding import RowShards, ShardedTable, Shards, _layers, held_bytes, local_part, whole
+from grade.models.sharding import RowShards, ShardedTable, held_bytes, whole
 
 CPU = torch.device("cpu")
 
@@ -74,19 +73,6 @@ def test_each_process_has_equally_many_rows_and_the_last_ones_are_padding(rows, 
         assert torch.equal(part.gather(), table)
 
 
-def test_rows_are_gathered_once_for_all_users_and_freed_by_the_last(together):
-    shards = together(numbers(5), 2)[1]
-    with pytest.raises(KeyError), shards.all() as outer:
-        with shards.all() as inner:
-            assert inner is outer and torch.equal(outer, numbers(5))
-        with shards.all() as again:
-            assert again is outer and len(together.gathered) == 1
-        raise KeyError
-    assert shards._all is None and shards._users == 0
-    with shards.all() as anew:
-        assert len(together.gathered) == 2 and anew is not outer
-
-
 def test_an_operator_reads_a_sharded_table_as_if_it_were_whole(together):
     whole_table = numbers(5)
     table = ShardedTable(together(whole_table, 2)[0])
@@ -110,16 +96,6 @@ def test_an_operator_reads_a_sharded_table_as_if_it_were_whole(together):
     assert torch.equal(got, whole_table.sum(0, keepdim=True))
 
 
-def test_detaching_and_transposing_gather_nothing(together):
-    table = ShardedTable(together(numbers(5), 2)[0])
-    for same in (table.detach(), table.t().t(), table.permute(1, 0).permute(1, 0), torch.ops.aten.alias(table)):
-        assert isinstance(same, ShardedTable) and same.shape == (5, 3) and not same._transposed
-    for other in (table.t(), table.permute(1, 0), table.t().detach()):
-        assert isinstance(other, ShardedTable) and other.shape == (3, 5) and other._transposed
-    assert together.gathered == []
-    assert type(table.permute(0, 1)) is torch.Tensor and len(together.gathered) == 1  # gathered, as any other
-
-
 def test_a_sharded_table_is_not_changed(together):
     table = ShardedTable(together(numbers(5), 2)[0])
     for change in (lambda: table.add_(1), lambda: table.zero_(), lambda: table.t().mul_(2)):
@@ -128,14 +104,6 @@ def test_a_sharded_table_is_not_changed(together):
     out = torch.zeros(5, 3, dtype=torch.float64)
     out.copy_(table)  # it may be read by what changes another tensor
     assert torch.equal(out, numbers(5))
-
-
-def test_a_sharded_table_says_what_it_is(together):
-    table = ShardedTable(together(numbers(5), 2)[0])
-    assert repr(table) == "ShardedTable(shape=(5, 3), dtype=torch.float64, rows=3)"
-    assert torch.equal(table.local_rows, numbers(5)[:3]) and local_part(table) is table.local_rows
-    plain = torch.ones(2)
-    assert local_part(plain) is plain
 
 
 def test_within_whole_each_table_is_gathered_once_for_many_operators(together):
@@ -151,23 +119,6 @@ def test_within_whole_each_table_is_gathered_once_for_many_operators(together):
     with whole():
         pass
     assert len(together.gathered) == 4
-
-
-@pytest.mark.parametrize(("size", "backend", "asks"), [(1, "gloo", False), (3, "fake", False), (3, "gloo", True)])
-def test_a_flag_is_set_if_any_process_has_set_it(size, backend, asks, monkeypatch):
-    asked = []
-
-    def all_reduce(flags, op, group):
-        asked.append((int(flags), op, group.size()))
-        flags.fill_(max(int(flags), other))
-
-    monkeypatch.setattr(sharding.dist, "get_backend", lambda group: backend)
-    monkeypatch.setattr(sharding.dist, "all_reduce", all_reduce)
-    shards = Shards(Group(size, 0), CPU)
-    for flag, other in ((False, 0), (False, 1), (True, 0), (True, 1)):
-        assert shards.any(flag) is (flag or (asks and bool(other)))
-    want = [(int(flag), dist.ReduceOp.MAX, 3) for flag in (False, False, True, True)]
-    assert asked == (want if asks else [])
 
 
 # ---- a model ----
@@ -255,20 +206,6 @@ def test_a_process_of_two_holds_half_the_base_and_all_of_the_adapter():
         assert fingerprint(backbone.decoder) and fingerprint(backbone.embedding)
 
 
-def test_a_base_without_data_is_divided_too():
-    from transformers import AutoModelForCausalLM
-
-    from grade.models.backbone import Backbone
-
-    with torch.device("meta"):
-        backbone = Backbone(AutoModelForCausalLM.from_config(tiny_config(), dtype=torch.float32))
-    total, table = held_bytes(backbone), backbone.embedding_weight.nbytes
-    with processes(2, "fake"):
-        backbone.shard(torch.device("meta"))
-        assert held_bytes(backbone) == (total - table) // 2 + 12 * 16 * 4
-        assert backbone.embedding_weight.device.type == "meta"
-
-
 def test_recorded_states_are_found_in_a_sharded_decoder():
     backbone, prompts = make_backbone(), make_prompts()
     embeds = backbone.embed(prompts.ids).detach()
@@ -285,24 +222,3 @@ def test_recorded_states_are_found_in_a_sharded_decoder():
     assert len(got) == len(want) == 3
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one, two)
-
-
-def test_layers_are_the_modules_in_the_outermost_lists():
-    inner = nn.ModuleList([nn.Linear(1, 1)])
-    first, second = nn.ModuleDict({"inner": inner}), nn.Linear(2, 2)
-    decoder = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ModuleList([first, second])), nn.ModuleList([nn.ReLU()]))
-    layers = _layers(decoder)
-    assert [type(layer) for layer in layers] == [nn.ModuleDict, nn.Linear, nn.ReLU]
-    assert layers[0] is first and layers[1] is second
-    with pytest.raises(InputError, match="backbone: got 'Linear'; allowed: a model with a list of layers"):
-        _layers(nn.Linear(2, 2))
-
-
-def test_a_model_that_torch_cannot_shard_is_one_line(monkeypatch):
-    def refuses(*_, **__):
-        raise ValueError("no such thing")
-
-    backbone = make_backbone()
-    monkeypatch.setattr(sharding, "fully_shard", refuses)
-    with processes(1, "gloo"), pytest.raises(InputError, match=r"can be sharded by layer \(no such thing\)"):
-        backbone.shard(CPU)
