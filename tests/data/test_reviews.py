@@ -123,7 +123,7 @@ def test_a_hugging_face_data_set_that_fails(tmp_path, monkeypatch):
         raise ConnectionError("cannot reach the hub\nlong advice")
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(InputError, match="source: got 'imdb, split train'.*ConnectionError: cannot reach the hub\\)"):
+    with pytest.raises(InputError, match="source: got 'imdb, split train'.*ConnectionError: cannot reach the hub"):
         prepare_reviews(DataConfig(source="imdb"), tmp_path, tmp_path / "out")
 
 
@@ -229,7 +229,7 @@ def test_a_table_of_numbers_is_split_when_the_config_says_so(tmp_path):
 def test_sets_that_are_not_there(tmp_path):
     with pytest.raises(InputError, match="split: got 'train'; allowed: one of reward"):
         load_reviews(tmp_path, "train")
-    with pytest.raises(InputError, match="reviews: got .*gold.jsonl.*FileNotFoundError"):
+    with pytest.raises(InputError, match="reviews: got .*gold.jsonl.*No such file"):
         load_reviews(tmp_path, "gold")
     (tmp_path / "gold.jsonl").write_text("")
     with pytest.raises(InputError, match="at least one review"):
