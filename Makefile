@@ -12,7 +12,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env repro check test test-all hashes smoke full h100 lab clean
+.PHONY: help env repro check publish test test-all hashes smoke full h100 lab clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
@@ -30,13 +30,16 @@ $(STAMP): pyproject.toml constraints.txt requirements.txt
 	$(BIN)/python -m pip check --disable-pip-version-check
 	@touch $@
 
-repro: env ## the whole pipeline, profile cpu
+repro: env ## the whole pipeline, profile cpu, in .workspaces/cpu
 	$(BIN)/python -m grade repro cpu
 
 check: env ## hold the headline figures against the published ones; exit 1 if one is out
 	$(BIN)/python -m grade check
 
-smoke: env ## the whole pipeline on a tiny model, in a workspace of its own
+publish: env ## copy the results of make repro into outputs/, to be committed
+	$(BIN)/python -m grade publish cpu
+
+smoke: env ## the whole pipeline on a tiny model
 	$(BIN)/python -m grade repro smoke
 
 full: env ## the published figures: hours on two cores; can be interrupted and resumed

@@ -20,8 +20,11 @@ def module_path(module):
     return modules()[module]
 
 
-def imported_modules(tree):
-    """Modules of grade that a syntax tree imports, also inside functions; a name of a package is its submodule."""
+def imported_modules(tree, lookups=False):
+    """Modules of grade that a syntax tree imports, also inside functions; a name of a package is its submodule.
+
+    With lookups also those that it names in a string.
+    """
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -33,6 +36,8 @@ def imported_modules(tree):
                 found.add(submodule if submodule in modules() else node.module)
                 if node.module == "grade":  # a public name is imported from its own module
                     found.add(grade._PUBLIC.get(alias.name, "grade"))
+        elif lookups and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # import_module("grade.experiments.report")
     return found & set(modules())
 
 

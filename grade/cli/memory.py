@@ -153,7 +153,6 @@ def _text(value: Any) -> str:
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("what", choices=["memory"], help="memory: peak of one training step, traced and measured")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to measure")
     parser.add_argument("--output", metavar="FILE", help="default: outputs/<device name>/memory.json")

@@ -9,7 +9,7 @@ from grade.cli.options import add_config_options
 from grade.data.base_model import BackboneConfig, prepare_backbone
 from grade.data.reviews import Review, load_reviews
 from grade.data.tiny_lm import PretrainConfig, pretrain
-from grade.files import check_file, claimed, writing
+from grade.files import check_file, claimed
 from grade.models.backbone import Backbone
 from grade.results import check_values, write_results
 from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
@@ -21,7 +21,6 @@ REWARD_FILES = ("reward.safetensors", "reward.json")
 
 
 def add_backbone_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--raw-dir", required=True, metavar="DIR", help="fetched packages")
     parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the model")
@@ -36,7 +35,6 @@ def run_backbone(args: argparse.Namespace) -> None:
 
 
 def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the model")
     parser.add_argument("--metrics", required=True, metavar="FILE", help="loss on the test split")
@@ -48,14 +46,12 @@ def run_pretrain(args: argparse.Namespace) -> None:
     config = PretrainConfig.load(args.config, args.set)
     check_file(args.metrics, "--metrics")
     metrics = pretrain(config, args.reviews, args.output_dir)
-    with writing(args.metrics, "--metrics", "file"):
-        write_results(args.metrics, metrics)
+    write_results(args.metrics, metrics)
     for name, value in sorted(metrics.items()):
         print(f"{name} {value:.4g}")
 
 
 def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--kind", required=True, choices=get_args(RewardKind), help="bag: embeddings; trunk: all of it")
     parser.add_argument("--backbone", required=True, metavar="DIR", help="folder of the base model")
     parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
@@ -80,8 +76,7 @@ def run_reward(args: argparse.Namespace) -> None:
         check_values(metrics)
         with output.replacement() as staging:
             model.save(staging)
-    with writing(args.metrics, "--metrics", "file"):
-        write_results(args.metrics, metrics)
+    write_results(args.metrics, metrics)
     for name, value in sorted(metrics.items()):
         print(f"{name} {value:.4g}")
 

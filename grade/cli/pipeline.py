@@ -1,21 +1,21 @@
-"""Commands of the pipeline: run it, put its results on one page, hold them against the published ones."""
+"""Commands of the pipeline: run it, put its results on one page, hold them against the published ones, publish them."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from importlib import import_module
 from pathlib import Path
 
 from grade.errors import InputError
-from grade.experiments.claims import to_markdown, verdict_counts, write_claims
-from grade.experiments.headline import as_text, check, headline
-from grade.experiments.report import join_claims, report
+from grade.files import write_text
 from grade.pipeline.params import DEFAULT_PROFILE, suite_values
-from grade.pipeline.profiles import run
-from grade.results import replacing, write_metrics
+from grade.pipeline.profiles import publish, workspace_of
+from grade.pipeline.schedule import run
+from grade.results import write_metrics
 
 
 def add_repro_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help="folder under params/ (default: cpu)")
     parser.add_argument("stages", nargs="*", help="stages to bring up to date, with all that they need (default: all)")
     parser.add_argument("--jobs", type=int, help="stages at once (default: as in the profile's suite.yaml)")
@@ -24,54 +24,73 @@ def add_repro_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_repro(args: argparse.Namespace) -> None:
-    """Run the pipeline, then say what it found."""
-    options = [f"--{name}" for name in ("force", "dry") if getattr(args, name)]
-    code = run(Path.cwd(), args.profile, [*args.stages, *options], args.jobs)
+    code = run(Path.cwd(), args.profile, args.stages, args.jobs, args.force, args.dry)
     if code:
         raise SystemExit(code)
+    workspace = workspace_of(Path.cwd(), args.profile)
     outputs = suite_values(Path(), args.profile)["outputs"]
-    if args.stages or args.dry or not Path(outputs, "README.md").is_file():
-        return  # a part of the pipeline, or a profile whose results stay in its workspace
+    if args.stages or args.dry or not (workspace / outputs / "README.md").is_file():
+        return
     try:
-        print(as_text(check(outputs)))
+        print(_checked(args.profile, "HEAD")[0])
     except InputError as error:  # nothing published to hold it against
         print(error)
-    print(f"Every table: {outputs}/README.md. Every claim: {outputs}/claims.md. The notebooks: {outputs}/*/*.ipynb.")
+    place = f".workspaces/{args.profile}/{outputs}"
+    print(f"Every table: {place}/README.md. Every claim: {place}/claims.md. The notebooks: {place}/*/*.ipynb.")
+    print(f"To put them into {outputs}/: grade publish {args.profile}")
 
 
 def add_results_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help="whose results (default: cpu)")
 
 
 def run_results(args: argparse.Namespace) -> None:
-    """Write a profile's README.md, claims.csv, claims.md and headline.json."""
+    """Write a profile's README.md, claims.csv, claims.md and headline.json in the working folder."""
+    claims, headline = import_module("grade.experiments.claims"), import_module("grade.experiments.headline")
+    report = import_module("grade.experiments.report")
     suite = suite_values(Path(), args.profile)
-    outputs = Path(suite["outputs"])
-    notebooks = suite["alone"] | suite["experiments"]
-    claims = join_claims(outputs, notebooks)
-    write_claims(outputs / "claims.csv", claims)
-    counts = verdict_counts(claims)
-    texts = {
-        "claims.md": f"# Claims of the source documents and verdicts\n\n{counts}\n{to_markdown(claims)}",
-        "README.md": report(outputs, args.profile, notebooks),
-    }
-    for name, text in texts.items():
-        with replacing(outputs / name) as file:
-            file.write(text)
-    write_metrics(outputs / "headline.json", headline(outputs))
+    outputs, notebooks = Path(suite["outputs"]), suite["alone"] | suite["experiments"]
+    rows = report.join_claims(outputs, notebooks)
+    counts = claims.verdict_counts(rows)
+    title = "# Claims of the source documents and verdicts"
+    claims.write_claims(outputs / "claims.csv", rows)
+    write_text(outputs / "claims.md", f"{title}\n\n{counts}\n{claims.to_markdown(rows)}")
+    write_text(outputs / "README.md", report.report(outputs, args.profile, notebooks))
+    write_metrics(outputs / "headline.json", headline.headline(outputs))
     print(counts, end="")
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help="whose results (default: cpu)")
+    add_results_arguments(parser)
     parser.add_argument("--against", default="HEAD", metavar="REV", help="git revision that publishes (default: HEAD)")
 
 
 def run_check(args: argparse.Namespace) -> None:
     """Print one line for each headline figure; exit 1 if one is out of its tolerance."""
-    lines = check(suite_values(Path(), args.profile)["outputs"], args.against)
-    print(as_text(lines))
-    if not all(line.holds for line in lines):
+    text, holds = _checked(args.profile, args.against)
+    print(text)
+    if not holds:
         raise SystemExit(1)
+
+
+def _checked(profile: str, revision: str) -> tuple[str, bool]:
+    """The workspace's figures against the published ones; without a workspace, those that ``dvc repro`` left here."""
+    headline = import_module("grade.experiments.headline")
+    outputs, here = suite_values(Path(), profile)["outputs"], Path.cwd()
+    workspace = workspace_of(here, profile)
+    os.chdir(workspace if (workspace / outputs).is_dir() else here)
+    try:
+        lines = headline.check(outputs, revision)
+    finally:
+        os.chdir(here)
+    return headline.as_text(lines), all(line.holds for line in lines)
+
+
+def add_publish_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help="whose results (default: cpu)")
+
+
+def run_publish(args: argparse.Namespace) -> None:
+    """Copy the workspace's results into the project, to be committed."""
+    names = publish(Path.cwd(), args.profile)
+    print(f"wrote {len(names)} results to {suite_values(Path(), args.profile)['outputs']}")

@@ -16,7 +16,6 @@ SECTION = "probe"
 
 
 def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; default: a new one")
     parser.add_argument(
         "--optimizer-state", metavar="FILE",

@@ -28,7 +28,6 @@ HISTORY = {"step": "step", "train/reward": "reward", "train/kl": "KL", "val/rewa
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("run", metavar="RUN", help="a run's folder, finished or not")
     parser.add_argument("--step", type=int, metavar="N", help="completions of this step (default: the newest)")
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="completions of each table (default: 5)")
@@ -59,7 +58,6 @@ def run_show(args: argparse.Namespace) -> None:
 
 
 def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("run", metavar="RUN", help="folder of a finished run, of an adapter or of a checkpoint")
     parser.add_argument("out", metavar="OUT", help="folder of the model; must not exist, or be empty")
     parser.add_argument("--dtype", metavar="TYPE",

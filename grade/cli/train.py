@@ -24,7 +24,6 @@ from grade.training.run import evaluate_task, train
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--method", metavar="METHOD",
                         help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder")  # fmt: skip
     parser.add_argument("--reward", action="append", metavar="REWARD",
@@ -68,7 +67,6 @@ def _silent(_: str) -> None:
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--adapter", required=True, metavar="DIR", help="a trained adapter, DIR/adapter of a run")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts; default: final_eval_prompts")
     parser.add_argument("--output", metavar="FILE", help="also write the metrics here, as JSON")
@@ -94,7 +92,6 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--prompt", required=True, action="append", help="text to complete; may be given several times")
     parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; without it, the base model")
     parser.add_argument("--backbone", default="models/backbone", help="folder or hub id (default: models/backbone)")

@@ -6,37 +6,23 @@ profile's ``suite.yaml`` lies over another profile's and a file is missing, noth
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from grade.config import read_yaml
+from grade.config import parse_yaml, read_yaml
 from grade.errors import InputError
 
 DEFAULT_PROFILE = "cpu"
-SUITE = "suite"
 
 
 def profiles(root: Path) -> list[str]:
     """Names of the profiles: folders under ``params`` with a ``suite.yaml``."""
-    return sorted(path.parent.name for path in root.glob(f"params/*/{SUITE}.yaml"))
+    return sorted(path.parent.name for path in root.glob("params/*/suite.yaml"))
 
 
 def profile_values(root: Path, profile: str, name: str) -> dict[str, Any]:
-    """The values of one of a profile's files.
-
-    Args:
-        root: The project's root.
-        profile: The profile.
-        name: The file's name without its ending, for example an experiment's.
-
-    Returns:
-        Its values, with those of the profile that it lies over; empty where neither has the file.
-
-    Raises:
-        InputError: For an unknown profile or a file that cannot be read.
-    """
+    """The values of one of a profile's files, ``<name>.yaml``, complete; empty where no file has that name."""
     if profile not in profiles(root):
         raise InputError("profile", profile, f"one of {', '.join(profiles(root))}")
     for folder in _folders(root, profile):
@@ -46,53 +32,32 @@ def profile_values(root: Path, profile: str, name: str) -> dict[str, Any]:
 
 
 def suite_values(root: Path, profile: str) -> dict[str, Any]:
-    """The values of a profile's ``suite.yaml``, checked: whose results it replaces, and how many stages run at once.
+    """The values of a profile's ``suite.yaml``.
 
-    Args:
-        root: The project's root.
-        profile: The profile.
-
-    Returns:
-        Its values, with those of the profile that it lies over.
-
-    Raises:
-        InputError: For an unknown profile, a file that cannot be read, or results in another folder than the profile's
-            own: a copy of another profile's folder would replace that profile's results.
+    Results in another folder than the profile's own are refused: a copied profile would replace another's results.
     """
-    values, file = profile_values(root, profile, SUITE), f"params/{profile}/{SUITE}.yaml"
-    default = profile_values(root, DEFAULT_PROFILE, SUITE).get("outputs")
-    parts = Path(default).parts if isinstance(default, str) else ()
-    if not parts or Path(default).is_absolute() or ".." in parts:
-        raise InputError(f"params/{DEFAULT_PROFILE}/{SUITE}.yaml: outputs", default, "a folder of the project")
-    own = default if profile == DEFAULT_PROFILE else f"{default}/{profile}"
-    for key, allowed in (("outputs", own), ("profile", profile)):
+    values = profile_values(root, profile, "suite")
+    own = {"outputs": "outputs" if profile == DEFAULT_PROFILE else f"outputs/{profile}", "profile": profile}
+    for key, allowed in own.items():
         if values.get(key) != allowed:
-            raise InputError(f"{file}: {key}", values.get(key), f"{allowed!r}, the profile's own")
-    jobs = values.setdefault("jobs", 1)
-    if type(jobs) is not int or jobs < 1:
-        raise InputError(f"{file}: jobs", jobs, "a number of at least 1")
+            raise InputError(f"params/{profile}/suite.yaml: {key}", values.get(key), f"{allowed!r}, the profile's own")
     return values
 
 
 def resolved_files(root: Path, profile: str) -> dict[str, str]:
-    """Every parameter file of a profile as DVC can read it: complete, without another file below it.
+    """Name and text of every parameter file of a profile as DVC can read it: complete, without another file below it.
 
-    Args:
-        root: The project's root.
-        profile: The profile.
-
-    Returns:
-        File names to their text; a name that only the default profile has is an empty mapping.
+    A name that only the default profile has is an empty mapping.
     """
     folders = {root / "params" / DEFAULT_PROFILE, *_folders(root, profile)}
     names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    return {f"{name}.yaml": yaml.safe_dump(profile_values(root, profile, name), sort_keys=False) for name in names}
+    values = {name: profile_values(root, profile, name) for name in names}
+    return {f"{name}.yaml": json.dumps(values[name], indent=1, ensure_ascii=False) + "\n" for name in names}  # is YAML
 
 
 def _folders(root: Path, profile: str) -> list[Path]:
     """The profile's folder, and those that its suite lies over, nearest first."""
     folder = root / "params" / profile
-    read_yaml(folder / f"{SUITE}.yaml")  # follows every `over`, and says what is wrong with one
-    below = yaml.safe_load((folder / f"{SUITE}.yaml").read_text(encoding="utf-8")) or {}
-    over = below.get("over")
+    read_yaml(folder / "suite.yaml")  # follows every `over`, and says what is wrong with one
+    over = (parse_yaml((folder / "suite.yaml").read_text(encoding="utf-8")) or {}).get("over")
     return [folder, *(_folders(root, Path(str(over)).parent.name) if over else [])]

@@ -1,21 +1,37 @@
-"""Stages of the pipeline side by side, each in a ``dvc repro --single-item`` of its own."""
+"""``grade repro``: the stages of a profile side by side, each in a ``dvc repro --single-item`` of its own.
+
+Small matrices gain nothing from a second thread, and two stages on one core each take half the time of one after the
+other on two. ``make -j`` was tried: it knows neither DVC's graph nor which chain of stages is the longest. What has
+changed, what is cached and what a kill leaves behind is DVC's business.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from grade.errors import InputError
-from grade.pipeline.processes import GRACE, POLL, Children, Signals, Stopped
-from grade.results import replacing
+from grade.files import write_text
+from grade.pipeline.params import suite_values
+from grade.pipeline.profiles import prepare_workspace
+
+GRACE = 30.0
+"""Seconds between asking stages to end and killing them: time to finish a step and to write a checkpoint."""
+
+SHORTEST = 3.0
+"""Seconds: what took less was up to date or in DVC's cache after all, and its time says nothing."""
 
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """Unit of the system's peak resident memory: bytes on macOS, KiB on Linux."""
@@ -38,178 +54,170 @@ with set_loggers_level(logging.ERROR):
 """
 """DVC that says nothing but why it failed: with --quiet it does not say that either."""
 
-LOGS = ".dvc/tmp/logs"
-"""What each stage printed the last time it ran, one file a stage."""
-
-RAN_HERE = ".dvc/tmp/ran_here"
-"""Names of the stages that have run in this clone, below a folder that git ignores."""
-
-TIMINGS = "timings.json"
-"""Seconds and peak memory of every stage the last time it ran, in the profile's folder of results."""
-
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the pipeline.
-
-    Attributes:
-        name: As in ``dvc.yaml``, with its matrix's values.
-        description: What it does.
-        needs: Names of the stages whose outputs it reads.
-    """
+    """A stage as DVC resolves it: its name with the matrix's values, what it does, and the stages that it needs."""
 
     name: str
     description: str
     needs: frozenset[str]
 
 
+def run(
+    root: Path, profile: str, names: Sequence[str] = (), jobs: int | None = None, force: bool = False, dry: bool = False
+) -> int:  # fmt: skip
+    """Bring a profile's stages up to date in its workspace: all, or the named ones with what they need.
+
+    Returns 0, or the exit code of a stage that failed: then those beside it end first, and no other begins. ``jobs``
+    are stages at once (default: what ``suite.yaml`` says, at most the processor's cores); ``dry`` only lists stages.
+    """
+    suite, started = suite_values(root, profile), time.monotonic()
+    jobs = min(suite.get("jobs", 1), os.cpu_count() or 1) if jobs is None else jobs
+    if jobs < 1:
+        raise InputError("jobs", jobs, "at least 1")
+    place = prepare_workspace(root, profile)
+    lock = FileLock(place / ".dvc" / "tmp" / "repro.lock")
+    Path(lock.lock_file).parent.mkdir(exist_ok=True)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError("profile", profile, "one whose pipeline is not running") from None
+    with lock:
+        schedule = Schedule(place, place / suite["outputs"] / "timings.json", jobs, force)
+        stages = schedule.outdated(wanted_stages(read_stages(place), names))
+        if dry:
+            print(*stages, sep="\n")
+            return 0
+        code = schedule.run(stages)
+    took = duration(time.monotonic() - started)
+    logs = [f"{name} (log: {os.path.relpath(schedule.log_of(name), root)})" for name in schedule.failed]
+    results = os.path.relpath(place / suite["outputs"], root)
+    print(f"{profile}: failed after {took}: {', '.join(logs)}" if code else f"{profile}: done in {took}: {results}")
+    return code
+
+
 @dataclass
 class Schedule:
-    """Runs stages as soon as those that they need are up to date, `jobs` at once, and says so line by line.
-
-    SIGINT, SIGTERM and SIGHUP end the running stages: they are asked to, and killed after `grace` seconds or at a
-    second signal. Nothing that a stage started outlives the pipeline.
-
-    Attributes:
-        failed: Names of the stages that failed.
-        stopped_by: Name of the signal that ended the run, or None.
-    """
+    """Runs stages as soon as those that they need are up to date, and says so line by line."""
 
     place: Path
-    stages: Mapping[str, Stage]
-    options: Sequence[str]
+    timings_file: Path
     jobs: int
-    outputs: str = "outputs"
-    seen: int = 0
-    code: int = 0
-    grace: float = GRACE
+    force: bool
     failed: list[str] = field(default_factory=list)
-    stopped_by: str | None = None
-    printing: threading.Lock = field(default_factory=threading.Lock)
-    children: Children = field(default_factory=Children)
+    running: dict[str, subprocess.Popen] = field(default_factory=dict)
 
-    def run(self) -> int:
-        """Run all that is not up to date.
+    def __post_init__(self) -> None:
+        known = self.timings_file.is_file()
+        self.timings = json.loads(self.timings_file.read_text(encoding="utf-8")) if known else {}
+        self.lock, self.ending = threading.Lock(), False
 
-        Returns:
-            0, or the first exit code that is not; then what was running has ended, and nothing new was started. For a
-            signal, 128 and its number.
-        """
-        todo, timings = self._outdated(), Timings(self.place / self.outputs / TIMINGS)
-        self.seen = len(self.stages) - len(todo)
-        self._print(f"{len(todo)} of {len(self.stages)} stages to run{timings.expected(todo, self.jobs)}")
-        running: dict[Future, str] = {}
-        signals = Signals()
-        with signals.catching(), ThreadPoolExecutor(self.jobs) as pool:
-            try:
-                while running or (todo and not self.code and not signals.numbers):
-                    busy = todo | set(running.values())
-                    ready = [n for n in self._urgent_first(todo, timings) if not self.stages[n].needs & busy]
-                    for name in ready[: 0 if self.code or signals.numbers else self.jobs - len(running)]:
-                        running[pool.submit(self._repro, name, timings)] = name
-                        todo.remove(name)
-                    for ended in wait(running, timeout=POLL, return_when=FIRST_COMPLETED).done:
-                        del running[ended]
-                        self.code = self.code or ended.result()
-                    if signals.numbers and not self.stopped_by:
-                        self._end(signals)
-            except BaseException:  # the reader of the output has gone, the disk is full: no stage is left alone
-                self.children.end(self.grace)
-                raise
-        if signals.numbers and not self.stopped_by:  # between two stages
-            self._end(signals)
-        return self.code
-
-    def _end(self, signals: Signals) -> None:
-        """End the running stages; with them, what they started."""
-        number = signals.numbers[0]
-        self.code, self.stopped_by = 128 + number, signal.Signals(number).name
-        self._print(f"{self.stopped_by}: ending the running stages; a second signal, or {self.grace:.0f} s, kills them")
-        self.children.end(self.grace, hurry=lambda: len(signals.numbers) > 1)
-
-    def _outdated(self) -> set[str]:
-        """Stages that have changed or have never run in this clone, and all that need them.
-
-        A clone comes with the published results. To DVC they are up to date; whoever reproduces them wants them made.
-        """
-        from dvc.exceptions import DvcException
+    def outdated(self, stages: Mapping[str, Stage]) -> dict[str, Stage]:
+        """Those of the stages that have changed, and all that need them."""
         from dvc.repo import Repo
 
-        if {"--force", "-f"} & set(self.options):
-            return set(self.stages)
-        try:
-            with Repo(str(self.place)) as repo:
-                found = {key.rpartition(":")[2] for key in repo.status()} & set(self.stages)
-        except DvcException as error:
-            raise InputError("working folder", str(self.place), f"a folder that DVC can read ({error})") from None
-        found |= set(self.stages) - self._ran_here()
-        for name, stage in self.stages.items():  # those that are needed come first
-            if stage.needs & found:
-                found.add(name)
-        return found
+        with Repo(str(self.place)) as repo:
+            changed = set(stages) if self.force else {key.rpartition(":")[2] for key in repo.status()}
+        for name, stage in stages.items():  # those that are needed come first
+            if stage.needs & changed:
+                changed.add(name)
+        return {name: stage for name, stage in stages.items() if name in changed}
 
-    def _ran_here(self) -> set[str]:
-        path = self.place / RAN_HERE
-        return set(path.read_text(encoding="utf-8").split()) if path.is_file() else set()
+    def run(self, stages: Mapping[str, Stage]) -> int:
+        """Run the stages. A signal ends those that run, with what they started, and raises `KeyboardInterrupt`."""
+        todo, futures, code = self._longest_chain_first(stages), {}, 0
+        expected = sum(self.timings.get(name, {}).get("seconds", 0) for name in todo) / self.jobs
+        about = f", about {duration(expected)} with {self.jobs} at once" if expected else ""
+        self._print(f"stages to run: {len(todo)}{about}")
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGINT too: a script's background jobs ignore it
+        before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                while futures or (todo and not code):
+                    busy = {*todo, *futures.values()}
+                    ready = [name for name in todo if not stages[name].needs & busy]
+                    for name in ready[: 0 if code else self.jobs - len(futures)]:
+                        todo.remove(name)
+                        self._print(f"[{len(stages) - len(todo)}/{len(stages)}] {name}: {stages[name].description}")
+                        future: Future[int] = pool.submit(self._repro, name)
+                        futures[future] = name
+                    for ended in wait(futures, return_when=FIRST_COMPLETED).done:
+                        del futures[ended]
+                        code = code or ended.result()
+            except BaseException:
+                self._end()
+                raise
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+        return code
 
-    def _note_that_it_ran(self, name: str) -> None:
-        with replacing(self.place / RAN_HERE) as file:
-            file.write("\n".join(sorted(self._ran_here() | {name})) + "\n")
-
-    def _urgent_first(self, todo: set[str], timings: Timings) -> list[str]:
-        """The longest chain of stages that starts here decides, in seconds of the last time they ran."""
+    def _longest_chain_first(self, stages: Mapping[str, Stage]) -> list[str]:
+        """By the seconds of the last run; one, where a stage has none."""
         chain: dict[str, float] = {}
-        for name, stage in reversed(self.stages.items()):
-            chain[name] = chain.get(name, 0.0) + timings.seconds(name)
+        for name, stage in reversed(stages.items()):
+            chain[name] = chain.get(name, 0.0) + self.timings.get(name, {}).get("seconds", 1.0)
             for needed in stage.needs:
                 chain[needed] = max(chain.get(needed, 0.0), chain[name])
-        return sorted((name for name in self.stages if name in todo), key=lambda name: -chain[name])
+        return sorted(stages, key=lambda name: -chain[name])
 
-    def _repro(self, name: str, timings: Timings) -> int:
-        started, number = time.monotonic(), self._announce(name)
-        options = [*self.options, *([] if name in self._ran_here() else ["--force"])]
-        command = [sys.executable, "-c", DVC, "--wait-for-lock", "repro", "--single-item", *options, name]
-        log = self.log_of(name)
+    def _repro(self, name: str) -> int:
+        """Run one stage: its output goes to the terminal and to its log."""
+        started, log = time.monotonic(), self.log_of(name)
+        options = ["--single-item", *(["--force"] if self.force else [])]
         log.parent.mkdir(parents=True, exist_ok=True)
+        with self.lock:
+            if self.ending:
+                return 1
+            # A group of its own, out of reach of a terminal's Ctrl-C; in the background it must not read from there.
+            process = self.running[name] = subprocess.Popen(
+                [sys.executable, "-c", DVC, "--wait-for-lock", "repro", *options, name],
+                cwd=self.place, env=self._environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", process_group=0,
+            )  # fmt: skip
+        with open(log, "w", encoding="utf-8") as file:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                if line.strip():
+                    self._print(f"{name} | {line.rstrip()}")
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - started
+        with self.lock:
+            del self.running[name]
+            if process.returncode:
+                self.failed.append(name)
+            elif seconds >= SHORTEST:
+                peak = usage.ru_maxrss * MAXRSS_BYTES
+                self.timings[name] = {"seconds": round(seconds, 1), "peak_memory_bytes": peak}
+                write_text(self.timings_file, json.dumps(self.timings, indent=1, sort_keys=True) + "\n")
+        self._print(f"{name} {'stopped after' if process.returncode else 'took'} {duration(seconds)}")
+        return abs(process.returncode)
+
+    def _end(self) -> None:
+        """Ask the running stages to end, as Ctrl-C does; after `GRACE` seconds or a second signal, kill them."""
+        with self.lock:
+            self.ending = True
+        self._signal(signal.SIGINT)
+        deadline = time.monotonic() + GRACE
         try:
-            with (
-                open(log, "w", encoding="utf-8") as file,
-                self.children.running(command, self.place, self._environment()) as process,
-            ):
-                for line in process.stdout:
-                    file.write(line)
-                    file.flush()
-                    if line.strip():
-                        self._print(f"{name} | {line.rstrip()}" if self.jobs > 1 else line.rstrip())
-                _, status, usage = os.wait4(process.pid, 0)
-                process.returncode = os.waitstatus_to_exitcode(status)
-        except Stopped:
-            return 0  # it was about to start when a signal came
-        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        seconds = time.monotonic() - started
-        if code == 0 and not {"--dry"} & set(self.options):
-            with self.printing:
-                self._note_that_it_ran(name)
-                timings.record(name, seconds, usage.ru_maxrss * MAXRSS_BYTES)
-        if code:
-            self.failed.append(name)
-        word = "took" if code == 0 else "stopped after"
-        self._print(f"[{number}/{len(self.stages)}] {name} {word} {duration(seconds)}")
-        return code
+            while self.running and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        for process in list(self.running.values()):
+            with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+                os.killpg(process.pid, number)
 
     def log_of(self, name: str) -> Path:
         """The file with what a stage printed the last time it ran."""
-        return self.place / LOGS / f"{name.replace('/', '-')}.log"
-
-    def _announce(self, name: str) -> int:
-        with self.printing:
-            self.seen += 1
-            total = len(self.stages)
-            print(f"[{self.seen}/{total}] {name}: {self.stages[name].description}", flush=True)
-            return self.seen
+        return self.place / ".dvc" / "tmp" / "logs" / f"{name.replace('/', '-')}.log"
 
     def _print(self, line: str) -> None:
-        with self.printing:
+        with self.lock:
             print(line, flush=True)
 
     def _environment(self) -> dict[str, str]:
@@ -229,20 +237,16 @@ class Schedule:
 
 def read_stages(place: Path) -> dict[str, Stage]:
     """Every stage after those that it needs, else in the order of ``dvc.yaml``."""
-    from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
-    try:
-        with Repo(str(place)) as repo:
-            graph = repo.index.graph  # from a stage to what it needs
-            needs = {stage.name: frozenset(n.name for n in graph.successors(stage)) for stage in graph}
-            found = {s.name: Stage(s.name, s.desc or "", needs[s.name]) for s in repo.index.stages}
-    except (DvcException, RecursionError) as error:  # lists in lists in lists
-        raise InputError("dvc.yaml", str(place / "dvc.yaml"), f"a pipeline that DVC reads ({error})") from None
+    with Repo(str(place)) as repo:
+        graph = repo.index.graph  # from a stage to what it needs
+        needs = {stage.name: frozenset(n.name for n in graph.successors(stage)) for stage in graph}
+        left = {stage.name: Stage(stage.name, stage.desc or "", needs[stage.name]) for stage in repo.index.stages}
     ordered: dict[str, Stage] = {}
-    while len(ordered) < len(found):
-        name = next(n for n, stage in found.items() if n not in ordered and stage.needs <= set(ordered))
-        ordered[name] = found[name]
+    while left:
+        name = next(name for name, stage in left.items() if stage.needs <= set(ordered))
+        ordered[name] = left.pop(name)
     return ordered
 
 
@@ -264,55 +268,3 @@ def duration(seconds: float) -> str:
     """Seconds as people say them."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-class Timings:
-    """How long each stage took and what memory it needed when it last ran: read, expected, recorded.
-
-    A stage that DVC found up to date, or in its cache, after all is not recorded: it took a moment and says nothing.
-    """
-
-    SHORTEST = 3.0
-    """Seconds. DVC itself takes about one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.known = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self.known = {}
-
-    def expected(self, names: Collection[str], jobs: int) -> str:
-        """Minutes and memory for some stages, as far as they are known.
-
-        Args:
-            names: The stages.
-            jobs: Stages at once.
-
-        Returns:
-            Text that continues a sentence; empty where nothing is known.
-        """
-        known = [self.known[name] for name in names if name in self.known]
-        if not known:
-            return ""
-        seconds = max(sum(row["seconds"] for row in known) / jobs, max(row["seconds"] for row in known))
-        memory = sum(sorted(row["peak_memory_bytes"] for row in known)[-jobs:]) / 2**30
-        return f": about {duration(seconds)} with {jobs} at once, at most {memory:.1f} GiB of memory"
-
-    def seconds(self, name: str) -> float:
-        """What a stage took when it last ran; a second where that is not known."""
-        return self.known.get(name, {}).get("seconds", 1.0)
-
-    def record(self, name: str, seconds: float, peak_memory_bytes: int) -> None:
-        """Keep what a stage took, if it ran at all.
-
-        Args:
-            name: The stage.
-            seconds: Wall time.
-            peak_memory_bytes: Largest resident memory of one of its processes.
-        """
-        if seconds < self.SHORTEST:
-            return
-        self.known[name] = {"seconds": round(seconds, 1), "peak_memory_bytes": peak_memory_bytes}
-        with replacing(self.path) as file:
-            file.write(json.dumps(self.known, indent=1, sort_keys=True) + "\n")
