@@ -30,7 +30,7 @@ def project(tmp_path_factory):
     """Reviews, a base, an adapter and configs, in folders `in`, `cfg` and `run` of a working folder."""
     from grade.models.adapter import LoraSettings
     from grade.models.backbone import Backbone
-    from grade.training.policy import name_base
+    from grade.training.load import name_base
 
     root = tmp_path_factory.mktemp("project")
     lines = ["text,label", *(f'"{r.text}",{r.label}' for r in toy_reviews(260))]

@@ -109,9 +109,9 @@ def _run(argv: list[str]) -> int:
 
 
 def _report(command: str, error: object) -> None:
-    """Print an error; of several processes, which all have it, the first one does."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"grade {command}: {error}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    process = f" (process {rank})" if rank != "0" else ""
+    print(f"grade {command}{process}: {error}", file=sys.stderr)
 
 
 def import_command(name: str) -> ModuleType:

@@ -136,7 +136,7 @@ def _history_rows(run: Path, state: dict[str, Any] | None) -> pd.DataFrame:
         if _finished(run) and _is_there(run / "history.csv"):
             rows = pd.read_csv(require_file(run / "history.csv"))
         elif state is not None:
-            from grade.training.run import history_rows
+            from grade.training.logs import history_rows
 
             rows = pd.DataFrame(history_rows(state["log_history"]))
         else:

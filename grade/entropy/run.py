@@ -21,8 +21,8 @@ from grade.models.prompts import PromptBatch, encode_prompts
 from grade.rewards.arithmetic import Problems
 from grade.rewards.base import RewardScope
 from grade.rewards.model import RewardModel, load_reward
-from grade.training.checkpoint import OPTIMIZER_FILE, load_optimizer
 from grade.training.config import TrainConfig
+from grade.training.folder import OPTIMIZER_FILE, load_optimizer
 
 
 def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:

@@ -100,7 +100,7 @@ POLICY_GRADIENTS: tuple[str, ...] = tuple(POLICY_GRADIENT_METHODS)
 DISTILLED = "distilled"
 """The method that differentiates a reward distilled from scored completions (`grade.gradients.distilled`)."""
 AUTO = "auto"
-"""The trainer chooses the method from the reward (`grade.training.method`)."""
+"""The trainer chooses the method from the reward (`grade.training.trainer`)."""
 FAMILIES = ("counts", "bag")
 """What a distilled reward may be linear in, unless the settings say otherwise."""
 METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS, DISTILLED)

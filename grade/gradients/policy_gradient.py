@@ -20,7 +20,7 @@ gradient. The value head reads the policy's hidden states but sends no gradient 
 closed_form`` it is solved from the frozen base's states instead. With ``self_certainty_reward`` (Intuitor) the reward
 is the policy's own self-certainty, a constant of the update.
 
-Completions of another engine go to `PolicyGradient.learn`. Left out: entropy bonuses, shuffling between passes.
+Left out: entropy bonuses, shuffling between passes.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class Completions:
         """The selected rows."""
         weights = None if self.weights is None else self.weights[rows]
         return Completions(self.prompts[rows], self.ids[rows], self.mask[rows], weights)
+
+
+Microbatch = tuple[PromptBatch, torch.Generator] | Completions
 
 
 @dataclass(frozen=True)
@@ -199,12 +202,12 @@ class PolicyGradient:
         self.value_head.load_state_dict(tensors)
 
     def step(
-        self, microbatches: Iterable[tuple[PromptBatch, torch.Generator]], objective: Objective, context: StepContext
+        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
         """Sample completions and take the method's updates.
 
         Args:
-            microbatches: This process's prompts, each once, with the generator for their completions.
+            microbatches: This process's prompts, each once, with the generator for their completions; or completions.
             objective: Reward and KL weight.
             context: The training loop.
 
@@ -214,7 +217,8 @@ class PolicyGradient:
         Raises:
             InputError: For a reward that is not finite, or advantages that cannot be whitened.
         """
-        return self.learn((self.sample(*pair) for pair in microbatches), objective, context)
+        samples = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
+        return self.learn(samples, objective, context)
 
     def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
         """G completions of each prompt."""

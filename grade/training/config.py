@@ -5,6 +5,7 @@ Names are those of transformers' ``TrainingArguments`` and, where TRL's ``GRPOCo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
@@ -13,8 +14,6 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from transformers import TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
 
 from grade.config import SEEDS, allowed_names, setting
 from grade.errors import InputError
@@ -24,17 +23,56 @@ from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, MethodConfig, Rat
 from grade.models.adapter import LoraSettings
 from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
-from grade.training import launch
 
+Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"
-_CHOICES = {
-    "lr_scheduler_type": [kind.value for kind in SchedulerType],
-    "optim": [kind.value for kind in OptimizerNames],
-    "eval_strategy": [kind.value for kind in IntervalStrategy],
-    "save_strategy": [kind.value for kind in SaveStrategy],
-    "logging_strategy": [kind.value for kind in IntervalStrategy],
-}
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "use_vllm": False}
+
+FSDP2, SHARDING = "fsdp2", "GRADE_SHARDING"
+"""The only way to divide the base, and the variable that asks for it without Accelerate."""
+_OFF, _EVERY_LAYER = ("", "false", "0", "no"), "every layer is a unit"
+_ANY = {
+    "ACCELERATE_USE_DEEPSPEED": ("deepspeed", _OFF, "plain data parallelism, or fsdp_version: 2"),
+    "ACCELERATE_USE_MEGATRON_LM": ("megatron_lm", _OFF, "plain data parallelism, or fsdp_version: 2"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("parallelism_config", _OFF, "plain data parallelism, or fsdp_version: 2"),
+    "ACCELERATE_MIXED_PRECISION": (
+        "mixed_precision", ("", "no"), "no: the base's type is a setting of the run (dtype: bfloat16, or bf16: true)",
+    ),
+    SHARDING: (SHARDING, ("", FSDP2), f"{FSDP2}, or empty"),
+}  # fmt: skip
+_FSDP = {
+    "FSDP_VERSION": ("fsdp_version", ("2",), "2"),
+    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", ("", "false"), "false: shards stay on their device"),
+    "FSDP_RESHARD_AFTER_FORWARD": (
+        "fsdp_reshard_after_forward", ("", "true", "full_shard"), "true: a layer is freed after each pass",
+    ),
+    "FSDP_ACTIVATION_CHECKPOINTING": (
+        "fsdp_activation_checkpointing", ("", "false"),
+        "false, and gradient_checkpointing: true in the run's settings",
+    ),
+    "FSDP_AUTO_WRAP_POLICY": (
+        "fsdp_auto_wrap_policy", ("", "transformer_based_wrap"), f"TRANSFORMER_BASED_WRAP: {_EVERY_LAYER}",
+    ),
+    "FSDP_IGNORED_MODULES": ("fsdp_ignored_modules", ("",), f"none: {_EVERY_LAYER}"),
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp_transformer_layer_cls_to_wrap", ("",), f"none: {_EVERY_LAYER}"),
+}  # fmt: skip
+"""Variables of ``accelerate launch``: the name in its file, supported values, and what to say of others."""
+
+
+def sharding() -> str:
+    """How the base is divided among the processes: ``fsdp2``, or empty where each has a copy.
+
+    What Accelerate can do and this project cannot is refused. FSDP2 is done here (`grade.models.sharding`) and no
+    longer asked of Accelerate, which would wrap a model that the engines do not call.
+    """
+    divided = os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in _OFF
+    for variable, (name, values, allowed) in (_ANY | (_FSDP if divided else {})).items():
+        given = os.environ.get(variable, "")
+        if given.lower() not in values:
+            raise InputError(f"accelerate launch: {name}", given, allowed)
+    if divided:
+        os.environ.update({"ACCELERATE_USE_FSDP": "false", SHARDING: FSDP2})
+    return os.environ.get(SHARDING, "").lower()
 
 
 @dataclass
@@ -49,7 +87,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     beta: NonNegativeFloat = setting(0.0, "weight of KL, in reward per nat and token")
     target_kl: PositiveFloat | None = setting(
-        None, "KL that beta is adjusted to after every step, in nats a completion; beta is where it starts. null: fixed"
+        None, "KL that beta is adjusted to after every step, in nats per completion; beta is its start. null: fixed"
     )
     temperature: PositiveFloat = setting(
         1.0, "sampling temperature; the policy is softmax(logits / temperature) everywhere"
@@ -85,7 +123,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
     truncation: Literal["error", "left", "right"] = setting(
         "error", "prompts that are too long: error, left (keep the last tokens), right (keep the first)"
     )
-    raw_prompts: bool = setting(False, "text prompts into a chat model are meant: no warning")
+    raw_prompts: bool = setting(False, "do not warn about plain-text prompts to a chat model")
     chat_template_kwargs: dict[str, Any] | None = setting(None, "passed on to the chat template")
     shuffle_dataset: bool = setting(True, "shuffle the prompts in every pass")
 
@@ -98,7 +136,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
     )
     kl_eval_prompts: NonNegativeInt = setting(64, "how many of those prompts KL is computed on")
     eval_noise_block: PositiveInt = setting(
-        64, "prompts whose noise an evaluation draws together; its batch size changes no result, this does"
+        64, "prompts whose noise an evaluation draws together; unlike the batch size, this changes results"
     )
     log_completions: bool = setting(False, "write completions and rewards as a table every logging_steps")
 
@@ -109,12 +147,17 @@ class GradeConfig(MethodConfig, TrainingArguments):
     )
     gradient_accumulation_steps: PositiveInt = setting(1, "microbatches of a process in an optimizer step")
     max_steps: Annotated[int, Field(ge=-1)] = setting(-1, "optimizer steps; -1: num_train_epochs passes")
-    seed: Annotated[int, Field(ge=0, lt=SEEDS)] = setting(42, "seed of adapter, prompt order and noise")
+    seed: Seed = setting(42, "seed of adapter, prompt order and noise")
+    data_seed: Seed | None = setting(None, "not used: the order of the prompts comes from seed")
     learning_rate: Rate = setting(2e-4, "AdamW learning rate of the adapter")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW weight decay")
     max_grad_norm: NonNegativeFloat = setting(1.0, "the gradient is clipped to this norm; 0: it is not clipped")
     optim: str = setting("adamw_torch", "optimizer, one of transformers' names")
-    logging_steps: float = setting(1, "steps between rows of the log")
+    warmup_steps: NonNegativeFloat = setting(0, "steps of a linear ramp of the learning rate; below 1: their share")
+    logging_steps: PositiveFloat = setting(1, "steps between rows of the log; below 1: their share of all steps")
+    eval_steps: PositiveFloat | None = setting(None, "steps between evaluations; null: as logging_steps")
+    save_steps: PositiveFloat = setting(500, "steps between checkpoints")
+    dataloader_num_workers: NonNegativeInt = setting(0, "processes that read rows; 0: this one")
     per_device_eval_batch_size: PositiveInt = setting(64, "prompts sampled at once in an evaluation")
     dataloader_pin_memory: bool = setting(False, "pin memory in the data loader: rows are text, so it does nothing")
     remove_unused_columns: bool = setting(False, "only false: other columns are for the rewards")
@@ -131,7 +174,17 @@ class GradeConfig(MethodConfig, TrainingArguments):
             if getattr(self, name) != neutral:
                 why = "sampler: http://host:port for a server" if name == "use_vllm" else SAMPLED
                 raise InputError(name, getattr(self, name), f"{neutral} ({why})")
-        self._check_sampler()
+        if self.sampler == "own" and self.importance_sampling != "none":
+            allowed = "none with sampler = own: its completions are the policy's"
+            raise InputError("importance_sampling", self.importance_sampling, allowed)
+        if self.sampler != "own" and self.method in RELAXED and not _replays_given(self.method):
+            fitting = ", ".join(filter(_replays_given, RELAXED))
+            allowed = f"{fitting}, or a method without relaxed tokens, with sampler = {self.sampler}: the replay " \
+                "engine takes hard tokens from elsewhere, soft ones are known here only"  # fmt: skip
+            raise InputError("method", self.method, allowed)
+        if self.importance_sampling != "none" and self.policy_gradient is None:
+            allowed = f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"
+            raise InputError("importance_sampling", self.importance_sampling, allowed)
         if self.target_kl is not None and self.beta == 0:
             raise InputError("target_kl", self.target_kl, "null, or a beta above 0 to start from, such as beta = 0.1")
         if self.remove_unused_columns:
@@ -140,73 +193,39 @@ class GradeConfig(MethodConfig, TrainingArguments):
             if self.per_device_train_batch_size % value:
                 allowed = f"a divisor of per_device_train_batch_size = {self.per_device_train_batch_size}"
                 raise InputError(name, value, allowed)
-        self._check_transformers_values()
         if self.max_steps == 0:
             raise InputError("max_steps", 0, "at least 1, or -1 for num_train_epochs passes")
         if 0 < self.max_steps <= self.warmup_steps:
             raise InputError("warmup_steps", self.warmup_steps, f"less than max_steps = {self.max_steps}")
         if self.fsdp or self.deepspeed:
             name = "fsdp" if self.fsdp else "deepspeed"
-            allowed = "nothing: accelerate launch --config_file params/accelerate/fsdp2.yaml divides the base"
+            allowed = "null; accelerate launch --config_file params/accelerate/fsdp2.yaml divides the base"
             raise InputError(name, getattr(self, name), allowed)
-        launch.sharding()  # before transformers reads the same variables
+        sharding()  # before transformers reads the same variables
         if self.fp16:
             raise InputError("fp16", True, "false, or bf16: float16 would need a loss scaler")
-        unknown = [name for name in self.trackers if name not in INTEGRATION_TO_CALLBACK]
-        if unknown:
-            raise InputError("report_to", unknown[0], allowed_names(unknown[0], [*INTEGRATION_TO_CALLBACK, "none"]))
-        absent = [name for name in self.trackers if not _is_installed(name)]
-        if absent:
-            raise InputError("report_to", absent[0], f"none, or a tracker that is installed: pip install {absent[0]}")
+        for name in self.trackers:
+            if name not in INTEGRATION_TO_CALLBACK:
+                raise InputError("report_to", name, allowed_names(name, [*INTEGRATION_TO_CALLBACK, "none"]))
+            if not _is_installed(name):
+                raise InputError("report_to", name, f"none, or a tracker that is installed: pip install {name}")
         # Layers are recomputed by the engines, outside the rollout, which needs its cache: not by transformers.
         recompute = bool(self.gradient_checkpointing or self.activation_checkpointing)
         self.gradient_checkpointing = self.activation_checkpointing = None
         TrainingArguments.__post_init__(self)
         self.gradient_checkpointing = recompute
 
-    def _check_sampler(self) -> None:
-        """What fits together with the sampler."""
-        if self.sampler == "own":
-            if self.importance_sampling != "none":
-                allowed = "none with sampler = own: its completions are the policy's"
-                raise InputError("importance_sampling", self.importance_sampling, allowed)
-            return
-        if self.method in RELAXED and not _replays_given(self.method):
-            fitting = ", ".join(filter(_replays_given, RELAXED))
-            allowed = f"{fitting}, or a method without relaxed tokens, with sampler = {self.sampler}: the replay " \
-                "engine takes hard tokens from elsewhere, soft ones are known here only"  # fmt: skip
-            raise InputError("method", self.method, allowed)
-        if self.importance_sampling != "none" and self.policy_gradient is None:
-            allowed = f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"
-            raise InputError("importance_sampling", self.importance_sampling, allowed)
-
-    def _check_transformers_values(self) -> None:
-        """What transformers would refuse later, or without naming the field."""
-        for name, names in _CHOICES.items():
-            value = str(getattr(getattr(self, name), "value", getattr(self, name)))
-            if value not in names:
-                raise InputError(name, value, allowed_names(value, names))
-        for name in ("logging_steps", "eval_steps", "save_steps"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(name, value, "greater than 0; the matching strategy is no for never")
-        for name in ("warmup_steps", "dataloader_num_workers"):
-            if getattr(self, name) < 0:
-                raise InputError(name, getattr(self, name), "at least 0")
-        if self.data_seed is not None and not 0 <= self.data_seed < SEEDS:
-            raise InputError("data_seed", self.data_seed, f"0 to {SEEDS - 1}")
-
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
         """As `grade.config.Settings.parse`; YAML reads an unquoted ``no`` of a strategy as false."""
-        launch.sharding()  # what it refuses was not said in the source
+        sharding()  # what it refuses was not said in the source
         given = {k: "no" if v is False and k.endswith("_strategy") else v for k, v in values.items()}
         return super().parse(given, source, sources)
 
     @property
     def sharded(self) -> bool:
         """Whether the base is divided among the processes."""
-        return self.world_size > 1 and launch.sharding() == launch.FSDP2
+        return self.world_size > 1 and sharding() == FSDP2
 
     @property
     def trackers(self) -> list[str]:

@@ -1,4 +1,7 @@
-"""A run's folder: one run at a time, what it was started with, and whether it may be continued."""
+"""A run's folder: one run at a time, what it was started with, whether it may be continued, its checkpoints.
+
+A checkpoint is whole or not there: written in a folder beside it and renamed, renamed before it is removed.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,32 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+from transformers.trainer_utils import sort_checkpoints
+
 import grade
-from grade.errors import InputError
-from grade.outputs import LOCK, claimed, writing
-from grade.results import replacing
-from grade.training.checkpoint import clean, last_checkpoint
+from grade.errors import InputError, file_error, reading, require_file
+from grade.files import LOCK, claimed, write_text, writing
 from grade.training.config import TrainConfig
 
-RUN_FILE, RESULTS_FILE = "run.json", "metrics.json"
+RUN_FILE, RESULTS_FILE, OPTIMIZER_FILE = "run.json", "metrics.json", "optimizer.pt"
+PARTIAL = ".partial"
+"""Where a checkpoint is written."""
+_OLD = ".old"
 Resume = Literal["no", "yes", "auto"]
 
 _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base_name", "samples", "log_completions",
          "dataloader_num_workers", "ddp_timeout", "eval_on_start", "local_rank")  # fmt: skip
 _FREE_PREFIXES = ("save_", "hub_", "push_", "log_", "trackio_")
+"""Settings that change no result."""
 _HASHED_BYTES = 2**20
 _SIGNS = ("run.json", "history.csv")
 """One of these is in every folder that a run has begun or finished in."""
@@ -34,17 +44,13 @@ _REPLACED = ("adapter", "checkpoint-*", "checkpoints", "completions", "README.md
 
 
 @contextmanager
-def locked(output_dir: str | Path, inputs: Iterable[str] = ()) -> Iterator[None]:
-    """Hold a run's folder; the lock goes with the process, however it ends.
+def locked(output_dir: str | Path, config: TrainConfig) -> Iterator[None]:
+    """Hold a run's folder, which is made; the lock goes with the process, however it ends.
 
-    Args:
-        output_dir: The folder; it is made. Files that a run does not write may be in it, and stay.
-        inputs: Paths that the run reads.
-
-    Raises:
-        InputError: If another run has it, it cannot be written, it is no place for a run (see `grade.outputs.claimed`),
-            or it holds what a run replaces, of something else than a run.
+    Files that a run does not write may be in it, and stay. `InputError` if another run has it, it cannot be written, it
+    is no place for a run (see `grade.files.claimed`), or it holds what a run replaces, of something else than a run.
     """
+    inputs = [place for spec in _inputs(config).values() for place in _places(spec)]
     with claimed(output_dir, (), inputs=inputs, option="output_dir", shared=True) as output:
         if not any((output.path / name).exists() for name in _SIGNS):
             foreign = sorted({path.name for pattern in _REPLACED for path in output.path.glob(pattern)})
@@ -54,34 +60,18 @@ def locked(output_dir: str | Path, inputs: Iterable[str] = ()) -> Iterator[None]
         yield
 
 
-def inputs(config: TrainConfig) -> list[str]:
-    """Paths that a run reads; what is no path may be among them.
-
-    Args:
-        config: The run.
-    """
-    return [place for spec in _inputs(config).values() for place in _places(spec)]
-
-
 def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path | None | Literal["finished"]:
-    """Decide where a run begins. Nothing is changed yet: see `begin`.
+    """Where a run begins: at a checkpoint, at the beginning (None), or nowhere, because it has finished.
 
-    Args:
-        config: The run.
-        resume: ``no``; ``yes``: continue, which needs the same settings and data; ``auto``: continue if settings, data
-            and code are the same, otherwise start over.
-        overwrite: Start over where there is an interrupted run.
-
-    Returns:
-        A checkpoint to continue from, None to start from the beginning, or "finished".
-
-    Raises:
-        InputError: If there is an interrupted run and neither ``resume`` nor ``overwrite``, or the settings changed.
+    Nothing is changed yet, see `begin`. An interrupted run is continued by ``resume`` (yes: the same settings and data;
+    auto: also the same code, or else it starts over) and replaced by ``overwrite``; otherwise it is an error.
     """
     folder, now = Path(config.output_dir), about(config)
     clean(folder)
     before, checkpoint = _read(folder / RUN_FILE), last_checkpoint(folder)
-    if before is not None and checkpoint is None and not _finished(folder, before):
+    # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
+    finished = before is not None and bool(before.get("finished")) and (folder / RESULTS_FILE).is_file()
+    if checkpoint is None and not finished:
         before = None  # nothing was trained: a bad start may be mended
     changed = next((name for name in now["settings"] if before["settings"].get(name) != now["settings"][name]), None) \
         if before else None  # fmt: skip
@@ -95,83 +85,88 @@ def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path 
         if not same:
             name = next(name for name in now["inputs"] if before["inputs"].get(name) != now["inputs"][name])
             raise InputError(name, "another content than before", "what the run was started with, to continue it")
-        return "finished" if _finished(folder, before) else checkpoint
-    if checkpoint and before and not _finished(folder, before) and not overwrite:
+        return "finished" if finished else checkpoint
+    if checkpoint and before and not finished and not overwrite:
         allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
         raise InputError("output_dir", str(folder), allowed)
     return None
 
 
 def begin(config: TrainConfig) -> None:
-    """Remove an earlier run's checkpoints, and note what this run is: once its inputs are known to be good.
-
-    Args:
-        config: The run.
-    """
+    """Remove an earlier run's checkpoints, and note what this run is: once its inputs are known to be good."""
     folder = Path(config.output_dir)
-    remove_checkpoints(folder)
-    _write(folder, about(config) | {"id": uuid.uuid4().hex[:12]})
+    with writing(folder, "output_dir"):
+        while (checkpoint := last_checkpoint(folder)) is not None:
+            discard(checkpoint)
+        _write(folder, about(config) | {"id": uuid.uuid4().hex[:12]})
 
 
 def forget(output_dir: str | Path) -> None:
-    """Remove the note on a run that ended before it wrote anything else, such as one with a reward that fails at once.
-
-    Args:
-        output_dir: The run's folder.
-    """
+    """Remove the note on a run that ended before it wrote anything else, such as one whose reward fails at once."""
     folder = Path(output_dir)
     if {path.name for path in folder.iterdir()} <= {RUN_FILE, LOCK}:
         (folder / RUN_FILE).unlink(missing_ok=True)
 
 
 def continue_trackers(output_dir: str | Path, resumed: bool) -> None:
-    """Let trackers go on with their run where this one is resumed; what the user's environment says comes first.
-
-    Args:
-        output_dir: The run's folder.
-        resumed: Whether this run goes on from a checkpoint.
-    """
+    """Let trackers go on with their run where this one is resumed; the user's own environment comes first."""
     run = _read(Path(output_dir) / RUN_FILE) or {}
-    wanted = {"TENSORBOARD_LOGGING_DIR": str(Path(output_dir) / "tensorboard"), "WANDB_RESUME": "allow",
-              "WANDB_RUN_ID": run.get("id", ""), "DVCLIVE_RESUME": "true" if resumed else ""}  # fmt: skip
-    for name, value in wanted.items():
+    variables = {"TENSORBOARD_LOGGING_DIR": str(Path(output_dir) / "tensorboard"), "WANDB_RESUME": "allow",
+                 "WANDB_RUN_ID": run.get("id", ""), "DVCLIVE_RESUME": "true" if resumed else ""}  # fmt: skip
+    for name, value in variables.items():
         if value:
             os.environ.setdefault(name, value)
 
 
 def finish(output_dir: str | Path) -> None:
-    """Note that a run has finished: its files are complete.
-
-    Args:
-        output_dir: The run's folder.
-    """
-    _write(Path(output_dir), _read(Path(output_dir) / RUN_FILE) | {"finished": True})
+    """Note that a run has finished: its files are complete."""
+    with writing(output_dir, "output_dir"):
+        _write(Path(output_dir), _read(Path(output_dir) / RUN_FILE) | {"finished": True})
 
 
-def _finished(folder: Path, run: dict[str, Any]) -> bool:
-    # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
-    return bool(run.get("finished")) and (folder / RESULTS_FILE).is_file()
+def not_written(output_dir: str | Path, error: Exception) -> InputError:
+    """The error for a folder that cannot be written, with the checkpoint that stands."""
+    stands = last_checkpoint(output_dir)
+    what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
+    allowed = f"a folder that can be written, with space left ({file_error(error)}); {what}"
+    return InputError("output_dir", str(output_dir), allowed)
 
 
-def _write(folder: Path, run: dict[str, Any]) -> None:
-    with writing(folder, "output_dir"), replacing(folder / RUN_FILE) as file:
-        file.write(json.dumps(run, indent=1, sort_keys=True) + "\n")
+def clean(output_dir: str | Path) -> None:
+    """Remove what a killed run left half written."""
+    for name in (PARTIAL, _OLD):
+        shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Remove a run's checkpoints, each in one step."""
-    with writing(folder, "output_dir"):
-        while (checkpoint := last_checkpoint(folder)) is not None:
-            checkpoint.rename(folder / ".old")
-            shutil.rmtree(folder / ".old")
+def last_checkpoint(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint of a run, if there is one."""
+    folders = sort_checkpoints(str(output_dir)) if Path(output_dir).is_dir() else []
+    return Path(folders[-1]) if folders else None
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint, if it is there: renamed first, so that nobody sees half of one."""
+    if checkpoint.exists():
+        old = checkpoint.with_name(_OLD)
+        os.replace(checkpoint, old)
+        shutil.rmtree(old)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+    """Load the saved ``state_dict`` of an adapter's optimizer, without executing code from the file."""
+    with reading("optimizer state", path, "AdamW's state_dict for this adapter"):
+        with warnings.catch_warnings():  # of a pickle that torch did not write, which is refused
+            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+            optimizer.load_state_dict(torch.load(require_file(path), weights_only=True))
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                for name, value in optimizer.state.get(p, {}).items():
+                    if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
+                        raise ValueError(f"{name} of shape {list(value.shape)} for {list(p.shape)}")
 
 
 def about(config: TrainConfig) -> dict[str, Any]:
-    """Settings that decide a run's result, and hashes of its inputs and of this package's code.
-
-    Args:
-        config: The run.
-    """
+    """Settings that decide a run's result, and hashes of its inputs and of this package's code."""
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
     settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
@@ -214,23 +209,20 @@ def _fingerprint(spec: str) -> str:
 def _digest(files: list[Path], root: Path) -> str:
     digest = hashlib.sha256()
     for file in files:
-        try:
-            _add_file(digest, file, root)
-        except OSError as error:
-            raise InputError("input", str(file), f"a file that can be read ({error.strerror})") from None
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(root) if file != root else ''} {size}\n".encode())
+        with open(file, "rb") as content:
+            if size <= 64 * _HASHED_BYTES:
+                digest.update(content.read())
+            else:  # weights of gigabytes: beginning and end
+                digest.update(content.read(_HASHED_BYTES))
+                content.seek(-_HASHED_BYTES, 2)
+                digest.update(content.read())
     return digest.hexdigest()
 
 
-def _add_file(digest: Any, file: Path, root: Path) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.relative_to(root) if file != root else ''} {size}\n".encode())
-    with open(file, "rb") as content:
-        if size <= 64 * _HASHED_BYTES:
-            digest.update(content.read())
-        else:  # weights of gigabytes: beginning and end
-            digest.update(content.read(_HASHED_BYTES))
-            content.seek(-_HASHED_BYTES, 2)
-            digest.update(content.read())
+def _write(folder: Path, run: dict[str, Any]) -> None:
+    write_text(folder / RUN_FILE, json.dumps(run, indent=1, sort_keys=True) + "\n")
 
 
 def _read(file: Path) -> dict[str, Any] | None:

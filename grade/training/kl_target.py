@@ -16,14 +16,8 @@ first steps overshoot, before the controller has seen anything.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from functools import cached_property
 from typing import Any
-
-import torch
-from torch import Tensor
-from transformers import Trainer
 
 GAIN = 0.2
 """Change of log beta in a step at an error of 1."""
@@ -45,11 +39,9 @@ class KLTarget:
     ``d = sqrt(KL)`` is the distance from the reference and d' its slope over the last `SLOPE_OVER` steps. On the first
     way up a negative error counts as 0 if ``d + FAR d'`` is beyond the target.
 
-    Args:
-        target: KL in nats a completion, above 0.
-        beta: Where beta starts, above 0.
-
     Attributes:
+        target: KL in nats per completion, above 0.
+        start: Where beta starts, above 0.
         beta: The current weight of KL, in reward per nat and token.
         recent: Distances of the last steps, oldest first.
         climbing: Whether KL has not reached its target yet.
@@ -61,14 +53,7 @@ class KLTarget:
         self.climbing = True
 
     def update(self, kl: float) -> float:
-        """Adjust beta to a step.
-
-        Args:
-            kl: The step's mean KL, in nats a completion.
-
-        Returns:
-            Beta of the next step.
-        """
+        """Beta of the next step, after one whose mean KL is ``kl`` nats per completion."""
         distance = math.sqrt(max(kl, 0.0))  # an estimate from the sampled tokens, or rounding, can be below 0
         self.recent = [*self.recent, distance][-1 - SLOPE_OVER :]
         self.climbing = self.climbing and kl < self.target
@@ -80,35 +65,9 @@ class KLTarget:
         return self.beta
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as plain numbers."""
+        """Plain values for `restore`."""
         return {"beta": self.beta, "recent": self.recent, "climbing": self.climbing}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
         self.beta, self.recent, self.climbing = state["beta"], list(state["recent"]), state["climbing"]
-
-
-class Targeting(Trainer):
-    """The part of `grade.training.trainer.GradeTrainer` that changes beta between steps."""
-
-    @cached_property
-    def kl_target(self) -> KLTarget | None:
-        """The controller of ``args.target_kl``."""
-        return None if self.args.target_kl is None else KLTarget(self.args.target_kl, self.args.beta)
-
-    def adjust_beta(self) -> None:
-        """Give the controller the step's KL, over all microbatches and processes; called when its update is done."""
-        kl, self.window.completion_kl = self.window.completion_kl, list[Tensor]()
-        if self.kl_target is not None:
-            # In double, as it was: the mean of two processes is then that of one to the last digits.
-            self.window.note({"beta": torch.tensor(self.objective.beta, dtype=torch.float64)})
-            self.set_beta(self.kl_target.update(self.together.mean(kl)))
-
-    def set_beta(self, beta: float) -> None:
-        """Weigh KL by beta from now on.
-
-        Args:
-            beta: In reward per nat and token.
-        """
-        self.objective = dataclasses.replace(self.objective, beta=beta)
-        self.shared = dataclasses.replace(self.shared, beta=beta)

@@ -1,21 +1,48 @@
-"""A training run's task, loaded from what its settings name."""
+"""What a run trains and on what: policy, reward, judge and prompts, from settings or from a user's own objects."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grade.data.prompts import load_prompts
 from grade.errors import InputError
+from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.gold import GoldJudge
 from grade.rewards.rewards import make_rewards
-from grade.training.policy import place
-from grade.training.task import Task
 
 if TYPE_CHECKING:
     from grade.training.config import TrainConfig
+
+Prompts = Sequence[str] | Sequence[Mapping[str, Any]]
+_INIT_KEYS = ("dtype", "torch_dtype", "attn_implementation")
+
+
+@dataclass
+class Task:
+    """What a run is trained on.
+
+    Attributes:
+        backbone: The policy.
+        reward_model: The reward, anything that `grade.rewards.rewards.make_rewards` takes.
+        judge: Scores texts in evaluations only.
+        train_prompts: Texts, or rows of a dataset with a ``prompt``.
+        validation_prompts: The same, held out.
+    """
+
+    backbone: Backbone
+    reward_model: Any
+    judge: GoldJudge | None
+    train_prompts: Prompts
+    validation_prompts: Prompts
 
 
 def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: str | None = None) -> Task:
@@ -32,13 +59,13 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     Raises:
         InputError: If something is missing or does not fit.
     """
-    # A base that is divided is read on the CPU: no device need hold all of it.
-    place_of = "cpu" if config.sharded else device
     backbone = Backbone.load(
-        config.model, config.dtype, None if adapter else config.lora, adapter, place_of, config.attention, config.seed
-    )
-    if config.sharded:
-        place(backbone, config)
+        config.model, config.dtype, None if adapter else config.lora, adapter, "cpu" if config.sharded else device,
+        config.attention, config.seed,
+    )  # fmt: skip
+    if config.sharded:  # read on the CPU, because no device need hold all of it
+        place(backbone, config.device, config.bf16, sharded=True)
+    name_base(backbone, config.base_name)
     if config.relaxed:
         config.relaxation().check(backbone.vocab_size)
     rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
@@ -49,3 +76,88 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
         allowed = f"at most {len(held_out)}, the rows of {config.eval_dataset}"
         raise InputError("final_eval_prompts", config.final_eval_prompts, allowed)
     return Task(backbone, rewards, judge, train, held_out)
+
+
+def make_policy(
+    model: str | Path | PreTrainedModel | PeftModel | Backbone,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    peft_config: LoraConfig | None = None,
+    init_kwargs: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Backbone:
+    """A frozen base with an adapter to train, from whatever a user has.
+
+    Without a tokenizer it is the model's own. Without ``peft_config`` a new adapter has `LoraSettings`, on all linear
+    layers if the base has none of those names; ``seed`` initialises it. ``init_kwargs`` are for a model given by name.
+    """
+    if peft_config is not None and not isinstance(peft_config, LoraConfig):
+        raise InputError("peft_config", type(peft_config).__name__, "a LoraConfig")
+    if peft_config is not None and isinstance(model, Backbone | PeftModel):
+        raise InputError("peft_config", "given", f"none: the {type(model).__name__} has an adapter, which is continued")
+    if isinstance(model, Backbone):
+        if model.peft is None:
+            raise InputError("model", "a backbone without an adapter", "one made with lora=LoraSettings(...)")
+        if tokenizer is not None:
+            model.tokenizer = tokenizer
+        return model
+    if isinstance(model, str | Path):
+        kwargs = dict(init_kwargs or {})
+        unknown = sorted(set(kwargs) - set(_INIT_KEYS))
+        if unknown:
+            raise InputError("model_init_kwargs", unknown[0], ", ".join(_INIT_KEYS))
+        dtype = str(kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))).removeprefix("torch.")
+        backbone = Backbone.load(str(model), dtype, attention=kwargs.get("attn_implementation") or "auto")
+        backbone.tokenizer = tokenizer or backbone.tokenizer
+    elif isinstance(model, PreTrainedModel | PeftModel):
+        backbone = Backbone(model, tokenizer or _tokenizer_of(model))
+    else:
+        raise InputError("model", type(model).__name__, "a name, a PreTrainedModel, a PeftModel or a Backbone")
+    if backbone.peft is None:
+        backbone.add_adapter(peft_config or _default_lora(backbone.model), seed)
+    name_base(backbone)
+    return backbone
+
+
+def place(backbone: Backbone, device: torch.device, bf16: bool, sharded: bool) -> None:
+    """Move a policy to a device, or its share of it if the base is divided among processes; in bfloat16 if asked."""
+    if backbone.shards is not None:
+        return
+    if bf16:
+        for p in backbone.model.parameters():  # the frozen base; the adapter keeps its own type
+            if not p.requires_grad:
+                p.data = p.data.to(torch.bfloat16)
+    if sharded:
+        backbone.shard(device)
+    else:
+        backbone.to(device)
+
+
+def name_base(backbone: Backbone, name: str | None = None) -> None:
+    """Name the base in the adapter's settings, so that the saved adapter finds it from any working directory.
+
+    Without a name it is the Hugging Face id, or the absolute path of the folder that the base was read from.
+    """
+    config = backbone.peft.peft_config[backbone.peft.active_adapter]
+    source = name or backbone.model.config._name_or_path or config.base_model_name_or_path
+    if name is None and source and Path(source).is_dir():
+        source = str(Path(source).resolve())
+    config.base_model_name_or_path = source
+    if isinstance(config.target_modules, set):  # its order, and so a checkpoint's file, changes from process to process
+        config.target_modules = sorted(config.target_modules)
+
+
+def _default_lora(model: PreTrainedModel) -> LoraSettings | LoraConfig:
+    names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    settings = LoraSettings()
+    if names.issuperset(settings.target_modules):
+        return settings
+    return LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _tokenizer_of(model: PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:
+    name = model.config._name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception:  # transformers raises a dozen types, which mean the same to the user
+        allowed = "the policy's tokenizer: the model does not name a place that has one"
+        raise InputError("processing_class", None, allowed) from None

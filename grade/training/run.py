@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,52 +20,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
+import torch
 from accelerate.utils import broadcast_object_list
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from grade.errors import InputError
-from grade.files import OutputFolder, writing
+from grade.files import atomic, write_text, writing
 from grade.gradients.methods import AUTO
+from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training import folder
-from grade.training.callbacks import Lines, StopOnSignal
-from grade.training.card import write_card
-from grade.training.checkpoint import (
-    OPTIMIZER_FILE,
-    export_adapter,
-    last_checkpoint,
-    not_written,
-)
+from grade.training.card import SAMPLES, command_of, hub_dataset, model_card, without_places
 from grade.training.evaluate import Evaluation
-from grade.training.load import load_task
-from grade.training.policy import name_base
-from grade.training.task import Task, rows
-from grade.training.threads import use_fastest_threads
+from grade.training.folder import OPTIMIZER_FILE, last_checkpoint, not_written
+from grade.training.load import Prompts, Task, load_task
+from grade.training.logs import history_rows
 from grade.training.trainer import GradeTrainer
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
     from grade.training.config import TrainConfig
 
-TRAIN_COLUMNS = {
-    "train/reward": "reward", "train/kl": "kl", "train/loss": "loss", "train/tau": "tau",
-    "train/grad_norm": "grad_norm", "train/residual": "residual", "train/length": "completions/mean_length",
-    "train/learning_rate": "learning_rate",
-}  # fmt: skip
-"""Columns of ``history.csv``, and what the Trainer's log calls them."""
-METHOD_COLUMNS = {
-    "train/clip_fraction": "clip_fraction", "train/value_loss": "value_loss", "train/beta": "beta",
-    "train/residual_weight": "residual_weight", "train/sampler_mean_ratio": "sampler/mean_ratio",
-    "train/sampler_largest_difference": "sampler/largest_difference",
-}  # fmt: skip
-"""Columns that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
-
-
-RESULTS = ("adapter/", "checkpoints/", "history.csv", "timings.csv", "samples.json", "metrics.json", "timings.json",
-           "README.md")  # fmt: skip
-"""What `write_run` writes."""
+SMALLEST_WIDTH = 1024
+"""Hidden size from which threads help on a CPU: below, they wait for each other. SmolLM2 (576) trains no faster on two
+cores than on one, and three times slower where two processes share them."""
 
 
 @dataclass
@@ -97,7 +79,8 @@ def train(
     Args:
         config: The run.
         log: Receives one line per row of the log; None: a progress bar.
-        resume: See `grade.training.folder.start`.
+        resume: ``no``; ``yes``: continue, which needs the same settings and data; ``auto``: continue if settings, data
+            and code are the same, otherwise start over.
         overwrite: Start over where there is an interrupted run.
 
     Returns:
@@ -107,7 +90,7 @@ def train(
         InputError: For bad input, or a reward or loss that is not finite; the last checkpoint stands.
     """
     main = config.process_index == 0
-    with folder.locked(config.output_dir, folder.inputs(config)) if main else nullcontext():
+    with folder.locked(config.output_dir, config) if main else nullcontext():
         begin = [folder.start(config, resume, overwrite) if main else None]
         if config.world_size > 1:
             broadcast_object_list(begin)
@@ -115,9 +98,8 @@ def train(
         if begin == "finished":
             return None
         task = load_task(config, config.device)
-        if config.device.type == "cpu":
-            use_fastest_threads(task.backbone.hidden_size)
-        name_base(task.backbone, config.base_name)
+        if config.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1 if task.backbone.hidden_size < SMALLEST_WIDTH else os.cpu_count() or 1)
         if main and begin is None:
             folder.begin(config)
         if config.trackers:
@@ -140,17 +122,9 @@ def run_training(
     config: TrainConfig, task: Task, log: Callable[[str], None] | None = None, output_dir: Path | None = None,
     checkpoint: Path | None = None,
 ) -> RunResult:  # fmt: skip
-    """Evaluate, train, evaluate again.
+    """Evaluate, train from the beginning or a checkpoint, evaluate again.
 
-    Args:
-        config: The run.
-        task: What to train.
-        log: Receives one line per row of the log.
-        output_dir: Folder of checkpoints and tables of text; None: none are written.
-        checkpoint: Where to continue.
-
-    Returns:
-        History and evaluations.
+    ``log`` receives one line per row of the log. Without ``output_dir`` no checkpoints and tables of text are written.
     """
     with tempfile.TemporaryDirectory() if output_dir is None else nullcontext(str(output_dir)) as place:
         args = copy.copy(config)
@@ -158,133 +132,78 @@ def run_training(
         if output_dir is None:
             args.save_strategy = "no"
         args.disable_tqdm = log is not None or output_dir is None
-        held_out = rows(task.validation_prompts) if len(task.validation_prompts) else None
         trainer = GradeTrainer(
-            task.backbone, task.reward_model, args, rows(task.train_prompts), held_out, judge=task.judge
-        )
+            task.backbone, task.reward_model, args, _rows(task.train_prompts), _rows(task.validation_prompts) or None,
+            judge=task.judge,
+        )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         if log is not None:
-            trainer.add_callback(Lines(log, _line))
-        stop = StopOnSignal(trainer) if output_dir is not None else None
-        if stop is not None:
+            trainer.add_callback(_Lines(log))
+        stop = _StopOnSignal(trainer)
+        if output_dir is not None:
             trainer.add_callback(stop)
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         finally:
-            if stop is not None:
-                stop.restore()
-        return _result(trainer, stop, Path(place))
-
-
-def _result(trainer: GradeTrainer, stop: StopOnSignal | None, place: Path) -> RunResult:
-    result = RunResult(
-        history_rows(trainer.state.log_history), seconds=trainer.seconds, step=trainer.state.global_step,
-        method=trainer.args.method,
-    )  # fmt: skip
-    if stop is not None and stop.received is not None and trainer.state.global_step < trainer.state.max_steps:
-        result.interrupted = int(stop.received)
+            stop.restore()
+        state = trainer.state
+        result = RunResult(
+            history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step,
+            method=trainer.args.method,
+        )  # fmt: skip
+        if stop.received is not None and state.global_step < state.max_steps:
+            result.interrupted = int(stop.received)
+        elif trainer.eval_dataset is not None:
+            result.before, result.after = (trainer.saved_evaluation(step) for step in (0, state.global_step))
         return result
-    if trainer.eval_dataset is not None:
-        ends = []
-        for step in (0, trainer.state.global_step):
-            table = place / "completions" / f"eval_{step:05d}.parquet"
-            if step not in trainer.evaluations and table.is_file():  # of the part before the interruption
-                trainer.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
-            ends.append(trainer.evaluations.get(step))
-        result.before, result.after = ends
-    return result
 
 
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
-    """Evaluate a task's policy as its training run does.
-
-    Args:
-        config: The run.
-        task: Policy, reward, judge, held-out prompts.
-        n: Prompts, from the first.
-
-    Returns:
-        The values, prompt by prompt.
-    """
+    """Evaluate a task's policy on its first n held-out prompts, as its training run does."""
     with tempfile.TemporaryDirectory() as place:
         args = copy.copy(config)
         args.output_dir, args.save_strategy, args.final_eval_prompts, args.disable_tqdm = place, "no", n, True
         args.report_to = []
-        trainer = GradeTrainer(task.backbone, task.reward_model, args, None, rows(task.validation_prompts),
-                               judge=task.judge)  # fmt: skip
+        trainer = GradeTrainer(
+            task.backbone, task.reward_model, args, None, _rows(task.validation_prompts), judge=task.judge
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.evaluate()
     return trainer.evaluations[0]
 
 
-def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of ``history.csv`` from the Trainer's log, one for each step that was logged.
-
-    Args:
-        log_history: ``trainer.state.log_history``.
-
-    Returns:
-        Step, samples, seconds, figures of the training batch and of the evaluation.
-    """
-    table: dict[int, dict[str, Any]] = {}
-    for logged in log_history:
-        if "loss" in logged:
-            row = {"step": logged["step"], "samples": logged["num_samples"], "seconds": logged["seconds"]}
-            row |= {column: logged.get(name) for column, name in TRAIN_COLUMNS.items()}
-            row |= {column: logged[name] for column, name in METHOD_COLUMNS.items() if name in logged}
-            # Sorted, as rows of a checkpoint are.
-            row |= {f"train/{name}": logged[name] for name in sorted(logged) if name.startswith("distilled/")}
-            row["train/seconds"] = logged["step_time"]
-        elif "eval_reward" in logged:
-            row = {} if logged["step"] else {"step": 0, "samples": 0, "seconds": 0.0}
-            for name in ("reward", "gold", "kl"):
-                key = "val/kl" if name == "kl" else f"val/{name}_mean"
-                row |= {column: logged[f"eval_{part}"] for column, part in
-                        ((key, name), (f"val/{name}_stderr", f"{name}_stderr"), (f"val/{name}_n", f"{name}_n"))
-                        if f"eval_{part}" in logged}  # fmt: skip
-        else:
-            continue
-        table[logged["step"]] = table.get(logged["step"], {}) | row
-    return [table[step] for step in sorted(table)]
-
-
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
-    """Write a finished run's files and move them in when all are complete.
-
-    Args:
-        output_dir: Holds the checkpoints; its earlier results are replaced.
-        config: The run.
-        task: Holds the adapter.
-        result: The run's results.
-    """
-    output, last = Path(output_dir), last_checkpoint(output_dir)
-    folder = OutputFolder(output, RESULTS, "output_dir", shared=True)
-    with writing(output_dir, "output_dir"), folder.replacement() as staging:
-        (staging / "checkpoints").mkdir()
-        task.backbone.save_adapter(staging / "adapter")
-        if last is not None:
-            shutil.copy2(last / OPTIMIZER_FILE, staging / "adapter")
-        for earlier in sorted(set(output.glob("checkpoint-*")) - {last}):
-            export_adapter(earlier, staging / "checkpoints" / f"step-{earlier.name.removeprefix('checkpoint-')}")
+    """Write a finished run's files beside its checkpoints; its earlier results are replaced."""
+    output, last, name = Path(output_dir), last_checkpoint(output_dir), Path(config.output_dir).resolve().name
+    with writing(output, "output_dir"):
+        with atomic(output / "adapter") as adapter:
+            task.backbone.save_adapter(adapter)
+            if last is not None:
+                _copy(last, adapter, [OPTIMIZER_FILE])
+            card = _card(config, result, f"{name}/adapter", ".")  # over PEFT's empty one
+            (adapter / "README.md").write_text(card, encoding="utf-8")
+        with atomic(output / "checkpoints") as checkpoints:
+            checkpoints.mkdir()
+            for earlier in sorted(set(output.glob("checkpoint-*")) - {last}):
+                kept = checkpoints / f"step-{earlier.name.removeprefix('checkpoint-')}"
+                _copy(earlier, kept, [*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE])
         for file, timed in (("history.csv", False), ("timings.csv", True)):
             parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
-            write_history(staging / file, parts)
-        (staging / "samples.json").write_text(json.dumps(_samples(config, result), indent=1) + "\n", encoding="utf-8")
-        write_results(staging / "metrics.json", run_metrics(config, result, task.backbone))
-        write_card(staging, config, result)
+            write_history(output / file, parts)
+        write_text(output / "samples.json", json.dumps(_samples(config, result), indent=1) + "\n")
+        write_results(output / "metrics.json", run_metrics(config, result, task.backbone))
+        write_text(output / "README.md", _card(config, result, name, "adapter"))
+
+
+def _copy(source: Path, target: Path, names: list[str]) -> None:
+    target.mkdir(exist_ok=True)
+    for name in names:
+        if (source / name).is_file():  # save_only_model leaves out the optimizer
+            shutil.copy2(source / name, target / name)
 
 
 def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> dict[str, Any]:
-    """Flat metrics of a finished run: before, after, and the paired gain with its standard error.
-
-    Args:
-        config: The run.
-        result: The run's results.
-        backbone: For device and type.
-
-    Returns:
-        Metric names to values.
-    """
+    """Flat metrics of a finished run: before, after, and the paired gain with its standard error."""
     before, after, flat = result.before, result.after, {}
     for name, evaluation in (("before", before), ("after", after)):
         flat |= {f"{name}/{k}": v for k, v in evaluation.metrics().items()} if evaluation else {}
@@ -310,6 +229,20 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
     }
 
 
+def _card(config: TrainConfig, result: RunResult, name: str, adapter: str) -> str:
+    rewards = [config.reward] if isinstance(config.reward, str) else config.reward
+    data = [hub for source in (config.train_dataset, config.eval_dataset) if (hub := hub_dataset(source))]
+    return model_card(
+        config, name=name, base=config.base_name or config.model, rewards=[without_places(spec) for spec in rewards],
+        train_data=f"`{without_places(config.train_dataset)}`",
+        eval_data=f"`{without_places(config.eval_dataset)}`" if config.eval_dataset else "",
+        steps=result.step, before=result.before, after=result.after,
+        lora=(config.lora.r, config.lora.alpha, config.lora.target_modules), adapter=adapter,
+        samples=min(config.samples, SAMPLES), command=command_of(config), method=result.method,
+        datasets=list(dict.fromkeys(data)),
+    )  # fmt: skip
+
+
 def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:
     texts = []
     if result.before is None or result.after is None:
@@ -325,8 +258,50 @@ def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:
     return texts
 
 
-def _line(state: Any, row: dict[str, Any]) -> str:
-    names = ("reward", "kl", "grad_norm", "eval_reward", "eval_gold", "eval_kl")
-    figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
-    seconds = f"  {row['seconds']:7.1f} s" if "seconds" in row else " " * 11
-    return f"step {state.global_step:>4}/{state.max_steps}{seconds}  {figures}" if figures else ""
+def _rows(prompts: Prompts) -> Any:
+    """Prompts as rows of a dataset."""
+    return [{"prompt": p} for p in prompts] if len(prompts) and isinstance(prompts[0], str) else prompts
+
+
+class _StopOnSignal(TrainerCallback):
+    """SIGTERM or SIGINT: finish the step, write a checkpoint, stop. A second SIGINT stops at once."""
+
+    def __init__(self, trainer: GradeTrainer) -> None:
+        self.trainer, self.received = trainer, None
+        self._before: dict[int, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
+            self._before = {number: signal.signal(number, self._on) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def _on(self, number: int, frame: Any) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Processes hear of it at different times; all must stop after the same step.
+        if self.trainer.collectives.any(self.received is not None):
+            self.received = self.received or signal.SIGTERM
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+
+    def restore(self) -> None:
+        """Put the handlers back that were there before training."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class _Lines(TrainerCallback):
+    """One line for every row of the log, where there is no progress bar."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self.write = write
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        row = logs or {}
+        names = ("reward", "kl", "grad_norm", "eval_reward", "eval_gold", "eval_kl")
+        figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
+        if figures and state.is_world_process_zero:
+            seconds = f"  {row['seconds']:7.1f} s" if "seconds" in row else " " * 11
+            self.write(f"step {state.global_step:>4}/{state.max_steps}{seconds}  {figures}")

@@ -7,18 +7,16 @@ made from templates and its model is untrained: it exercises the code and says n
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from transformers import PreTrainedModel
 
 from grade.data.base_model import BackboneConfig, tiny_model, train_tokenizer
 from grade.data.reviews import Review, prompt_text
+from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
 from grade.rewards.fit import BagSettings, RewardConfig, TrunkSettings, train_reward
 from grade.rewards.gold import GoldJudge
-from grade.training.task import Task
+from grade.training.load import Task
 
 _OPENINGS = ("The film", "This movie", "Last night's show", "The second half", "Her new drama", "That old western")
 _GOOD = ("wonderful", "moving", "clever", "charming", "a delight", "beautifully acted", "great fun")
@@ -27,14 +25,7 @@ _LINKS = ("and", "because the story is", "while the music was", "since every sce
 
 
 def toy_reviews(n: int, seed: int = 0) -> list[Review]:
-    """Reviews made from templates, half of them positive.
-
-    Args:
-        n: Number of reviews.
-        seed: Seed of the choices.
-
-    Returns:
-        Reviews with labels 0 and 1.
+    """Reviews made from templates, half of them positive (label 1).
 
     >>> toy_reviews(1)[0].label in (0, 1)
     True
@@ -71,28 +62,20 @@ def toy_task(
     reviews = toy_reviews(400, seed)
     texts = [r.text for r in reviews]
     if pretrain_steps:
-        model, tokenizer = _writer(texts, pretrain_steps, seed)
+        config = PretrainConfig(
+            vocab_size=500, hidden_size=64, intermediate_size=128, layers=2, context=32, steps=pretrain_steps,
+            warmup_steps=10, seed=seed,
+        )  # fmt: skip
+        tokenizer = train_tokenizer(texts, config.vocab_size)  # most of the words are whole
+        model = new_model(config, len(tokenizer))
+        fit(model, config, text_windows(tokenizer, texts, config.context), log=lambda _: None)
     else:
         config = BackboneConfig(source="tiny", vocab_size=300, hidden_size=32, layers=2, seed=seed)
         model, tokenizer = tiny_model(config, texts)
     backbone = Backbone(model.to(DTYPES[dtype]), tokenizer, lora or LoraSettings(r=4, alpha=8))
-    fit = dict(epochs=5, patience=5, lr=1e-2, batch_size=32)
-    reward_config = RewardConfig(bag=BagSettings(**fit), trunk=TrunkSettings(**fit), eval_tokens=[16])
+    epochs = dict(epochs=5, patience=5, lr=1e-2, batch_size=32)
+    reward_config = RewardConfig(bag=BagSettings(**epochs), trunk=TrunkSettings(**epochs), eval_tokens=[16])
     reward_model, _ = train_reward(kind, reward_config, backbone, reviews[:200], reviews[200:280])
     judge = GoldJudge.fit([r.text for r in reviews[280:]], [r.label for r in reviews[280:]])
     prompts = [prompt_text(r.text) for r in reviews]
     return Task(backbone, reward_model, judge, prompts[:200], prompts[200:])
-
-
-def _writer(texts: list[str], steps: int, seed: int) -> tuple[PreTrainedModel, Any]:
-    """A tiny model that has learned to write the texts, with a vocabulary that holds most of their words whole."""
-    from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows  # here: few toys are pre-trained
-
-    config = PretrainConfig(
-        vocab_size=500, hidden_size=64, intermediate_size=128, layers=2, context=32, steps=steps, warmup_steps=10,
-        seed=seed,
-    )  # fmt: skip
-    tokenizer = train_tokenizer(texts, config.vocab_size)
-    model = new_model(config, len(tokenizer))
-    fit(model, config, text_windows(tokenizer, texts, config.context), log=lambda _: None)
-    return model, tokenizer

@@ -1,8 +1,8 @@
 """`GradeTrainer`: every method of this package on ``transformers.Trainer``.
 
-Sampling, engines and losses are ours; progress, logging, callbacks, trackers, checkpoints, rotation and the hub are the
-Trainer's. One Trainer step is `gradient_accumulation_steps` microbatches on each process. Every microbatch adds ``1/N``
-of its gradient, so N of them give the gradient of the whole batch (losses are means over sequences, see
+Sampling, engines and losses are ours; progress, logging, callbacks, trackers, rotation and the hub are the Trainer's.
+One Trainer step is `gradient_accumulation_steps` microbatches on each process. Every microbatch adds ``1/N`` of its
+gradient, so N of them give the gradient of the whole batch (losses are means over sequences, see
 `grade.gradients.objective`). With several passes or minibatches (ppo, grpo) a step samples once and updates several
 times; the Trainer sees the last update.
 
@@ -10,17 +10,29 @@ A microbatch's noise is seeded by run, step and place in the step, so it depends
 on where a run was resumed. Two processes give the gradients of one process with twice the accumulation. Only the
 adapter's gradients are summed over processes; the base is replicated, or divided (`grade.models.sharding`).
 
+With another sampler, the adapter is handed to it once per step and each process asks for its own microbatches. The
+completions are scored here, with one pass without gradient, and refused if the two policies' log-probabilities are too
+far apart at any token. Evaluations, and the greedy completions of `remax`, are sampled here: all runs see the same
+noise there.
+
+A checkpoint is the Trainer's (adapter, optimizer, schedule, generators, ``trainer_state.json`` with the history) and
+what continues a run with the same bits: the learner's state, that of beta's controller, the seconds so far and the
+figures since the last row of the log. It is written beside its place and then renamed.
+
 Left out: streaming datasets, training without an adapter.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
+import os
+import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,33 +40,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers.trainer_utils import TrainOutput, sort_checkpoints, speed_metrics
 
-from grade.errors import InputError
-from grade.gradients.methods import AUTO, RELAXED
+from grade.errors import InputError, reading
+from grade.files import atomic, write_text
+from grade.gradients.distilled.learner import DistilledGradient
+from grade.gradients.losses import importance_weights
+from grade.gradients.methods import AUTO, DISTILLED, OPTIONS, RELAXED, reads
 from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import StepContext
+from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext
 from grade.gradients.replay import make_engine
+from grade.models.adapter import check_saved, write_fingerprint
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
+from grade.models.samplers import make_sampler, seed_of
 from grade.models.sampling import check_length
-from grade.results import replacing
+from grade.models.scoring import score
 from grade.rewards.rewards import make_rewards
-from grade.training.callbacks import StepEnd
-from grade.training.card import Describing
-from grade.training.checkpoint import Saving
+from grade.training.card import model_card
+from grade.training.collectives import Collectives
 from grade.training.config import GradeConfig
-from grade.training.elsewhere import make_elsewhere
-from grade.training.evaluate import Evaluation, Sampling, evaluate_examples
-from grade.training.kl_target import Targeting
-from grade.training.method import choose_method
-from grade.training.order import FirstRows, PromptOrder, named_sets
-from grade.training.policy import make_learner, make_policy
-from grade.training.together import SharedObjective, Together
-from grade.training.tokens import token_table
-from grade.training.window import Window
+from grade.training.evaluate import Evaluation, evaluate
+from grade.training.folder import PARTIAL, clean, discard, not_written
+from grade.training.kl_target import KLTarget
+from grade.training.load import make_policy, place
+from grade.training.logs import LogBuffer, token_table
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -62,12 +76,14 @@ if TYPE_CHECKING:
 
     from grade.models.backbone import Backbone
     from grade.rewards.gold import GoldJudge
-
+    from grade.rewards.rewards import Scores
 
 logger = logging.getLogger(__name__)
 
+STATE_FILE, LEARNER_FILE = "grade_state.json", "learner.safetensors"
 
-class GradeTrainer(Saving, Describing, Targeting, Trainer):
+
+class GradeTrainer(Trainer):
     """Trains an adapter by reward gradients through generated text, or by policy gradients.
 
     Arguments are those of TRL's ``GRPOTrainer`` where it has them.
@@ -85,6 +101,11 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         optimizers: Optimizer and schedule; None: AdamW and ``lr_scheduler_type``.
         peft_config: LoRA settings; None: PEFT's defaults for this project (rank 16, attention).
         judge: Scores texts in evaluations only; training never sees it.
+
+    Attributes:
+        backbone: The policy.
+        evaluations: Evaluations of ``eval_dataset`` by step.
+        seconds: Time of training so far, without evaluations.
 
     Raises:
         InputError: If something does not fit together, naming it; nothing is written then.
@@ -109,41 +130,48 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
-        self.backbone = make_policy(model, args, processing_class, peft_config)
-        if args.relaxed:
-            args.relaxation().check(self.backbone.vocab_size)
+        self.backbone = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
+        place(self.backbone, args.device, args.bf16, args.sharded)
+        if args.temperature != 1.0:
+            self.backbone.head = replace(self.backbone.head, temperature=args.temperature)
         self.rewards = make_rewards(
             reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
         )
-        self.objective = Objective(self.rewards, args.beta, args.reward_scope)
+        self.objective = _RecordingObjective(self.rewards, args.beta, args.reward_scope)
         if args.method == AUTO:
             args = copy.copy(args)
-            args.method, why = choose_method(args, self.objective)
+            args.method, why = _choose_method(args, self.objective)
             if args.process_index == 0:  # a warning, because others are not shown unless asked for
                 logger.warning(f"method: {args.method}: {why}")
-            if args.relaxed:
-                args.relaxation().check(self.backbone.vocab_size)
+        self.learner = None
         if args.relaxed:
+            args.relaxation().check(self.backbone.vocab_size)
             self.objective.require_gradient(args.method)
+        else:
+            self.learner = (DistilledGradient if args.method == DISTILLED else PolicyGradient)(args, self.backbone)
+        self.kl_target = None if args.target_kl is None else KLTarget(args.target_kl, args.beta)
+        self.sampler = None
+        if args.sampler != "own":
+            self.sampler = make_sampler(args.sampler, args.sampler_timeout, args.sampler_folder)
         self.judge, self.evaluations = judge, dict[int, Evaluation]()
-        self.learner = make_learner(args, self.backbone)
-        for dataset in (train_dataset, *named_sets(eval_dataset).values()):
+        held_out = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        for dataset in (train_dataset, *held_out):
             self._check_dataset(dataset, args)
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
-        self.window = Window(self.backbone.tokenizer if args.log_completions else None)
-        self._pending: list[tuple[PromptBatch, torch.Generator]] = []
-        self._place, self._started, self.seconds = 0, 0.0, 0.0  # microbatch in the step, its start, time of training
+        self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
+        self._pending: list[Microbatch] = []
+        self._place, self._started, self.seconds = 0, 0.0, 0.0  # microbatch in the step, the step's start
+        self._published = -1  # the step whose adapter the sampler has
+        self._staging: str | None = None
         super().__init__(
             model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
             optimizers=optimizers,
         )  # fmt: skip
-        self.together = Together(self.accelerator, args.sharded)
-        self.shared = SharedObjective(self.rewards, args.beta, args.reward_scope, self.together)
-        self.elsewhere = make_elsewhere(args, self.backbone, self.together, self.learner)
-        self.add_callback(StepEnd(self))
+        self.collectives = Collectives(self.accelerator)
+        self.add_callback(_StepEnd(self._step_ended))
 
     # ---- data ----
     def _check_dataset(self, dataset: Any, args: GradeConfig) -> None:
@@ -152,29 +180,23 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         if not hasattr(dataset, "__len__"):
             kind = type(dataset).__name__
             raise InputError("dataset", kind, "one with a length: a stream cannot be continued where it was")
-        longest = check_prompts(self.backbone.tokenizer, dataset, **self._reading(args))
+        longest = check_prompts(self.backbone.tokenizer, dataset, **_reading(args))
         check_length(self.backbone, longest + args.max_completion_length)
-
-    def _reading(self, args: GradeConfig) -> dict[str, Any]:
-        return {
-            "max_prompt_length": args.max_prompt_length, "truncation": args.truncation,
-            "chat_template_kwargs": args.chat_template_kwargs, "warn_raw": not args.raw_prompts,
-        }  # fmt: skip
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         """Rows of a dataset as prompts."""
-        return encode_examples(self.backbone.tokenizer, rows, **self._reading(self.args)).to(self.backbone.device)
+        return encode_examples(self.backbone.tokenizer, rows, **_reading(self.args)).to(self.backbone.device)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Microbatches of whole prompts, in `PromptOrder`."""
+        """Microbatches of whole prompts, in shuffled passes."""
         return self._get_dataloader(
             self.train_dataset, "Training", self.args.batch_prompts, self._get_train_sampler, is_training=True
         )
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> PromptOrder:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         args, rows = self.args, len(self.train_dataset)
         total = args.max_steps * args.gradient_accumulation_steps * args.world_size * args.batch_prompts
-        return PromptOrder(rows, total, args.seed if args.shuffle_dataset else None)
+        return _PromptOrder(rows, total, args.seed if args.shuffle_dataset else None)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, or continue.
@@ -189,13 +211,16 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         """
         if resume_from_checkpoint:
             self.args.eval_on_start = False  # its row is in the history
-        self._place = 0
+        self._place, self._published = 0, -1
         self._pending.clear()
-        with self.together.ending(), self.elsewhere or nullcontext():
+        try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self.sampler is not None:
+                self.sampler.close()
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Nothing: it is there."""
+        """No-op: the model is already on the device."""
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.backbone.shards is not None:  # DDP would compare bases of which each process has another part
@@ -204,7 +229,7 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
 
     # ---- a step ----
     def training_step(self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> Tensor:
-        """Sample completions of a microbatch and add their gradient; with a policy gradient, once a step.
+        """Sample completions of a microbatch and add their gradient; a learner does so for the whole step at its end.
 
         Args:
             model: Not used: the engines call the base directly.
@@ -221,34 +246,36 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         self._place = 0 if last else self._place + 1
         seed = np.random.SeedSequence([args.seed, self.state.global_step + 1, place]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
-        self._pending.append((self.encode(inputs), generator))
-        if self.elsewhere is not None:
-            self.elsewhere.draw(*self._pending[-1], self.state.global_step + 1, self.window)
+        prompts = self.encode(inputs)
+        completions = None if self.sampler is None else self._sample_elsewhere(prompts, generator)
         microbatches = args.gradient_accumulation_steps * args.world_size
-        parts: list[GradientStep] = []
         if self.learner is None:
-            parts = self.together(partial(self._relaxed, 1 / microbatches))
-        elif last:
-            parts = self._updates(microbatches)
+            parts = [self._relaxed_step(prompts, generator, completions, 1 / microbatches)]
+        else:
+            self._pending.append((prompts, generator) if completions is None else completions)
+            parts = self._learn(microbatches) if last else []
         if last:
             self._sum_gradients()
         loss = torch.stack([part.loss.detach() for part in parts]).sum() if parts else torch.zeros(())
         return loss.to(args.device) / args.gradient_accumulation_steps
 
-    def _relaxed(self, scale: float) -> list[GradientStep]:
+    def _relaxed_step(
+        self, prompts: PromptBatch, generator: torch.Generator, completions: Completions | None, scale: float
+    ) -> GradientStep:
         args = self.args
         engine = make_engine(
             RELAXED[args.method].engine, args.hops, args.hop_tolerance, bool(args.gradient_checkpointing)
         )
+        if completions is not None:
+            engine = partial(engine, completions=(completions.ids, completions.mask))
         relaxation = args.relaxation(self.state.global_step)
-        prompts, generator = self._pending.pop()
-        engine = engine if self.elsewhere is None else self.elsewhere.given(engine)
         step = engine(self.backbone, prompts, self.objective, relaxation, generator, scale)
-        self.window.note({"tau": relaxation.tau, "residual": None if step.residual is None else step.residual.double()})
-        self.window.note_step(step, prompts, self.rewards.last)
-        return [step]
+        residual = None if step.residual is None else step.residual.double()
+        self.log_buffer.add({"tau": relaxation.tau, "residual": residual})
+        self.log_buffer.add_step(step, prompts, self.rewards.last)
+        return step
 
-    def _updates(self, microbatches: int) -> list[GradientStep]:
+    def _learn(self, microbatches: int) -> list[GradientStep]:
         """Sample the whole step and update; the gradient of the last update is left to the Trainer."""
         pending, self._pending, done = self._pending, [], 0
 
@@ -260,36 +287,62 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
                 self._clip_grad_norm(self.model)
                 self.optimizer.step()
 
-        self.shared.scores.clear()
-        parts = (self.elsewhere or self.learner).step(pending, self.shared, self._context(microbatches, apply))
-        # Of each microbatch the samples' scores; a greedy baseline's come after them.
-        scores = self.shared.scores[:: max(1, len(self.shared.scores) // len(parts))] or [None] * len(parts)
-        for part, (prompts, _), given in zip(parts, pending, scores, strict=True):
-            self.window.note_step(part, prompts.repeat(self.args.group), given)
+        collectives, recorded = self.collectives, self.objective.recorded
+        recorded.clear()
+        context = StepContext(microbatches, apply, collectives.sum, collectives.gather, self.args.process_index)
+        parts = self.learner.step(pending, self.objective, context)
+        # Each microbatch's samples are scored first; a greedy baseline's completions come after them.
+        scores = recorded[:: max(1, len(recorded) // len(parts))] or [None] * len(parts)
+        for part, microbatch, given in zip(parts, pending, scores, strict=True):
+            own = isinstance(microbatch, Completions)
+            prompts = microbatch.prompts if own else microbatch[0].repeat(self.args.group)
+            self.log_buffer.add_step(part, prompts, given)
         for name, values in self.learner.figures.items():
             for value in values:
-                self.window.note({name: value})
+                self.log_buffer.add({name: value})
         return parts
 
-    def _context(self, microbatches: int, apply: Any) -> StepContext:
-        return StepContext(microbatches, apply, self.together.sum, self.together.gather, self.args.process_index)
+    def _sample_elsewhere(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
+        """G completions of each prompt by the other sampler, refused if it samples another policy."""
+        args, start, step = self.args, time.perf_counter(), self.state.global_step + 1
+        if step != self._published:
+            name = self.sampler.publish(self.backbone) if args.process_index == 0 else None
+            self.sampler.use(self.collectives.gather([name])[0])
+            self._published = step
+        prompts = prompts.repeat(args.group)
+        most, least = args.max_completion_length, args.min_completion_length
+        # A generator of its own: what is drawn given the tokens does not depend on who sampled them, and how.
+        own = torch.Generator(generator.device).manual_seed(seed_of(generator))
+        samples = self.sampler.sample(self.backbone, prompts, most, own, least)
+        seconds = time.perf_counter() - start
+        with torch.no_grad():
+            logps = score(self.backbone, prompts, samples.ids, samples.mask, min_new_tokens=least).logps
+        policies = samples.mismatch(logps)
+        policies.check(args.sampler_max_difference, self.sampler.name)
+        figures = {"mean_ratio": policies.mean_ratio, "largest_difference": policies.largest_difference,
+                   "seconds": seconds}  # fmt: skip
+        self.log_buffer.add({f"sampler/{name}": torch.tensor(v, dtype=torch.float64) for name, v in figures.items()})
+        weights = importance_weights(
+            logps, samples.logps, samples.mask, args.importance_sampling, args.importance_sampling_cap
+        )
+        return Completions(prompts, samples.ids, samples.mask, weights)
 
     def _sum_gradients(self) -> None:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
-                p.grad = self.together.sum(torch.zeros_like(p) if p.grad is None else p.grad)
+                p.grad = self.collectives.sum(torch.zeros_like(p) if p.grad is None else p.grad)
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         """Clip each group of parameters by itself: a value head must not change the policy's step."""
         limit = self.args.max_grad_norm or math.inf  # 0: not clipped; updates within a step come here all the same
         norms = [self._norm(group["params"], limit) for group in self.optimizer.param_groups]
-        self.window.note({"grad_norm": norms[0].double()})
+        self.log_buffer.add({"grad_norm": norms[0].double()})
         return norms[0]
 
     def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Tensor:
         if grad_norm is None:  # max_grad_norm = 0: nothing is clipped
             grad_norm = self._norm(self.optimizer.param_groups[0]["params"], math.inf)
-            self.window.note({"grad_norm": grad_norm.double()})
+            self.log_buffer.add({"grad_norm": grad_norm.double()})
         return grad_norm
 
     def _norm(self, parameters: list[Tensor], limit: float) -> Tensor:
@@ -313,21 +366,22 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         """0: a step's operations are not those of one forward pass over the inputs."""
         return 0
 
-    # ---- log and evaluation ----
-    def step_ended(self) -> None:
-        """Add a step's seconds, and check its update; called when that is done.
-
-        Raises:
-            InputError: If a weight is not finite; nothing of it has been saved.
-        """
+    def _step_ended(self) -> None:
+        """After a step's update: count its seconds, check the weights, adjust beta to its KL."""
         step_time = time.perf_counter() - self._started
         self.seconds += step_time
-        self.window.note({"step_time": step_time})
+        self.log_buffer.add({"step_time": step_time})
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
         if not torch.stack([p.detach().isfinite().all() for p in weights]).all():
             allowed = f"a smaller one: weights are not finite after step {self.state.global_step}"
             raise InputError("learning_rate", self.args.learning_rate, allowed)
+        kl, self.log_buffer.completion_kl = self.log_buffer.completion_kl, []
+        if self.kl_target is not None:
+            # In double, as KL is: the mean of two processes is then that of one to the last digits.
+            self.log_buffer.add({"beta": torch.tensor(self.objective.beta, dtype=torch.float64)})
+            self.objective = replace(self.objective, beta=self.kl_target.update(self.collectives.mean(kl)))
 
+    # ---- log and evaluation ----
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the steps since the last row had, as means over microbatches and processes.
 
@@ -335,15 +389,15 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             logs: The Trainer's row.
             start_time: Start of training.
         """
+        args, step = self.args, self.state.global_step
+        microbatches = step * args.gradient_accumulation_steps * args.world_size
         if "loss" in logs:
-            logs |= self.window.drain(self.together.mean)
-            per_step = self.args.batch_completions * self.args.gradient_accumulation_steps * self.args.world_size
-            logs |= {"num_samples": self.state.global_step * per_step, "seconds": self.seconds}
-            if self.args.log_completions:
-                self._write_table(f"completions_{self.state.global_step:05d}", self.window.table(self.together.gather))
-        prompts = self.args.batch_prompts * self.args.gradient_accumulation_steps * self.args.world_size
+            logs |= self.log_buffer.drain(self.collectives)
+            logs |= {"num_samples": microbatches * args.batch_completions, "seconds": self.seconds}
+            if args.log_completions:
+                self._write_table(f"completions_{step:05d}", self.log_buffer.drain_rows(self.collectives))
         if self.train_dataset is not None:
-            self.state.epoch = self.state.global_step * prompts / len(self.train_dataset)
+            self.state.epoch = microbatches * args.batch_prompts / len(self.train_dataset)
         super().log(logs, start_time)
 
     def evaluate(
@@ -365,22 +419,21 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
             return {key: value for metrics in named.values() for key, value in metrics.items()}
         if dataset is None:
             raise InputError("eval_dataset", None, "rows with a prompt")
-        args, start = self.args, time.time()
-        ends = self.state.global_step in (0, args.max_steps)
+        args, start, step = self.args, time.time(), self.state.global_step
+        ends = step in (0, args.max_steps)
         n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(dataset), len(dataset))
-        sampling = Sampling(
-            args.max_completion_length, args.min_completion_length, args.per_device_eval_batch_size,
-            args.kl_eval_prompts, noise_block=args.eval_noise_block,
-        )  # fmt: skip
-        evaluation = evaluate_examples(
-            self.backbone, FirstRows(dataset, n), self.encode, self.objective, sampling, self.judge,
-            (args.process_index, args.world_size), self.together.gather, self.together,
+        evaluation = evaluate(
+            self.backbone, [dataset[i] for i in range(n)], self.rewards, self.judge,
+            max_new_tokens=args.max_completion_length, min_new_tokens=args.min_completion_length,
+            scope=args.reward_scope, batch_size=args.per_device_eval_batch_size, kl_prompts=args.kl_eval_prompts,
+            noise_block=args.eval_noise_block, encode=self.encode, rank=args.process_index, processes=args.world_size,
+            gather=self.collectives.gather,
         )  # fmt: skip
         if metric_key_prefix == "eval":
-            self.evaluations[self.state.global_step] = evaluation
-        self._write_table(f"{metric_key_prefix}_{self.state.global_step:05d}", evaluation.table())
-        if hasattr(self.learner, "liked_tokens"):
-            self._write_table(f"tokens_{self.state.global_step:05d}", token_table(self.backbone, self.learner))
+            self.evaluations[step] = evaluation
+        self._write_table(f"{metric_key_prefix}_{step:05d}", evaluation.table())
+        if isinstance(self.learner, DistilledGradient):
+            self._write_table(f"tokens_{step:05d}", token_table(self.backbone, self.learner))
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
         metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         metrics |= speed_metrics(metric_key_prefix, start, num_samples=n)
@@ -388,9 +441,219 @@ class GradeTrainer(Saving, Describing, Targeting, Trainer):
         self.control = self.callback_handler.on_evaluate(args, self.state, self.control, metrics)
         return metrics
 
+    def saved_evaluation(self, step: int) -> Evaluation | None:
+        """The evaluation after a step; read from its table if it was made before the run was interrupted."""
+        table = self._table_path(f"eval_{step:05d}")
+        if step not in self.evaluations and table.is_file():
+            self.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
+        return self.evaluations.get(step)
+
+    def _table_path(self, name: str) -> Path:
+        return Path(self.args.output_dir) / "completions" / f"{name}.parquet"
+
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
-        """Completions with their rewards, as ``completions/<name>.parquet``."""
         if self.args.should_save and self.args.save_strategy != "no" and len(table):
-            path = Path(self.args.output_dir) / "completions" / f"{name}.parquet"
-            with replacing(path, binary=True) as file:
+            with atomic(self._table_path(name)) as file:
                 table.to_parquet(file, index=False)
+
+    # ---- checkpoints ----
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._staging or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        output, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        staging, saves = output / PARTIAL, self.args.should_save
+        try:
+            if saves:
+                clean(output)
+                staging.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self._staging = str(staging)
+            super()._save_checkpoint(model, trial)
+            if saves:
+                self._save_state(staging / name)
+                if self.state.best_global_step:  # by its final place: the Trainer has only seen the folder beside it
+                    self.state.best_model_checkpoint = str(output / f"checkpoint-{self.state.best_global_step}")
+                    self.state.save_to_json(str(staging / name / "trainer_state.json"))
+            self.accelerator.wait_for_everyone()  # every process has written its generators
+            if saves:
+                discard(output / name)  # of a run that was resumed from an earlier one
+                os.replace(staging / name, output / name)
+                staging.rmdir()
+                self._rotate(output)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise not_written(output, error) from error
+        finally:
+            self._staging = None
+        self.accelerator.wait_for_everyone()
+
+    def _rotate(self, output: Path) -> None:
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        folders = sort_checkpoints(str(output))
+        for folder in folders[:-limit] if limit and limit > 0 else []:
+            if folder != best:
+                discard(Path(folder))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            write_fingerprint(self.backbone.peft, output_dir or self.args.output_dir)
+
+    def _save_state(self, folder: Path) -> None:
+        """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
+        state = {"seconds": self.seconds, "window": self.log_buffer.state()}
+        if self.kl_target is not None:
+            state["kl_target"] = self.kl_target.state()
+        if self.learner is not None:
+            state["means"] = self.learner.means
+            tensors = self.learner.tensors()
+            if tensors:
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
+        (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_saved(self.backbone.peft, resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
+            state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
+            self.seconds = state["seconds"]
+            self.log_buffer.restore(state["window"])
+            if self.kl_target is not None:
+                self.kl_target.restore(state["kl_target"])
+                self.objective = replace(self.objective, beta=self.kl_target.beta)
+            if self.learner is not None:
+                self.learner.means[:] = state["means"]
+                if self.learner.tensors():
+                    self.learner.load_tensors(load_file(Path(checkpoint) / LEARNER_FILE))
+
+    # ---- model card ----
+    def create_model_card(
+        self, language: str | None = None, license: str | None = None, tags: str | list[str] | None = None,
+        model_name: str | None = None, finetuned_from: str | None = None, tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None, dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:  # fmt: skip
+        """Write ``README.md`` into the output folder, with figures of the evaluations before and after.
+
+        Args:
+            language: Of the model.
+            license: Of the model.
+            tags: Further tags.
+            model_name: Its title; None: the output folder's name.
+            finetuned_from: The base; None: what the model says.
+            tasks: The hub's pipeline tag; None: text-generation.
+            dataset_tags: Hugging Face ids of the data.
+            dataset: The data's name in words.
+            dataset_args: Added to it, in brackets.
+        """
+        if not self.is_world_process_zero():
+            return
+        output, step = Path(self.args.output_dir), self.state.global_step
+        about = {"language": language, "license": license, "pipeline_tag": (_listed(tasks) or [None])[0]}
+        words, brackets = ", ".join(_listed(dataset) or _listed(dataset_tags)), ", ".join(_listed(dataset_args))
+        words = words and f"{words} ({brackets})" if brackets else words
+        train, sets = self.train_dataset, self.eval_dataset
+        held_out = sets if isinstance(sets, dict) else {} if sets is None else {"": sets}
+        lora = self.backbone.peft.peft_config[self.backbone.peft.active_adapter]
+        card = model_card(
+            self.args, name=model_name or output.resolve().name, rewards=list(self.rewards.names), steps=step,
+            base=finetuned_from or getattr(self.backbone.model.config, "_name_or_path", ""),
+            train_data=", ".join(filter(None, (words, "" if train is None else f"{len(train)} rows"))),
+            eval_data="; ".join(f"{name}: {len(rows)} rows".removeprefix(": ") for name, rows in held_out.items()),
+            before=self.saved_evaluation(0), after=self.saved_evaluation(step) if step else None,
+            lora=(lora.r, lora.lora_alpha, sorted(_listed(lora.target_modules))), tags=_listed(tags),
+            datasets=_listed(dataset_tags), about={name: value for name, value in about.items() if value},
+        )  # fmt: skip
+        write_text(output / "README.md", card)
+
+
+@dataclass(frozen=True)
+class _RecordingObjective(Objective):
+    """An objective that keeps what each reward gave, for each batch that is scored."""
+
+    recorded: list[Scores | None] = field(default_factory=list)
+
+    def score(self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        reward = super().score(backbone, prompts, ids, mask)
+        self.recorded.append(self.reward_model.last)
+        return reward
+
+
+class _StepEnd(TrainerCallback):
+    """After the last step: a row of the log, and an evaluation if it is asked for."""
+
+    def __init__(self, ended: Any) -> None:
+        self.ended = ended
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ended()
+        last = state.global_step >= state.max_steps
+        control.should_evaluate = control.should_evaluate or (last and args.eval_on_end)
+        # An evaluation without the step's own row would have no samples and seconds beside it.
+        control.should_log = control.should_log or last or control.should_evaluate
+
+
+class _PromptOrder(Sampler[int]):
+    """``total`` rows of a dataset of ``rows``: whole shuffled passes; without a seed in the dataset's own order."""
+
+    def __init__(self, rows: int, total: int, seed: int | None) -> None:
+        self.rows, self.total, self.seed = rows, total, seed
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        rng = None if self.seed is None else np.random.default_rng([self.seed, 1])
+        left = self.total
+        while left > 0:
+            order = range(self.rows) if rng is None else rng.permutation(self.rows).tolist()
+            yield from order[:left]
+            left -= self.rows
+
+
+def _choose_method(args: GradeConfig, objective: Objective) -> tuple[str, str]:
+    """``method: auto``: the method that a reward calls for, with the reason in one line.
+
+    A reward on the embedding table (`bag`) is differentiated itself, unless groups are asked for; others are distilled.
+    A setting that only `grpo` has means `grpo`, so that a script for TRL's trainer does what it says. `docs/methods.md`
+    has the measurements behind the rest.
+    """
+
+    def changed(method: str, other: str) -> list[str]:
+        """Non-default settings that only this candidate supports."""
+        return [
+            option for option in OPTIONS
+            if reads(method, option) and not reads(other, option) and getattr(args, option) != args.default_of(option)
+        ]  # fmt: skip
+
+    grpo, distilled = changed("grpo", DISTILLED), changed(DISTILLED, "grpo")
+    if grpo and distilled:
+        allowed = f"grpo, which has {grpo[0]}, or {DISTILLED}, which has {distilled[0]}"
+        raise InputError("method", args.method, allowed)
+    if grpo:
+        return "grpo", f"{grpo[0]} is a setting of grpo"
+    shallow = all(part.kind == "bag" for part in objective.reward_model.parts)
+    if shallow and not distilled and args.num_generations is None:
+        return "ste", "the reward reads the embedding table itself, so its own gradient needs the fewest samples"
+    without = [part for part in objective.reward_model.parts if part.differentiable is None]
+    if without:
+        return DISTILLED, f"reward {without[0].name!r} gives values only, so a gradient is distilled from them"
+    return DISTILLED, "the reward has a gradient, but through a transformer one distilled from its values trains better"
+
+
+def _reading(args: GradeConfig) -> dict[str, Any]:
+    """How prompts are read."""
+    return {
+        "max_prompt_length": args.max_prompt_length, "truncation": args.truncation,
+        "chat_template_kwargs": args.chat_template_kwargs, "warn_raw": not args.raw_prompts,
+    }  # fmt: skip
+
+
+def _listed(value: Any) -> list[str]:
+    return [] if not value else [value] if isinstance(value, str) else list(value)

@@ -210,11 +210,11 @@ def test_a_history_of_another_trainer_is_one_line(unfinished, capsys):
     assert "whose history can be read" in error(capsys, "show", unfinished)
 
 
-def test_of_several_processes_the_first_prints_the_error(capsys, monkeypatch):
+def test_of_several_processes_each_says_which_one_it_is(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert main(["show", "nowhere"]) == 2 and capsys.readouterr().err == ""
+    assert main(["show", "nowhere"]) == 2 and capsys.readouterr().err.startswith("grade show (process 1): RUN")
     monkeypatch.setenv("RANK", "0")
-    assert main(["show", "nowhere"]) == 2 and "grade show" in capsys.readouterr().err
+    assert main(["show", "nowhere"]) == 2 and capsys.readouterr().err.startswith("grade show: RUN")
 
 
 @torch.no_grad()

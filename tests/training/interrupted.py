@@ -22,9 +22,10 @@ import torch
 from runs import in_child, settings, toy_project, wait
 
 from grade.gradients.methods import METHODS
-from grade.training.checkpoint import LEARNER_FILE, last_checkpoint
 from grade.training.config import TrainConfig
+from grade.training.folder import last_checkpoint
 from grade.training.run import train
+from grade.training.trainer import LEARNER_FILE
 
 SAME = ("adapter/adapter_model.safetensors", "adapter/optimizer.pt", "history.csv", "metrics.json", "samples.json")
 """What must be the same bytes; everything but times. With it the learner's state in the last checkpoint."""
@@ -65,7 +66,7 @@ def trial(number: int, method: str, common: dict, root: Path, seconds: float, ex
         wrong.append(f"resumed run ended with {code}")
     else:
         wrong += [name for name, content in expected.items() if (output / name).read_bytes() != content]
-        left = [p.name for p in output.iterdir() if p.name in (".partial", ".old", ".results")]
+        left = [p.name for p in output.iterdir() if p.name in (".partial", ".old") or p.name.endswith(".adapter")]
         wrong += left
     shutil.rmtree(output, ignore_errors=True)
     at = stopped.name if stopped else "start"

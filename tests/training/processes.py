@@ -23,12 +23,11 @@ from grade.cli.main import main as command_line
 from grade.errors import InputError
 from grade.experiments.scale.measure.sharded import track
 from grade.gradients import objective, policy_gradient, replay
-from grade.models import backbone
 from grade.models.backbone import Backbone
 from grade.models.scoring import layer_states
 from grade.models.sharding import held_bytes
 from grade.rewards.model import HeadSettings, RewardModel
-from grade.training.launch import FSDP2, SHARDING
+from grade.training.config import FSDP2, SHARDING
 from grade.training.run import train
 from grade.training.trainer import GradeTrainer
 
@@ -129,14 +128,9 @@ def sharded_project(root: Path) -> dict:
 
 
 def observe(root: Path) -> None:
-    """Let every training run write how many bytes of parameters its process holds, of all and of the adapter.
+    """Let every training run write how many bytes of parameters its process holds, of all and of the adapter."""
 
-    It samples beside the adapter, not with folded weights, as one with a sharded base does: soft tokens would differ in
-    their last digits, and in five steps `gumbel` makes 9e-7 of that, of the 1e-6 at which adapters are compared.
-    """
-    backbone.FOLDED_TYPES, plain = (), GradeTrainer.train
-
-    def noting(self, *args, **kwargs):
+    def noting(self, *args, plain=GradeTrainer.train, **kwargs):
         name = f"{Path(self.args.output_dir).name}.{self.args.process_index}.bytes"
         adapter = sum(p.numel() * p.element_size() for p in self.backbone.trainable_parameters())
         (root / name).write_text(json.dumps([held_bytes(self.backbone.model), adapter]))
@@ -149,12 +143,12 @@ def interrupted(root: Path, method: str, common: dict, environment: dict[str, st
     """A run that is stopped twice, and goes on with another number of processes each time."""
 
     def work(processes: int, last: int):
-        def stopping(self, plain=GradeTrainer.step_ended):
-            plain(self)
-            if self.state.global_step == last:
+        def stopping(self, *args, plain=GradeTrainer.training_step):
+            if self.state.global_step == last - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
+            return plain(self, *args)
 
-        GradeTrainer.step_ended = stopping
+        GradeTrainer.training_step = stopping
         values = common | {"gradient_accumulation_steps": 2 // processes}
         return train(settings(method, values, root / "across"), lambda line: None, "yes")
 

@@ -7,11 +7,11 @@ import pytest
 from huggingface_hub import ModelCard
 
 from grade.gradients.methods import METHODS, RELAXED
-from grade.training.card import PAPERS, is_hub_id, without_places, write_card
+from grade.training.card import PAPERS, is_hub_id, without_places
 from grade.training.config import GradeConfig, TrainConfig
 from grade.training.evaluate import Evaluation
 from grade.training.folder import about
-from grade.training.run import RunResult
+from grade.training.run import RunResult, write_run
 from grade.training.toy import toy_task
 from grade.training.trainer import GradeTrainer
 
@@ -23,6 +23,7 @@ def evaluation(rewards, completions, **parts):
     return Evaluation(["One", "Two"], completions, values, np.full(len(values), np.nan), kl, 0.5, parts)
 
 
+TASK = toy_task()
 BEFORE = evaluation([0.0, 1.0], ["first", "second"])
 AFTER = evaluation([2.0, 5.0], ["```\nthird", "x" * 1000 + "\x1b"])
 
@@ -31,7 +32,7 @@ def card_of(folder, before=BEFORE, after=AFTER, trained_with="", **changes):
     values = {"method": "rloo", "model": "someone/model", "output_dir": str(folder / "run"), "reward": "hf:some/judge",
               "train_dataset": "some/texts:train", "eval_dataset": "held_out.jsonl", "max_steps": 7}  # fmt: skip
     config = TrainConfig.parse(values | {"use_cpu": True} | changes)
-    write_card(folder / "run", config, RunResult([], before, after, 1.0, None, 7, trained_with))
+    write_run(folder / "run", config, TASK, RunResult([{"samples": 1}], before, after, 1.0, None, 7, trained_with))
     return config, ModelCard.load(folder / "run" / "README.md")
 
 
@@ -90,7 +91,7 @@ def test_what_auto_chose_is_named_and_the_command_says_auto(tmp_path, chosen):
 
 def test_a_beta_that_is_adjusted_is_not_called_the_weight_of_kl(tmp_path):
     assert "- weight of KL (beta): 0.3\n" in card_of(tmp_path, beta=0.3)[1].text
-    adjusted = "- weight of KL (beta): 0.3 at the start, then adjusted for a KL of 8 nats a completion\n"
+    adjusted = "- weight of KL (beta): 0.3 at the start, then adjusted for a KL of 8 nats per completion\n"
     assert adjusted in card_of(tmp_path, beta=0.3, target_kl=8.0)[1].text
 
 
@@ -130,25 +131,18 @@ def test_the_command_makes_the_same_run(tmp_path):
     assert about(again)["settings"] == about(config)["settings"] and again.base_name == "true"
 
 
-def test_the_adapters_folder_has_the_card_instead_of_pefts_empty_one(tmp_path):
-    (tmp_path / "run" / "adapter").mkdir(parents=True)
-    (tmp_path / "run" / "adapter" / "README.md").write_text("[More Information Needed]")
+def test_the_adapters_folder_has_the_same_card_instead_of_pefts_empty_one(tmp_path):
     run = card_of(tmp_path)[1]
     adapter = ModelCard.load(tmp_path / "run" / "adapter" / "README.md")
     assert 'from_pretrained("run/adapter")' in run.text and 'from_pretrained("run/adapter")' in adapter.text
     assert adapter.data.to_dict() == run.data.to_dict() and "More Information" not in adapter.text
 
 
-@pytest.mark.parametrize(("name", "there"), [("gpt2", True), ("a/b", True), ("a/b/c", False), ("/a", False),
-                                             ("", False)])  # fmt: skip
-def test_a_hub_id_has_at_most_one_slash(name, there):
-    assert is_hub_id(name) == there
-
-
-def test_a_folder_here_is_no_hub_id(tmp_path, monkeypatch):
-    (tmp_path / "gpt2").mkdir()
+def test_a_hub_id_has_at_most_one_slash_and_is_no_folder_here(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert not is_hub_id("gpt2")
+    names = ("gpt2", "a/b", "a/b/c", "/a", "", "here")
+    assert [is_hub_id(name) for name in names] == [True, True, False, False, False, False]
 
 
 def test_the_trainer_writes_its_card(tmp_path):

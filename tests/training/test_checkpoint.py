@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from grade.errors import InputError
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.models.backbone import Backbone
-from grade.training.checkpoint import OPTIMIZER_FILE, export_adapter
+from grade.training.folder import load_optimizer
 from grade.training.run import train
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,11 +42,25 @@ def test_every_saved_adapter_has_the_fingerprint_of_its_base_and_sorted_settings
         assert targets == sorted(targets) and len(targets) > 1
 
 
-def test_a_checkpoint_without_a_fingerprint_is_exported_without_one(run, tmp_path):
-    shutil.copytree(run[0] / "checkpoint-2", tmp_path / "old")
-    (tmp_path / "old" / BASE_FILE).unlink()
-    export_adapter(tmp_path / "old", tmp_path / "new")
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {*ADAPTER_FILES, OPTIMIZER_FILE}
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\x80\x02."])
+def test_an_optimizers_state_that_cannot_be_read_is_one_line(tmp_path, content):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    (tmp_path / "optimizer.pt").write_bytes(content)
+    with pytest.raises(InputError, match="optimizer state"):
+        load_optimizer(optimizer, tmp_path / "optimizer.pt")
+
+
+def test_an_optimizers_state_of_another_shape_is_refused(tmp_path):
+    """torch takes it, and fails or broadcasts in the next step."""
+    saved, other = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(n))]) for n in (2, 1))
+    saved.param_groups[0]["params"][0].grad = torch.ones(2)
+    saved.step()
+    torch.save(saved.state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(InputError, match=r"exp_avg of shape \[2\] for \[1\]"):
+        load_optimizer(other, tmp_path / "optimizer.pt")
+    again = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    load_optimizer(again, tmp_path / "optimizer.pt")
+    assert again.state_dict()["state"][0]["exp_avg"].tolist() == saved.state_dict()["state"][0]["exp_avg"].tolist()
 
 
 def test_a_runs_adapter_does_not_go_on_another_base(run, tmp_path):

@@ -16,7 +16,6 @@ from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.training.order import PromptOrder
 from grade.training.toy import toy_task
 
 SMALL = dict(
@@ -203,13 +202,6 @@ def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
     assert metrics["eval_a_kl"] == 0
 
 
-def test_prompts_come_in_whole_shuffled_passes():
-    order = list(PromptOrder(5, 12, seed=0))
-    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5)) and order[:5] != order[5:10]
-    assert len(order) == len(PromptOrder(5, 12, seed=0)) == 12
-    assert list(PromptOrder(3, 7, seed=None)) == [0, 1, 2, 0, 1, 2, 0]
-
-
 def test_epochs_count_passes_over_the_prompts(base, tmp_path):
     made = trainer(base, tmp_path, max_steps=-1, num_train_epochs=2, save_strategy="no")  # 10 prompts, 2 a step
     assert made.args.max_steps == 10
@@ -297,13 +289,11 @@ BAD_SETTINGS = {
     "unknown tracker": (dict(report_to=["wandbb"]), "report_to: got 'wandbb'.*did you mean 'wandb'"),
     "fp16": (dict(fp16=True), "fp16: got True; allowed: false, or bf16"),
     "fsdp": (dict(fsdp="full_shard"), "fsdp: got 'full_shard'"),
-    "unknown schedule": (dict(lr_scheduler_type="constnt"), "lr_scheduler_type: got 'constnt'.*mean 'constant'"),
-    "unknown optimizer": (dict(optim="adamw"), "optim: got 'adamw'; allowed: .*'adamw_torch'"),
-    "unknown strategy": (dict(eval_strategy="step"), "eval_strategy: got 'step'.*did you mean 'steps'"),
     "no log": (dict(logging_steps=0), "logging_steps: got 0; allowed: greater than 0"),
+    "no evaluations": (dict(eval_steps=0), "eval_steps: got 0; allowed: greater than 0"),
     "no checkpoints": (dict(save_steps=0), "save_steps: got 0; allowed: greater than 0"),
-    "negative warm-up": (dict(warmup_steps=-1), "warmup_steps: got -1; allowed: at least 0"),
-    "negative workers": (dict(dataloader_num_workers=-1), "dataloader_num_workers: got -1; allowed: at least 0"),
+    "negative warm-up": (dict(warmup_steps=-1), "warmup_steps: got -1; allowed: greater than or equal to 0"),
+    "negative workers": (dict(dataloader_num_workers=-1), "dataloader_num_workers: got -1; allowed: greater than or"),
     "columns": (dict(remove_unused_columns=True), "remove_unused_columns: got True; allowed: false"),
     "weights": (dict(reward_weights=["a"]), "reward_weights"),
     "truncation": (dict(truncation="middle"), "truncation: got 'middle'; allowed: 'error', 'left' or 'right'"),

@@ -45,7 +45,7 @@ from grade.gradients.distilled.store import Evidence, Fit, Store, joined
 from grade.gradients.losses import rloo
 from grade.gradients.methods import FAMILIES, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.gradients.policy_gradient import StepContext
+from grade.gradients.policy_gradient import Completions, Microbatch, StepContext
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten
@@ -121,12 +121,13 @@ class DistilledGradient:
             self.fit = Fit(family, tensors[name].to(self.backbone.device), Choice(*tensors["fitted"].tolist()))
 
     def step(
-        self, microbatches: Iterable[tuple[PromptBatch, torch.Generator]], objective: Objective, context: StepContext
+        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
         """Sample completions, score and distil them, and add the gradient.
 
         Args:
-            microbatches: This process's prompts, each once, with the generator for their completions.
+            microbatches: This process's prompts, each once, with the generator for their completions; or completions of
+                another engine, whose policy is taken for the trained one.
             objective: Reward and KL weight.
             context: The training loop.
 
@@ -137,7 +138,12 @@ class DistilledGradient:
             InputError: For a reward that is not finite.
         """
         self.figures = {}
-        samples = [self.sample(prompts, generator, objective) for prompts, generator in microbatches]
+        samples = [
+            self.scored(one.prompts, one.ids, one.mask, objective)
+            if isinstance(one, Completions)
+            else self.sample(*one, objective)
+            for one in microbatches
+        ]
         start = time.perf_counter()
         self.learn(samples, context)
         self._note("distilled/seconds", torch.tensor(time.perf_counter() - start))
@@ -157,6 +163,7 @@ class DistilledGradient:
         )
         return self.scored(prompts, ids, mask, objective)
 
+    @torch.no_grad()
     def scored(self, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Sample:
         """Completions [B, T] of B prompts, with rewards and features; `InputError` for a reward that is not finite."""
         reward = objective.score(self.backbone, prompts, ids, mask)

@@ -18,7 +18,7 @@ from grade.gradients.distilled.store import LARGE
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import StepContext
-from grade.training.tokens import token_table
+from grade.training.logs import token_table
 
 BETA = 0.1
 NOISE = 0.1
@@ -82,7 +82,7 @@ def liked_tokens(subject: Subject, completions: int, seed: int = 0) -> pd.DataFr
 
     Returns:
         Columns policy, reward; rank, token (quoted, as a Python literal), id, value, count as in
-        `grade.training.tokens.token_table`.
+        `grade.training.logs.token_table`.
     """
     (name, reward), learner = next(iter(subject.rewards.items())), _learner(subject)
     generator = torch.Generator(subject.backbone.device).manual_seed(seed)

@@ -39,8 +39,8 @@ from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.gold import GoldJudge
 from grade.training.config import TrainConfig
+from grade.training.load import Task
 from grade.training.run import run_training
-from grade.training.task import Task
 from grade.training.toy import toy_task
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from grade.models.prompts import encode_prompts
 from grade.stats import tensor_spread
 from grade.training.config import TrainConfig
 from grade.training.evaluate import evaluate
-from grade.training.task import Task
+from grade.training.load import Task
 
 
 def relative_variance(gradients: Tensor) -> float:

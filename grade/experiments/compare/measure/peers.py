@@ -40,8 +40,8 @@ from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig
+from grade.training.load import Task
 from grade.training.run import evaluate_task
-from grade.training.task import Task
 
 PEER = "trl_grpo"
 SAME = (

@@ -31,8 +31,8 @@ from grade.models.backbone import Backbone
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig
+from grade.training.load import Task
 from grade.training.run import evaluate_task, run_training
-from grade.training.task import Task
 from grade.training.toy import toy_task
 
 CURVES = ("method", "beta", "seed", "step", "samples", "seconds", "reward", "gold", "kl")

@@ -18,7 +18,7 @@ from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.stats import Estimate
-from grade.training.checkpoint import OPTIMIZER_FILE
+from grade.training.folder import OPTIMIZER_FILE
 from grade.training.toy import toy_task
 
 

@@ -22,8 +22,7 @@ from grade.memory.step import StepConfig
 from grade.memory.trace import run_tracked, trace
 from grade.models.sharding import held_bytes
 from grade.rewards.model import HeadSettings, RewardModel
-from grade.training.config import TrainConfig
-from grade.training.launch import FSDP2, SHARDING
+from grade.training.config import FSDP2, SHARDING, TrainConfig
 from grade.training.load import load_task
 from grade.training.run import run_training
 from grade.training.toy import toy_task

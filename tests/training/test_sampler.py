@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.gradients.distilled.learner import DistilledGradient
-from grade.gradients.distilled_given import DistilledFromGiven
-from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
+from grade.gradients.policy_gradient import Completions, StepContext
 from grade.gradients.replay import replay
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
@@ -75,7 +74,7 @@ def trainer(base, output, method="rloo", replaced=None, **changes):
     args = GradeConfig(output_dir=str(output), method=method, **{**COMMON, **OWN.get(method, {}), **changes})
     made = GradeTrainer(backbone, load_reward(base / "bag", backbone), args, PROMPTS)
     if replaced is not None:
-        made.elsewhere.sampler = replaced
+        made.sampler = replaced
     return made
 
 
@@ -89,7 +88,7 @@ def test_training_through_a_server_is_training_on_its_completions(method, base, 
     server.most_adapters = 0
     del server.requests[:]
     through = trainer(base, tmp_path / "a", method, sampler=server.address)
-    through.elsewhere.sampler = recorder = Recorded(through.elsewhere.sampler)
+    through.sampler = recorder = Recorded(through.sampler)
     through.train()
     paths = [path.rpartition("/")[2] for path, _ in server.requests]
     assert paths.count("load_lora_adapter") == paths.count("unload_lora_adapter") == 2
@@ -103,28 +102,33 @@ def test_training_through_a_server_is_training_on_its_completions(method, base, 
 
 
 def by_hand(made, samples):
-    """The gradient of a first step's only microbatch, given its samples, by the method itself."""
-    seed = np.random.SeedSequence([made.args.seed, 1, 0]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator().manual_seed(int(seed >> 1))
-    rows = [PROMPTS[i] for i in list(made._get_train_sampler())[: made.args.batch_prompts]]
-    prompts = made.encode(rows).repeat(made.args.group)
-    if made.args.relaxed:
-        seed_of(generator)  # of the samples
-        config, given = made.args.relaxation(), (samples.ids, samples.mask)
-        replay(made.backbone, prompts, made.objective, config, generator, hops=made.args.hops, completions=given)
-    else:
-        learn = made.learner.learn if isinstance(made.learner, PolicyGradient) else made.learner.step
-        learn([Completions(prompts, samples.ids, samples.mask)], made.shared, StepContext(1, lambda: None))
+    """The mean gradient of a first step's microbatches, given their samples, by the method itself."""
+    microbatches = []
+    for place, (rows, each) in enumerate(zip(made.get_train_dataloader(), samples, strict=True)):
+        prompts = made.encode(rows).repeat(made.args.group)
+        microbatches.append(Completions(prompts, each.ids, each.mask))
+        if made.args.relaxed:
+            seed = np.random.SeedSequence([made.args.seed, 1, place]).generate_state(1, np.uint64)[0]
+            generator = torch.Generator().manual_seed(int(seed >> 1))
+            seed_of(generator)  # of the samples
+            config, given = made.args.relaxation(), (each.ids, each.mask)
+            replay(made.backbone, prompts, made.objective, config, generator, 1 / len(samples), hops=made.args.hops,
+                   completions=given)  # fmt: skip
+    if not made.args.relaxed:
+        made.learner.step(microbatches, made.objective, StepContext(len(samples), lambda: None))
     return torch.cat([p.grad.flatten() for p in made.backbone.trainable_parameters()])
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("method", OWN)
-def test_a_step_is_the_methods_gradient_of_those_completions(method, base, tmp_path):
-    plain = dict(optim="sgd", learning_rate=0.5, max_grad_norm=0.0, max_steps=1, gradient_accumulation_steps=1)
+def test_a_step_is_the_methods_gradient_of_those_completions(method, microbatches, base, tmp_path):
+    """Of all of its microbatches, however many the batch is divided into."""
+    plain = dict(optim="sgd", learning_rate=0.5, max_grad_norm=0.0, max_steps=1, lr_scheduler_type="constant")
+    plain["gradient_accumulation_steps"] = microbatches
     made, other = (trainer(base, tmp_path, method, Recorded(OwnSampler()), **plain) for _ in range(2))
     start = adapter(made)
     made.train()
-    gradient = by_hand(other, made.elsewhere.sampler.kept[0])
+    gradient = by_hand(other, made.sampler.kept)
     assert gradient.norm() > 1e-4
     torch.testing.assert_close(adapter(made), start - 0.5 * gradient)
 
@@ -135,7 +139,7 @@ def test_distilled_learns_from_given_completions_what_it_learns_from_its_own(bas
     prompts = made.encode([PROMPTS[0], PROMPTS[1]])
     gradients = []
     for given in (False, True):
-        learner = (DistilledFromGiven if given else DistilledGradient)(made.args, made.backbone)
+        learner = DistilledGradient(made.args, made.backbone)
         made.backbone.zero_grad(set_to_none=True)
         for step in range(2):
             generator = torch.Generator().manual_seed(step)
@@ -143,7 +147,7 @@ def test_distilled_learns_from_given_completions_what_it_learns_from_its_own(bas
             if given:
                 samples = OwnSampler().sample(made.backbone, prompts.repeat(2), 5, generator, 1)
                 microbatch = Completions(prompts.repeat(2), samples.ids, samples.mask)
-            learner.step([microbatch], made.shared, StepContext(1, lambda: None))
+            learner.step([microbatch], made.objective, StepContext(1, lambda: None))
         gradients.append(torch.cat([p.grad.flatten() for p in made.backbone.trainable_parameters()]))
     assert torch.equal(*gradients) and gradients[0].norm() > 1e-4
 
@@ -175,8 +179,8 @@ def test_two_processes_ask_for_what_one_asks_for(base, server, tmp_path):
     del server.requests[:]
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, str(here / "elsewhere_processes.py"), json.dumps(values)], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(here)}, timeout=280,
+        [sys.executable, str(here / "sampler_processes.py"), json.dumps(values)], capture_output=True, text=True,
+        timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     asked = [(body["seed"], body["prompt"]) for path, body in server.requests if path == "/v1/completions"]
@@ -213,21 +217,14 @@ def test_importance_weights_reach_the_gradient(base, tmp_path):
     for level in ("token", "sequence"):
         made = trainer(base, tmp_path, "rloo", Recorded(Off()), importance_sampling=level, importance_sampling_cap=1.2)
         seen = []
-        made.learner.learn = lambda given, *rest, seen=seen, learn=made.learner.learn: (
-            seen.extend(given), learn(given, *rest)
+        made.learner.step = lambda given, *rest, seen=seen, step=made.learner.step: (
+            seen.extend(given), step(given, *rest)
         )[1]  # fmt: skip
         made.train()
-        for given, samples in zip(seen[:2], made.elsewhere.sampler.kept, strict=False):
+        for given, samples in zip(seen[:2], made.sampler.kept, strict=False):
             difference = -torch.linspace(-0.4, 0.3, samples.mask.shape[1]) * samples.mask
             want = difference.exp() if level == "token" else difference.sum(1, keepdim=True).exp()
             torch.testing.assert_close(given.weights, want.clamp(max=1.2), atol=1e-4, rtol=1e-4)  # float32 passes
-    assert all(given.weights is None for given in _weights_of(base, tmp_path))
-
-
-def _weights_of(base, tmp_path):
-    made = trainer(base, tmp_path, "rloo", Recorded(OwnSampler()), max_steps=1)
-    made.elsewhere.draw(made.encode([PROMPTS[0]]), torch.Generator().manual_seed(0), 1, made.window)
-    return made.elsewhere._given
 
 
 @pytest.mark.parametrize(
@@ -249,10 +246,6 @@ def _weights_of(base, tmp_path):
 def test_settings_that_do_not_fit(values, says, tmp_path):
     with pytest.raises(InputError, match=says):
         GradeConfig(output_dir=str(tmp_path), **{"sampler": "http://a:1", "report_to": "none", **values})
-
-
-def test_our_own_sampler_is_nowhere_else(base, tmp_path):
-    assert trainer(base, tmp_path, sampler="own").elsewhere is None
 
 
 def test_another_sampler_leaves_its_mismatch_in_the_history(base, tmp_path):

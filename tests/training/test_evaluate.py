@@ -1,0 +1,82 @@
+"""An evaluation: the same prompts and noise for every policy, each value with its prompt."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from grade import GradeConfig, GradeTrainer, encode_prompts, evaluate, generate
+from grade.gradients.objective import sequence_mean
+from grade.models.prompts import decode
+from grade.models.scoring import sequence_kl
+from grade.training.evaluate import Evaluation
+from grade.training.toy import toy_task
+
+SIZES = dict(max_new_tokens=5, max_prompt_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def task():
+    """A policy that is not the reference."""
+    task = toy_task()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in task.backbone.trainable_parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    return task
+
+
+@pytest.fixture(scope="module")
+def evaluation(task):
+    return evaluate(task.backbone, task.validation_prompts[:7], task.reward_model, task.judge, **SIZES)
+
+
+def test_values_are_those_of_the_completions_that_the_seed_draws(task, evaluation):
+    policy, texts = task.backbone, task.validation_prompts[:7]
+    prompts = encode_prompts(policy.tokenizer, texts, 6)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        ids, mask = generate(policy, prompts, 5, generator)
+        kl = sequence_mean(sequence_kl(policy, prompts, ids, mask), mask)
+        read = torch.cat([policy.embed(prompts.ids), policy.embed(ids)], 1)
+        reward = task.reward_model(read, torch.cat([prompts.mask, mask], 1))
+    assert evaluation.completions == [decode(policy.tokenizer, i, m) for i, m in zip(ids, mask, strict=True)]
+    assert evaluation.reward == pytest.approx(reward.numpy(), abs=1e-6)
+    assert evaluation.kl == pytest.approx(kl.numpy(), abs=1e-6) and evaluation.kl.min() > 1e-4
+    texts = [prompt + text for prompt, text in zip(evaluation.prompts, evaluation.completions, strict=True)]
+    assert evaluation.gold.tolist() == task.judge.score(texts).tolist()
+
+
+@pytest.mark.parametrize("changes", [dict(batch_size=2), dict(batch_size=2, noise_block=7), dict(kl_prompts=3)])
+def test_batches_change_nothing_and_kl_is_of_the_first_prompts_alone(task, evaluation, changes):
+    other = evaluate(
+        task.backbone, task.validation_prompts[:7], task.reward_model, **SIZES | {"noise_block": 64} | changes
+    )
+    assert other.completions == evaluation.completions
+    assert len(other.kl) == changes.get("kl_prompts", 7)
+    assert other.kl == pytest.approx(evaluation.kl[: len(other.kl)], abs=1e-6)
+
+
+def test_a_policy_that_does_not_move_is_evaluated_on_the_same_completions_at_every_step(tmp_path):
+    task = toy_task()
+    rows = [{"prompt": text} for text in task.validation_prompts[:6]]
+    args = GradeConfig(
+        output_dir=str(tmp_path), method="rloo", num_generations=2, per_device_train_batch_size=4, max_steps=2,
+        max_completion_length=5, learning_rate=1e-30, eval_on_start=True, eval_strategy="steps", eval_steps=1,
+        use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    GradeTrainer(task.backbone, task.reward_model, args, rows, rows).train()
+    tables = [pd.read_parquet(tmp_path / "completions" / f"eval_0000{step}.parquet") for step in range(3)]
+    assert len(tables[0]) == 6
+    for table in tables[1:]:
+        pd.testing.assert_frame_equal(table, tables[0])
+
+
+def test_a_table_of_an_evaluation_gives_it_back():
+    parts = {"length": np.array([4.0, 5.0, 6.0])}
+    reward, gold, kl = np.array([1.0, 2.0, 3.0]), np.array([0.1, 0.2, 0.3]), np.array([0.5, 0.25])
+    made = Evaluation(list("abc"), list("def"), reward, gold, kl, 0.5, parts)
+    again = Evaluation.of_table(made.table())
+    assert again.kl.tolist() == [0.5, 0.25] and again.kl_max == 0.5 and again.parts["length"].tolist() == [4, 5, 6]
+    assert (again.reward.tolist(), again.gold.tolist()) == (made.reward.tolist(), made.gold.tolist())
+    assert (again.prompts, again.completions) == (made.prompts, made.completions)
