@@ -29,7 +29,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward", action="append", metavar="REWARD",
                         help="over the config's; several are added up: file.py:function, hf:<id>, ...")  # fmt: skip
     parser.add_argument("--sampler", metavar="SAMPLER",
-                        help="over the config's: own, shared, transformers, or http://host:port")  # fmt: skip
+                        help="over the config's: own, shared, or http://host:port")  # fmt: skip
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="adapter, history.csv, metrics.json, ...")
     parser.add_argument("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
                         help="continue an interrupted run; auto: start over if something changed")  # fmt: skip
