@@ -7,7 +7,7 @@ from conftest import make_backbone, make_prompts
 from grade.errors import InputError
 from grade.experiments.caching.claims import caching_claims
 from grade.experiments.caching.measure import options as caching
-from grade.experiments.caching.measure.tables import Measurements, Settings
+from grade.experiments.caching.measure import tables as experiment
 from grade.experiments.caching.metrics import layer_parts, metrics, timed_metrics
 from grade.experiments.claims import to_markdown
 from grade.experiments.measured import Tables, measure_all
@@ -82,28 +82,27 @@ def test_document_002_has_its_verdicts():
 
 
 @pytest.fixture(scope="module")
-def measurements():
-    return Measurements(Settings())
+def settings():
+    return experiment.Settings()
 
 
-def test_tables_read_again_give_the_same_metrics(measurements, tmp_path):
-    measure_all(measurements, tmp_path, log=lambda _: None)
-    read, live = Tables(measurements, str(tmp_path / "measured")), Tables(measurements)
-    figures = metrics(read, measurements.settings)
-    assert figures == metrics(live, measurements.settings)
+def test_tables_read_again_give_the_same_metrics(settings, tmp_path):
+    measure_all(experiment, settings, tmp_path, log=lambda _: None)
+    read, live = Tables(experiment, settings, str(tmp_path / "measured")), Tables(experiment, settings)
+    figures = metrics(read, settings)
+    assert figures == metrics(live, settings)
     assert timed_metrics(read)["caching/measured_selected_over_selected_seconds"] == 1
     assert not any("seconds" in name for name in figures)
     parts = layer_parts(read["layer"], "sdpa")
     assert figures["caching/layer_bytes"] == parts.sum() < figures["caching/layer_eager_bytes"]
 
 
-def test_each_table_is_the_same_when_it_is_measured_alone(measurements):
-    Tables(measurements)["agreement"]  # runs steps on the policy that the others read
-    alone = Measurements(Settings())
-    assert alone.policy() == measurements.policy()
-    assert alone.layer_differences().equals(measurements.layer_differences())
+def test_each_table_is_the_same_when_it_is_measured_alone(settings):
+    Tables(experiment, settings)["agreement"]  # runs steps on the policy that the others read
+    alone, policy, layers = experiment.Settings(), *map(experiment.TABLES.get, ("policy", "layer_differences"))
+    assert policy(alone) == policy(settings) and layers(alone).equals(layers(settings))
 
 
-def test_the_claims_follow_from_the_metrics(measurements):
-    figures = metrics(Tables(measurements), measurements.settings)
+def test_the_claims_follow_from_the_metrics(settings):
+    figures = metrics(Tables(experiment, settings), settings)
     assert len(caching_claims(QWEN25_3B, 2, 16, figures)) == 20

@@ -17,8 +17,8 @@ from grade.experiments.estimators.figures import (
     worth_figure,
 )
 from grade.experiments.estimators.measure import study
+from grade.experiments.estimators.measure import tables as experiment
 from grade.experiments.estimators.measure.rows import Variant, gradient_rows
-from grade.experiments.estimators.measure.tables import Measurements, Settings
 from grade.experiments.estimators.metrics import metrics, timed_metrics
 from grade.experiments.measured import Tables, measure_all
 from grade.experiments.shallow import ShallowReward, first_layers
@@ -39,23 +39,23 @@ def rows(setting):
 
 @pytest.fixture(scope="module")
 def settings():
-    return Settings(tiny_rows=3, tiny_group=4, tiny_draws=[2], depth_reviews=40, hops=[0])
+    return experiment.Settings(tiny_rows=3, tiny_group=4, tiny_draws=[2], depth_reviews=40, hops=[0])
 
 
 @pytest.fixture(scope="module")
 def tables(settings):
-    return Tables(Measurements(settings))
+    return Tables(experiment, settings)
 
 
 def test_policies_are_those_before_and_after_training():
-    after = Settings(policies=["after"], runs_dir="runs", trained_run="ste-1")
-    assert after.adapters == {"after": "runs/ste-1/adapter"} and Settings().adapters == {"before": ""}
+    after = experiment.Settings(policies=["after"], runs_dir="runs", trained_run="ste-1")
+    assert after.adapters == {"after": "runs/ste-1/adapter"} and experiment.Settings().adapters == {"before": ""}
     for policies in ([], ["befor"], ["before", "then"]):
         with pytest.raises(InputError, match="policies"):
-            Settings.parse({"policies": policies}, "estimators.yaml")
+            experiment.Settings.parse({"policies": policies}, "estimators.yaml")
     # Without a folder, a fresh adapter would pass for a trained one.
     with pytest.raises(InputError, match="^runs_dir"):
-        _ = Settings(policies=["before", "after"]).adapters
+        _ = experiment.Settings(policies=["before", "after"]).adapters
 
 
 def test_written_tables_give_the_metrics_and_figures_of_measured_ones(settings, tables, tmp_path):
@@ -67,8 +67,8 @@ def test_written_tables_give_the_metrics_and_figures_of_measured_ones(settings, 
     assert measured["bias/samples"] == 3 * 8 and measured["worth/samples"] == 12 * 8
     assert not any("second" in key for key in measured)
     assert set(timed_metrics(tables, settings)) >= {"worth_per_second/bag", "estimators/bag/rloo/milliseconds"}
-    measure_all(tables._measurements, tmp_path, log=lambda line: None)
-    read = Tables(Measurements(settings), str(tmp_path / "measured"))
+    measure_all(experiment, settings, tmp_path, log=lambda line: None)
+    read = Tables(experiment, settings, str(tmp_path / "measured"))
     assert metrics(read, settings) == measured
     drawn = [bias_variance_figure(read["quality"], ["bag", "trunk"], 16), worth_figure(read["worth"], settings.rewards),
              cosine_figure(read["cosine"], settings.rewards, ["rloo"], {("before", "bag"): 30.0}),

@@ -1,21 +1,15 @@
 """Experiment 4: configurations, token counts by hand, and verdicts that follow from the figures."""
 
-import pytest
 
 from grade.experiments.claims import to_markdown
 from grade.experiments.exp4.claims import exp4_claims
 from grade.experiments.exp4.measure import steps as exp4
-from grade.experiments.exp4.measure.tables import Measurements, Settings
+from grade.experiments.exp4.measure import tables as experiment
 from grade.experiments.exp4.metrics import GIB, metrics, timed_metrics
 from grade.experiments.measured import Tables, measure_all
 
-SETTINGS = Settings(prompt_tokens=3)
+SETTINGS = experiment.Settings(prompt_tokens=3)
 STEPS = exp4.configurations("tiny", 3, (2, 1), (2, 1))
-
-
-@pytest.fixture(scope="module")
-def measurements():
-    return Measurements(SETTINGS)
 
 
 def test_the_documents_token_forwards_by_hand():
@@ -43,8 +37,8 @@ def test_each_change_changes_only_itself():
         assert {k for k, v in STEPS[name].model_dump().items() if v != start[k]} == keys
 
 
-def test_what_helps_and_what_does_not(measurements):
-    peak = measurements.configurations().set_index("configuration").peak_bytes
+def test_what_helps_and_what_does_not():
+    peak = experiment.TABLES["configurations"](SETTINGS).set_index("configuration").peak_bytes
     for name in ("half_batch", "shorter", "bfloat16", "checkpointed"):
         assert peak[name] < peak["start"]
     # Frozen float32 weights are cast anew in each pass and kept for backward.
@@ -52,8 +46,8 @@ def test_what_helps_and_what_does_not(measurements):
     assert peak["replay"] < peak["loop"]
 
 
-def test_every_claim_of_the_document_has_a_verdict_that_follows_its_figure(measurements):
-    table = measurements.configurations()
+def test_every_claim_of_the_document_has_a_verdict_that_follows_its_figure():
+    table = experiment.TABLES["configurations"](SETTINGS)
     claims = exp4_claims(table)
     assert len(claims) == 14 and {c.seed for c in claims} == {"001"}
     assert to_markdown(claims).count("\n") == 16
@@ -64,12 +58,12 @@ def test_every_claim_of_the_document_has_a_verdict_that_follows_its_figure(measu
     assert {c.claim: c.verdict for c in exp4_claims(fat.reset_index())}[claim] == "confirmed"
 
 
-def test_tables_read_again_give_the_same_metrics(measurements, tmp_path):
-    measure_all(measurements, tmp_path, log=lambda _: None)
-    read, live = Tables(measurements, str(tmp_path / "measured")), Tables(measurements)
+def test_tables_read_again_give_the_same_metrics(tmp_path):
+    measure_all(experiment, SETTINGS, tmp_path, log=lambda _: None)
+    read, live = Tables(experiment, SETTINGS, str(tmp_path / "measured")), Tables(experiment, SETTINGS)
     assert metrics(read, SETTINGS) == metrics(live, SETTINGS)
     assert timed_metrics(read) == timed_metrics(live)
-    for name in measurements.tables:
+    for name in experiment.TABLES:
         assert read[name].equals(live[name]), name
     start = read["configurations"].set_index("configuration").loc["start"]
     assert metrics(read, SETTINGS)["exp4/legacy_fp32_peak_gib"] == start.peak_bytes / GIB

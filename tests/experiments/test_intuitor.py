@@ -6,7 +6,7 @@ import pytest
 
 from grade.experiments.intuitor.claims import intuitor_claims
 from grade.experiments.intuitor.measure import study as intuitor
-from grade.experiments.intuitor.measure.tables import Measurements
+from grade.experiments.intuitor.measure import tables as experiment
 from grade.experiments.intuitor.metrics import metrics, peaks_by_length
 from grade.experiments.measured import Tables
 from grade.experiments.setting import load_policy, text_sequences
@@ -79,11 +79,11 @@ def test_document_004_has_its_verdicts():
 
 @pytest.fixture(scope="module")
 def tables():
-    return Tables(Measurements(Measurements.Settings()))
+    return Tables(experiment, experiment.Settings())
 
 
 def test_the_tables_hold_every_figure(tables):
-    settings = Measurements.Settings()
+    settings = experiment.Settings()
     figures = metrics(tables, settings)
     assert figures["intuitor/completions"] == settings.measured_prompts * settings.group == len(tables["scores"])
     assert figures["intuitor/aggressive_fits_chunked"] == 32

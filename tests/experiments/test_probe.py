@@ -9,6 +9,7 @@ from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, 
 from grade.errors import InputError
 from grade.experiments.measured import Tables, read_table, write_table
 from grade.experiments.probe.claims import probe_claims
+from grade.experiments.probe.measure import tables as experiment
 from grade.experiments.probe.measure.proposals import (
     ProbeStepConfig,
     held_gradient,
@@ -18,7 +19,6 @@ from grade.experiments.probe.measure.proposals import (
     restore_errors,
     saved_by_log_probabilities,
 )
-from grade.experiments.probe.measure.tables import Measurements
 from grade.experiments.probe.metrics import metrics, timed_metrics
 from grade.memory.bench import measure
 from grade.memory.shapes import QWEN25_1_5B
@@ -95,7 +95,7 @@ def test_document_003_has_its_verdicts():
 
 @pytest.fixture(scope="module")
 def tables():
-    return Tables(Measurements(Measurements.Settings()))
+    return Tables(experiment, experiment.Settings())
 
 
 def test_parts_sum_to_the_prediction_also_after_a_table_is_written_and_read(tables, tmp_path):
@@ -108,7 +108,7 @@ def test_parts_sum_to_the_prediction_also_after_a_table_is_written_and_read(tabl
 
 
 def test_the_tables_hold_every_figure_and_seconds_stand_apart(tables):
-    settings = Measurements.Settings()
+    settings = experiment.Settings()
     figures = metrics(tables, settings)
     assert figures["study/samples"] == 16 == len(tables["sequences"])
     assert figures["probe/large_over_small"] == pytest.approx(1, abs=0.05)
@@ -123,9 +123,9 @@ def test_the_tables_hold_every_figure_and_seconds_stand_apart(tables):
 
 
 def test_a_trained_policy_needs_a_run_that_kept_its_optimizer(tmp_path):
-    settings = Measurements.Settings(backbone_dir="base", runs_dir=str(tmp_path))
+    settings = experiment.Settings(backbone_dir="base", runs_dir=str(tmp_path))
     with pytest.raises(InputError, match="optimizer.pt"):
-        Measurements(settings).predictions()
+        experiment.TABLES["predictions"](settings)
 
 
 def test_the_command_reads_the_probes_section_of_the_experiments_parameters(tmp_path):

@@ -6,16 +6,16 @@ import pytest
 
 from grade.experiments.measured import Tables, measure_all
 from grade.experiments.scale.figures import gpus_figure, sampling_figure
-from grade.experiments.scale.measure.tables import Measurements, Settings
+from grade.experiments.scale.measure import tables as experiment
 from grade.experiments.scale.metrics import GIB, metrics, timed_metrics
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scale")
-    measurements = Measurements(Settings())
-    measure_all(measurements, folder, log=lambda _: None)
-    return Tables(measurements, str(folder / "measured"))
+    settings = experiment.Settings()
+    measure_all(experiment, settings, folder, log=lambda _: None)
+    return Tables(experiment, settings, str(folder / "measured"))
 
 
 def test_a_smoke_test_traces_and_leaves_the_rest_out(smoke):
@@ -66,19 +66,3 @@ def test_figures_by_hand():
     assert found["sampler/chi2_p"] == 0.4, "our own sampler is no other"
     assert found["sampler/shared/training_difference"] == pytest.approx(0.1)
     assert found["sampler/shared/training_difference_n"] == 3
-
-
-def test_the_best_sampler_is_that_of_the_largest_batch():
-    seconds = {(8, "own"): 1.0, (8, "shared"): 4.0, (8, "trl"): 2.0,
-               (64, "own"): 3.0, (64, "shared"): 1.5, (64, "trl"): 2.0}  # fmt: skip
-    rows = [dict(batch=b, round=r, sampler=s, seconds=v * (1 + r), cpu_seconds=v * (1 + r))
-            for (b, s), v in seconds.items() for r in range(3)]  # fmt: skip
-    tables = {"fits": pd.DataFrame(dict(wall_seconds=[3.0, 1.0, 2.0], cpu_seconds=[1.0, 1.0, 1.0])),
-              "sampling": pd.DataFrame(rows)}  # fmt: skip
-    found = timed_metrics(tables)
-    assert found["fits/seconds"] == 2.0
-    assert found["sampler/best"] == "shared" and found["sampler/over_trl"] == pytest.approx(0.75)
-    assert found["sampler/over_trl_8/own"] == pytest.approx(0.5)
-    fig = sampling_figure(tables["sampling"])
-    assert fig.axes[0].get_ylim()[0] == 0
-    plt.close(fig)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grade.experiments.scale.measure.lean import lean_table
+from grade.experiments.scale.measure.fits import lean_table
 from grade.models.head import CHUNK_ELEMENTS, CHUNK_ROWS, MANY, chunk_rows
 
 
@@ -29,7 +29,7 @@ def test_a_chunk_is_small_where_rows_are_few_and_the_vocabulary_is_large(vocab, 
 
 
 def test_the_lean_step_of_qwen3_4b_needs_a_fifth_of_a_gib_over_its_weights():
-    table = lean_table().set_index("phase")
+    table = lean_table("qwen3-4b", batch=2, tokens=32).set_index("phase")
     assert table.over_weights_gib["step"] == table.over_weights_gib.max() <= 0.2
     assert table.weights_bytes["step"] == table.weights_bytes["rollout"]
     # Parameters of 2 bytes in blocks of 512, and the rotary table.

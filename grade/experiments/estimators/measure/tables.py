@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 from pydantic import Field
@@ -15,12 +16,9 @@ from grade.experiments.enumeration import random_prompts, tiny_policy
 from grade.experiments.estimators.measure import enumerated, study
 from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS, Rows, Setting, Variant, gradient_rows
 from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
-from grade.experiments.measured import Measurements as Base
 
 BATCHES = tuple(2**i for i in range(13))
 """Numbers of samples at which the expected cosine is tabulated."""
-ENUMERATED = ("quality", "mse_ratio")
-"""Tables of the enumerated policy."""
 
 
 class Settings(Config):
@@ -86,84 +84,68 @@ class Settings(Config):
         folders = {"before": "", "after": f"{self.runs_dir}/{self.trained_run}/adapter"}
         return {policy: folders[policy] for policy in self.policies}
 
-
-class Measurements(Base[Settings]):
-    """Gradients at fixed weights and prompts, in repeated batches.
-
-    On a policy whose every completion is enumerated, so that bias is exact; then on a language model. Raw gradients are
-    kept in memory only: the tables hold their statistics.
-    """
-
-    Settings = Settings
-    tables = (*ENUMERATED, "worth", "cosine", "hybrid", "spread")
-    timed = ("speed",)
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        if not settings.enumerated:
-            self.tables = tuple(name for name in self.tables if name not in ENUMERATED)
+    @cached_property
+    def tiny(self) -> Setting:
+        """The enumerated policy."""
+        policy = tiny_policy()
+        variants = enumerated.variants(self.tiny_tokens - 1, self.tiny_taus, self.tiny_topk, self.tiny_draws)
+        return Setting(policy, random_prompts(policy, self.tiny_prompts), self.tiny_group, self.tiny_tokens,
+                       tiny_rewards(policy), variants, POLICY_GRADIENTS, kl=self.tiny_kl)  # fmt: skip
 
     @cached_property
-    def _tiny(self) -> Setting:
-        s, policy = self.settings, tiny_policy()
-        variants = enumerated.variants(s.tiny_tokens - 1, s.tiny_taus, s.tiny_topk, s.tiny_draws)
-        return Setting(policy, random_prompts(policy, s.tiny_prompts), s.tiny_group, s.tiny_tokens,
-                       tiny_rewards(policy), variants, POLICY_GRADIENTS, kl=s.tiny_kl)  # fmt: skip
+    def exact(self) -> dict[str, Tensor]:
+        """Its exact gradients by reward."""
+        return enumerated.exact_gradients(self.tiny)
 
     @cached_property
-    def _exact(self) -> dict[str, Tensor]:
-        return enumerated.exact_gradients(self._tiny)
+    def enumerated_rows(self) -> Rows:
+        """Its repeated gradients."""
+        return gradient_rows(self.tiny, self.tiny_rows)
 
     @cached_property
-    def _tiny_rows(self) -> Rows:
-        return gradient_rows(self._tiny, self.settings.tiny_rows)
+    def gradients(self) -> dict[str, Rows]:
+        """Repeated gradients on the language model by policy; kept in memory only."""
+        rewards = {"bag": self.bag_dir, "trunk": self.trunk_dir}
+        return {
+            policy: gradient_rows(study.load_setting(
+                self.backbone_dir, adapter, self.reviews_dir, rewards, self.depths, self.variants, self.prompts,
+                self.prompt_tokens, self.group, self.new_tokens, self.depth_reviews, self.dtype, self.device,
+            ), self.rows)
+            for policy, adapter in self.adapters.items()
+        }  # fmt: skip
 
-    @cached_property
-    def _rows(self) -> dict[str, Rows]:
-        """Gradients on the language model by policy."""
-        s, found = self.settings, {}
-        for policy, adapter in s.adapters.items():
-            setting = study.load_setting(
-                s.backbone_dir, adapter, s.reviews_dir, {"bag": s.bag_dir, "trunk": s.trunk_dir}, s.depths, s.variants,
-                s.prompts, s.prompt_tokens, s.group, s.new_tokens, s.depth_reviews, s.dtype, s.device,
-            )  # fmt: skip
-            found[policy] = gradient_rows(setting, s.rows)
-        return found
 
-    def quality(self) -> pd.DataFrame:
-        """Bias and variance against the exact gradient; see `enumerated.quality_table`."""
-        return enumerated.quality_table(self._tiny_rows, self._exact)
+def _quality(s: Settings) -> pd.DataFrame | None:
+    """Bias and variance against the exact gradient; see `enumerated.quality_table`."""
+    return enumerated.quality_table(s.enumerated_rows, s.exact) if s.enumerated else None
 
-    def mse_ratio(self) -> pd.DataFrame:
-        """Squared error of `gumbel_rao` over that of `ste`, both with every hop; see `enumerated.mse_ratio_table`."""
-        s = self.settings
-        return enumerated.mse_ratio_table(
-            self._tiny_rows, self._exact, list(self._tiny.rewards), s.tiny_draws, s.tiny_tokens - 1
-        )
 
-    def worth(self) -> pd.DataFrame:
-        """What one sample of each estimator is worth; see `study.summary`. Column also policy."""
-        return self._by_policy(study.summary)
+def _mse_ratio(s: Settings) -> pd.DataFrame | None:
+    """Squared error of `gumbel_rao` over that of `ste`, both with every hop; see `enumerated.mse_ratio_table`."""
+    if not s.enumerated:
+        return None
+    rewards = list(s.tiny.rewards)
+    return enumerated.mse_ratio_table(s.enumerated_rows, s.exact, rewards, s.tiny_draws, s.tiny_tokens - 1)
 
-    def cosine(self) -> pd.DataFrame:
-        """Expected cosine with the true gradient; see `study.cosine_curves`. Column also policy."""
-        return self._by_policy(lambda rows: study.cosine_curves(rows, BATCHES))
 
-    def hybrid(self) -> pd.DataFrame:
-        """Gain of the blend with the chosen estimator; see `study.hybrid_table`. Column also policy."""
-        s = self.settings
-        return self._by_policy(lambda rows: study.hybrid_table(rows, s.chosen.name, s.hybrid_batches))
+def _by_policy(table: Callable[..., pd.DataFrame], *options: Callable[[Settings], Any]) -> Callable:
+    """One table below the other, the policy in the first column."""
 
-    def spread(self) -> pd.DataFrame:
-        """The paper's "variance" beside the variance; see `study.spread_table`. Column also policy."""
-        return self._by_policy(study.spread_table)
+    def joined(s: Settings) -> pd.DataFrame:
+        given = [option(s) for option in options]
+        parts = [table(rows, *given).assign(policy=policy) for policy, rows in s.gradients.items()]
+        whole = pd.concat(parts, ignore_index=True)
+        return whole[["policy", *(name for name in whole.columns if name != "policy")]]
 
-    def speed(self) -> pd.DataFrame:
-        """Time of a sample and worth per second; see `study.speed_table`. Column also policy."""
-        return self._by_policy(study.speed_table)
+    return joined
 
-    def _by_policy(self, table) -> pd.DataFrame:
-        """One table below the other, the policy in the first column."""
-        parts = [table(rows).assign(policy=policy) for policy, rows in self._rows.items()]
-        joined = pd.concat(parts, ignore_index=True)
-        return joined[["policy", *(name for name in joined.columns if name != "policy")]]
+
+TABLES = {
+    "quality": _quality,
+    "mse_ratio": _mse_ratio,
+    "worth": _by_policy(study.summary),
+    "cosine": _by_policy(study.cosine_curves, lambda s: BATCHES),
+    "hybrid": _by_policy(study.hybrid_table, lambda s: s.chosen.name, lambda s: s.hybrid_batches),
+    "spread": _by_policy(study.spread_table),
+}
+TIMED = {"speed": _by_policy(study.speed_table)}

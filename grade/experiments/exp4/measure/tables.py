@@ -9,7 +9,6 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.experiments.exp4.measure import steps
-from grade.experiments.measured import Measurements as Base
 from grade.experiments.traced import categories_table, timelines_table
 from grade.memory.step import StepConfig
 from grade.memory.trace import Trace, trace, trace_all
@@ -29,43 +28,24 @@ class Settings(Config):
     tokens_after: int = Field(1, ge=1, description="T after change 2, 32 in the document")
     processes: int = Field(1, ge=1, description="traces that run at once")
 
-
-class Measurements(Base[Settings]):
-    """The step that ran out of memory, its changes and this project's step, traced."""
-
-    Settings = Settings
-    tables = ("configurations", "categories", "timelines", "largest")
-    timed = ("seconds",)
-
     @cached_property
     def steps(self) -> dict[str, StepConfig]:
         """Configurations by name."""
-        s = self.settings
         return steps.configurations(
-            s.model, s.prompt_tokens, (s.batch_before, s.batch_after), (s.tokens_before, s.tokens_after)
-        )
+            self.model, self.prompt_tokens, (self.batch_before, self.batch_after),
+            (self.tokens_before, self.tokens_after),
+        )  # fmt: skip
 
     @cached_property
     def traces(self) -> dict[str, Trace]:
         """Their traces."""
-        return trace_all(self.steps, self.settings.processes)
+        return trace_all(self.steps, self.processes)
 
-    def configurations(self) -> pd.DataFrame:
-        """What each configuration needs; see `steps.configurations_table`."""
-        return steps.configurations_table(self.steps, self.traces)
 
-    def categories(self) -> pd.DataFrame:
-        """Bytes at the peak by category; see `grade.experiments.traced.categories_table`."""
-        return categories_table(self.traces)
-
-    def timelines(self) -> pd.DataFrame:
-        """Live bytes over a step, of all layers, for `TIMELINES`; see `grade.experiments.traced.timelines_table`."""
-        return timelines_table({name: trace(self.steps[name], all_layers=True) for name in TIMELINES})
-
-    def largest(self) -> pd.DataFrame:
-        """The largest tensors at the peak of the re-running loop; see `steps.largest_table`."""
-        return steps.largest_table(self.traces["loop"])
-
-    def seconds(self) -> pd.DataFrame:
-        """Seconds of each trace: columns configuration and seconds."""
-        return pd.DataFrame(dict(configuration=name, seconds=t.seconds) for name, t in self.traces.items())
+TABLES = {
+    "configurations": lambda s: steps.configurations_table(s.steps, s.traces),
+    "categories": lambda s: categories_table(s.traces),
+    "timelines": lambda s: timelines_table({name: trace(s.steps[name], all_layers=True) for name in TIMELINES}),
+    "largest": lambda s: steps.largest_table(s.traces["loop"]),
+}
+TIMED = {"seconds": lambda s: pd.DataFrame(dict(configuration=name, seconds=t.seconds) for name, t in s.traces.items())}

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.experiments.exp6.measure import memory, runs, study
-from grade.experiments.measured import Measurements as Base
 from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
 from grade.gradients.unrolled import StepwiseOptions, stepwise
 from grade.models.backbone import Backbone
@@ -23,6 +22,7 @@ from grade.rewards.model import RewardModel
 SUPPORTS = (1, 4, 16, 64, 256, 1024, 4096)  # K whose mass is measured, as far as they are below V
 TAUS = (0.5, 1.0, 2.0)
 REWARD_SIZES = dict(tokens=64, k=256, hidden=2560, vocab=32_000)  # the document's, with the width of Qwen3-4B
+LAST_POSITION = "unrolled, last position"  # with logits at the last position of each prefix only
 REFERENCE_REPEATS = 3  # a pass is short: one timing alone could turn the verdict
 
 
@@ -56,158 +56,126 @@ class Settings(Config):
     mass_texts: int = Field(4, ge=1, description="held-out reviews on which the support's mass is measured")
     mass_tokens: int = Field(32, ge=2, description="tokens of each")
 
-
-class Measurements(Base[Settings]):
-    """Training runs, parity of the engines, bytes and seconds of a step, probability mass of a support.
-
-    One model in float32 serves most tables; each puts the adapter that it needs in place, so the tables may be measured
-    in any order.
-    """
-
-    Settings = Settings
-    tables = ("runs", "curves", "texts", "kl_at_start", "hops", "parity", "accumulation", "kept", "bytes", "mass")
-    timed = ("time_against_tokens", "reference_seconds", "run_seconds")
-
     @cached_property
-    def runs_dir(self) -> str:
+    def _toy_runs(self) -> tempfile.TemporaryDirectory:
+        folder = tempfile.TemporaryDirectory()  # removed with this object
+        runs.toy_runs(folder.name)
+        return folder
+
+    @property
+    def trained_runs(self) -> Path:
         """Folder of the training runs; tiny ones are trained where none is given."""
-        if self.settings.runs_dir:
-            return self.settings.runs_dir
-        self._toy_folder = tempfile.TemporaryDirectory()  # removed with this object
-        runs.toy_runs(self._toy_folder.name)
-        return self._toy_folder.name
+        return Path(self.runs_dir or self._toy_runs.name)
 
     @cached_property
     def models(self) -> tuple[Backbone, RewardModel, list[str]]:
         """Backbone in float32, reward model, held-out texts."""
-        s = self.settings
-        return load_models(s.backbone_dir, s.reward_dir, s.reviews_dir, device=s.device)
+        return load_models(self.backbone_dir, self.reward_dir, self.reviews_dir, device=self.device)
 
     @cached_property
     def _untrained_values(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.models[0].trainable_parameters()]
 
-    def _untrained(self) -> tuple[Backbone, RewardModel, list[str]]:
-        set_values(self.models[0].trainable_parameters(), self._untrained_values)
+    def with_adapter(self, trained: bool) -> tuple[Backbone, RewardModel, list[str]]:
+        """The models, with the adapter before or after training."""
+        parameters, values = self.models[0].trainable_parameters(), self._untrained_values  # kept before overwritten
+        if trained:
+            runs.overwrite_adapter(self.models[0], self.trained_runs / self.trained_run / "adapter")
+        else:
+            set_values(parameters, values)
         return self.models
 
-    def _trained(self) -> tuple[Backbone, RewardModel, list[str]]:
-        self._untrained_values  # noqa: B018 - kept before they are overwritten
-        runs.overwrite_adapter(self.models[0], Path(self.runs_dir) / self.settings.trained_run / "adapter")
-        return self.models
+    def timed_models(self) -> tuple[Backbone, RewardModel, list[str]]:
+        """The trained policy, or the base with a fresh adapter where the timings have another type."""
+        return self.with_adapter(True) if self.speed_dtype == "float32" else self._other_type
 
     @cached_property
     def _other_type(self) -> tuple[Backbone, RewardModel, list[str]]:
-        s = self.settings
-        return load_models(s.backbone_dir, s.reward_dir, s.reviews_dir, s.speed_dtype, s.device)
+        return load_models(self.backbone_dir, self.reward_dir, self.reviews_dir, self.speed_dtype, self.device)
 
-    def _timed_models(self) -> tuple[Backbone, RewardModel, list[str]]:
-        """The trained policy, or the base with a fresh adapter where the timings have another type."""
-        return self._trained() if self.settings.speed_dtype == "float32" else self._other_type
+    def parity_setting(self, trained: bool) -> Setting:
+        """What parity is measured on."""
+        sizes = (self.parity_batch, self.parity_prompt_tokens, self.parity_new_tokens, self.support_size)
+        return make_setting(*self.with_adapter(trained), *sizes, tau=self.parity_tau)
 
-    def _parity_setting(self, trained: bool) -> Setting:
-        s = self.settings
-        models = self._trained() if trained else self._untrained()
-        sizes = (s.parity_batch, s.parity_prompt_tokens, s.parity_new_tokens, s.support_size)
-        return make_setting(*models, *sizes, tau=s.parity_tau)
-
-    def _counted_setting(self) -> Setting:
-        s, models = self.settings, self._trained()
+    def counted_setting(self) -> Setting:
+        """What bytes are counted on."""
+        models = self.with_adapter(True)
         # transformers leaves a hook behind on the first use, after which prompts' embeddings are kept as well. With it
         # in place from the start, the counts do not depend on the order of the tables.
         with models[0].checkpointed_layers(True):
             pass
-        return make_setting(*models, 1, s.bytes_prompt_tokens, s.bytes_new_tokens, s.support_size)
-
-    def runs(self) -> pd.DataFrame:
-        """Finished training runs; see `runs.run_table`."""
-        return runs.run_table(self.runs_dir)
-
-    def curves(self) -> pd.DataFrame:
-        """Their histories; see `runs.curve_table`."""
-        return runs.curve_table(self.runs_dir)
-
-    def texts(self) -> pd.DataFrame:
-        """Text before and after training; see `runs.text_table`."""
-        return runs.text_table(self.runs_dir)
-
-    def run_seconds(self) -> pd.DataFrame:
-        """Seconds of training at each step; see `runs.seconds_table`."""
-        return runs.seconds_table(self.runs_dir)
-
-    def kl_at_start(self) -> dict[str, float]:
-        """KL of the untrained policy; see `grade.experiments.setting.kl_at_start`."""
-        return kl_at_start(self._parity_setting(trained=False))
-
-    def hops(self) -> pd.DataFrame:
-        """Gradient error of replay by policy, tau, estimator and hops; see `study.hop_errors`."""
-        s = self.settings
-        tables = [
-            study.hop_errors(self._parity_setting(trained), s.parity_hops).assign(policy=policy, tau=s.parity_tau)
-            for policy, trained in (("untrained", False), ("trained", True))
-        ]
-        cold = self._parity_setting(trained=True).at_tau(1.0)
-        tables.append(study.hop_errors(cold, [2, 3], ["ste"]).assign(policy="trained", tau=1.0))
-        columns = ["policy", "tau", "estimator", "hops", "error", "residual"]
-        return pd.DataFrame([row for table in tables for row in table.to_dict("records")])[columns]
-
-    def parity(self) -> pd.DataFrame:
-        """Optimised and legacy training, step by step; see `study.training_parity`."""
-        s = self.settings
-        return study.training_parity(self._parity_setting(trained=True), s.parity_steps, s.parity_learning_rate)
-
-    def accumulation(self) -> dict[str, float]:
-        """Difference between accumulated microbatches and one batch; see `study.accumulation_error`."""
-        return {"rel_error": study.accumulation_error(self._parity_setting(trained=True))}
-
-    def kept(self) -> pd.DataFrame:
-        """Bytes that each optimisation keeps for backward; see `memory.kept_by_option`."""
-        return memory.kept_by_option(self._counted_setting())
-
-    def bytes(self) -> dict[str, float]:
-        """Bytes of the relaxation, the reward's embeddings, the policy, a step and the reference pass."""
-        counted = self._counted_setting()
-        vocab = counted.backbone.vocab_size
-        return {
-            **memory.relaxation_bytes(vocab, min(256, vocab)),
-            **memory.reward_embedding_bytes(**REWARD_SIZES),
-            **memory.policy_bytes(counted),
-            **memory.freeing_peaks(counted),
-            **memory.reference_peaks(counted),
-        }
-
-    def reference_seconds(self) -> dict[str, float]:
-        """Seconds of the reference pass over one completion, ``uncached`` and ``cached``; the median of three."""
-        counted = self._counted_setting()
-        seconds = {}
-        for name, form in memory.reference_forms(counted).items():
-            form()  # the first call pays for set-up
-            times = [study.seconds(form, counted.backbone.device) for _ in range(REFERENCE_REPEATS)]
-            seconds[name] = statistics.median(times)
-        return seconds
-
-    def time_against_tokens(self) -> pd.DataFrame:
-        """Seconds of one gradient by engine and T; see `study.time_against_tokens`."""
-        s = self.settings
-        sizes = (s.speed_batch, s.speed_prompt_tokens, s.speed_new_tokens, s.support_size)
-        setting = make_setting(*self._timed_models(), *sizes)
-        stepwise_tokens = [*s.stepwise_tokens, s.speed_new_tokens]
-        tokens = {
-            "replay": sorted({*s.replay_tokens, s.speed_new_tokens}),
-            "unrolled": stepwise_tokens,
-            "checkpointed": stepwise_tokens,
-        }
-        times = study.time_against_tokens(setting, tokens, s.speed_hops, s.repeats)
-        last_only = partial(stepwise, options=StepwiseOptions(head_positions="last"))
-        last = dict(engine=LAST_POSITION, T=s.speed_new_tokens, seconds=study.gradient_seconds(setting, last_only))
-        return pd.concat([times, pd.DataFrame([last])], ignore_index=True)
-
-    def mass(self) -> pd.DataFrame:
-        """Probability mass of the K likeliest tokens; see `study.support_mass`."""
-        s, (backbone, _, texts) = self.settings, self._timed_models()
-        ks = [k for k in SUPPORTS if k < backbone.vocab_size]
-        return study.support_mass(backbone, texts[: s.mass_texts], TAUS, ks, s.mass_tokens)
+        return make_setting(*models, 1, self.bytes_prompt_tokens, self.bytes_new_tokens, self.support_size)
 
 
-LAST_POSITION = "unrolled, last position"
-"""The unrolled engine with logits at the last position of each prefix only."""
+def _hops(s: Settings) -> pd.DataFrame:
+    """Gradient error of replay by policy, tau, estimator and hops; see `study.hop_errors`."""
+    tables = [
+        study.hop_errors(s.parity_setting(trained), s.parity_hops).assign(policy=policy, tau=s.parity_tau)
+        for policy, trained in (("untrained", False), ("trained", True))
+    ]
+    cold = s.parity_setting(trained=True).at_tau(1.0)
+    tables.append(study.hop_errors(cold, [2, 3], ["ste"]).assign(policy="trained", tau=1.0))
+    columns = ["policy", "tau", "estimator", "hops", "error", "residual"]
+    return pd.DataFrame([row for table in tables for row in table.to_dict("records")])[columns]
+
+
+def _bytes(s: Settings) -> dict[str, float]:
+    """Bytes of the relaxation, the reward's embeddings, the policy, a step and the reference pass."""
+    counted = s.counted_setting()
+    vocab = counted.backbone.vocab_size
+    return {
+        **memory.relaxation_bytes(vocab, min(256, vocab)),
+        **memory.reward_embedding_bytes(**REWARD_SIZES),
+        **memory.policy_bytes(counted),
+        **memory.freeing_peaks(counted),
+        **memory.reference_peaks(counted),
+    }
+
+
+def _mass(s: Settings) -> pd.DataFrame:
+    """Probability mass of the K likeliest tokens; see `study.support_mass`."""
+    backbone, _, texts = s.timed_models()
+    ks = [k for k in SUPPORTS if k < backbone.vocab_size]
+    return study.support_mass(backbone, texts[: s.mass_texts], TAUS, ks, s.mass_tokens)
+
+
+def _time_against_tokens(s: Settings) -> pd.DataFrame:
+    """Seconds of one gradient by engine and T; see `study.time_against_tokens`."""
+    setting = make_setting(*s.timed_models(), s.speed_batch, s.speed_prompt_tokens, s.speed_new_tokens, s.support_size)
+    stepwise_tokens = [*s.stepwise_tokens, s.speed_new_tokens]
+    tokens = {"replay": sorted({*s.replay_tokens, s.speed_new_tokens}), "unrolled": stepwise_tokens,
+              "checkpointed": stepwise_tokens}  # fmt: skip
+    times = study.time_against_tokens(setting, tokens, s.speed_hops, s.repeats)
+    last_only = partial(stepwise, options=StepwiseOptions(head_positions="last"))
+    last = dict(engine=LAST_POSITION, T=s.speed_new_tokens, seconds=study.gradient_seconds(setting, last_only))
+    return pd.concat([times, pd.DataFrame([last])], ignore_index=True)
+
+
+def _reference_seconds(s: Settings) -> dict[str, float]:
+    """Seconds of the reference pass over one completion, ``uncached`` and ``cached``; the median of three."""
+    counted, medians = s.counted_setting(), {}
+    for name, form in memory.reference_forms(counted).items():
+        form()  # the first call pays for set-up
+        times = [study.seconds(form, counted.backbone.device) for _ in range(REFERENCE_REPEATS)]
+        medians[name] = statistics.median(times)
+    return medians
+
+
+TABLES = {
+    "runs": lambda s: runs.run_table(s.trained_runs),
+    "curves": lambda s: runs.curve_table(s.trained_runs),
+    "texts": lambda s: runs.text_table(s.trained_runs),
+    "kl_at_start": lambda s: kl_at_start(s.parity_setting(trained=False)),
+    "hops": _hops,
+    "parity": lambda s: study.training_parity(s.parity_setting(True), s.parity_steps, s.parity_learning_rate),
+    "accumulation": lambda s: {"rel_error": study.accumulation_error(s.parity_setting(trained=True))},
+    "kept": lambda s: memory.kept_by_option(s.counted_setting()),
+    "bytes": _bytes,
+    "mass": _mass,
+}
+TIMED = {
+    "time_against_tokens": _time_against_tokens,
+    "reference_seconds": _reference_seconds,
+    "run_seconds": lambda s: runs.seconds_table(s.trained_runs),
+}

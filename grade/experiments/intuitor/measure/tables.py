@@ -10,7 +10,6 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.experiments.intuitor.measure import study
-from grade.experiments.measured import Measurements as Base
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import categories_table, shape_of, timelines_table
 from grade.memory.trace import Trace, trace
@@ -44,67 +43,45 @@ class Settings(Config):
     sweep_vocab: int = Field(512, ge=2, description="V of the sweep")
     processes: int = Field(1, ge=1, description="traces that run at once")
 
-
-class Measurements(Base[Settings]):
-    """Intuitor's update beside PPO's, and self-certainty beside the document's formula."""
-
-    Settings = Settings
-    tables = ("formulas", "lengths", "categories", "timelines", "fits", "certainty", "scores", "sweep")
-
-    def formulas(self) -> pd.DataFrame:
-        """The document's table of sizes; see `study.memory_table`."""
-        s = self.settings
-        return study.memory_table(shape_of(s.model), s.table_batch, s.table_tokens)
-
     @cached_property
     def traces(self) -> dict[tuple[int, str], Trace]:
         """One GPU's share of each update, by length and step."""
-        return study.length_traces(self.settings.model, self.settings.lengths, self.settings.gpus,
-                                   self.settings.processes)  # fmt: skip
-
-    def lengths(self) -> pd.DataFrame:
-        """Peaks by length and step; see `study.length_table`."""
-        return study.length_table(self.traces)
-
-    def categories(self) -> pd.DataFrame:
-        """Bytes at the peak by category, at the greatest length; see `grade.experiments.traced.categories_table`."""
-        longest = max(self.settings.lengths)
-        return categories_table({step: t for (tokens, step), t in self.traces.items() if tokens == longest})
-
-    def timelines(self) -> pd.DataFrame:
-        """Live bytes of Intuitor's update at the greatest length; see `grade.experiments.traced.timelines_table`.
-
-        Of all layers, and of a GPU that divides nothing with others.
-        """
-        configs = study.update_configs(self.settings.model, max(self.settings.lengths))
-        return timelines_table({
-            step: trace(config, all_layers=True) for step, config in configs.items() if config.self_certainty
-        })  # fmt: skip
-
-    def fits(self) -> pd.DataFrame:
-        """Sequences that fit a GPU in each of the document's settings; see `study.settings_fit`."""
-        s = self.settings
-        short, long = s.settings_new_tokens
-        return study.settings_fit(s.model, s.settings_prompt_tokens, (short, long), s.gpus, round(s.budget_gb * 1e9))
+        return study.length_traces(self.model, self.lengths, self.gpus, self.processes)
 
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:
-        """Figures of the scores, and the scores."""
-        s = self.settings
-        adapter = str(Path(s.runs_dir) / s.trained_run / "adapter") if s.trained_run else ""
-        backbone, texts = load_policy(s.backbone_dir, adapter, s.reviews_dir)
-        prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
-        samples = study.certainty_samples(backbone, prompts, s.measured_new_tokens, s.group)
-        return study.certainty_figures(backbone, *samples, chunk=s.chunk)
+        """Figures of the scores, and the scores; see `study.certainty_figures`."""
+        adapter = str(Path(self.runs_dir) / self.trained_run / "adapter") if self.trained_run else ""
+        backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
+        prompts, _ = text_sequences(backbone, texts, self.measured_prompts, self.measured_prompt_tokens, 1)
+        samples = study.certainty_samples(backbone, prompts, self.measured_new_tokens, self.group)
+        return study.certainty_figures(backbone, *samples, chunk=self.chunk)
 
-    def certainty(self) -> dict[str, float]:
-        """Self-certainty beside the document's formula and in narrow types; see `study.certainty_figures`."""
-        return self.certainties[0]
 
-    def scores(self) -> pd.DataFrame:
-        """Both scores of each completion; see `study.certainty_figures`."""
-        return self.certainties[1]
+def _categories(s: Settings) -> pd.DataFrame:
+    """Bytes at the peak by category, at the greatest length."""
+    longest = max(s.lengths)
+    return categories_table({step: t for (tokens, step), t in s.traces.items() if tokens == longest})
 
-    def sweep(self) -> pd.DataFrame:
-        """Both scores against the height of one logit; see `study.peak_sweep`."""
-        return study.peak_sweep(self.settings.sweep_vocab, PEAKS, chunk=self.settings.chunk)
+
+def _timelines(s: Settings) -> pd.DataFrame:
+    """Live bytes of Intuitor's update at the greatest length, on a GPU that divides nothing with others."""
+    configs = study.update_configs(s.model, max(s.lengths))
+    return timelines_table(
+        {step: trace(config, all_layers=True) for step, config in configs.items() if config.self_certainty}
+    )
+
+
+TABLES = {
+    "formulas": lambda s: study.memory_table(shape_of(s.model), s.table_batch, s.table_tokens),
+    "lengths": lambda s: study.length_table(s.traces),
+    "categories": _categories,
+    "timelines": _timelines,
+    "fits": lambda s: study.settings_fit(
+        s.model, s.settings_prompt_tokens, s.settings_new_tokens, s.gpus, round(s.budget_gb * 1e9)
+    ),
+    "certainty": lambda s: s.certainties[0],
+    "scores": lambda s: s.certainties[1],
+    "sweep": lambda s: study.peak_sweep(s.sweep_vocab, PEAKS, chunk=s.chunk),
+}
+TIMED = {}

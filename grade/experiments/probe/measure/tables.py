@@ -14,7 +14,6 @@ from grade.config import Config
 from grade.entropy.probe import ProbeReport
 from grade.entropy.run import ProbeRunConfig, probe_adapter
 from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
-from grade.experiments.measured import Measurements as Base
 from grade.experiments.measured import progress
 from grade.experiments.probe.measure import proposals, study
 from grade.experiments.setting import load_policy, text_sequences
@@ -58,113 +57,51 @@ class Settings(Config):
     measured_group: int = Field(4, ge=2, description="G")
     processes: int = Field(1, ge=1, description="traces that run at once")
 
-
-class Measurements(Base[Settings]):
-    """A probe of a policy in training, and document 003's proposals for its memory."""
-
-    Settings = Settings
-    tables = ("predictions", "report", "sweep", "layers", "sequences", "extremes", "precision", "phases", "traces",
-              "categories", "timelines", "effects")  # fmt: skip
-    timed = ("phase_seconds",)
-
     @cached_property
     def adapters(self) -> dict[int, Path | None]:
         """Adapters of the trained run by training step; see `study.checkpoints`."""
-        return study.checkpoints(Path(self.settings.runs_dir) / self.settings.trained_run)
+        return study.checkpoints(Path(self.runs_dir) / self.trained_run)
 
     @cached_property
     def toy(self) -> tuple[ProbeReport, Backbone]:
         """The probe of the toy task, and its policy."""
-        return study.toy_report(self.settings.probe)
+        return study.toy_report(self.probe)
 
     @cached_property
     def reports(self) -> dict[int, ProbeReport]:
         """Probes by training step."""
-        s = self.settings
-        if not s.backbone_dir:
+        if not self.backbone_dir:
             return {0: self.toy[0]}
-        places = {"backbone": s.backbone_dir, "reward": s.reward_dir, "reviews": s.reviews_dir}
-        config = s.probe.model_copy(update=places)
-        adapters = progress(self.adapters.items(), "probes")
-        return {step: probe_adapter(config, folder) for step, folder in adapters}
+        places = {"backbone": self.backbone_dir, "reward": self.reward_dir, "reviews": self.reviews_dir}
+        config = self.probe.model_copy(update=places)
+        return {step: probe_adapter(config, folder) for step, folder in progress(self.adapters.items(), "probes")}
 
     @property
     def last(self) -> ProbeReport:
         """The probe of the last training step."""
         return self.reports[max(self.reports)]
 
+    def policy(self, dtype: str) -> Backbone:
+        """The policy of the last training step."""
+        if not self.backbone_dir:
+            return self.toy[1] if dtype == "float32" else study.toy_report(self.probe, dtype)[1]
+        return Backbone.load(self.backbone_dir, dtype, None, self.adapters[max(self.adapters)])
+
     @cached_property
-    def policy(self) -> Backbone:
-        """The policy of the last training step, in float32."""
-        return self._policy("float32") if self.settings.backbone_dir else self.toy[1]
-
-    def _policy(self, dtype: str) -> Backbone:
-        if not self.settings.backbone_dir:
-            return study.toy_report(self.settings.probe, dtype)[1]
-        return Backbone.load(self.settings.backbone_dir, dtype, None, self.adapters[max(self.adapters)])
-
-    def predictions(self) -> pd.DataFrame:
-        """Every probe's figures but seconds and bytes: one row per training step."""
-        rows = [{"step": step} | {k: v for k, v in report.figures.items() if "/" not in k}
-                for step, report in self.reports.items()]  # fmt: skip
-        return pd.DataFrame(rows)
-
-    def report(self) -> dict[str, Any]:
-        """The last probe's summary: step and text."""
-        return {"step": max(self.reports), "text": self.last.as_text()}
-
-    def sweep(self) -> pd.DataFrame:
-        """Predicted and true change by training step and step size; see `study.sweep_table`."""
-        return study.sweep_table(self.reports, self.settings.probe.learning_rate)
-
-    def layers(self) -> pd.DataFrame:
-        """Predicted change by layer; see `study.parts_tables`."""
-        return study.parts_tables(self.reports)[0]
-
-    def sequences(self) -> pd.DataFrame:
-        """Predicted change by completion; see `study.parts_tables`."""
-        return study.parts_tables(self.reports)[1]
-
-    def extremes(self) -> pd.DataFrame:
-        """The last probe's completions with the lowest and highest parts; see `study.extremes_table`."""
-        return study.extremes_table(self.last, self.policy)
-
-    def precision(self) -> pd.DataFrame:
-        """The last probe's step in float32 and bfloat16; see `study.precision_table`."""
-        s = self.settings
-        policies = {"float32": self.policy, "bfloat16": self._policy("bfloat16")}
-        samples = self.last.samples.of_prompts(slice(s.narrow_prompts))
-        return study.precision_table(policies, samples, self.last.step, s.narrow_multiples)
-
-    def phases(self) -> pd.DataFrame:
-        """Peak of live bytes in each phase of the last probe, above those before it: phase, peak_bytes."""
-        return self._by_phase("peak_bytes")
-
-    def phase_seconds(self) -> pd.DataFrame:
-        """Wall time of each phase of the last probe: phase, seconds."""
-        return self._by_phase("seconds")
-
-    def _by_phase(self, quantity: str) -> pd.DataFrame:
-        rows = [(key.removeprefix(f"{quantity}/"), value) for key, value in self.last.figures.items()
-                if key.startswith(f"{quantity}/")]  # fmt: skip
-        return pd.DataFrame(rows, columns=["phase", quantity])
+    def full_policy(self) -> Backbone:
+        """The same in float32."""
+        return self.policy("float32")
 
     @cached_property
     def steps(self) -> dict[str, proposals.ProbeStepConfig]:
         """The gradient path's configurations by name."""
-        s = self.settings
-        sizes = {
-            "whole": (s.prompts, s.group),
-            "chunked": (s.prompts, s.group),
-            "streamed": (s.prompts, s.group),
-            "whole, large": (s.large_prompts, s.large_group),
-            "streamed, large": (s.large_prompts, s.large_group),
-            "streamed, small": (2, 2),
-        }
+        sizes, large = (self.prompts, self.group), (self.large_prompts, self.large_group)
+        sizes = {"whole": sizes, "chunked": sizes, "streamed": sizes, "whole, large": large, "streamed, large": large,
+                 "streamed, small": (2, 2)}  # fmt: skip
         return {
             name: proposals.ProbeStepConfig(
-                model=s.model, prompt_tokens=s.prompt_tokens, max_new_tokens=s.new_tokens,
-                microbatch_size=s.microbatch, gradient_checkpointing=True,
+                model=self.model, prompt_tokens=self.prompt_tokens, max_new_tokens=self.new_tokens,
+                microbatch_size=self.microbatch, gradient_checkpointing=True,
                 batch_size=batch, num_generations=group, way=name.split(",")[0],
             )
             for name, (batch, group) in sizes.items()
@@ -179,41 +116,69 @@ class Measurements(Base[Settings]):
     def traced(self) -> dict[str, Trace]:
         """Traces of the gradient path by name; those whose timelines are shown are of all layers."""
         others = {name: config for name, config in self.steps.items() if name not in TIMELINES}
-        traces = trace_all(others, self.settings.processes)
+        traces = trace_all(others, self.processes)
         traces |= {name: trace(self.steps[name], all_layers=True) for name in progress(TIMELINES, "traces")}
         return {name: traces[name] for name in self.steps}
 
-    def traces(self) -> pd.DataFrame:
-        """Memory of the gradient path: name, configuration, peak and step_bytes (beyond what is always there)."""
-        rows = [(name, self.labels[name], t.peak, t.step_bytes) for name, t in self.traced.items()]
-        return pd.DataFrame(rows, columns=["name", "configuration", "peak", "step_bytes"])
 
-    def categories(self) -> pd.DataFrame:
-        """Bytes at each peak by category; see `grade.experiments.traced.categories_table`."""
-        return categories_table({self.labels[name]: t for name, t in self.traced.items()})
+def _predictions(s: Settings) -> pd.DataFrame:
+    """Every probe's figures but seconds and bytes: one row per training step."""
+    rows = [{"step": step} | {k: v for k, v in report.figures.items() if "/" not in k}
+            for step, report in s.reports.items()]  # fmt: skip
+    return pd.DataFrame(rows)
 
-    def timelines(self) -> pd.DataFrame:
-        """Live bytes of two ways over a step; see `grade.experiments.traced.timelines_table`."""
-        return timelines_table({self.labels[name]: self.traced[name] for name in TIMELINES})
 
-    def effects(self) -> dict[str, Any]:
-        """What the document's proposals do, on completions that a model samples here; see `measure.proposals`."""
-        s = self.settings
-        adapter = str(Path(s.runs_dir) / s.trained_run / "adapter") if s.backbone_dir else ""
-        backbone, texts = load_policy(s.backbone_dir, adapter, s.reviews_dir)
-        prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
-        generator = torch.Generator().manual_seed(0)
-        samples = draw(backbone, prompts, s.measured_group, s.measured_new_tokens, generator)
-        coefficients = entropy_coefficients(sequence_logps(backbone, samples, s.microbatch))
-        (streamed,) = prompt_gradients(backbone, samples, [coefficients], s.microbatch)
-        held = proposals.held_gradient(backbone, samples)
-        ids = samples.ids[:, 0]
-        narrow = proposals.narrow_log_probability_error(backbone, prompts, ids)
-        return {
-            "streamed_grad_rel_diff": float((streamed.mean(0) - held).norm() / held.norm()),
-            **{f"saved_{name}": value for name, value in proposals.saved_by_log_probabilities().items()},
-            **{f"narrow_{name}": value for name, value in narrow.items()},
-            "missing_mask_error": proposals.missing_mask_error(backbone, prompts, ids, s.measured_prompt_tokens),
-            "buffer_error": proposals.proposed_buffer_error(),
-            **{f"restore_{name}": value for name, value in proposals.restore_errors().items()},
-        }
+def _precision(s: Settings) -> pd.DataFrame:
+    """The last probe's step in float32 and bfloat16; see `study.precision_table`."""
+    policies = {"float32": s.full_policy, "bfloat16": s.policy("bfloat16")}
+    samples = s.last.samples.of_prompts(slice(s.narrow_prompts))
+    return study.precision_table(policies, samples, s.last.step, s.narrow_multiples)
+
+
+def _by_phase(s: Settings, quantity: str) -> pd.DataFrame:
+    """A quantity of each phase of the last probe; bytes are above those that were live before it."""
+    rows = [(key.removeprefix(f"{quantity}/"), value) for key, value in s.last.figures.items()
+            if key.startswith(f"{quantity}/")]  # fmt: skip
+    return pd.DataFrame(rows, columns=["phase", quantity])
+
+
+def _traces(s: Settings) -> pd.DataFrame:
+    """Memory of the gradient path: name, configuration, peak and step_bytes (beyond what is always there)."""
+    rows = [(name, s.labels[name], t.peak, t.step_bytes) for name, t in s.traced.items()]
+    return pd.DataFrame(rows, columns=["name", "configuration", "peak", "step_bytes"])
+
+
+def _effects(s: Settings) -> dict[str, Any]:
+    """What the document's proposals do, on completions that a model samples here; see `measure.proposals`."""
+    adapter = str(Path(s.runs_dir) / s.trained_run / "adapter") if s.backbone_dir else ""
+    backbone, texts = load_policy(s.backbone_dir, adapter, s.reviews_dir)
+    prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
+    samples = draw(backbone, prompts, s.measured_group, s.measured_new_tokens, torch.Generator().manual_seed(0))
+    coefficients = entropy_coefficients(sequence_logps(backbone, samples, s.microbatch))
+    (streamed,) = prompt_gradients(backbone, samples, [coefficients], s.microbatch)
+    held, ids = proposals.held_gradient(backbone, samples), samples.ids[:, 0]
+    return {
+        "streamed_grad_rel_diff": float((streamed.mean(0) - held).norm() / held.norm()),
+        **{f"saved_{name}": value for name, value in proposals.saved_by_log_probabilities().items()},
+        **{f"narrow_{k}": v for k, v in proposals.narrow_log_probability_error(backbone, prompts, ids).items()},
+        "missing_mask_error": proposals.missing_mask_error(backbone, prompts, ids, s.measured_prompt_tokens),
+        "buffer_error": proposals.proposed_buffer_error(),
+        **{f"restore_{name}": value for name, value in proposals.restore_errors().items()},
+    }
+
+
+TABLES = {
+    "predictions": _predictions,
+    "report": lambda s: {"step": max(s.reports), "text": s.last.as_text()},
+    "sweep": lambda s: study.sweep_table(s.reports, s.probe.learning_rate),
+    "layers": lambda s: study.parts_tables(s.reports)[0],
+    "sequences": lambda s: study.parts_tables(s.reports)[1],
+    "extremes": lambda s: study.extremes_table(s.last, s.full_policy),
+    "precision": _precision,
+    "phases": lambda s: _by_phase(s, "peak_bytes"),
+    "traces": _traces,
+    "categories": lambda s: categories_table({s.labels[name]: t for name, t in s.traced.items()}),
+    "timelines": lambda s: timelines_table({s.labels[name]: s.traced[name] for name in TIMELINES}),
+    "effects": _effects,
+}
+TIMED = {"phase_seconds": lambda s: _by_phase(s, "seconds")}

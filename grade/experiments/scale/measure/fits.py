@@ -1,4 +1,4 @@
-"""How long the search for settings that fit takes: the command as users run it, in a process of its own."""
+"""What the leanest step needs beside its weights, and how long the search for settings that fit takes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,30 @@ import time
 
 import pandas as pd
 
+from grade.memory.decoding import quick_trace
+from grade.memory.step import StepConfig
 
-def fits_table(model: str = "qwen3-4b", budget: str = "24GiB", repeats: int = 1) -> pd.DataFrame:
-    """Run ``grade memory --fits`` and time it: settings, largest sizes, single changes, and the allocator's share.
+GIB = 2**30
 
-    Start and imports count. On a machine that is busy with other work ``cpu_seconds`` is the better number; the search
-    runs on one core.
+
+def lean_table(model: str, batch: int, tokens: int) -> pd.DataFrame:
+    """Bytes of the leanest step by phase: replay on one base in three roles, layers recomputed, reward on the table.
+
+    Columns phase, peak_bytes, weights_bytes, over_weights_gib: one row for each phase and one, ``step``, for the whole
+    step. Over its weights are adapter, optimizer, and what the step itself needs. ``tokens``: P and T.
+    """
+    traced = quick_trace(StepConfig(
+        model=model, batch_size=batch, prompt_tokens=tokens, max_new_tokens=tokens, method="ste", reward="bag",
+        gradient_checkpointing=True,
+    ))  # fmt: skip
+    parts = traced.phases | {"step": traced.categories}
+    rows = [(name, sum(bytes_of.values()), bytes_of["weights"]) for name, bytes_of in parts.items()]
+    table = pd.DataFrame(rows, columns=["phase", "peak_bytes", "weights_bytes"])
+    return table.assign(over_weights_gib=(table.peak_bytes - table.weights_bytes) / GIB)
+
+
+def fits_table(model: str, budget: str, repeats: int) -> pd.DataFrame:
+    """Seconds of ``grade memory --fits`` as users run it, in a process of its own: start and imports count.
 
     Columns run, wall_seconds, cpu_seconds (user and system), settings (rows of the table of settings), batch_size,
     max_new_tokens (the largest that fit).

@@ -1,18 +1,17 @@
-"""The tables of the experiment on scale, and the settings that they depend on.
-
-What is measured is imported where it is used: a smoke test needs only the tracer.
-"""
+"""The tables of the experiment on scale, and the settings that they depend on."""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Callable
+from typing import get_args
 
 import pandas as pd
 from pydantic import Field
 
 from grade.config import Config
-from grade.experiments.measured import Measurements as Base
 from grade.experiments.measured import read_table
+from grade.experiments.scale.measure import sampling, sharded
+from grade.experiments.scale.measure.fits import fits_table, lean_table
 from grade.memory.sharded import Sharding
 from grade.memory.step import StepConfig
 from grade.memory.trace import trace
@@ -55,79 +54,55 @@ class Settings(Config):
     sampling_file: str = Field("", description="table of an earlier timing, with TRL in it; empty: timed here")
 
 
-class Measurements(Base[Settings]):
-    """A divided base against a whole one, what fits, and samples from other engines."""
-
-    Settings = Settings
-    tables = ("fsdp2", "sharded", "gpus", "lean", "law", "training")
-    timed = ("fits", "sampling")
-
-    def fsdp2(self) -> pd.DataFrame:
-        """Every method in one process and in two, in float64, without rounding; see `sharded.fsdp2_table`."""
-        from grade.experiments.scale.measure.sharded import fsdp2_table
-
-        methods = self.settings.methods
-        return fsdp2_table(self.settings.steps, methods, "float64") if methods else _empty("fsdp2")
-
-    def sharded(self) -> pd.DataFrame:
-        """Traced against tracked peaks of two processes; see `sharded.sharded_memory_table`."""
-        from grade.experiments.scale.measure.sharded import sharded_memory_table
-
-        names = self.settings.sharded_steps
-        return sharded_memory_table(names) if names else _empty("sharded")
-
-    def gpus(self) -> pd.DataFrame:
-        """Traced peaks of one of several GPUs: columns gpus, sharding, peak, received, and a category each, bytes."""
-        s = self.settings
-        sizes: dict[str, Any] = dict(prompt_tokens=s.prompt_tokens, max_new_tokens=s.new_tokens)
-        step, rows = StepConfig(model=s.model, batch_size=s.batch, **sizes), []
-        for sharding in get_args(Sharding):
-            for gpus in s.gpus:
-                found = trace(step, processes=gpus, sharding=sharding)
-                rows.append(dict(gpus=gpus, sharding=sharding, peak=found.peak, received=found.received)
-                            | dict(found.categories))  # fmt: skip
-        return pd.DataFrame(rows)
-
-    def lean(self) -> pd.DataFrame:
-        """The lean step by phase; see `lean.lean_table`."""
-        from grade.experiments.scale.measure.lean import lean_table
-
-        return lean_table(self.settings.model, self.settings.lean_batch, *2 * (self.settings.lean_tokens,))
-
-    def law(self) -> pd.DataFrame:
-        """Chi-square of one position for each sampler; see `sampling.law_table`."""
-        from grade.experiments.scale.measure.sampling import law_table
-
-        s = self.settings
-        return law_table(s.draws, s.policy_dir, s.samplers) if s.policy_dir else _empty("law")
-
-    def training(self) -> pd.DataFrame:
-        """Training with each sampler; see `sampling.training_table`."""
-        from grade.experiments.scale.measure.sampling import training_table
-
-        s = self.settings
-        if not s.training_seeds:
-            return _empty("training")
-        return training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
-
-    def fits(self) -> pd.DataFrame:
-        """Seconds of a search for settings that fit; see `fits.fits_table`."""
-        from grade.experiments.scale.measure.fits import fits_table
-
-        s = self.settings
-        return fits_table(s.fits_model, s.fits_budget, s.fits_repeats) if s.fits_model else _empty("fits")
-
-    def sampling(self) -> pd.DataFrame:
-        """Seconds per completion of each sampler; see `sampling.sampling_seconds`."""
-        from grade.experiments.scale.measure.sampling import sampling_seconds
-
-        s = self.settings
-        if s.sampling_file:
-            return read_table(s.sampling_file.removesuffix(".csv"))
-        if not s.sampling_dir:
-            return _empty("sampling")
-        return sampling_seconds(s.sampling_batches, s.sampling_repeats, s.sampling_dir)
+def _gpus(s: Settings) -> pd.DataFrame:
+    """Traced peaks of one of several GPUs: columns gpus, sharding, peak, received, and a category each, bytes."""
+    step = StepConfig(model=s.model, batch_size=s.batch, prompt_tokens=s.prompt_tokens, max_new_tokens=s.new_tokens)
+    rows = []
+    for sharding in get_args(Sharding):
+        for gpus in s.gpus:
+            traced = trace(step, processes=gpus, sharding=sharding)
+            rows.append(dict(gpus=gpus, sharding=sharding, peak=traced.peak, received=traced.received)
+                        | dict(traced.categories))  # fmt: skip
+    return pd.DataFrame(rows)
 
 
-def _empty(table: str) -> pd.DataFrame:
-    return pd.DataFrame(columns=_COLUMNS[table].split())
+def _sampling(s: Settings) -> pd.DataFrame | None:
+    """Seconds per completion of each sampler; see `sampling.sampling_seconds`."""
+    if s.sampling_file:
+        return read_table(s.sampling_file.removesuffix(".csv"))
+    return sampling.sampling_seconds(s.sampling_batches, s.sampling_repeats, s.sampling_dir) if s.sampling_dir else None
+
+
+def _or_empty(name: str, measure: Callable[[Settings], pd.DataFrame | None]) -> Callable[[Settings], pd.DataFrame]:
+    """A table without rows where the settings have none."""
+
+    def table(s: Settings) -> pd.DataFrame:
+        rows = measure(s)
+        return pd.DataFrame(columns=_COLUMNS[name].split()) if rows is None else rows
+
+    return table
+
+
+TABLES = {
+    # In float64, without rounding.
+    "fsdp2": _or_empty("fsdp2", lambda s: sharded.fsdp2_table(s.steps, s.methods, "float64") if s.methods else None),
+    "sharded": _or_empty(
+        "sharded", lambda s: sharded.sharded_memory_table(s.sharded_steps) if s.sharded_steps else None
+    ),
+    "gpus": _gpus,
+    "lean": lambda s: lean_table(s.model, s.lean_batch, s.lean_tokens),
+    "law": _or_empty(
+        "law", lambda s: sampling.law_table(s.draws, s.policy_dir, s.samplers) if s.policy_dir else None
+    ),
+    "training": _or_empty(
+        "training",
+        lambda s: sampling.training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
+        if s.training_seeds else None,
+    ),
+}  # fmt: skip
+TIMED = {
+    "fits": _or_empty(
+        "fits", lambda s: fits_table(s.fits_model, s.fits_budget, s.fits_repeats) if s.fits_model else None
+    ),
+    "sampling": _or_empty("sampling", _sampling),
+}

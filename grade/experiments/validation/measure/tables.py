@@ -11,7 +11,6 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.experiments.enumeration import random_direction, random_prompts, tiny_policy
-from grade.experiments.measured import Measurements as Base
 from grade.experiments.measured import progress
 from grade.experiments.validation.measure import study
 from grade.models.backbone import Backbone
@@ -33,48 +32,28 @@ class Settings(Config):
     importance_group: int = Field(64, ge=2, description="completions of each prompt")
     importance_repetitions: int = Field(10, ge=2, description="draws")
 
-
-class Measurements(Base[Settings]):
-    """The probe's estimators against every enumerated completion of a tiny random GPT-2 in float64."""
-
-    Settings = Settings
-    tables = ("first_order", "coverage", "importance")
-
     @cached_property
-    def policy(self) -> Backbone:
-        """The policy."""
-        return tiny_policy()
+    def subject(self) -> tuple[Backbone, PromptBatch, int, Tensor]:
+        """Policy, two prompts, T, and the direction of the update."""
+        policy = tiny_policy()
+        return policy, random_prompts(policy, 2), self.completion_tokens, random_direction(policy)
 
-    @cached_property
-    def prompts(self) -> PromptBatch:
-        """Two prompts."""
-        return random_prompts(self.policy, 2)
 
-    @cached_property
-    def vector(self) -> Tensor:
-        """The direction of the update."""
-        return random_direction(self.policy)
+def _coverage(s: Settings) -> pd.DataFrame:
+    """Coverage of the U-statistic's intervals; see `study.coverage`."""
+    policy, _, length, _ = s.subject
+    return pd.DataFrame(
+        {"B": b, "repetitions": s.repetitions}
+        | study.coverage(policy, length, b, s.coverage_group, s.repetitions, s.coverage_pool)
+        for b in progress(s.coverage_prompts, "coverage")
+    )
 
-    def first_order(self) -> pd.DataFrame:
-        """Predicted and true change against step size; see `study.first_order_table`."""
-        return study.first_order_table(
-            self.policy, self.prompts, self.settings.completion_tokens, self.vector, self.settings.etas
-        )
 
-    def coverage(self) -> pd.DataFrame:
-        """Coverage of the U-statistic's intervals; see `study.coverage`. Columns also B and repetitions."""
-        s = self.settings
-        return pd.DataFrame(
-            {"B": b, "repetitions": s.repetitions}
-            | study.coverage(self.policy, s.completion_tokens, b, s.coverage_group, s.repetitions, s.coverage_pool)
-            for b in progress(s.coverage_prompts, "coverage")
-        )
-
-    def importance(self) -> pd.DataFrame:
-        """Importance sampling against the true change; see `study.importance_table`. Column also repetitions."""
-        s = self.settings
-        table = study.importance_table(
-            self.policy, self.prompts, s.completion_tokens, self.vector, s.importance_etas, s.importance_group,
-            s.importance_repetitions,
-        )  # fmt: skip
-        return table.assign(repetitions=s.importance_repetitions)
+TABLES = {
+    "first_order": lambda s: study.first_order_table(*s.subject, s.etas),
+    "coverage": _coverage,
+    "importance": lambda s: study.importance_table(
+        *s.subject, s.importance_etas, s.importance_group, s.importance_repetitions
+    ).assign(repetitions=s.importance_repetitions),
+}
+TIMED = {}
