@@ -70,9 +70,9 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
     check_length(backbone, prompts.ids.shape[1] + config.max_new_tokens)
     estimator, eos = ESTIMATORS[config.estimator], backbone.eos_token_ids
     rows = []  # of each step: token, whether it counts, support, noise, embedding
-    alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
     with backbone.merged(), skinny_products(backbone.embedding_weight):
         state = Decoder(backbone, prompts)
+        alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
         for step in range(config.max_new_tokens):
             logits = forbid_eos(state.logits(), None, step, config.min_new_tokens, eos)  # [B, V]
             support, noise = estimator.draw(logits, config, generator)  # [B, K]
@@ -88,8 +88,9 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
             alive = alive & ~is_eos(token, eos)
             if step + 1 < config.max_new_tokens:
                 state.advance(e)
-    ids, mask, *others = (torch.stack(values, 1) for values in zip(*rows, strict=True))
-    return Rollout(prompts, ids, mask.long(), *others)
+        # Within: the phase of a traced step is the rollout's until here.
+        ids, mask, *others = (torch.stack(values, 1) for values in zip(*rows, strict=True))
+        return Rollout(prompts, ids, mask.long(), *others)
 
 
 @torch.no_grad()
