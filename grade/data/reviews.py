@@ -145,7 +145,7 @@ def _rows(config: DataConfig, raw_dir: Path) -> list[Review]:
         if column not in frame.columns:
             raise InputError(f"column of {config.source}", column, f"one of {', '.join(map(str, frame.columns))}")
     texts, labels = frame[config.text_column].fillna("").astype(str), frame[config.label_column]
-    rows = [Review(clean(text), _label(label, config)) for text, label in zip(texts, labels, strict=True)]
+    rows = [Review(_clean(text), _label(label, config)) for text, label in zip(texts, labels, strict=True)]
     if not any(review.text for review in rows):
         raise InputError("text_column", config.text_column, f"a column of {config.source} that is not empty")
     if len({review.label for review in rows}) < 2:
@@ -175,10 +175,10 @@ def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
     return reviews
 
 
-def clean(text: str) -> str:
+def _clean(text: str) -> str:
     r"""Plain text on one line: no HTML breaks or entities, no control characters, single spaces, Unicode form NFC.
 
-    >>> clean("A caf&eacute;<br /><br />and  it\x92s &quot;good&quot;")
+    >>> _clean("A caf&eacute;<br /><br />and  it\x92s &quot;good&quot;")
     'A café and it’s "good"'
     """
     text = html.unescape(_BREAK.sub(" ", text)).translate(_CP1252)

@@ -80,7 +80,7 @@ def pretrain(
         seconds = time.perf_counter() - start
         chosen = torch.randperm(len(test_windows), generator=torch.Generator().manual_seed(config.seed))
         chosen = test_windows[chosen[: config.eval_windows]]
-        metrics = heldout_loss(model, tokenizer, chosen) | {
+        metrics = _heldout_loss(model, tokenizer, chosen) | {
             "train/nats_per_token": final,
             "parameters": sum(p.numel() for p in model.parameters()),
             "vocab_size": len(tokenizer),
@@ -176,7 +176,7 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
         Muon(matrices, lr=config.muon_lr),
         torch.optim.AdamW(others, lr=config.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: schedule(s, config)) for o in optimizers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: _schedule(s, config)) for o in optimizers]
     order = torch.zeros(0, dtype=torch.long)
     losses = []
     model.train()
@@ -184,7 +184,7 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
         while len(order) < config.batch_size:
             order = torch.cat([order, torch.randperm(len(windows), generator=generator)])
         batch, order = windows[order[: config.batch_size]], order[config.batch_size :]
-        loss = window_nats(model, batch).mean()
+        loss = _window_nats(model, batch).mean()
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -199,30 +199,30 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
     return float(np.mean(losses[-max(1, config.steps // 10) :]))
 
 
-def schedule(step: int, config: PretrainConfig) -> float:
+def _schedule(step: int, config: PretrainConfig) -> float:
     """Factor of the learning rate at a step, from 0: up over `warmup_steps`, 1, down to 0 over the second half.
 
     >>> config = PretrainConfig(steps=100, warmup_steps=10)
-    >>> [schedule(s, config) for s in (0, 9, 50, 75, 99)]
+    >>> [_schedule(s, config) for s in (0, 9, 50, 75, 99)]
     [0.1, 1.0, 1.0, 0.5, 0.02]
     """
     return min(1.0, (step + 1) / max(1, config.warmup_steps), (config.steps - step) / (config.steps / 2))
 
 
-def window_nats(model: PreTrainedModel, windows: Tensor) -> Tensor:
+def _window_nats(model: PreTrainedModel, windows: Tensor) -> Tensor:
     """Negative log-likelihood in nats [B, L] of each target of windows [B, L + 1]."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none").view(len(windows), -1)
 
 
 @torch.no_grad()
-def heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch_size: int = 64) -> dict[str, float]:
+def _heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch_size: int = 64) -> dict[str, float]:
     """``test/nats_per_token`` and ``test/nats_per_char`` over windows [n, L + 1], with ``_stderr`` and ``_n``.
 
     Each window is an independent sample; a character that is cut by a window's edge counts as one.
     """
     model.eval()
-    nats = torch.cat([window_nats(model, part).sum(-1) for part in windows.split(batch_size)]).double().numpy()
+    nats = torch.cat([_window_nats(model, part).sum(-1) for part in windows.split(batch_size)]).double().numpy()
     chars = [len(text) for text in tokenizer.batch_decode(windows[:, 1:], skip_special_tokens=True)]
     token = Estimate.of(nats / (windows.shape[1] - 1))
     mean, stderr = ratio_estimate(nats, np.array(chars, float))

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from grade.errors import InputError
+from grade.errors import InputError, file_error, reading
 from grade.models.backbone import errors_only
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
@@ -119,7 +119,7 @@ class TextClassifier(Reward):
         try:
             return self.tokenizer.apply_chat_template(chat, tokenize=False)
         except Exception as error:  # no template, or one that refuses: jinja has classes of its own
-            allowed = f"a classifier whose tokenizer has a chat template for them ({_first_line(error)})"
+            allowed = f"a classifier whose tokenizer has a chat template for them ({file_error(error)})"
             raise InputError(f"reward {self.name!r}, row {row}: messages", list(chat)[-1], allowed) from None
 
     def logits(self, rows: list[list[int]]) -> Tensor:
@@ -144,13 +144,10 @@ def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[Pr
     """
     allowed = "a folder or hub id of a sequence classifier with safetensors weights, a tokenizer and no remote code"
     logging.disable_progress_bar()
-    try:
-        with errors_only():
-            model, info = AutoModelForSequenceClassification.from_pretrained(
-                source, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-            )
-    except Exception as error:  # transformers raises a dozen types, which mean the same to the user
-        raise InputError("reward", source, f"{allowed} ({_first_line(error)})") from None
+    with reading("reward", source, allowed), errors_only():
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            source, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
     tokenizer = load_tokenizer(source)
     missing = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
     if missing:
@@ -165,15 +162,8 @@ def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[Pr
 def load_tokenizer(source: str) -> Any:
     """The tokenizer of a classifier."""
     allowed = "a classifier with its tokenizer, or a processing class for it"
-    try:
+    with reading("reward: tokenizer", source, allowed):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # as above
-        raise InputError("reward: tokenizer", source, f"{allowed} ({_first_line(error)})") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without any
         raise InputError("reward: tokenizer", source, f"{allowed} (its files are missing)")
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

