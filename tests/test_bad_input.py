@@ -1,79 +1,264 @@
 """Bad input is one line on stderr and exit code 2, for every command; nothing is written, nothing hangs.
 
-The table is in bad_input_cases.py. By default a fixed sample runs, some cases of each command; ``make test-all`` runs
-all of them.
+A case is a good run of a command with one thing spoilt: an option, a setting or a file.
 """
 
 import importlib
 import json
 import os
+import pickle
+import shlex
+import shutil
+import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from bad_input_cases import CASES, FIFO, YAML, sample
-from bad_input_server import SECONDS
+from conftest import save_toy_base
 
 from grade.cli.main import COMMANDS, main
 from grade.config import parse_yaml
 from grade.data.prompts import load_prompts
-from grade.data.reviews import load_reviews
+from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import FILE_ERRORS, file_error, is_file_error, require_file
-from grade.experiments.claims import Claim, to_markdown
-from grade.pipeline.params import profiles
+from grade.training.toy import toy_reviews
 
-ALL = os.environ.get("GRADE_ALL_CASES") == "1"
-EACH = 3
-"""Cases of each command in the sample."""
-MOST_BYTES = 2**30
-"""Memory beyond that of the warm process: none of the good runs needs a tenth of it."""
-HERE = Path(__file__).parent
+SECONDS = 60
+"""A case that takes longer hangs: on a named pipe, an endless device."""
+
+REWARDS = """
+number = 3
+
+def length(completions, **columns):
+    return [len(text) / 10 for text in completions]
+
+def raises(completions, **columns):
+    raise KeyError("oh\\nno")
+
+def nan(completions, **columns):
+    return [float("nan")] * len(completions)
+
+def short(completions, **columns):
+    return [1.0]
+
+def none(completions, **columns):
+    return None
+
+def words(completions, **columns):
+    return ["good"] * len(completions)
+
+def needs_more(completions, missing):
+    return [1.0] * len(completions)
+
+def leaves(completions, **columns):
+    raise SystemExit(3)
+
+async def late(completions, **columns):
+    raise RuntimeError("too late")
+"""
+TRAIN = {
+    "model": "base", "train_dataset": "prompts.jsonl", "eval_dataset": "held_out.jsonl", "reward": "rewards.py:length",
+    "method": "rloo", "lora": {"r": 2, "alpha": 4}, "max_steps": 1, "per_device_train_batch_size": 4,
+    "num_generations": 2, "max_completion_length": 4, "use_cpu": True, "samples": 1, "report_to": "none", "seed": 0,
+    "kl_eval_prompts": 2, "final_eval_prompts": 4,
+}  # fmt: skip
+NOTEBOOK = {
+    "cells": [
+        {"cell_type": "code", "execution_count": None, "id": "a", "metadata": {"tags": ["parameters"]}, "outputs": [],
+         "source": "seed = 0\nrate = 0.1\nnames = ['a']"},
+    ],
+    "metadata": {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}},
+    "nbformat": 4, "nbformat_minor": 5,
+}  # fmt: skip
+GOOD = {
+    "train": "--config train.yaml --output-dir out",
+    "evaluate": "--config train.yaml --adapter run/adapter",
+    "generate": "--backbone base --prompt film --max-new-tokens 2",
+    "show": "run",
+    "merge": "run merged",
+    "probe": "--output report.json --set backbone=base --set reward=bag --set reviews=reviews",
+    "memory": "--set model=tiny --set max_new_tokens=2 --set prompt_tokens=2 --set gumbel_topk=8",
+    "bench": "memory --output bench.json --set models=[tiny] --set steps=[5]",
+    "fetch": "--output-dir fetched",
+    "data": "--raw-dir raw --output-dir splits --set source=reviews.csv",
+    "backbone": "--raw-dir raw --reviews reviews --output-dir made --set source=tiny",
+    "pretrain": "--reviews reviews --output-dir made --metrics metrics.json",
+    "gold": "--reviews reviews --output-dir made --metrics metrics.json",
+    "reward": "--kind bag --backbone base --reviews reviews --output-dir made --metrics metrics.json",
+    "peers": "--output-dir made --set model=base --set reward=bag --set gold=judge.npz --set reviews=reviews",
+    "measure": "validation --output-dir made",
+    "notebook": "small.ipynb executed.ipynb",
+    "repro": "--dry", "results": "", "check": "", "publish": "",
+}  # fmt: skip
+assert set(GOOD) == set(COMMANDS)
+CONFIGURED = ("train", "probe", "memory", "bench", "fetch", "data", "backbone", "pretrain", "reward", "peers",
+              "measure")  # fmt: skip
+
+BINARY = bytes(range(256)) * 8
+FIFO, DIRECTORY, ENDLESS = os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")
+DEEP = "[" * 20_000
+YAML = {
+    "duplicate keys": "seed: 1\nseed: 2\n", "duplicate nested keys": "lora: {r: 2, r: 4}\n",
+    "a sexagesimal number": "seed: 1:30\n", "an impossible date": "seed: 2024-13-45\n", "a circle": "seed: &a [*a]\n",
+    "an unknown alias": "seed: *a\n", "nested too deeply": f"seed: {DEEP}\n", "a tab": "seed:\t- 1\n\t- 2\n",
+    "an object": "seed: !!python/object/apply:os.getcwd []\n", "another encoding": "seed: é\n".encode("latin-1"),
+    "a list": "[1, 2]\n", "a text": "seed\n", "a number of thousands of digits": f"seed: {'1' * 5000}\n",
+    "over a missing file": "over: nowhere.yaml\n", "over itself": "over: bad.yaml\n",
+    "an infinite number": "beta: .inf\n",
+}  # fmt: skip
+STATES = {"missing": None, "empty": "", "a directory": DIRECTORY, "a FIFO": FIFO, "binary": BINARY}
+
+
+def cases():
+    """Command, further words, what the line names, and files that are replaced."""
+    yield "", "", "command", {}
+    yield "trian", "", "invalid choice", {}
+    for command in COMMANDS:
+        yield command, "--no-such-option", "--no-such-option", {}
+    for command in CONFIGURED:
+        yield command, "--set no_such_key=1", "no_such_key", {}
+        yield command, "--set seed", "--set", {}
+        yield command, "--config nowhere.yaml", "nowhere.yaml", {}
+    for title, content in YAML.items():
+        yield "train", f"--config bad.yaml # {title}", "", {"bad.yaml": content}
+    for state, content in STATES.items():
+        for command, file in (
+            ("train", "train.yaml"), ("train", "prompts.jsonl"), ("train", "rewards.py"),
+            ("gold", "reviews/gold.jsonl"), ("evaluate", "held_out.jsonl"),
+            ("notebook", "small.ipynb"), ("generate", "base/config.json"),
+            ("evaluate", "run/adapter/adapter_config.json"), ("merge", "run/adapter/adapter_model.safetensors"),
+            ("generate", "base/tokenizer.json"), ("generate", "base/model.safetensors"), ("data", "reviews.csv"),
+            ("results", "params/cpu/suite.yaml"),
+        ):  # fmt: skip
+            names = "base" if file.startswith("base") else "adapter" if "adapter" in file else Path(file).name
+            says = "" if "suite" in file or "rewards" in file or state == "empty" else names
+            yield command, f"# {file} {state}", says, {file: content}
+        if state not in ("missing", "empty"):
+            yield "train", f"--reward bag # {state}", "bag", {"bag/reward.json": content}
+        if state != "missing":
+            yield "show", f"# {state}", "run.json", {"run/run.json": content}
+    yield "train", "--config bad.yaml # endless", "bad.yaml", {"bad.yaml": ENDLESS}
+    for text in (
+        "seed=4294967296", "seed=-1", "max_steps=0", "max_steps=two", "method=stee", "lora.r=0", "lora=3",
+        "lora.target_modules=[nothing]", "num_generations=3", "min_completion_length=9",
+        "report_to=nothing", "learning_rate=-1.0", "learning_rate=.nan", "beta={a: 1}", "optim=sgdd", "model=nowhere",
+    ):  # fmt: skip
+        yield "train", f"--set '{text}'", text.partition("=")[0].partition(".")[0], {}
+    for text in ("train_dataset=nowhere.jsonl", "gold=nowhere.npz", "gold=base", "eval_dataset=rewards.py",
+                 "max_completion_length=100000"):  # fmt: skip
+        yield "train", f"--set {text}", "" if text.endswith("0") else text.partition("=")[2], {}
+    for name in ("raises", "nan", "short", "none", "words", "needs_more", "leaves", "late", "number", "nothing", ""):
+        yield "train", f"--reward rewards.py:{name}", "", {}
+    for text in ("nowhere", "nowhere.py:f", "no_such_module:f", "os:path", ":f", "hf:nowhere", "run"):
+        yield "train", f"--reward {text}", "reward", {}
+    for content in ("def f(:\n", "1 / 0\n", "raise SystemExit\n"):
+        yield "train", "--reward bad.py:f", "bad.py", {"bad.py": content}
+    for name, content in {
+        "a.jsonl": "prompt\n", "b.jsonl": '{"text": "a"}\n', "c.jsonl": '{"prompt": 3}\n',
+        "d.jsonl": '{"prompt": ""}\n',
+        "e.jsonl": '{"prompt": [{"content": "a"}]}\n', "a.json": "3", "a.csv": "a,b\n1,2\n",
+        "a.parquet": "x", "a.txt": "x",
+    }.items():  # fmt: skip
+        yield "train", f"--set train_dataset={name}", "", {name: content}
+    yield "train", "--output-dir run --resume --set seed=1", "seed", {}
+    yield "train", "--output-dir run --resume", "", {"run/run.json": '{"settings": {}, "inputs": {}, "code": "x"}'}
+    for command, text in (
+        ("generate", "--temperature nan"), ("generate", "--max-new-tokens 0"), ("generate", "--seed 4294967296"),
+        ("generate", "--samples 0"), ("generate", "--prompt ''"), ("generate", "--adapter nowhere"),
+        ("evaluate", "--prompts 1"), ("show", "--rows 0"), ("show", "--columns no"), ("merge", "--dtype int8"),
+        ("memory", "--fits '12 parsecs'"), ("memory", "--gpus 0"), ("memory", "--batch-size -1"),
+        ("memory", "--method x"), ("memory", "--model nowhere"), ("bench", "--device tpu"),
+        ("reward", "--kind bagg"), ("repro", "--jobs 0"),
+        ("results", "--profile nowhere"), ("check", "--profile ../params/cpu"), ("data", "--set label_column=no"),
+        ("data", "--set test_size=100000"), ("pretrain", "--set heads=3"), ("backbone", "--set source=nowhere"),
+        ("reward", "--set bag.epochs=0"), ("probe", "--set reward=nowhere"), ("bench", "--set steps=[99]"),
+        ("peers", "--set methods=[ste]"), ("measure", "--set repetitions=1"), ("notebook", "--set rate=x"),
+        ("notebook", "--set no=1"), ("notebook", "--set names=[1]"), ("notebook", "--params nowhere.yaml"),
+    ):  # fmt: skip
+        yield command, text, "", {}
+    yield "data", "# two columns", "", {"reviews.csv": "text\na\n"}
+    yield "gold", "# a text of 3", "gold.jsonl", {"reviews/gold.jsonl": '{"text": 3, "label": 1}\n'}
+    yield "train", "--set gold=judge.npz # a pickle", "judge.npz", {"judge.npz": pickle.dumps({"terms": 1})}
+    yield "probe", "--optimizer-state state.pt", "state.pt", {"state.pt": pickle.dumps(print)}
+    pickled = {"run/adapter/adapter_model.safetensors": None, "run/adapter/adapter_model.bin": pickle.dumps({"a": 1})}
+    yield "generate", "--adapter run/adapter # a pickle", "", pickled
+    yield "generate", "# another kind of model", "base", {"base/config.json": '{"model_type": "no_such"}'}
+    yield "notebook", "# no parameters", "small.ipynb", {"small.ipynb": json.dumps(NOTEBOOK | {"cells": []})}
+
+
+CASES = list(cases())
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Sends a case to the warm process and returns its result."""
-    root = tmp_path_factory.mktemp("bad_input")
-    command = [sys.executable, str(HERE / "bad_input_server.py"), str(root / "project"), str(root / "copy")]
-    with (
-        open(root / "log", "w") as log,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
-
-        def answer():
-            line = process.stdout.readline()
-            assert line, (root / "log").read_text()[-2000:]
-            return json.loads(line)
-
-        def run(name):
-            process.stdin.write(json.dumps(name) + "\n")
-            process.stdin.flush()
-            return answer()
-
-        assert answer() == "ready"
-        yield run
-        process.stdin.close()  # the end of its input ends it
-
-
-def test_the_table_covers_every_command():
-    counts = {command: sum(name.startswith(f"{command}:") for name in CASES) for command in COMMANDS}
-    assert min(counts.values()) >= 10 and sum(counts.values()) >= 300, counts
-    assert len(sample(EACH)) >= 60
+def project(tmp_path_factory):
+    """A small project on which every command can run."""
+    root = tmp_path_factory.mktemp("bad_input") / "project"
+    root.mkdir()
+    task = save_toy_base(root / "base")
+    task.reward_model.save(root / "bag")
+    task.judge.save(root / "judge.npz")
+    (root / "reviews").mkdir()
+    for seed, split in enumerate(("reward", "policy", "validation", "test", "gold")):
+        rows = [review._asdict() | {"prompt": prompt_text(review.text)} for review in toy_reviews(40, seed)]
+        (root / f"reviews/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("prompts", "held_out"):
+        rows = [{"prompt": f"The film {i} was", "answer": "x"} for i in range(8)]
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reviews = "".join(f"{review.text} {i},{review.label}\n" for i, review in enumerate(toy_reviews(300)))
+    (root / "reviews.csv").write_text(f"text,label\n{reviews}")
+    (root / "rewards.py").write_text(REWARDS)
+    (root / "train.yaml").write_text(json.dumps(TRAIN))  # JSON is YAML
+    (root / "small.ipynb").write_text(json.dumps(NOTEBOOK))
+    (root / "params/cpu").mkdir(parents=True)
+    for name in ("dvc.yaml", "params/cpu/suite.yaml"):
+        shutil.copy(Path(__file__).parents[1] / name, root / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert main(["train", "--config", "train.yaml", "--output-dir", "run"]) == 0
+    return root
 
 
-@pytest.mark.parametrize("name", list(CASES) if ALL else sample(EACH))
-def test_it_is_one_line_and_nothing_else(server, name):
-    case, result = CASES[name], server(name)
-    assert result["code"] == 2, result
-    (line,) = result["lines"]
-    command = next((f" {word}" for word in case.words if word in COMMANDS), "")
-    assert line.startswith(f"grade{command}: ")
-    assert case.says in line
-    assert result["written"] == []
-    assert result["seconds"] <= SECONDS and result["bytes"] <= MOST_BYTES
+def put(path, content):
+    """Replace what is there: by text, bytes, None (nothing), or what a function of the path makes."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if callable(content):
+        content(path)
+    elif content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def snapshot(folder):
+    """Every file with its size and time of change."""
+    about = {path: os.lstat(path) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    return {path: (a.st_mode, a.st_size, a.st_mtime_ns) for path, a in about.items() if not stat.S_ISDIR(a.st_mode)}
+
+
+@pytest.mark.parametrize("command, more, says, files", CASES, ids=lambda value: str(value)[:60].replace("/", "|"))
+def test_it_is_one_line_and_nothing_else(command, more, says, files, project, tmp_path, monkeypatch, capfd):
+    folder = tmp_path / "project"
+    shutil.copytree(project, folder)
+    monkeypatch.chdir(folder)
+    for name, content in files.items():
+        put(folder / name, content)
+    before = snapshot(folder)
+
+    def late(number, frame):
+        raise AssertionError(f"not done after {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    capfd.readouterr()
+    try:
+        words = shlex.split(f"{command} {GOOD.get(command, '')} {more}", comments=True)
+        code = main(words)
+    except SystemExit as stopped:  # argparse's
+        code = stopped.code
+    finally:
+        signal.alarm(0)
+    lines = capfd.readouterr().err.splitlines()
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith(f"grade {command}: " if command in COMMANDS else "grade: ") and says in lines[0], lines
+    assert snapshot(folder) == before
 
 
 @pytest.mark.parametrize("name", FILE_ERRORS)
@@ -83,47 +268,28 @@ def test_an_exception_that_is_reported_in_a_line_exists_and_is_recognised(name):
     assert is_file_error(kind.__new__(kind))
 
 
-def test_a_mistake_in_the_code_keeps_its_traceback(monkeypatch, tmp_path):
+def test_a_mistake_in_the_code_keeps_its_traceback_and_an_error_of_the_file_system_names_the_file(monkeypatch, capsys):
     def broken(args):
         raise mistake
 
     monkeypatch.setattr("grade.cli.runs.run_show", broken)
     for mistake in (TypeError("x"), ValueError("x"), KeyError("x"), AttributeError("x"), RuntimeError("x")):
         with pytest.raises(type(mistake)):
-            main(["show", str(tmp_path)])
-
-
-def test_an_error_of_the_file_system_names_the_file(monkeypatch, capsys):
-    def missing(args):
-        open("no/such/file")
-
-    monkeypatch.setattr("grade.cli.runs.run_show", missing)
+            main(["show", "x"])
+    monkeypatch.setattr("grade.cli.runs.run_show", lambda args: open("no/such/file"))
     assert main(["show", "x"]) == 2
     assert capsys.readouterr().err == "grade show: no/such/file: No such file or directory\n"
     assert "\n" not in file_error(OSError("a\nb")) and len(file_error(EOFError("x" * 10_000))) < 600
 
 
-@pytest.mark.parametrize("title", [title for title, text in YAML.items() if isinstance(text, str)])
-def test_yaml_with_two_meanings_or_none_is_refused(title):
-    accepted = ("a date", "an infinite number", "a list", "a text", "bytes", "a key that is a number",
-                "a key that is null")  # fmt: skip
-    if title in accepted or title.startswith("over"):  # refused where it is used
-        parse_yaml(YAML[title])
-        return
-    with pytest.raises(yaml.YAMLError):
-        parse_yaml(YAML[title])
+def test_yaml_means_what_it_does_to_dvc():
+    from dvc.utils.serialize import load_yaml
 
-
-def test_yaml_that_is_accepted_means_what_it_always_did():
-    root = HERE.parent
-    for path in root.glob("params/*/*.yaml"):
-        assert parse_yaml(path.read_text()) == yaml.safe_load(path.read_text())
-    assert profiles(root)
-    text = "base: &b {a: 1, c: 2}\nother: {<<: *b, a: 3}\ntime: '1:30'\nlist: [*b, *b]\n"
-    assert parse_yaml(text) == yaml.safe_load(text)
-    assert parse_yaml("") is None and parse_yaml("a: [1_000, 0x1f, yes, 2024-01-02]") == yaml.safe_load(
-        "a: [1_000, 0x1f, yes, 2024-01-02]"
-    )
+    for path in Path(__file__).parents[1].glob("params/*/*.yaml"):
+        assert parse_yaml(path.read_text()) == load_yaml(str(path))
+    text = "base: &b {a: 1, c: 2}\nother: {<<: *b, a: 3}\nlist: [*b, 1e-5, 0x1f, 1:30, yes]\n"
+    assert parse_yaml(text)["list"] == [{"a": 1, "c": 2}, 1e-5, 31, "1:30", "yes"]
+    assert parse_yaml(text)["other"] == {"a": 3, "c": 2} and parse_yaml("") is None
 
 
 def test_a_pipe_of_the_shell_may_be_read_and_a_named_one_may_not(tmp_path):
@@ -134,13 +300,9 @@ def test_a_pipe_of_the_shell_may_be_read_and_a_named_one_may_not(tmp_path):
         assert require_file(f"/dev/fd/{reading}").read_text() == "seed: 3\n"
     finally:
         os.close(reading)
-    FIFO(tmp_path / "pipe")
-    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a file"):
         require_file(tmp_path / "pipe")
-    with pytest.raises(IsADirectoryError):
-        require_file(tmp_path)
-    assert require_file(os.devnull).read_text() == ""
 
 
 def test_a_line_separator_in_a_text_ends_no_line_of_json(tmp_path):
@@ -150,9 +312,3 @@ def test_a_line_separator_in_a_text_ends_no_line_of_json(tmp_path):
     path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [row["prompt"] for row in load_prompts(path)] == [text]
     assert [review.text for review in load_reviews(tmp_path, "gold")] == [text]
-
-
-def test_claims_show_their_text_and_are_no_html():
-    row = Claim("000", "x <b>bold</b> & &lt;", "<script>", 1.0, "MB", "derived", "refuted", "8 -> 4, >99%, a < b")
-    line = to_markdown([row]).splitlines()[2]
-    assert "x &lt;b>bold&lt;/b> & &amp;lt;" in line and "&lt;script>" in line and "8 -> 4, >99%, a < b" in line
