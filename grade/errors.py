@@ -111,12 +111,19 @@ def file_error(error: BaseException) -> str:
     return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
 
 
+BAD_CONTENT = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)  # the last: torch
+"""What parsers and constructors raise, besides `FILE_ERRORS`."""
+
+
 @contextmanager
-def reading(field: str, place: str | Path, allowed: str) -> Iterator[None]:
+def reading(
+    field: str, place: str | Path, allowed: str, kinds: type[Exception] | tuple[type[Exception], ...] = BAD_CONTENT
+) -> Iterator[None]:
     """Turn whatever a library raises for bad content into one line that names field, file and reason.
 
     For a block that reads and parses a single input and computes nothing else: there a `LookupError`, a `TypeError` or
-    a `ValueError` also means bad content.
+    a `ValueError` also means bad content. With ``kinds`` ``Exception`` it serves code of others that raises anything: a
+    model's, PEFT's, a chat template's. A lack of memory stays what it is.
 
     >>> with reading("reward", "r.json", "a reward's settings"):
     ...     {}["kind"]
@@ -125,10 +132,8 @@ def reading(field: str, place: str | Path, allowed: str) -> Iterator[None]:
     """
     try:
         yield
-    except InputError:
-        raise
     except Exception as error:
-        kinds = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)  # the last: torch
-        if not is_file_error(error) and not isinstance(error, kinds):
+        memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's RuntimeError
+        if isinstance(error, InputError) or memory or not (is_file_error(error) or isinstance(error, kinds)):
             raise
         raise InputError(field, str(place), f"{allowed} ({file_error(error)})") from error

@@ -136,7 +136,7 @@ def continued_adapter(model: PeftModel) -> PeftModel:
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
-    """Put an adapter that `save_adapter` or PEFT saved on a frozen base, which is changed in place.
+    """Put an adapter that `Backbone.save_adapter` or PEFT saved on a frozen base, which is changed in place.
 
     The wrapped model is trainable and in eval mode.
 
@@ -145,30 +145,19 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     """
     refuse_adapted(model)
     _check_files(model, folder)
-    try:
-        with _bare_after_errors(model), warnings.catch_warnings(action="ignore"):  # PEFT's on what is checked here
-            config = PeftConfig.from_pretrained(str(folder))
-            known = {field.name for field in dataclasses.fields(config)}
-            for name, value in json.loads((Path(folder) / ADAPTER_FILES[0]).read_text("utf-8")).items():
-                if name not in known and value and isinstance(config, LoraConfig):
-                    raise InputError(f"adapter: {name}", value, "a setting that this version of PEFT knows")
-            _check_settings(config)
-            _check_targets(model, config)
-            peft = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=True, use_safetensors=True)
-            _check_tensors(peft, folder)
-            return _checked(peft)
-    except (InputError, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # PEFT, re and safetensors raise many types, which mean the same to the user
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = next((line.strip() for line in lines if "size mismatch" in line), lines[0])
-        raise InputError("adapter", str(folder), f"{_FITS} ({reason})") from None
-
-
-def save_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Write an adapter as PEFT does (safetensors and ``adapter_config.json``), and which base it belongs to."""
-    model.save_pretrained(str(folder))
-    write_fingerprint(model, folder)
+    # PEFT warns of what is checked here; with re and safetensors it raises many types that mean the same to the user.
+    quiet, fits = warnings.catch_warnings(action="ignore"), reading("adapter", folder, _FITS, Exception)
+    with fits, _bare_after_errors(model), quiet:
+        config = PeftConfig.from_pretrained(str(folder))
+        known = {field.name for field in dataclasses.fields(config)}
+        for name, value in json.loads((Path(folder) / ADAPTER_FILES[0]).read_text("utf-8")).items():
+            if name not in known and value and isinstance(config, LoraConfig):
+                raise InputError(f"adapter: {name}", value, "a setting that this version of PEFT knows")
+        _check_settings(config)
+        _check_targets(model, config)
+        peft = PeftModel.from_pretrained(model, str(folder), config=config, is_trainable=True, use_safetensors=True)
+        _check_tensors(peft, folder)
+        return _checked(peft)
 
 
 def write_fingerprint(model: PeftModel, folder: str | Path) -> None:

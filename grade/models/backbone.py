@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.models.adapter import (
     FOLDED_TYPES,
     LoraSettings,
@@ -35,10 +35,10 @@ from grade.models.adapter import (
     load_adapter,
     new_adapter,
     refuse_adapted,
-    save_adapter,
+    write_fingerprint,
 )
 from grade.models.base import FrozenBase
-from grade.models.compatibility import check_loaded, check_supported, check_vocabulary, probe
+from grade.models.compatibility import check_loaded, check_supported, probe
 from grade.models.sharding import Shards, shard_base, whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -73,7 +73,6 @@ class Backbone(FrozenBase):
         check_supported(model)
         super().__init__(model, tokenizer)
         self.shards: Shards | None = None
-        check_vocabulary(self)
         probe(self)
         self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
         if adapter is not None:
@@ -180,7 +179,8 @@ class Backbone(FrozenBase):
         """
         if self.peft is None:
             raise InputError("adapter", None, "a backbone with a LoRA adapter")
-        save_adapter(self.peft, folder)
+        self.peft.save_pretrained(str(folder))
+        write_fingerprint(self.peft, folder)
 
 
 @contextlib.contextmanager
@@ -195,21 +195,10 @@ def errors_only() -> Iterator[None]:
 
 
 def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "auto") -> tuple[PreTrainedModel, Any]:
-    """Load model and tokenizer, safetensors only, no remote code, all dropout rates 0.
-
-    Args:
-        source: Local folder or hub id.
-        dtype: Type of the weights.
-        attention: Attention implementation; auto is the model's own default.
-
-    Returns:
-        The model and its tokenizer.
-
-    Raises:
-        InputError: With the reason in one line.
-    """
+    """Model and tokenizer: safetensors only, no remote code, all dropout rates 0; arguments as of `Backbone.load`."""
     name = str(source)
-    try:
+    allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
+    with reading("backbone", name, allowed, Exception):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.is_encoder_decoder:
             raise InputError("backbone", name, "a decoder-only causal language model, not an encoder-decoder")
@@ -224,11 +213,4 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
                 trust_remote_code=False, output_loading_info=True,
             )  # fmt: skip
         check_loaded(name, info)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except InputError:
-        raise
-    except Exception as error:  # transformers raises a dozen types, which mean the same to the user
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else error.__class__.__name__
-        allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
-        raise InputError("backbone", name, f"{allowed} ({reason})") from None
-    return model, tokenizer
+        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)

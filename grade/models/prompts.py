@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grade.errors import InputError
+from grade.errors import InputError, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -183,19 +183,19 @@ def check_prompts(
         InputError: As `encode_examples`, for the first batch with a bad row; text and messages must not be mixed in
             the whole dataset.
     """
-    _check_limit(max_prompt_length, truncation)
     if "prompt" in (getattr(dataset, "column_names", None) or ()):
         dataset = dataset.select_columns(["prompt"])  # the other columns may be large
-    examples, start, longest, messages = iter(dataset), 0, 0, None
-    while batch := list(itertools.islice(examples, batch_size)):
-        numbers = range(start, start + len(batch))
-        encoded = _example_ids(tokenizer, batch, numbers, chat_template_kwargs, warn_raw, messages)
-        cut = [_cut(*pair, max_prompt_length, truncation) for pair in zip(encoded, numbers, strict=True)]
-        longest = max(longest, *map(len, cut))
-        messages = not isinstance(batch[0]["prompt"], str)
-        start += len(batch)
-    if not start:
+    numbered, longest = iter(enumerate(dataset)), 0
+    first = batch = list(itertools.islice(numbered, 1))
+    if not first:
         raise InputError("prompts", [], "at least one prompt")
+    while batch:
+        numbers, examples = zip(*first, *batch, strict=True)  # the first says whether all are texts or messages
+        encoded = encode_examples(
+            tokenizer, examples, max_prompt_length, truncation, chat_template_kwargs, numbers, warn_raw=warn_raw
+        )
+        longest = max(longest, encoded.ids.shape[1])
+        batch = list(itertools.islice(numbered, batch_size))
     return longest
 
 
@@ -259,13 +259,12 @@ def _example_ids(
     numbers: Sequence[int],
     chat_template_kwargs: Mapping[str, Any] | None,
     warn_raw: bool,
-    messages: bool | None = None,
 ) -> list[list[int]]:
-    """Token ids of each row's prompt, not cut. ``messages``: whether earlier rows held messages; None: no such rows."""
+    """Token ids of each row's prompt, not cut."""
     if not examples:
         raise InputError("prompts", [], "at least one prompt")
     prompts = [_prompt_of(*pair) for pair in zip(examples, numbers, strict=True)]
-    messages = not isinstance(prompts[0], str) if messages is None else messages
+    messages = not isinstance(prompts[0], str)
     fields = [f"prompt in row {number}" for number in numbers]
     for field, prompt in zip(fields, prompts, strict=True):
         if isinstance(prompt, str) == messages:
@@ -309,14 +308,11 @@ def _templated(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], field: str, options: dict[str, Any]
 ) -> list[int]:
     continued = messages[-1]["role"] == "assistant"
-    try:
+    with reading(field, str(messages), "messages that the chat template accepts", Exception):
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
             **options,
         )  # fmt: skip
-    except Exception as error:  # a template is a program of the model's authors, and raises what it likes
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise InputError(field, messages, f"messages that the chat template accepts ({reason})") from error
 
 
 @functools.cache

@@ -10,7 +10,6 @@ trained. The log-probabilities that it reports tell how far apart they are (`Sam
 
 from __future__ import annotations
 
-import math
 import secrets
 import shutil
 import tempfile
@@ -139,7 +138,7 @@ class OwnSampler(Sampler):
         return Samples(ids, mask, torch.stack(logps, 1) * mask)
 
 
-class SharedPrompts(Sampler):
+class _SharedPrompts(Sampler):
     """Less to compute than `generate`: a prompt is read once for its group, a token costs one random number.
 
     `generate` reads each prompt as often as it has completions, and draws Gumbel noise for the whole vocabulary,
@@ -217,7 +216,7 @@ def draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return token.squeeze(-1), logp.squeeze(-1)
 
 
-class ServerSampler(Sampler):
+class _ServerSampler(Sampler):
     """A server's completions (`grade.models.server`).
 
     For each step the adapter is saved to a folder of its own, in ``folder`` or else a temporary one, that the server
@@ -279,7 +278,7 @@ class ServerSampler(Sampler):
             for start in range(0, count, COMPLETIONS):
                 n = min(COMPLETIONS, count - start)
                 requests.append({"prompt": prompt, "n": n, "seed": seed_of(generator)} | settings)
-        return samples_of(self.name, self.server.complete(requests), backbone, most, least)
+        return _samples_of(self.name, self.server.complete(requests), backbone, most, least)
 
 
 def seed_of(generator: torch.Generator) -> int:
@@ -287,7 +286,7 @@ def seed_of(generator: torch.Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def samples_of(name: str, rows: Sequence[Row], backbone: Backbone, most: int, least: int) -> Samples:
+def _samples_of(name: str, rows: Sequence[Row], backbone: Backbone, most: int, least: int) -> Samples:
     """Completions of another engine as tensors on the policy's device, cut after the first end-of-sequence token.
 
     Raises:
@@ -312,11 +311,9 @@ def _checked(name: str, row: Row, known: int, eos: set[int], longest: int, short
         raise InputError(field, f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token")
     if not 1 <= len(ids) <= longest:
         raise InputError(field, f"{len(ids)} tokens", f"completions of 1 to {longest} tokens")
-    for token, logp in zip(ids, logps, strict=True):
-        if type(token) is not int or not 0 <= token < known:
+    for token in ids:
+        if not 0 <= token < known:
             raise InputError(field, token, f"token ids of the policy's tokenizer, 0 to {known - 1}")
-        if type(logp) not in (int, float) or not math.isfinite(logp):
-            raise InputError(field, logp, "a finite log-probability of each token")
     end = next((n for n, token in enumerate(ids) if token in eos), None)
     if end is not None and end < shortest:
         raise InputError(field, f"an end-of-sequence after {end} tokens", f"none before {shortest} tokens")
@@ -328,14 +325,14 @@ def _checked(name: str, row: Row, known: int, eos: set[int], longest: int, short
     return ids[:stop], logps[:stop]
 
 
-_LOCAL = {"own": OwnSampler, "shared": SharedPrompts}
+_LOCAL = {"own": OwnSampler, "shared": _SharedPrompts}
 LOCAL = tuple(_LOCAL)
 """Samplers of this process."""
 
 
 def make_sampler(name: str, timeout: float = 600.0, folder: str | Path | None = None) -> Sampler:
     """The sampler of a name: own, shared, or a server's address with its time limit and the folder for adapters."""
-    return _LOCAL[name]() if name in _LOCAL else ServerSampler(name, timeout, folder)
+    return _LOCAL[name]() if name in _LOCAL else _ServerSampler(name, timeout, folder)
 
 
 def known_sampler(name: str) -> str:

@@ -26,7 +26,7 @@ SKINNY_DEVICES: tuple[str, ...] = ("cpu",)
 """Devices where this is done; the memory tracer adds meta when it traces for a CPU."""
 
 
-class SkinnyLinear(TorchFunctionMode):
+class _SkinnyLinear(TorchFunctionMode):
     """Within this context `F.linear` of 2 to 8 rows on a CPU, without gradient, is computed column by column."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: D105 - the hook of TorchFunctionMode
@@ -48,9 +48,9 @@ def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def skinny_products(weight: Tensor) -> contextlib.AbstractContextManager[object]:
-    """`SkinnyLinear` where a base with this weight gains by it; elsewhere nothing, as the mode slows every operator."""
+    """A context with skinny products, if a base with this weight gains by it: the mode costs a call per operator."""
     fits = weight.device.type in SKINNY_DEVICES and weight.dtype == torch.float32
-    return SkinnyLinear() if fits else contextlib.nullcontext()
+    return _SkinnyLinear() if fits else contextlib.nullcontext()
 
 
 def forbid_eos(logits: Tensor, ids: Tensor | None, step: int | Tensor, min_new_tokens: int,

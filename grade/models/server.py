@@ -19,7 +19,6 @@ server is asked again here.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import ssl
@@ -30,6 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import BaseModel, FiniteFloat, StrictInt, ValidationError
 
 from grade.errors import InputError
 
@@ -52,10 +52,26 @@ Row = tuple[list[int], list[float]]
 """A completion's tokens and their log-probabilities."""
 
 
-def address_of(text: str) -> str:
+class _Logprobs(BaseModel):
+    token_logprobs: list[FiniteFloat]
+    tokens: list[str] | None = None
+
+
+class _Choice(BaseModel):
+    index: int
+    logprobs: _Logprobs
+    token_ids: list[StrictInt] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class _Answer(BaseModel):
+    choices: list[_Choice]
+
+
+def _address_of(text: str) -> str:
     """The address of a server without a slash or ``/v1`` at its end; one with a password is refused, as logs show it.
 
-    >>> address_of("http://127.0.0.1:8000/v1/")
+    >>> _address_of("http://127.0.0.1:8000/v1/")
     'http://127.0.0.1:8000'
     """
     try:
@@ -79,7 +95,7 @@ class CompletionsServer:
     """
 
     def __init__(self, address: str, timeout: float = 600.0, waits: tuple[float, ...] = WAITS) -> None:
-        self.address, self.timeout, self.waits = address_of(address), timeout, waits
+        self.address, self.timeout, self.waits = _address_of(address), timeout, waits
 
     @cached_property
     def _client(self) -> httpx.Client:
@@ -133,33 +149,27 @@ class CompletionsServer:
             pool.shutdown(cancel_futures=True)
 
     def _complete(self, request: dict[str, Any]) -> list[Row]:
-        text, n = self.post("/v1/completions", NEUTRAL | request), request["n"]
-
-        def refuse(value: str, allowed: str) -> InputError:
-            return InputError(f"sampler {self.address}", value, allowed)
-
+        text, n, field = self.post("/v1/completions", NEUTRAL | request), request["n"], f"sampler {self.address}"
         try:
-            answer = json.loads(text)
-        except ValueError:
-            raise refuse(text[:100], "an answer in JSON") from None
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise refuse(text[:100], f"an object with {n} choices")
-        if sorted((choice.get("index") for choice in choices), key=str) != sorted(range(n), key=str):
-            raise refuse(f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}")
+            choices = sorted(_Answer.model_validate_json(text).choices, key=lambda choice: choice.index)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            allowed = f"{n} choices, each with token ids (vLLM >= 0.10.2) and log-probabilities ({reason})"
+            raise InputError(field, first["input"], allowed) from None
+        if [choice.index for choice in choices] != list(range(n)):
+            raise InputError(field, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}")
         rows = []
-        for choice in sorted(choices, key=lambda choice: choice["index"]):
-            if choice.get("prompt_token_ids") not in (None, request["prompt"]):
-                raise refuse(f"prompt_token_ids {choice['prompt_token_ids']}", "the prompt's tokens as they were sent")
-            scores = choice.get("logprobs")
-            scores = scores if isinstance(scores, dict) else {}
-            ids, logps = choice.get("token_ids"), scores.get("token_logprobs")
-            if not isinstance(ids, list):  # written "token_id:5" beside the log-probabilities
-                written = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in scores.get("tokens") or [""]]
+        for choice in choices:
+            if choice.prompt_token_ids not in (None, request["prompt"]):
+                allowed = "the prompt's tokens as they were sent"
+                raise InputError(field, f"prompt_token_ids {choice.prompt_token_ids}", allowed)
+            ids = choice.token_ids
+            if ids is None:  # written "token_id:5" beside the log-probabilities
+                written = [re.fullmatch(r"token_id:(\d+)", token) for token in choice.logprobs.tokens or [""]]
                 if not all(written):
-                    raise refuse("text without token ids", "a server with return_token_ids, as vLLM >= 0.10.2 has")
+                    allowed = "a server with return_token_ids, as vLLM >= 0.10.2 has"
+                    raise InputError(field, "text without token ids", allowed)
                 ids = [int(number[1]) for number in written]
-            if not isinstance(logps, list):
-                raise refuse("no log-probabilities", "a server that gives token_logprobs")
-            rows.append((ids, logps))
+            rows.append((ids, choice.logprobs.token_logprobs))
         return rows

@@ -149,7 +149,7 @@ def test_an_exception_of_the_model_is_one_line():
             raise TypeError("no such cache\nand more")
         return forward(*args, **kw)
 
-    refused(layer_changed(fail), r"runs on embeddings, padding and a cache \(TypeError: no such cache\)$")
+    refused(layer_changed(fail), r"runs on embeddings, padding and a cache \(TypeError: no such cache and more\)$")
 
 
 def test_dropped_layers_and_dropout_are_off_while_layers_are_recomputed():

@@ -17,7 +17,7 @@ from grade.models.prompts import PromptBatch
 from grade.models.samplers import BLOCK, Mismatch, Samples, draw, make_sampler
 from grade.models.sampling import forbid_eos
 from grade.models.scoring import score
-from grade.models.server import CompletionsServer, address_of
+from grade.models.server import CompletionsServer
 from grade.stats import chi_square
 
 NAMES = ("own", "shared", "server")
@@ -200,16 +200,22 @@ def whole(change):
 
 
 WRONG = {
-    "text only": (choices(lambda c: (c.pop("token_ids"), c.pop("logprobs"))), "text without token ids"),
+    "text only": (choices(lambda c: (c.pop("token_ids"), c.pop("logprobs"))), "choices.0.logprobs: Field required"),
     "text in the place of tokens": (
         choices(lambda c: (c.pop("token_ids"), c["logprobs"].update(tokens=["a"]))), "text without token ids"
     ),
-    "no log-probabilities": (choices(lambda c: c.pop("logprobs")), "no log-probabilities"),
+    "no log-probabilities": (choices(lambda c: c.pop("logprobs")), "choices.0.logprobs: Field required"),
     "fewer log-probabilities": (choices(lambda c: c["logprobs"]["token_logprobs"].pop()), "2 log-prob.* of 3 tokens"),
-    "NaN": (choices(lambda c: c["logprobs"].update(token_logprobs=[float("nan")] * 3)), "a finite log-probability"),
-    "null": (choices(lambda c: c["logprobs"].update(token_logprobs=[None] * 3)), "got None; .* log-probability"),
+    "NaN": (
+        choices(lambda c: c["logprobs"].update(token_logprobs=[float("nan")] * 3)),
+        "token_logprobs.0: Input should be a finite number",
+    ),
+    "null": (choices(lambda c: c["logprobs"].update(token_logprobs=[None] * 3)), "got None; .*token_logprobs.0: "),
     "another vocabulary": (choices(lambda c: c.update(token_ids=[VOCAB, 3, 3])), f"got {VOCAB}; .* 0 to {VOCAB - 1}"),
-    "no whole number": (choices(lambda c: c.update(token_ids=[True, 3, 3])), "got True; .* token ids"),
+    "no whole number": (
+        choices(lambda c: c.update(token_ids=[True, 3, 3])),
+        "got True; .*token_ids.0: Input should be a valid integer",
+    ),
     "too many tokens": (
         choices(lambda c: (c.update(token_ids=[3] * 4), c["logprobs"].update(token_logprobs=[-1.0] * 4))),
         "4 tokens.*1 to 3 tokens",
@@ -222,8 +228,8 @@ WRONG = {
     "fewer completions": (whole(lambda a: (200, {"choices": a["choices"][1:]})), "1 choices.*2 choices"),
     "the same twice": (whole(lambda a: (200, {"choices": a["choices"][:1] * 2})), "2 choices with indices 0 to 1"),
     "another prompt": (choices(lambda c: c.update(prompt_token_ids=[1])), "the prompt's tokens as they were sent"),
-    "no choices": (whole(lambda a: (200, {"error": "x"})), "an object with 2 choices"),
-    "a list": (whole(lambda a: (200, [])), "an object with 2 choices"),
+    "no choices": (whole(lambda a: (200, {"error": "x"})), "2 choices, each with .*choices: Field required"),
+    "a list": (whole(lambda a: (200, [])), r"got \[\]; .*Input should be an object"),
     "no JSON": (whole(lambda a: (200, "<html>")), "got '<html>'; .* JSON"),
     "an error": (whole(lambda a: (500, "out of memory")), "POST .*/v1/completions: got 'status 500: out of memory'"),
     "a redirection": (whole(lambda a: (307, "elsewhere")), "status 307: elsewhere"),
@@ -322,7 +328,7 @@ def test_what_is_no_sampler_is_one_line_with_what_there_is(name):
      ("http://a/b/v1/", "http://a/b"), ("http://[::1]:8", "http://[::1]:8"), ("http://a/v1/b", "http://a/v1/b")],
 )  # fmt: skip
 def test_an_address_is_without_its_end(text, address):
-    assert address_of(text) == address
+    assert CompletionsServer(text).address == address
 
 
 def test_lengths_are_checked_before_anyone_is_asked(served):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from grade.errors import InputError
 from grade.models.noise import gumbel_noise
-from grade.models.sampling import SkinnyLinear, forbid_eos, generate
+from grade.models.sampling import forbid_eos, generate, skinny_products
 from grade.models.scoring import predicting_hidden, score
 
 
@@ -101,7 +101,7 @@ def test_products_of_few_rows_are_the_linear_layers(shape, biased, dtype):
     x, weight, bias = (torch.randn(*size, generator=generator).to(dtype) for size in ((*shape, 7), (5, 7), (5,)))
     arguments = (x, weight, bias) if biased else (x, weight)
     expected = F.linear(*arguments)
-    with SkinnyLinear():
+    with skinny_products(weight):
         torch.testing.assert_close(F.linear(*arguments), expected)
         torch.testing.assert_close(F.linear(x, weight, bias=None), F.linear(x, weight))
 
