@@ -49,7 +49,7 @@ _LABELS = {"0": 0, "neg": 0, "negative": 0, "1": 1, "pos": 1, "positive": 1}
 
 
 class Review(NamedTuple):
-    """A text and its label: 1 (positive) or 0 (negative), or, in one's own text, any number."""
+    """A text and its label: 1 (positive) or 0 (negative), or, in text of your own, any number."""
 
     text: str
     label: float
@@ -58,7 +58,7 @@ class Review(NamedTuple):
 def prompt_text(review: str, max_chars: int = 200) -> str:
     """The start of a review that serves as a prompt: two sentences, cut to ``max_chars`` characters.
 
-    A sentence ends at a full stop, whatever comes after it, as in GRADE (arXiv 2601.11574). Unlike there, leading full
+    A sentence ends at a full stop, whatever follows, as in GRADE (arXiv 2601.11574). Unlike there, leading full
     stops are dropped first: the two "sentences" of "...well" would both be empty. White space at the end is dropped
     too, because to most tokenizers it is the beginning of the next word. A review of nothing but full stops and white
     space is refused.
@@ -155,7 +155,7 @@ def _rows(config: DataConfig, raw_dir: Path) -> list[Review]:
 
 
 def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
-    """Read one set that `prepare_reviews` wrote, or one's own in the same form, in the order of the file.
+    """Read one set that `prepare_reviews` wrote, or a file of your own in the same form, in the order of the file.
 
     A line needs "text" and "label", a finite number; all else is ignored.
     """

@@ -6,7 +6,7 @@ of steps, so the result does not depend on the machine's speed. The layers' matr
 and norms by AdamW: after 300 steps of the default settings the training loss is 5.2 nats per token, with AdamW alone
 5.6.
 
-Left out: whatever takes longer than a few minutes on a CPU; contexts longer than a prompt with its completion.
+Left out: training for more than a few minutes on a CPU; contexts longer than a prompt with its completion.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Muon(torch.optim.Optimizer):
     torch's own works in bfloat16, which is ten times slower than the rest of a step on CPUs without such instructions.
     Matrices of one shape are orthogonalised together. Left out: weight decay.
 
-    An update has root mean square ``0.2 lr`` whatever the matrix' shape (Liu et al. 2025); the momentum is Nesterov's.
+    An update has root mean square ``0.2 lr`` for every shape (Liu et al. 2025); the momentum is Nesterov's.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95) -> None:

@@ -31,7 +31,7 @@ class Reward:
         kind: ``bag`` if it reads the embedding table and no transformer; ``method: auto`` asks for it.
         differentiable: None: the reward has values only.
         no_gradient: Why it has values only, for error messages.
-        last: `grade.rewards.rewards.Scores` of the batch that was scored last, if the reward is a sum.
+        last: Of a sum: its parts' `grade.rewards.rewards.Scores` for the last batch.
     """
 
     name: str = "reward"

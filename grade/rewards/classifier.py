@@ -1,8 +1,8 @@
 """A Hugging Face sequence classifier as a reward of text: any tokenizer, policy gradients only.
 
-With one label the reward is the logit, as of a reward model trained on preferences. With several labels one is named,
-and the reward is its probability. Where the tokenizer is the policy's, `grade.rewards.differentiable` makes the same
-model a reward with gradient.
+With one label the reward is the logit, as for reward models trained on preferences. With several labels it is the
+probability of the one that is named. Where the tokenizer is the policy's, `grade.rewards.differentiable` makes the same
+model a reward with a gradient.
 
 Left out: truncation. A text that the classifier cannot read whole is an error.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 64
 _UNLIMITED = 10**9
-"""A tokenizer without a limit has a larger one."""
+"""Limit of a tokenizer that has none; transformers gives it a larger number."""
 _BUFFERS = ("position_ids", "inv_freq", "masked_bias")
 """Ends of names that older versions of transformers wrote and that hold no weights."""
 
@@ -41,16 +41,8 @@ class TextClassifier(Reward):
     Plain text gets the tokenizer's usual special tokens. Messages go through the tokenizer's chat template, which
     holds them already.
 
-    Args:
-        model: The classifier; frozen, in evaluation mode from now on.
-        tokenizer: The classifier's.
-        label: The label whose probability is the reward; needed if there are several.
-        scope: Whether it reads the prompt too.
-        name: How it is logged.
-        no_gradient: Why it has none, for error messages.
-
-    Raises:
-        InputError: For an unknown label, or none where there are several.
+    The model is frozen and in evaluation mode from now on. With several labels, ``label`` is the one whose probability
+    is the reward.
     """
 
     def __init__(

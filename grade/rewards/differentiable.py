@@ -1,15 +1,13 @@
 """A Hugging Face sequence classifier as a differentiable reward, for a policy with the same vocabulary.
 
-Soft tokens have no text, but where token ids mean the same to policy and classifier they have embeddings in the
-classifier's own table: ``e_R = sum_k y_k E_R[support_k]``, exactly ``E_R[token]`` for a hard token. So a real reward
-model can teach by its gradient. Whatever it reads (relaxed tokens, or ids in `score`) goes through the same forward
-pass.
+Soft tokens have no text, but where policy and classifier share a vocabulary they have embeddings in the classifier's
+own table: ``e_R = sum_k y_k E_R[support_k]``, exactly ``E_R[token]`` for a hard token. So a published reward model can
+teach by its gradient. Relaxed tokens and the ids of `score` go through the same forward pass.
 
-transformers' classifiers are made for ids: decoders look for padding ids to find the last token, and cannot find them
-among embeddings. Which way of padding gives every row what it would get alone is therefore tried on a probe when the
-reward is made.
+transformers' classifiers expect ids: decoders look for padding ids to find the last token, which embeddings do not
+have. When the reward is made, a probe therefore finds the way of padding that gives each row the logits it gets alone.
 
-An end-of-sequence token is among what it reads, as with reward models on the policy's embeddings.
+An end-of-sequence token is part of the text, as for reward models on the policy's embeddings.
 """
 
 from __future__ import annotations
@@ -47,17 +45,8 @@ class EmbeddedClassifier(TextClassifier):
     Prompts, as encoded for the policy, begin with the tokenizer's special tokens already. What the tokenizer puts
     after a text is added here; with scope ``completion`` also what it puts before one.
 
-    Args:
-        model: The classifier; frozen, in evaluation mode from now on.
-        tokenizer: Its tokenizer, with the policy's vocabulary.
-        backbone: The policy.
-        label: As for `TextClassifier`, like ``scope`` and ``name``.
-
-    Attributes:
-        reads: Its embedding table, with a row for each of the policy's ids.
-
-    Raises:
-        InputError: If vocabularies differ, or the model does not do with embeddings what it does with ids.
+    ``reads`` is its embedding table, with a row for each of the policy's ids. A classifier with another vocabulary, or
+    one that treats embeddings unlike ids, is refused.
     """
 
     def __init__(
@@ -110,7 +99,7 @@ def _why_other_vocabulary(tokenizer: Any, policy_tokenizer: Any) -> str | None:
 
 
 def _rows(weight: Tensor, vocab_size: int) -> Tensor:
-    """A table of exactly the policy's number of rows: models pad theirs differently, beyond the tokenizer's ids."""
+    """The table with as many rows as the policy's: models pad theirs differently, beyond the tokenizer's ids."""
     missing = vocab_size - len(weight)
     return F.pad(weight, (0, 0, 0, missing)) if missing > 0 else weight[:vocab_size]  # a view where it is long enough
 
@@ -155,9 +144,9 @@ def _moved(embeds: Tensor, mask: Tensor, descending: bool) -> tuple[Tensor, Tens
 
 @contextlib.contextmanager
 def _any_batch(model: PreTrainedModel) -> Iterator[None]:
-    """Decoders without a padding token refuse batches, although embeddings have none: name one that no id equals.
+    """Let decoders without a padding token read batches of embeddings: they get one that equals no id.
 
-    They also warn that padding cannot be seen among embeddings, which the probe has dealt with.
+    Their warning that padding cannot be detected among embeddings is silenced, because the probe has checked that.
     """
     config, noise = model.config.get_text_config(), logging.getLogger("transformers.modeling_layers")
     before, level = config.pad_token_id, noise.level

@@ -6,7 +6,7 @@ the reward rises and the gold judge does not, the reward is being exploited (ove
 Hilton, arXiv 2210.10760). Fitted on the reward models' own split, the same class is their bag-of-words baseline.
 
 Left out: a judge that understands text. This one is right about 9 of 10 whole reviews and 3 of 4 texts of 36 words, so
-it is used for means over many texts, never for a single one.
+its scores are averaged over many texts, never used for a single one.
 """
 
 from __future__ import annotations

@@ -68,20 +68,12 @@ class Scores:
 class Rewards(Reward):
     """``R = sum_i w_i R_i``; a part that does not apply to a row (None) adds nothing to it.
 
-    Args:
-        parts: The rewards.
-        weights: One for each; default: 1.
-        names: One for each, as they are logged; default: their own, numbered where two are equal.
-        scope: Which text they score.
-        dtype: Type of R.
+    Each part has a weight (default: 1) and a name under which it is logged (default: its own, numbered where two are
+    equal). All must be made for one ``scope``; ``dtype`` is that of R.
 
     Attributes:
         last: Parts of the batch that was scored last; None before the first.
         trainer_state: Passed to functions.
-
-    Raises:
-        InputError: If there is no reward, or weights do not fit or are not finite.
-        ValueError: If a part was made for another scope.
     """
 
     parts: Sequence[Reward] = ()
@@ -112,11 +104,7 @@ class Rewards(Reward):
         self._warned = False
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B] of completions [B, T]; `last` then holds the parts.
-
-        Raises:
-            InputError: From a part that fails, or is not finite; names the part and the row.
-        """
+        """Rewards [B] of completions [B, T]; `last` then holds the parts. A value that is not finite is refused."""
         functions = [part for part in self.parts if isinstance(part, FunctionReward)]
         log = Log(self.trainer_state)
         scored: dict[Reward, tuple[Tensor, float]] = {}
@@ -164,20 +152,9 @@ def make_rewards(
     processing_classes: Any = None,
     scope: RewardScope = "prompt_and_completion",
 ) -> Rewards:
-    """The rewards of a trainer, from what TRL's trainers take, and more.
+    """The weighted sum of a trainer's rewards: one, or a list, of what `make_reward` takes.
 
-    Args:
-        reward_funcs: One, or a list, of what `make_reward` takes.
-        backbone: The policy.
-        weights: One for each; default: 1.
-        processing_classes: The classifiers' tokenizers: one, or a list with None where the default will do.
-        scope: Which text classifiers and reward models score. Functions always get prompts and completions.
-
-    Returns:
-        Their weighted sum.
-
-    Raises:
-        InputError: For anything that cannot be used.
+    ``processing_classes`` are the classifiers' tokenizers: one, or a list with None where the default will do.
     """
     if isinstance(reward_funcs, Rewards):
         return reward_funcs
@@ -196,18 +173,9 @@ def make_reward(
 ) -> Reward:
     """One reward for a policy.
 
-    Args:
-        given: A function of text; a sequence classifier; a `grade.rewards.model.RewardModel` or another module of
-            embeddings and mask; a `Reward`; or a name, see the module's table.
-        backbone: The policy.
-        scope: Which text a classifier or a module scores.
-        tokenizer: A classifier's, instead of its own.
-
-    Returns:
-        The reward.
-
-    Raises:
-        InputError: In one line, for a name that leads nowhere, or anything that cannot be used.
+    It is given as a function of text; a sequence classifier, whose own ``tokenizer`` can be replaced; a
+    `grade.rewards.model.RewardModel` or another module of embeddings and mask; a `Reward`; or a name, see the module's
+    table. ``scope`` is the text that classifiers and modules score; functions get prompts and completions.
     """
     label = None
     if isinstance(given, str):

@@ -18,7 +18,7 @@ def call(verifier, completions, **columns):
     return [None if value != value else value for value in values]
 
 
-def said(*contents):
+def messages(*contents):
     return [[{"role": "assistant", "content": content}] for content in contents]
 
 
@@ -32,7 +32,7 @@ def said(*contents):
         (exact_answer(pattern=r"(x)?y"), ["y"], ["y"], [0]),
         (exact_answer(ignore_case=True), ["PARIS", "Paris", "Lyon"], ["Paris"] * 3, [1, 1, 0]),
         (exact_answer(), ["PARIS"], ["Paris"], [0]),
-        (exact_answer(), said("7", "8"), ["7", "7"], [1, 0]),
+        (exact_answer(), messages("7", "8"), ["7", "7"], [1, 0]),
     ],
 )
 def test_exact_answer(made, completions, answers, want):
@@ -52,7 +52,7 @@ def test_exact_answer_reads_the_column_it_is_told_and_says_which_there_are():
     [
         (r"^\d+$", ["12", "a 12", ""], [0 + 1, 0, 0]),
         (r"(?i)yes", ["oh YES!", "no"], [1, 0]),
-        (r"<answer>.*</answer>", said("<answer>1</answer>", "<answer>\n</answer>"), [1, 0]),
+        (r"<answer>.*</answer>", messages("<answer>1</answer>", "<answer>\n</answer>"), [1, 0]),
     ],
 )
 def test_matches(pattern, completions, want):
@@ -66,7 +66,7 @@ def test_matches(pattern, completions, want):
         ({"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}},
          ['{"n": 1}', '{"n": "1"}', "{}", "[]", "not json"], [1, 0, 0, 0, 0]),
         (False, ["1"], [0]),
-        ({}, said('{"x": null}'), [1]),
+        ({}, messages('{"x": null}'), [1]),
         (None, ["[" * 100000], [0]),
     ],
 )  # fmt: skip
