@@ -124,6 +124,15 @@ class StepContext:
     rank: int = 0
 
 
+def sample_completions(
+    backbone: Backbone, prompts: PromptBatch, config: MethodConfig, generator: torch.Generator, temperature: float = 1.0
+) -> Completions:
+    """One completion of each prompt, of the config's lengths."""
+    most, least = config.max_completion_length, config.min_completion_length
+    ids, mask = generate(backbone, prompts, most, generator, temperature, least)
+    return Completions(prompts, ids, mask)
+
+
 class ValueHead(nn.Module):
     """``V(h) = w . layer_norm(h) + b``, initially 0. Normalised, as a few entries of hidden states are very large."""
 
@@ -217,33 +226,22 @@ class PolicyGradient:
         Raises:
             InputError: For a reward that is not finite, or advantages that cannot be whitened.
         """
-        samples = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
-        return self.learn(samples, objective, context)
-
-    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
-        """G completions of each prompt."""
-        return self._generate(prompts.repeat(self.config.group), generator)
-
-    def _generate(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
-        most, least = self.config.max_completion_length, self.config.min_completion_length
-        ids, mask = generate(self.backbone, prompts, most, generator, temperature, least)
-        return Completions(prompts, ids, mask)
-
-    def learn(
-        self, microbatches: Iterable[Completions], objective: Objective, context: StepContext
-    ) -> list[GradientStep]:
-        """`step` on completions that exist already."""
         self.figures = {}
+        completions = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
         scale, several = 1 / context.microbatches, self.config.updates > 1
         if several or self.method.value_head:
-            steps = self._update_often(microbatches, objective, context, scale)
+            steps = self._update_often(completions, objective, context, scale)
         else:
-            steps = [self.accumulate(completions, objective, scale) for completions in microbatches]
+            steps = [self.accumulate(each, objective, scale) for each in completions]
             context.apply()
         if self.method.running_mean:
             means = torch.stack([-step.loss for step in steps]).sum() * scale
             self.means.append(float(context.total(means)))
         return steps
+
+    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
+        """G completions of each prompt."""
+        return sample_completions(self.backbone, prompts.repeat(self.config.group), self.config, generator)
 
     def accumulate(self, completions: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
         """Add ``scale`` times the gradient of the loss (the negative objective) in one pass; not for ppo.
@@ -281,7 +279,7 @@ class PolicyGradient:
             experience.append(seen)
         if self.closed_form:  # after the advantages: a baseline must not have seen its own completions
             for seen in experience:
-                returns = _penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
+                returns = penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
                 self.value_head.add(seen.reference, returns, seen.completions.mask, context.total)
             self.value_head.solve()
         if self.value_head is not None and self.config.whiten_advantages:
@@ -328,7 +326,7 @@ class PolicyGradient:
         logps, kl = logps.detach(), kl.detach()
         if reward is None:
             reward = self._reward(completions, objective, hidden)
-        check_finite(reward, _penalised(reward, kl, completions.mask, objective.beta))
+        check_finite(reward, penalised(reward, kl, completions.mask, objective.beta))
         values = None if self.value_head is None else self.value_head(reference if self.closed_form else hidden)
         return Experience(completions, reference, logps, kl, reward, values)
 
@@ -343,7 +341,7 @@ class PolicyGradient:
     @torch.no_grad()
     def _advantages(self, seen: Experience, objective: Objective) -> Tensor:
         """Advantages of whole completions [B, 1]."""
-        returns = _penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
+        returns = penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
         grouped = returns.view(-1, self.config.group)
         given = Returns(grouped, self.config, self.means, partial(self._greedy_returns, seen.completions, objective))
         return self.method.advantage(given).reshape(-1, 1)
@@ -351,9 +349,9 @@ class PolicyGradient:
     def _greedy_returns(self, completions: Completions, objective: Objective) -> Tensor:
         """Penalised return of each prompt's greedy completion [N]."""
         prompts = completions.rows(slice(None, None, self.config.group)).prompts
-        greedy = self._generate(prompts, torch.Generator(self.backbone.device), temperature=0.0)
+        greedy = sample_completions(self.backbone, prompts, self.config, torch.Generator(self.backbone.device), 0.0)
         _, kl, hidden, _ = self._terms(greedy, None)
-        return _penalised(self._reward(greedy, objective, hidden), kl, greedy.mask, objective.beta)
+        return penalised(self._reward(greedy, objective, hidden), kl, greedy.mask, objective.beta)
 
     def _whitened(self, experience: list[Experience], context: StepContext) -> list[Experience]:
         parts = [losses.moments(e.advantages, e.completions.mask) for e in experience]
@@ -391,10 +389,10 @@ class PolicyGradient:
 
     def _result(self, seen: Experience, objective: Objective) -> GradientStep:
         mask = seen.completions.mask
-        loss = -_penalised(seen.reward, seen.kl, mask, objective.beta).mean()
+        loss = -penalised(seen.reward, seen.kl, mask, objective.beta).mean()
         return GradientStep(seen.completions.ids, mask, seen.reward, seen.kl, loss)
 
 
-def _penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
+def penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
     """``R - beta * mean_t KL_t`` [B]."""
     return reward - beta * sequence_mean(kl, mask)

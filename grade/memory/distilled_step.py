@@ -55,9 +55,9 @@ class TracedDistilled(DistilledGradient):
                 self.kept.register_buffer(f"signs_{name}_{number}", signs)
 
     @torch.no_grad()
-    def learn(self, samples: list[Sample], context: StepContext) -> None:
+    def update_fit(self, samples: list[Sample], context: StepContext) -> None:
         """Enter rows and make the weights of a fit; see the module."""
-        self.taken, groups = 0, sum(len(s.reward) for s in samples) // self.config.group
+        self.steps, groups = 0, sum(len(s.reward) for s in samples) // self.config.group
         for name, family in self.families.items():
             new = joined([getattr(self.kept, f"waiting_{name}"), *(s.rows[name] for s in samples)])
             rows = joined([getattr(self.kept, f"rows_{name}"), new])

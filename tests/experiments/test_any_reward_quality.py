@@ -200,7 +200,8 @@ def test_rloo_of_a_row_is_the_policy_gradient(setting):
     generator.set_state(state)
     chosen = torch.randperm(len(setting.prompts), generator=generator)[: setting.batch]
     first = next(iter(setting.subject.rewards))
-    sample = learner.sample(setting.prompts[chosen], generator, Objective(setting.subject.rewards[first], 0.0))
+    objective = Objective(setting.subject.rewards[first], 0.0)
+    sample = learner.scored(learner.sample(setting.prompts[chosen], generator), objective)
     policy, seen = setting.subject.backbone, sample.seen
     logits = policy.head(predicting_hidden(policy, seen.prompts, seen.ids))
     logits[..., list(policy.eos_token_ids)] = float("-inf")  # all completions have T tokens

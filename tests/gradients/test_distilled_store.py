@@ -1,6 +1,7 @@
 """What is kept of scored completions: Gram matrices by rows, a window, and whether predictions came true."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_weights_are_those_of_ridge_on_the_features(name):
         torch.testing.assert_close(weights, want, rtol=1e-9, atol=1e-9)
     assert fit.weights.shape[0] == 3
     torch.testing.assert_close(fit.all[0], fit.weights[0] * fit.choice.slope)
-    torch.testing.assert_close(fit.left_out, fit.weights[1:] * fit.choice.slope)
+    torch.testing.assert_close(fit.without(0, 2), fit.weights[1:] * fit.choice.slope)
 
 
 def test_the_family_that_explains_most_is_taken_and_the_first_of_equals():
@@ -163,7 +164,7 @@ def test_one_group_teaches_nothing_of_itself():
     store = Store(families(), GROUP, 100)
     store.add(*batch(groups=1))
     fit = store.fit(1)
-    assert fit.choice.slope == 0 and not fit.all.any() and not fit.left_out.any()
+    assert fit.choice.slope == 0 and not fit.all.any() and not fit.without(0, 1).any()
     assert fit.weights.isfinite().all() and not fit.weights[1].any()
 
 
@@ -175,7 +176,7 @@ def test_completions_wait_until_they_are_a_share_that_grows_with_what_was_fitted
     for seed in range(14):
         store.append(*batch(seed=seed))
         waiting.append(len(store) - len(store.rewards))
-        if store.due:
+        if store.refit_due:
             store.absorb()
     assert waiting == [6, 6, 6, 6, 6, 6, 6, 12, 6, 12, 18, 24, 6, 12]
 
@@ -195,15 +196,16 @@ def test_what_waited_is_in_the_next_fit_as_if_it_had_not_waited(window):
 def test_an_older_fit_has_seen_no_group_of_the_step():
     store = filled()
     fit = store.fit(2)
-    assert torch.equal(fit.unseen(1, 1), fit.weights[2:] * fit.choice.slope)
-    assert torch.equal(fit.older.unseen(1, 1), fit.all) and torch.equal(fit.older.all, fit.all)
+    assert torch.equal(fit.without(1, 1), fit.weights[2:] * fit.choice.slope)
+    older = replace(fit, weights=fit.weights[:1])
+    assert torch.equal(older.without(1, 1), fit.all)
 
 
 # ---- predictions made in advance ----
 def test_trust_by_hand():
     """Groups of two: p = (1, -1 | 2, -2 | 1, -1) and y = (1, -1 | 0, 0 | 0, 0), sum py = 2 of sum pp = 12.
 
-    The share is 1/6; of groups came - share said = 2 - 2/6, -8/6, -2/6, so the error is sqrt(168) / 6 / 12.
+    The slope is 1/6; the groups' py - slope pp are 2 - 2/6, -8/6, -2/6, so the error is sqrt(168) / 6 / 12.
     """
     evidence = Evidence()
     assert evidence.trust == 1.0
@@ -212,13 +214,13 @@ def test_trust_by_hand():
     assert evidence.trust == pytest.approx(1 / 6 + math.sqrt(100 + 64 + 4) / 6 / 12)
     true = Evidence()
     true.add(p, 3 * p, 2)
-    assert true.trust == 1.0, "more came than was said"
+    assert true.trust == 1.0, "never above 1"
     wrong = Evidence()
     wrong.add(p, -p, 2)
     assert wrong.trust == 0.0
     silent = Evidence()
     silent.add(0 * p, y, 2)
-    assert silent.trust == 1.0, "nothing was said yet"
+    assert silent.trust == 1.0, "nothing was predicted yet"
 
 
 def test_only_the_latest_batches_count():
@@ -243,7 +245,7 @@ def test_a_store_that_was_restored_makes_the_same_fits(window, tmp_path):
     save_file(whole.state(), tmp_path / "state.safetensors")
     again = Store(families(), GROUP, window)
     again.restore(load_file(tmp_path / "state.safetensors"))
-    assert (again.fresh, again.dropped, len(again)) == (whole.fresh, whole.dropped, len(whole))
+    assert (again.since_choice, again.dropped, len(again)) == (whole.since_choice, whole.dropped, len(whole))
     assert again.choices == whole.choices
     for seed in (9, 10):
         fits = []

@@ -178,7 +178,7 @@ def learned(microbatches, config):
             for p in inputs:
                 p.sub_(0.05 * p.grad)
 
-    steps = learner.learn(microbatches, objective(), StepContext(len(microbatches), apply))
+    steps = learner.step(microbatches, objective(), StepContext(len(microbatches), apply))
     with torch.no_grad():
         for p, value in zip(inputs, before, strict=True):
             p.copy_(value)

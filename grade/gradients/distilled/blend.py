@@ -12,10 +12,9 @@ squared gradient that is the plug-in's: ``E = |a|^2 (1 - f) / f``. For f the roo
 cautious one, as part of the reward's variance is interactions that no gradient has. Token counts with R2 of .07, .09,
 .53 and .68 had squared cosines to mu of .26, .58, .77 and .87, but token values with R2 of .003 had .46.
 
-A distillation that is not certain is worth less than that: with k the share of the slope that its error leaves, and t
-the share of earlier predictions that came true, the weight is ``1 - k t (1 - w)``, and a carries the factor k t, which
-E above does not have. So a useless distillation gives `rloo` exactly, a sound one that explains much almost the
-plug-in.
+An uncertain fit counts for less. Its reliability is k t, with k the shrinkage of the slope (`ridge.Choice`) and t the
+trust (`store.Evidence`): the weight is ``1 - k t (1 - w)``, and a carries the factor k t, which E above does not have.
+So a useless fit gives `rloo` exactly, a reliable one that explains much almost the plug-in.
 """
 
 from __future__ import annotations
@@ -43,16 +42,12 @@ class Blend:
         self.moments = torch.zeros(3, dtype=torch.float64)
         self.before = torch.zeros(0)
 
-    def add(self, plug: Tensor, residual: Tensor, square: float, shares: float, sound: float) -> None:
-        """Add a step, made of disjoint parts.
+    def add(self, plug: Tensor, residual: Tensor, square: float, shares: float, reliability: float) -> None:
+        """Add a step that is made of disjoint parts.
 
-        Args:
-            plug: a [P].
-            residual: d [P], the sum of the parts' ``d_i``, each of which carries its share of the step.
-            square: ``sum_i |d_i|^2``.
-            shares: Sum of the squared shares, 1 / n for n equal parts. 1 for a single part: then the last step is the
-                other one.
-            sound: k t, above 0.
+        ``plug`` is a [P], ``residual`` d [P] is the sum of the parts' ``d_i``, each of which carries its share of the
+        step, and ``square`` is ``sum_i |d_i|^2``. ``shares`` is the sum of the squared shares, 1 / n for n equal parts;
+        with a single part (1), the last step is the other one.
         """
         whole = float(residual.double() @ residual.double())
         if shares < 1:
@@ -60,16 +55,12 @@ class Blend:
         else:
             signal = float(residual.double() @ self.before.double()) if len(self.before) else 0.0
             self.before = residual
-        size = float(plug.double() @ plug.double()) / sound**2
-        new = torch.tensor([size, max(whole - signal, 0.0), 1.0], dtype=torch.float64)
-        self.moments = DECAY * self.moments + new
+        size = float(plug.double() @ plug.double()) / reliability**2
+        step = torch.tensor([size, max(whole - signal, 0.0), 1.0], dtype=torch.float64)
+        self.moments = DECAY * self.moments + step
 
-    def weight(self, share: float, sound: float) -> float:
-        """The residual's weight.
-
-        Args:
-            share: f, the share of the squared gradient that is the plug-in's, in 0..1.
-            sound: k t, in 0..1.
+    def weight(self, share: float, reliability: float) -> float:
+        """The residual's weight; ``share`` is f, the plug-in's share of the squared gradient.
 
         >>> blend = Blend()
         >>> blend.moments = torch.tensor([1.0, 30.0, 1.0], dtype=torch.float64)
@@ -82,4 +73,6 @@ class Blend:
         if not steps or not share > 0 or not plug > 0:
             return 1.0
         missing = plug * (1 - share) / share
-        return 1 - sound * (1 - missing / (missing + noise / HORIZON)) if missing + noise > 0 else 1 - sound
+        if not missing + noise > 0:
+            return 1 - reliability
+        return 1 - reliability * (1 - missing / (missing + noise / HORIZON))

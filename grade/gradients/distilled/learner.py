@@ -2,7 +2,7 @@
 
 Of every completion only its reward ``R`` is used. With the values ``s_t(v)`` of a distilled reward
 (`grade.gradients.distilled.families`), ``sbar_t = sum_v pi(v | y_<t) s_t(v)``, and b the leave-one-out group mean of
-what it is subtracted from, a step ascends
+the preceding terms, a step ascends
 
     g = sum_t [ grad sbar_t + w A_t grad log pi(y_t | y_<t) ],    A_t = R - sum_u s_u(y_u) + sum_{u>t} sbar_u - b.
 
@@ -17,9 +17,10 @@ not the reward, with almost no noise. The second is the residual, with weight w:
 - w = 0 is the plug-in alone;
 - ``auto`` takes the w of the largest expected cosine to the true gradient (`grade.gradients.distilled.blend`).
 
-Values are scaled by the reward's slope on its out-of-sample prediction, and by the share of earlier predictions that
-came true: a reward that cannot be distilled gives values of 0, and g with w = 1 or ``auto`` is that of `rloo`. With a
-`trunk` family, which is not additive, the plug-in is straight-through (`st`), the residual what `rloo` has beyond it.
+Values are scaled by the reward's slope on its out-of-sample prediction (`ridge.Choice`), and by the trust in earlier
+predictions (`store.Evidence`): a reward that cannot be distilled gives values of 0, and g with w = 1 or ``auto`` is
+that of `rloo`. With a `trunk` family, which is not additive, the plug-in is straight-through (`st`), the residual what
+`rloo` has beyond it.
 
 ``R`` in A is the penalised return, ``R - beta * mean_t KL_t``, and KL's own gradient is added, as in
 `grade.gradients.policy_gradient`.
@@ -45,12 +46,11 @@ from grade.gradients.distilled.store import Evidence, Fit, Store, joined
 from grade.gradients.losses import rloo
 from grade.gradients.methods import FAMILIES, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.gradients.policy_gradient import Completions, Microbatch, StepContext
+from grade.gradients.policy_gradient import Completions, Microbatch, StepContext, penalised, sample_completions
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
-from grade.models.sampling import generate
 from grade.models.scoring import completion_states, predicting_hidden, score_hidden, token_kl
 
 
@@ -90,7 +90,7 @@ class DistilledGradient:
         self.store = Store(self.families, config.group, config.distil_window)
         self.evidence, self.blend = Evidence(), Blend()
         self.fit: Fit | None = None
-        self.level, self.taken, self.trust = 0.0, 0, 1.0
+        self.intercept, self.trust, self.steps = 0.0, 1.0, 0
         self.last: Observed | None = None
         self.means: list[float] = []
         self.figures: dict[str, list[Tensor]] = {}
@@ -102,7 +102,7 @@ class DistilledGradient:
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint."""
         tensors = self.store.state() | {"blend": self.blend.moments, "residual": self.blend.before}
-        tensors["level"] = torch.tensor([self.level, self.taken], dtype=torch.float64)
+        tensors["level"] = torch.tensor([self.intercept, self.steps], dtype=torch.float64)
         tensors |= {f"evidence/{number}": groups for number, groups in enumerate(self.evidence.groups)}
         if self.fit is not None:
             choice = torch.tensor(astuple(self.fit.choice), dtype=torch.float64)
@@ -113,7 +113,7 @@ class DistilledGradient:
         """Continue where `tensors` was taken."""
         self.store.restore(tensors)
         self.blend.moments, self.blend.before = tensors["blend"], tensors["residual"].to(self.backbone.device)
-        self.level, self.taken = float(tensors["level"][0]), int(tensors["level"][1])
+        self.intercept, self.steps = float(tensors["level"][0]), int(tensors["level"][1])
         numbers = range(sum(name.startswith("evidence/") for name in tensors))
         self.evidence.groups = [tensors[f"evidence/{number}"] for number in numbers]
         for name in (name for name in tensors if name.startswith("fit/")):
@@ -127,7 +127,7 @@ class DistilledGradient:
 
         Args:
             microbatches: This process's prompts, each once, with the generator for their completions; or completions of
-                another engine, whose policy is taken for the trained one.
+                another sampler, whose policy is taken for the trained one: the residual's weight assumes its samples.
             objective: Reward and KL weight.
             context: The training loop.
 
@@ -138,34 +138,24 @@ class DistilledGradient:
             InputError: For a reward that is not finite.
         """
         self.figures = {}
-        samples = [
-            self.scored(one.prompts, one.ids, one.mask, objective)
-            if isinstance(one, Completions)
-            else self.sample(*one, objective)
-            for one in microbatches
-        ]
+        completions = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
+        samples = [self.scored(each, objective) for each in completions]
         start = time.perf_counter()
-        self.learn(samples, context)
+        self.update_fit(samples, context)
         self._note("distilled/seconds", torch.tensor(time.perf_counter() - start))
-        every = context.microbatches // len(samples)
-        places = [number * every + context.rank for number in range(len(samples))]
-        steps = self._accumulate(samples, places, objective, context)
+        steps = self._accumulate(samples, objective, context)
         self.last = samples[-1].seen
         context.apply()
         return steps
 
-    @torch.no_grad()
-    def sample(self, prompts: PromptBatch, generator: torch.Generator, objective: Objective) -> Sample:
-        """G scored completions of each prompt, with features."""
-        config, prompts = self.config, prompts.repeat(self.config.group)
-        ids, mask = generate(
-            self.backbone, prompts, config.max_completion_length, generator, 1.0, config.min_completion_length
-        )
-        return self.scored(prompts, ids, mask, objective)
+    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
+        """G completions of each prompt."""
+        return sample_completions(self.backbone, prompts.repeat(self.config.group), self.config, generator)
 
     @torch.no_grad()
-    def scored(self, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Sample:
-        """Completions [B, T] of B prompts, with rewards and features; `InputError` for a reward that is not finite."""
+    def scored(self, completions: Completions, objective: Objective) -> Sample:
+        """Completions with rewards, which must be finite, and features."""
+        prompts, ids, mask = completions.prompts, completions.ids, completions.mask
         reward = objective.score(self.backbone, prompts, ids, mask)
         check_finite(reward, reward)
         depths = sorted({family.depth for family in self.families.values() if family.depth is not None})
@@ -173,8 +163,8 @@ class DistilledGradient:
         return Sample(seen, reward, {name: family.rows(seen) for name, family in self.families.items()})
 
     @torch.no_grad()
-    def learn(self, samples: list[Sample], context: StepContext) -> None:
-        """Hold the last fit against the new rewards, add these, and fit again."""
+    def update_fit(self, samples: list[Sample], context: StepContext) -> None:
+        """Score the last fit on the new rewards, add them, and refit."""
         tokens = [torch.where(s.seen.mask.bool(), s.seen.ids, -1) for s in samples]
         parts = [(number, s.reward.cpu(), {k: v.cpu() for k, v in (s.rows | {"": own}).items()})
                  for number, (s, own) in enumerate(zip(samples, tokens, strict=True))]  # fmt: skip
@@ -183,22 +173,22 @@ class DistilledGradient:
         rewards = torch.cat([reward for _, reward, _ in parts]).double()
         device = self.backbone.device
         rows = {name: joined([part[name] for _, _, part in parts]).to(device) for name in ("", *self.families)}
-        said = self._predict(rows)
+        predicted = self._predict(rows)
         self.trust = self.evidence.trust  # of the steps before: this step's rewards must not weigh their own gradient
-        if said is not None:
-            self._note("distilled/reward", said.mean() + self.level)
+        if predicted is not None:
+            self._note("distilled/reward", predicted.mean() + self.intercept)
             group = self.config.group
-            self.evidence.add(centred(said, group), centred(rewards, group), group)
+            self.evidence.add(centred(predicted, group), centred(rewards, group), group)
         self.store.append({name: rows[name] for name in self.families}, rewards, rows[""])
-        if self.fit is not None and not self.store.due:
-            self.fit = self.fit.older
+        if self.fit is not None and not self.store.refit_due:
+            self.fit = replace(self.fit, weights=self.fit.weights[:1], predates=True)
         else:
-            foreseen, fit = bool(self.store.choices), self.store.fit(len(rewards) // self.config.group)
-            self.fit = fit and replace(fit, foreseen=foreseen)
+            predates, fit = bool(self.store.choices), self.store.fit(len(rewards) // self.config.group)
+            self.fit = fit and replace(fit, predates=predates)
         if self.fit is None:
             warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=3)
-        if self.fit is not None:
-            self.level = float(rewards.mean() - self._predict(rows).mean())
+        else:
+            self.intercept = float(rewards.mean() - self._predict(rows).mean())
             for name, choice in self.store.choices.items():
                 self._note(f"distilled/r2/{name}", torch.tensor(choice.r2))
             self._note("distilled/r2", torch.tensor(self.fit.choice.r2))
@@ -216,8 +206,8 @@ class DistilledGradient:
     def liked_tokens(self) -> Tensor | None:
         """What the distilled reward gives each token [V], in reward, averaged over the positions of the last batch.
 
-        Of the additive family that explains most, whichever the gradient was taken of. None before the first fit, or
-        without such a family.
+        By the additive family with the largest R2, whichever the gradient used. None before the first fit, or without
+        such a family.
         """
         name = self.store.best_of([name for name, family in self.families.items() if family.additive])
         if name is None or self.fit is None or self.last is None:
@@ -226,15 +216,14 @@ class DistilledGradient:
         return self.families[name].typical(fit.all, self.last)
 
     # ---- the gradient ----
-    def _accumulate(
-        self, samples: list[Sample], places: list[int], objective: Objective, context: StepContext
-    ) -> list[GradientStep]:
+    def _accumulate(self, samples: list[Sample], objective: Objective, context: StepContext) -> list[GradientStep]:
         each, weight, measured = 1 / context.microbatches, self.config.residual_weight, False
         if weight == "auto":
-            measured = self.sound > 0 and self.taken % EVERY == 0
+            measured = self.reliability > 0 and self.steps % EVERY == 0
             weight = 1.0 if measured else self._weight()
         steps, parts = [], []
-        for sample, place in zip(samples, places, strict=True):
+        for number, sample in enumerate(samples):
+            place = number * (context.microbatches // len(samples)) + context.rank
             kl = torch.zeros(sample.seen.mask.shape, dtype=wide(self.backbone.dtype), device=self.backbone.device)
             for rows in self._parts(len(sample.reward), measured and context.microbatches == 1):
                 share = each * len(sample.reward[rows]) / len(sample.reward)
@@ -245,12 +234,12 @@ class DistilledGradient:
                     plug, residual, penalty = losses
                     total = (plug + weight * residual + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
-            penalised = sample.reward - objective.beta * sequence_mean(kl, sample.seen.mask)
             seen = sample.seen
-            steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, -penalised.mean()))
+            loss = -penalised(sample.reward, kl, seen.mask, objective.beta).mean()
+            steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, loss))
         if measured:
             weight = self._blend(parts, context)
-        self.taken += 1
+        self.steps += 1
         self._note("residual_weight", torch.tensor(float(weight)))
         return steps
 
@@ -271,7 +260,7 @@ class DistilledGradient:
         square = torch.stack([d.double() @ d.double() for _, (_, d, _) in parts]).sum()
         shares = torch.tensor([share * share for share, _ in parts], dtype=torch.float64, device=square.device).sum()
         square, shares = context.total(torch.stack([square, shares])).tolist()
-        self.blend.add(context.total(plug), context.total(residual), square, shares, self.sound)
+        self.blend.add(context.total(plug), context.total(residual), square, shares, self.reliability)
         weight = self._weight()
         gradient = plug + weight * residual + penalty
         parameters = self.backbone.trainable_parameters()
@@ -280,12 +269,12 @@ class DistilledGradient:
         return weight
 
     @property
-    def sound(self) -> float:
-        """Factor on the values besides the unshrunk slope, in 0..1: what its error leaves of it, times trust."""
-        return 0.0 if self.fit is None else self.fit.choice.kept * self.trust
+    def reliability(self) -> float:
+        """K t in 0..1: the shrinkage of the fit's slope times the trust in its predictions; the values carry both."""
+        return 0.0 if self.fit is None else self.fit.choice.shrinkage * self.trust
 
     def _weight(self) -> float:
-        return self.blend.weight(self.fit.choice.explained, self.sound) if self.sound > 0 else 1.0
+        return self.blend.weight(self.fit.choice.explained, self.reliability) if self.reliability > 0 else 1.0
 
     def _losses(
         self, sample: Sample, rows: slice, place: int, objective: Objective
@@ -299,30 +288,25 @@ class DistilledGradient:
     def losses_from(
         self, hidden: Tensor, sample: Sample, rows: slice, place: int, objective: Objective
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Losses of plug-in, residual and KL of a microbatch's completions, from hidden states.
+        """Losses of plug-in, residual and KL, three scalars to be minimised, and KL [b, T].
 
-        Args:
-            hidden: Of the policy, at the positions that predict the tokens [b, T, D].
-            sample: The microbatch.
-            rows: Which of its completions, whole groups.
-            place: Number of the microbatch in the step, over all processes.
-            objective: KL weight.
-
-        Returns:
-            Three scalars, to be minimised, and KL [b, T].
+        From hidden states [b, T, D] that predict the tokens of some rows of a microbatch, whole groups. ``place`` is
+        the number of the microbatch in the step, over all processes. Of the objective only KL's weight is used.
         """
         whole, backbone, group = sample.seen, self.backbone, self.config.group
         seen, mask = whole[rows], whole.mask[rows]
         least = self.config.min_completion_length
         logps = score_hidden(backbone, hidden, seen.ids, mask, ("logps",), min_new_tokens=least).logps
         kl = token_kl(backbone, hidden, seen.states.predicting, mask)
-        returns = (sample.reward[rows] - objective.beta * sequence_mean(kl, mask)).detach()
+        returns = penalised(sample.reward[rows], kl, mask, objective.beta).detach()
         returns = returns.unsqueeze(1).expand(mask.shape)
         plug, additive = hidden.new_zeros(()), True
-        if self.fit is not None and self.fit.choice.slope > 0 and self._may_use(self.fit):
+        # Selecting on this step's rewards biases the gradient by a few percent, so w = 1 forbids it.
+        usable = self.fit is not None and (self.fit.predates or self.config.residual_weight != 1)
+        if usable and self.fit.choice.slope > 0:
             family = self.families[self.fit.family]
             first = place * len(whole.ids) // group + rows.start // group
-            weights = self.fit.unseen(first, len(seen.ids) // group) * self.trust
+            weights = self.fit.without(first, len(seen.ids) // group) * self.trust
             expected = self._expected(hidden, family.values(weights, seen), mask)
             plug, additive = -expected.sum(1).mean(), family.additive
             if additive:
@@ -332,10 +316,6 @@ class DistilledGradient:
         advantages = advantages.view(-1, mask.shape[1], group).transpose(1, 2).reshape(mask.shape)
         residual = -(advantages.detach() * logps * mask).sum(1).mean() - (0.0 if additive else plug)
         return (plug, residual, objective.beta * sequence_mean(kl, mask).mean()), kl.detach()
-
-    def _may_use(self, fit: Fit) -> bool:
-        """A choice that has seen the step's own rewards biases its gradient by some percent: not where w is 1."""
-        return fit.foreseen or self.config.residual_weight != 1
 
     def _expected(self, hidden: Tensor, values, mask: Tensor) -> Tensor:
         """``sbar`` [b, T] of the distribution that was sampled from."""

@@ -33,24 +33,24 @@ class Choice:
         penalty: In units of the Gram matrix's mean diagonal.
         r2: Share of the within-prompt variance of the reward that is explained, ``1 - |y - c p|^2 / |y|^2`` at the
             slope c, with p the predictions without their own group; negative if they point the wrong way.
-        steepness: c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
+        raw_slope: c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
         stderr: Its standard error, over groups.
     """
 
     penalty: float
     r2: float
-    steepness: float
+    raw_slope: float
     stderr: float
 
     @property
-    def kept(self) -> float:
-        """What the slope's error leaves of it, ``1 - (stderr / c)^2``, at least 0 (James and Stein's estimator)."""
-        return max(0.0, 1 - (self.stderr / self.steepness) ** 2) if self.steepness > 0 else 0.0
+    def shrinkage(self) -> float:
+        """Shrinkage factor of the slope, ``1 - (stderr / c)^2``, at least 0 (James and Stein's estimator)."""
+        return max(0.0, 1 - (self.stderr / self.raw_slope) ** 2) if self.raw_slope > 0 else 0.0
 
     @property
     def slope(self) -> float:
         """The shrunk slope, by which predictions are multiplied; 0 where it is not distinguishable from 0."""
-        return self.steepness * self.kept if self.kept else 0.0
+        return self.raw_slope * self.shrinkage if self.shrinkage else 0.0
 
     @property
     def explained(self) -> float:
@@ -92,16 +92,10 @@ class Spectrum:
 
 
 def choose(spectrum: Spectrum, rewards: Tensor, group: int, penalties: Sequence[float] = PENALTIES) -> Choice:
-    """The penalty that explains most, out of sample.
+    """The penalty that explains most out of sample, in units of the Gram matrix's mean diagonal.
 
-    Args:
-        spectrum: Of the Gram matrix of centred features [n, n].
-        rewards: Centred [n].
-        group: G.
-        penalties: To choose from, in units of the Gram matrix's mean diagonal.
-
-    Returns:
-        The best penalty; slope and R2 are 0 if there is nothing to explain or to explain it with.
+    The spectrum is of the Gram matrix of centred features [n, n], rewards are centred [n]. Slope and R2 are 0 if there
+    is nothing to explain or to explain it with.
     """
     scale = spectrum.scale
     if len(rewards) < 2 * group or not scale > 0 or not float(rewards @ rewards) > 0:
@@ -113,11 +107,7 @@ def choose(spectrum: Spectrum, rewards: Tensor, group: int, penalties: Sequence[
 def left_out(spectrum: Spectrum, rewards: Tensor, group: int, penalty: float) -> Tensor:
     """Predictions [n] of each completion by the fit without its group, centred within groups.
 
-    Args:
-        spectrum: Of the Gram matrix of centred features [n, n]; ``C = Q diag(1 / (l + lambda)) Q^T``.
-        rewards: Centred [n].
-        group: G.
-        penalty: lambda, above 0.
+    From the spectrum, ``C = Q diag(1 / (l + lambda)) Q^T``, and centred rewards [n]; the penalty lambda is above 0.
     """
     inverse, grouped = 1 / (spectrum.values + penalty), spectrum.vectors.view(-1, group, len(rewards))
     blocks = (grouped * inverse) @ grouped.mT  # C_gg
@@ -126,16 +116,7 @@ def left_out(spectrum: Spectrum, rewards: Tensor, group: int, penalty: float) ->
 
 
 def calibrated(predicted: Tensor, rewards: Tensor, group: int) -> tuple[float, float, float]:
-    """R2, slope and the slope's standard error, of the reward on its prediction.
-
-    Args:
-        predicted: Centred predictions [n].
-        rewards: Centred rewards [n].
-        group: G.
-
-    Returns:
-        The three numbers.
-    """
+    """R2, slope and the slope's standard error, of centred rewards [n] on their centred predictions [n]."""
     square, total = float(predicted @ predicted), float(rewards @ rewards)
     if not square > 0 or not total > 0:
         return 0.0, 0.0, math.inf
@@ -147,19 +128,14 @@ def calibrated(predicted: Tensor, rewards: Tensor, group: int) -> tuple[float, f
 
 
 def coefficients(gram: Tensor, rewards: Tensor, group: int, penalty: float, without: Sequence[int]) -> Tensor:
-    """Coefficients of the fit on all groups, and of the fits without some groups.
+    """Coefficients [1 + k, n] of the fit on all groups, and of the fits without one of the k groups ``without``.
 
-    Args:
-        gram: Of centred features [n, n].
-        rewards: Centred [n].
-        group: G.
-        penalty: In units of the mean diagonal.
-        without: Numbers of groups, each to be left out in turn.
-
-    Returns:
-        [1 + len(without), n], those of all groups first.
+    From the Gram matrix of centred features [n, n] and centred rewards [n]; the penalty is in units of the Gram
+    matrix's mean diagonal.
     """
-    factor = _factor(gram, penalty * float(gram.diagonal().mean()))
+    shifted = gram.clone()
+    shifted.diagonal().add_(penalty * float(gram.diagonal().mean()))
+    factor = torch.linalg.cholesky(shifted)
     alpha = torch.cholesky_solve(rewards.unsqueeze(1), factor).squeeze(1)
     rows = (torch.tensor(list(without), dtype=torch.long).unsqueeze(1) * group + torch.arange(group)).to(gram.device)
     if not len(rows):
@@ -174,9 +150,3 @@ def coefficients(gram: Tensor, rewards: Tensor, group: int, penalty: float, with
         rest[own] = 0.0  # exactly, not up to rounding: the fit has not seen them
         result.append(rest)
     return torch.stack(result)
-
-
-def _factor(gram: Tensor, penalty: float) -> Tensor:
-    shifted = gram.clone()
-    shifted.diagonal().add_(penalty)
-    return torch.linalg.cholesky(shifted)

@@ -4,16 +4,16 @@ A completion's reward does not depend on the policy that wrote it, so all comple
 reuse that policy gradients do not have. Features and Gram matrices grow by rows; beyond `window` completions the oldest
 groups are dropped.
 
-A fit of n completions costs ``n^3``, and one more batch hardly changes it once n is large. So new completions wait
-until they are a share of those that were fitted, ``(n / LARGE)^2 / 2``: 2 % of 400, half of 2,048 and of more. The time
-per completion then does not grow with n. A step without a fit of its own uses the last one, which has seen none of its
+A fit of n completions costs ``n^3``, and one more batch hardly changes it once n is large. So completions wait until
+they are a share of those that were fitted, ``(n / LARGE)^2 / 2``: 2 % of 400, half of 2,048 and of more. The time per
+completion then does not grow with n. A step without a fit of its own uses the last one, which has seen none of its
 rewards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,15 @@ from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, c
 RECENT = 1024
 """Latest completions on which family and penalty are chosen: the cost is cubic, and they resemble the next ones."""
 LARGE = 2048
-"""Completions of which half must be new before they are fitted again, and all before family and penalty are chosen
-again; of fewer, the square of their share less."""
+"""Above this many completions, refit when half are new and reselect family and penalty when all are; below, both
+thresholds shrink with the square of n / LARGE."""
 TRUST_STEPS = 8
-"""Batches over which predictions made in advance are held against the rewards that came."""
+"""Batches used to validate predictions."""
 
 
 @dataclass
 class Evidence:
-    """Predictions made before a batch's rewards were seen, against these.
+    """How well predictions that were made before a batch's rewards were known agree with these rewards.
 
     Attributes:
         groups: Of each batch, ``sum p y`` and ``sum p^2`` of its groups [2, N], centred within groups.
@@ -42,25 +42,25 @@ class Evidence:
     groups: list[Tensor] = field(default_factory=list)
 
     def add(self, predicted: Tensor, rewards: Tensor, group: int) -> None:
-        """Add a batch: predictions and rewards [N G], both centred."""
+        """Add a batch: predictions p and rewards y [N G], both centred."""
         products = torch.stack([predicted * rewards, predicted * predicted])
         self.groups = [*self.groups, products.view(2, -1, group).sum(2)][-TRUST_STEPS:]
 
     @property
     def trust(self) -> float:
-        """Share of the predicted differences that came true, plus its standard error, in 0..1.
+        """Slope of rewards on predictions, ``sum p y / sum p^2``, plus its standard error, clipped to 0..1.
 
         1 before there is a prediction. With the error, because a few noisy batches must not end what works: this is a
         bound on a distilled reward that rises where the true one does not.
         """
         if not self.groups:
             return 1.0
-        came, said = torch.cat(self.groups, 1)
-        if not float(said.sum()) > 0:
+        products, squares = torch.cat(self.groups, 1)
+        if not float(squares.sum()) > 0:
             return 1.0
-        share = came.sum() / said.sum()
-        stderr = (came - share * said).square().sum().sqrt() / said.sum()
-        return min(max(float(share + stderr), 0.0), 1.0)
+        slope = products.sum() / squares.sum()
+        stderr = (products - slope * squares).square().sum().sqrt() / squares.sum()
+        return min(max(float(slope + stderr), 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -71,50 +71,32 @@ class Fit:
         family: Name of the family.
         weights: [1 + k, F]: fitted on all completions, then without each of the newest k groups in turn.
         choice: Penalty, R2 out of sample, slope; weights are to be multiplied by the slope.
-        foreseen: Whether family and choice are older than the newest groups, and have not seen their rewards.
+        predates: Whether family and choice were selected before the newest groups' rewards were known.
     """
 
     family: str
     weights: Tensor
     choice: Choice
-    foreseen: bool = True
+    predates: bool = True
 
     @property
     def all(self) -> Tensor:
         """Weights [1, F] of the fit on all completions, with the slope."""
         return self.weights[:1] * self.choice.slope
 
-    @property
-    def left_out(self) -> Tensor:
-        """Weights [k, F] without each of the newest groups, with the slope."""
-        return self.weights[1:] * self.choice.slope
+    def without(self, first: int, groups: int) -> Tensor:
+        """Weights [groups, F] of the fits without each of these groups of the step, with the slope.
 
-    def unseen(self, first: int, groups: int) -> Tensor:
-        """Weights that have not seen some groups, with the slope.
-
-        Args:
-            first: Number of the first group within the step.
-            groups: How many.
-
-        Returns:
-            [groups, F]; [1, F], all groups', of a fit that is older than the step.
+        Of a fit that is older than the step they are [1, F]: it has seen none of the groups.
         """
-        return self.left_out[first : first + groups] if len(self.weights) > 1 else self.all
-
-    @property
-    def older(self) -> Fit:
-        """The fit for steps after its own."""
-        return replace(self, weights=self.weights[:1], foreseen=True)
+        return self.weights[1 + first : 1 + first + groups] * self.choice.slope if len(self.weights) > 1 else self.all
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Completions that wait for a fit.
+class _Batch:
+    """Completions that wait for a fit: centred rewards [m], tokens [m, T], and features of each family [m, ...].
 
-    Attributes:
-        rewards: Centred [m].
-        tokens: [m, T].
-        rows: Features of each family [m, ...]; dense ones centred.
+    Dense features are centred.
     """
 
     rewards: Tensor
@@ -122,9 +104,8 @@ class Batch:
     rows: dict[str, Tensor]
 
     @classmethod
-    def join(cls, batches: Sequence[Batch], families: Iterable[str]) -> Batch:
-        """All batches as one."""
-        rows = {name: joined([batch.rows[name] for batch in batches]) for name in families}
+    def join(cls, batches: Sequence[_Batch]) -> _Batch:
+        rows = {name: joined([batch.rows[name] for batch in batches]) for name in batches[0].rows}
         return cls(torch.cat([b.rewards for b in batches]), joined([b.tokens for b in batches]), rows)
 
 
@@ -144,27 +125,24 @@ class Store:
         self.rows: dict[str, Tensor] = {}
         self.grams: dict[str, Tensor] = {}
         self.choices: dict[str, Choice] = {}
-        self.waiting: list[Batch] = []
-        self.fresh = self.dropped = 0
+        self.waiting: list[_Batch] = []
+        self.since_choice = self.dropped = 0
 
     def __len__(self) -> int:
         """Completions that are kept, with those that wait."""
         return len(self.rewards) + sum(len(batch.rewards) for batch in self.waiting)
 
     def append(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor) -> None:
-        """Let a batch of whole groups wait for `absorb`.
+        """Let a batch of whole groups wait for `absorb`: features of each family [m, ...], rewards [m], tokens [m, T].
 
-        Args:
-            rows: Features of each family [m, ...].
-            rewards: [m].
-            tokens: The completions [m, T], -1 where masked.
+        Tokens are -1 where masked.
         """
         rows = {name: r.detach() for name, r in rows.items()}
         dense = {name: r if r.dtype == torch.long else centred(r, self.group) for name, r in rows.items()}
-        self.waiting.append(Batch(centred(rewards.detach().double().cpu(), self.group), tokens.cpu(), dense))
+        self.waiting.append(_Batch(centred(rewards.detach().double().cpu(), self.group), tokens.cpu(), dense))
 
     @property
-    def due(self) -> bool:
+    def refit_due(self) -> bool:
         """Whether enough completions wait for another fit to be worth its time."""
         fitted = len(self.rewards)
         return len(self) - fitted >= growth(fitted) / 2
@@ -178,35 +156,28 @@ class Store:
         """Enter what waits into features and Gram matrices, and drop what is beyond the window."""
         if not self.waiting:
             return
-        new, self.waiting = Batch.join(self.waiting, self.families), []
+        new, self.waiting = _Batch.join(self.waiting), []
         drop = max(0, len(self) + len(new.rewards) - self.window)
-        self.dropped, self.fresh = self.dropped + drop, self.fresh + len(new.rewards)
+        self.dropped, self.since_choice = self.dropped + drop, self.since_choice + len(new.rewards)
         self.rewards = torch.cat([self.rewards, new.rewards])[drop:]
         self.tokens = joined([self.tokens, new.tokens])[drop:]
         for name, family in self.families.items():
             rows = new.rows[name]
             kept = (joined([self.rows[name], rows]) if name in self.rows else rows)[drop:]
             rows = rows[-len(kept) :]
-            block = self._centred_block(family.gram(rows, kept).cpu())
+            block = centred(family.gram(rows, kept).cpu(), self.group)
+            block = centred(block.T.contiguous(), self.group).T
             before = self.grams[name][drop:, drop:] if name in self.grams else block[:0, :0]
             n = len(before)
             gram = torch.empty(len(kept), len(kept), dtype=torch.float64)
             gram[:n, :n], gram[n:], gram[:n, n:] = before, block, block[:, :n].T
             self.rows[name], self.grams[name] = kept, gram
 
-    def _centred_block(self, block: Tensor) -> Tensor:
-        return centred(centred(block, self.group).T.contiguous(), self.group).T
-
     def fit(self, newest: int) -> Fit | None:
         """Distil everything, with the family and penalty that the completions before the last batch chose.
 
-        In the first step the batch itself chooses.
-
-        Args:
-            newest: Groups of the last batch, each of which gets a fit without it.
-
-        Returns:
-            The distilled reward of the best family; None if rewards do not differ within prompts.
+        In the first step the batch itself chooses. Each of the ``newest`` groups, those of the last batch, gets a fit
+        without it. None if rewards do not differ within prompts.
         """
         self.absorb()
         if not float(self.rewards.abs().max()) > 0:
@@ -214,13 +185,13 @@ class Store:
         if not self.choices:
             self._choose()
         fit = self.fit_of(max(self.choices, key=lambda name: self.choices[name].r2), newest)
-        # For the next fit: a choice that has seen a group's rewards would bias its gradient, by some percent.
-        if self.fresh >= growth(len(self)):
+        # For the next fit: a choice made on a group's own rewards biases its gradient by a few percent.
+        if self.since_choice >= growth(len(self)):
             self._choose()
         return fit
 
     def _choose(self) -> None:
-        recent, self.fresh = min(len(self), RECENT // self.group * self.group), 0
+        recent, self.since_choice = min(len(self), RECENT // self.group * self.group), 0
         part = slice(len(self) - recent, None)
         self.choices = {
             name: choose(Spectrum.of(self.grams[name][part, part]), self.rewards[part], self.group)
@@ -250,33 +221,31 @@ class Store:
 
     def state(self) -> dict[str, Tensor]:
         """Everything as tensors, for a checkpoint."""
-        state = {"rewards": self.rewards, "tokens": self.tokens, "counters": torch.tensor([self.fresh, self.dropped])}
+        state = {"rewards": self.rewards, "tokens": self.tokens}
+        state["counters"] = torch.tensor([self.since_choice, self.dropped])
+        choices = {name: torch.tensor(astuple(c), dtype=torch.float64) for name, c in self.choices.items()}
+        groups = {"rows": self.rows, "gram": self.grams, "choice": choices}
         if self.waiting:  # as one batch, as `absorb` will take them
-            batch = Batch.join(self.waiting, self.families)
+            batch = _Batch.join(self.waiting)
             state |= {"waiting": batch.rewards, "waiting_tokens": batch.tokens}
-            state |= {f"waiting/{name}": rows for name, rows in batch.rows.items()}
-        for name in self.rows:
-            state |= {f"rows/{name}": self.rows[name], f"gram/{name}": self.grams[name]}
-        for name, c in self.choices.items():
-            state[f"choice/{name}"] = torch.tensor(astuple(c), dtype=torch.float64)
+            groups["waiting"] = batch.rows
+        state |= {f"{kind}/{name}": tensor for kind, group in groups.items() for name, tensor in group.items()}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue where `state` was taken."""
+
+        def group(kind: str) -> dict[str, Tensor]:
+            return {key.partition("/")[2]: tensor for key, tensor in state.items() if key.startswith(f"{kind}/")}
+
         self.rewards, self.tokens = state["rewards"], state["tokens"]
-        self.fresh, self.dropped = state["counters"].tolist()
-        waiting = dict[str, Tensor]()
-        for key, tensor in state.items():
-            kind, _, name = key.partition("/")
-            if kind in ("rows", "waiting") and name:
-                rows = self.rows if kind == "rows" else waiting
-                rows[name] = tensor.to(self.families[name].backbone.device)
-            elif kind == "gram":
-                self.grams[name] = tensor
-            elif kind == "choice":
-                self.choices[name] = Choice(*tensor.tolist())
-        if waiting:
-            self.waiting = [Batch(state["waiting"], state["waiting_tokens"], waiting)]
+        self.since_choice, self.dropped = state["counters"].tolist()
+        device = next(iter(self.families.values())).backbone.device
+        self.rows = {name: rows.to(device) for name, rows in group("rows").items()}
+        self.grams = group("gram")
+        self.choices = {name: Choice(*values.tolist()) for name, values in group("choice").items()}
+        if waiting := {name: rows.to(device) for name, rows in group("waiting").items()}:
+            self.waiting = [_Batch(state["waiting"], state["waiting_tokens"], waiting)]
 
 
 def growth(completions: int) -> float:

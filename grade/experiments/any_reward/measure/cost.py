@@ -49,7 +49,7 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int, seed: i
     learner, objective = _learner(subject), Objective(next(iter(subject.rewards.values())), BETA)
     generator = torch.Generator(subject.backbone.device).manual_seed(seed)
     prompts, context = batch // subject.group, StepContext(1, apply=lambda: None)
-    sample = learner.sample(subject.prompts[slice(0, prompts)], generator, objective)
+    sample = learner.scored(learner.sample(subject.prompts[slice(0, prompts)], generator), objective)
     _fill(learner, sample, completions, seed)
     rest = []
     for step in range(steps + 1):
@@ -64,7 +64,7 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int, seed: i
         reward = torch.randn(len(sample.reward), generator=noise)
         rows = {name: _noisy(rows.cpu(), noise).to(rows.device) for name, rows in sample.rows.items()}
         start, choices = time.perf_counter(), learner.store.choices
-        learner.learn([Sample(sample.seen, reward, rows)], context)
+        learner.update_fit([Sample(sample.seen, reward, rows)], context)
         seconds, fitted = time.perf_counter() - start, learner.store.waiting == []
         table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store), fitted=fitted,
                           chosen=learner.store.choices is not choices, fit_seconds=seconds,
@@ -90,8 +90,8 @@ def liked_tokens(subject: Subject, completions: int, seed: int = 0) -> pd.DataFr
     samples = []
     for start in range(0, completions // subject.group, prompts):
         own = subject.prompts[torch.arange(start, start + prompts) % len(subject.prompts)]
-        samples.append(learner.sample(own, generator, Objective(reward, 0.0)))
-    learner.learn(samples, StepContext(1, apply=lambda: None))
+        samples.append(learner.scored(learner.sample(own, generator), Objective(reward, 0.0)))
+    learner.update_fit(samples, StepContext(1, apply=lambda: None))
     learner.last = samples[-1].seen
     table = token_table(subject.backbone, learner)
     table["token"] = [repr(token) for token in table["token"]]  # spaces can be seen, line ends do no harm

@@ -309,7 +309,7 @@ def bias_table(
     axes = axes / axes.norm(dim=0)
     learner, table = world.learner(GROUP), []
     prompts = world.prompts[torch.arange(samples // GROUP) % len(world.prompts)]
-    sample = learner.sample(prompts, generator, Objective(TableReward(world), 0.0))
+    sample = learner.scored(learner.sample(prompts, generator), Objective(TableReward(world), 0.0))
     leaf = _leaf(world, sample)
     for name, fit in {"none": None, **critics}.items():
         plug, residual = state_gradients(split_losses(learner, sample, fit, leaf), leaf)
@@ -378,14 +378,14 @@ def _step(world: World, step: str, groups: int, axes: Tensor, generator: torch.G
     learner, context = world.learner(GROUP), SimpleNamespace(gather=lambda parts: parts)
     prompts = world.prompts[torch.arange(groups) % len(world.prompts)]
     objective = Objective(TableReward(world), 0.0)
-    sample = learner.sample(prompts, generator, objective)
+    sample = learner.scored(learner.sample(prompts, generator), objective)
     if step != "first step":
-        learner.learn([learner.sample(prompts, generator, objective)], context)  # type: ignore[arg-type]
+        learner.update_fit([learner.scored(learner.sample(prompts, generator), objective)], context)  # type: ignore[arg-type]
     if step == "earlier choice":
         learner.store.add(sample.rows, sample.reward, own_tokens([sample.seen]))
         learner.fit = learner.store.fit_of(learner.fit.family, groups)
     else:
-        learner.learn([sample], context)  # type: ignore[arg-type]
+        learner.update_fit([sample], context)  # type: ignore[arg-type]
     leaf = _leaf(world, sample)
     plug, residual = state_gradients(step_losses(learner, sample, leaf), leaf)
     return world.gradients(sample, plug + residual, axes).sum(0)

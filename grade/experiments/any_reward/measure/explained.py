@@ -115,7 +115,7 @@ def explained_table(
                 choice, stderr = explained(spectrum, centred(values[:n].double().cpu(), subject.group), subject.group)
                 table.append(dict(
                     policy=subject.policy, stage=subject.stage, reward=reward, family=name, n=n, r2=choice.r2,
-                    r2_stderr=stderr, slope=choice.steepness, penalty=choice.penalty,
+                    r2_stderr=stderr, slope=choice.raw_slope, penalty=choice.penalty,
                     seconds=made_in + time.perf_counter() - start,
                 ))  # fmt: skip
     return pd.DataFrame(table)

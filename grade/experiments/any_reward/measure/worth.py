@@ -281,7 +281,7 @@ def _row(
     subject, prompts = setting.subject, setting.prompts
     chosen = torch.randperm(len(prompts), generator=generator, device=generator.device)[: setting.batch]
     first, *_ = subject.rewards
-    sample = learner.sample(prompts[chosen], generator, Objective(subject.rewards[first], 0.0))
+    sample = learner.scored(learner.sample(prompts[chosen], generator), Objective(subject.rewards[first], 0.0))
     seen = sample.seen
     st = RelaxationConfig(estimator="st", max_new_tokens=subject.length, min_new_tokens=subject.min_length)
     graph = ReplayGraph(subject.backbone, condition(subject.backbone, seen.prompts, seen.ids, seen.mask, st, generator))
