@@ -12,11 +12,11 @@ import torch
 from grade.cli.options import add_config_options
 from grade.config import SEEDS, read_values
 from grade.errors import InputError
+from grade.files import check_file, writing
 from grade.gradients.methods import METHODS
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.models.sampling import generate
-from grade.outputs import check_file, writing
 from grade.results import write_metrics
 from grade.training.config import TrainConfig
 from grade.training.load import load_task
