@@ -68,8 +68,8 @@ class Scores:
 class Rewards(Reward):
     """``R = sum_i w_i R_i``; a part that does not apply to a row (None) adds nothing to it.
 
-    Each part has a weight (default: 1) and a name under which it is logged (default: its own, numbered where two are
-    equal). All must be made for one ``scope``; ``dtype`` is that of R.
+    Each part has a weight (default: 1), and is logged under its name, numbered where two are equal. All must be made
+    for one ``scope``; ``dtype`` is that of R.
 
     Attributes:
         last: Parts of the batch that was scored last; None before the first.
@@ -82,7 +82,6 @@ class Rewards(Reward):
         self,
         parts: Sequence[Reward],
         weights: Sequence[float] | None = None,
-        names: Sequence[str] | None = None,
         scope: RewardScope = "prompt_and_completion",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -98,7 +97,7 @@ class Rewards(Reward):
             if part.scope not in (None, scope):
                 raise ValueError(f"reward {part.name!r} was made for scope {part.scope!r}, the others have {scope!r}")
         self.parts, self.weights, self.scope, self.dtype = list(parts), weights, scope, dtype
-        self.names = _distinct(names or [part.name for part in parts])
+        self.names = _distinct([part.name for part in parts])
         self.last: Scores | None = None
         self.trainer_state: Any = None
         self._warned = False
@@ -165,7 +164,7 @@ def make_rewards(
         allowed = f"{len(given)}, one for each reward (None for the default)"
         raise InputError("reward_processing_classes", len(tokenizers) if several else 1, allowed)
     parts = [make_reward(one, backbone, scope, tokenizer) for one, tokenizer in zip(given, tokenizers, strict=True)]
-    return Rewards(parts, weights, None, scope, wide(backbone.dtype))
+    return Rewards(parts, weights, scope, wide(backbone.dtype))
 
 
 def make_reward(

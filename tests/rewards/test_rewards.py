@@ -84,7 +84,7 @@ def test_a_float64_policy_has_float64_rewards(make_policy, batch):
 def test_equal_names_are_numbered(policy, batch):
     rewards = make_rewards([length, length, third_only, length], policy)
     assert rewards.names == ["length", "length_2", "third_only", "length_3"]
-    assert Rewards([FunctionReward(length)], names=["mine"]).names == ["mine"]
+    assert Rewards([FunctionReward(length, "mine")]).names == ["mine"]
 
 
 def test_every_kind_in_one_list(policy, make_classifier, tokenizer, tmp_path, batch):
