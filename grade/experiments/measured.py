@@ -125,6 +125,19 @@ class Tables(Mapping[str, Table]):
         return len(self._experiment.TABLES) + len(self._experiment.TIMED)
 
 
+def figures_of(table: pd.DataFrame, key: str, columns: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:
+    """Cells as figures by name: ``key``, which holds columns' names in braces, then the end that a column has.
+
+    Columns that are not a mapping of ends to columns end in ``/<column>``.
+
+    >>> figures_of(pd.DataFrame(dict(T=[8], mean=[0.5])), "gain/T{T}", ["mean"])
+    {'gain/T8/mean': 0.5}
+    """
+    ends = columns if isinstance(columns, Mapping) else {f"/{column}": column for column in columns}
+    rows = table.to_dict("records")
+    return {key.format(**row) + end: row[column] for row in rows for end, column in ends.items()}
+
+
 def progress(items: Iterable[Any], description: str) -> Iterable[Any]:
     """A progress bar over items for a person who waits; none in a pipeline, whose output must not hold times."""
     from tqdm.auto import tqdm

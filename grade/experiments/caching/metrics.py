@@ -6,41 +6,35 @@ import pandas as pd
 
 from grade.experiments.caching.measure.tables import COPY, Settings
 from grade.experiments.formulas import rows_bytes
-from grade.experiments.measured import Tables
+from grade.experiments.measured import Tables, figures_of
 from grade.experiments.traced import shape_of
 
 GB = 1e9
 
 
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
-    """Every figure that is the same in each run.
-
-    Names to values: bytes of one layer, peaks in decimal GB and MB, differences of log-probabilities and KL in
-    nats, other differences relative.
-    """
+    """Bytes of one layer, peaks in decimal GB and MB, log-probabilities and KL in nats, other differences relative."""
     shape, length = shape_of(settings.model), settings.prompt_tokens + settings.new_tokens
     parts, eager = layer_parts(tables["layer"], "sdpa"), layer_parts(tables["layer"], "eager")
-    peaks, policy = tables["peaks"].set_index("option"), tables["policy"]
-    figures = {f"caching/layer_{name.replace(' ', '_').lower()}_bytes": int(n) for name, n in parts.items()}
-    figures |= {"caching/layer_bytes": int(parts.sum()), "caching/layer_eager_bytes": int(eager.sum())}
-    for row in tables["peaks"].query("option != @COPY", local_dict={"COPY": COPY}).itertuples():
-        figures[f"caching/traced_{row.option}_peak_gb"] = row.peak_bytes / GB
-        figures[f"caching/traced_{row.option}_step_gb"] = row.step_bytes / GB
-    for row in tables["agreement"].itertuples():
-        figures[f"caching/measured_{row.option}_ref_max_abs_diff"] = row.ref_max_abs_diff
-        figures[f"caching/measured_{row.option}_grad_rel_diff"] = row.grad_rel_diff
-        figures[f"caching/measured_{row.option}_peak_mb"] = row.peak_bytes / 1e6
+    peaks, policy, agreement = tables["peaks"], tables["policy"], tables["agreement"]
+    peak = peaks.set_index("option").peak_bytes
+    options = peaks[peaks.option != COPY].assign(peak_gb=peaks.peak_bytes / GB, step_gb=peaks.step_bytes / GB)
+    measured = ("ref_max_abs_diff", "grad_rel_diff", "peak_mb")
     kept = shape.layers * parts.sum() + rows_bytes(settings.batch, length, shape.vocab, 2)
-    return figures | {
+    return {
+        **{f"caching/layer_{name.replace(' ', '_').lower()}_bytes": int(n) for name, n in parts.items()},
+        "caching/layer_bytes": int(parts.sum()), "caching/layer_eager_bytes": int(eager.sum()),
+        **figures_of(options, "caching/traced_{option}", {"_peak_gb": "peak_gb", "_step_gb": "step_gb"}),
+        **figures_of(agreement.assign(peak_mb=agreement.peak_bytes / 1e6), "caching/measured_{option}",
+                     {f"_{name}": name for name in measured}),
         "caching/forward_kept_gb": kept / GB,
-        "caching/second_base_gb": (peaks.peak_bytes[COPY] - peaks.peak_bytes["selected"]) / GB,
+        "caching/second_base_gb": (peak[COPY] - peak["selected"]) / GB,
         "caching/stored_bytes_per_sample": rows_bytes(1, length - 1, 1),
         "caching/last_layer_difference": tables["layer_differences"].relative_difference.iloc[-1],
         "caching/train_eval_difference": policy["dropout"],
-        "caching/kl_to_base": policy["kl_to_base"],
-        "caching/kl_to_itself": policy["kl_to_itself"],
+        "caching/kl_to_base": policy["kl_to_base"], "caching/kl_to_itself": policy["kl_to_itself"],
         "caching/model": settings.model,
-    }
+    }  # fmt: skip
 
 
 def timed_metrics(tables: Tables) -> dict[str, float]:
@@ -50,5 +44,5 @@ def timed_metrics(tables: Tables) -> dict[str, float]:
 
 
 def layer_parts(layer: pd.DataFrame, attention: str) -> pd.Series:
-    """Bytes that one layer keeps, by group."""
+    """Bytes that one layer keeps with ``sdpa`` or ``eager`` attention, by group."""
     return layer[layer.attention == attention].groupby("group")["bytes"].sum()

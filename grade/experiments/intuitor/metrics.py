@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from grade.experiments.measured import Tables
-
-if TYPE_CHECKING:
-    from grade.experiments.intuitor.measure.tables import Settings
+from grade.experiments.intuitor.measure.tables import Settings
+from grade.experiments.measured import Tables, figures_of
 
 
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
-    """Every figure of the experiment.
-
-    Names to values: scores in nats, peaks in decimal GB, sequences that fit a GPU.
-    """
-    fits, lengths, sweep = tables["fits"], tables["lengths"], tables["sweep"]
-    figures = {f"intuitor/{name}": value for name, value in tables["certainty"].items()}
-    for row in fits.itertuples():
-        figures[f"intuitor/{row.setting}_fits_{row.logits}"] = row.fits
-        figures[f"intuitor/{row.setting}_peak_gb_{row.logits}"] = row.peak_gb
-    for row in lengths.itertuples():
-        step = row.step.replace(", ", "_").replace(" ", "_").lower()
-        figures[f"intuitor/peak_gb_{row.tokens}_{step}"] = row.peak_gb
-    for name in ("published", "document"):
-        figures[f"intuitor/sweep_{name}"] = sweep[name].iloc[-1] - sweep[name].iloc[0]
-    return figures | {"intuitor/model": settings.model}
+    """Scores in nats, peaks in decimal GB, sequences that fit a GPU."""
+    lengths, sweep = tables["lengths"], tables["sweep"]
+    names = lengths.step.str.replace(", ", "_").str.replace(" ", "_").str.lower()
+    return {
+        **{f"intuitor/{name}": value for name, value in tables["certainty"].items()},
+        **figures_of(tables["fits"], "intuitor/{setting}_fits_{logits}", {"": "fits"}),
+        **figures_of(tables["fits"], "intuitor/{setting}_peak_gb_{logits}", {"": "peak_gb"}),
+        **figures_of(lengths.assign(name=names), "intuitor/peak_gb_{tokens}_{name}", {"": "peak_gb"}),
+        **{f"intuitor/sweep_{x}": sweep[x].iloc[-1] - sweep[x].iloc[0] for x in ("published", "document")},
+        "intuitor/model": settings.model,
+    }
 
 
 def peaks_by_length(lengths: pd.DataFrame) -> Mapping[int, Mapping[str, float]]:
