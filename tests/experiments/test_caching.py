@@ -101,8 +101,3 @@ def test_each_table_is_the_same_when_it_is_measured_alone(settings):
     Tables(experiment, settings)["agreement"]  # runs steps on the policy that the others read
     alone, policy, layers = experiment.Settings(), *map(experiment.TABLES.get, ("policy", "layer_differences"))
     assert policy(alone) == policy(settings) and layers(alone).equals(layers(settings))
-
-
-def test_the_claims_follow_from_the_metrics(settings):
-    figures = metrics(Tables(experiment, settings), settings)
-    assert len(caching_claims(QWEN25_3B, 2, 16, figures)) == 20

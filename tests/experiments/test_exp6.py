@@ -5,7 +5,6 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from grade.errors import InputError
 from grade.experiments.exp6.measure import runs
 from grade.experiments.exp6.measure import tables as experiment
 from grade.experiments.exp6.metrics import run_metrics
@@ -42,15 +41,3 @@ def test_runs_are_read_without_their_times(runs_dir):
     figures = run_metrics(pd.concat([table, table.assign(run="ste-1")]))
     assert figures["train/ste/seeds"] == 2 and figures["train/ste/seeds_stderr"] == 0
     assert figures["train/ste/val_reward_after"] == pytest.approx(table["reward after"].iloc[0])
-
-
-def test_seconds_come_from_the_runs_timings_or_an_older_history(tmp_path):
-    for name in ("old-0", "new-0"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "old-0" / "history.csv").write_text("step,samples,seconds\n0,0,0.0\n1,8,2.5\n")
-    (tmp_path / "new-0" / "history.csv").write_text("step,samples\n0,0\n1,8\n")
-    (tmp_path / "new-0" / "timings.csv").write_text("step,seconds\n0,0.0\n1,1.5\n")
-    table = runs.seconds_table(tmp_path)
-    assert table.groupby("run").seconds.max().to_dict() == {"new-0": 1.5, "old-0": 2.5}
-    with pytest.raises(InputError, match="runs_dir"):
-        runs.seconds_table(tmp_path / "none")

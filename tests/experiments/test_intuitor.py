@@ -91,10 +91,3 @@ def test_the_tables_hold_every_figure(tables):
     assert peaks["Intuitor, dense logits"] == figures["intuitor/peak_gb_96_intuitor_dense_logits"]
     at_peak = tables["categories"].groupby("configuration")["bytes"].sum() / 1e9
     assert at_peak.to_dict() == pytest.approx(peaks)
-
-
-def test_the_timelines_are_of_one_gpu_that_divides_nothing(tables):
-    top = tables["timelines"].groupby("configuration")["bytes"].max()
-    for step, config in intuitor.update_configs("tiny", 96).items():
-        if config.self_certainty:
-            assert top[step] == trace(config).peak

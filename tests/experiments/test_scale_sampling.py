@@ -11,11 +11,9 @@ from conftest import save_toy_base
 from grade.experiments.scale.measure.sampling import (
     law_table,
     sampling_ratios,
-    sampling_seconds,
     training_differences,
     training_table,
 )
-from grade.stats import chi_square
 
 TEXTS = [f"The film was {word}" for word in ("a", "so", "not", "it", "all", "bad", "good", "new")]
 
@@ -58,12 +56,6 @@ def test_training_on_samples_of_two_samplers(base):
     assert found["stderr"][0] == pytest.approx(difference.std(ddof=1) / 2**0.5)
 
 
-def test_seconds_are_of_interleaved_rounds(base):
-    table = sampling_seconds((8,), 2, str(base), ("own", "shared"), peer=False, texts=TEXTS)
-    assert list(table["sampler"]) == ["own", "shared", "shared", "own"]  # the order changes
-    assert list(table["round"]) == [0, 0, 1, 1] and (table["seconds"] > 0).all()
-
-
 def test_ratios_by_hand():
     """Seconds 1, 2 over 2, 2: 3/4; without each round 2/2 and 1/2, so the error of the logarithm is log(2) / 2."""
     rows = [(8, 0, "a", 1.0, 1.0), (8, 0, "trl", 2.0, 2.0), (8, 1, "trl", 2.0, 2.0), (8, 1, "a", 2.0, 1.0)]
@@ -72,10 +64,3 @@ def test_ratios_by_hand():
     assert (a["seconds"], a["ratio"], a["cpu_ratio"]) == (1.5, 0.75, 0.5) and trl["ratio"] == 1
     # Student's 0.975 quantile with one degree of freedom.
     assert np.log(a["ratio_high"] / a["ratio"]) == pytest.approx(12.7062 * np.log(2) / 2, rel=1e-4)
-
-
-def test_chi_square_merges_rare_values_and_refuses_impossible_ones():
-    """Expected 50, 46 and 4 of 100; a value of its own has 5 or more."""
-    counts, p = np.array([50, 42, 3, 5]), np.array([0.5, 0.46, 0.03, 0.01])
-    assert chi_square(counts, p) == pytest.approx(chi_square(np.array([50, 42, 8]), np.array([0.5, 0.46, 0.04]), 0.0))
-    assert chi_square(np.array([5, 1]), np.array([1.0, 0.0])) == 0.0
