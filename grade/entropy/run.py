@@ -26,19 +26,9 @@ from grade.training.folder import OPTIMIZER_FILE, load_optimizer
 
 
 def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:
-    """The gradient of a run's loss on the update's prompts: its method, relaxation, KL weight and microbatch size.
+    """A function that leaves the gradient of a run's loss in ``.grad``, from prompts and a generator.
 
-    Args:
-        policy: The policy.
-        reward_model: The reward.
-        config: The run.
-        step: Step of the run, which sets tau.
-
-    Returns:
-        A function of prompts and a generator that leaves the gradient in the parameters' ``.grad``.
-
-    Raises:
-        InputError: If the run's method is a policy gradient.
+    With the run's method, KL weight, microbatch size, and relaxation at a step.
     """
     if not config.relaxed:
         raise InputError("method", config.method, "one that relaxes tokens; probe_config.update is a policy gradient")
@@ -81,15 +71,7 @@ class ProbeRunConfig(ProbeConfig):
 
 
 def _probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, dict[str, Any]]:
-    """Prompts, and the reward or gradient of the update.
-
-    Args:
-        config: Names of the files.
-        policy: Its tokenizer and embeddings are used.
-
-    Returns:
-        Prompts of both batches, and the other arguments of `EntropyProbe.run`.
-    """
+    """Prompts of both batches, and the other arguments of `EntropyProbe.run`."""
     number = config.batch_config.B * (1 if config.probe_config.one_batch else 2)
     if config.task == "arithmetic":
         problems = Problems.make(number, config.seed)
@@ -105,16 +87,7 @@ def _probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, 
 
 
 def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path | None) -> torch.optim.AdamW:
-    """AdamW of the policy's adapter, with the config's learning rate and weight decay.
-
-    Args:
-        config: Settings.
-        policy: The policy.
-        state: A saved state; None: it has not stepped yet.
-
-    Returns:
-        The optimizer.
-    """
+    """AdamW of the policy's adapter, with the config's learning rate and weight decay; from a saved state, if given."""
     optimizer = torch.optim.AdamW(policy.trainable_parameters())
     if state is not None:
         load_optimizer(optimizer, state)
@@ -124,15 +97,9 @@ def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path |
 
 
 def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str | Path | None = None) -> ProbeReport:
-    """One probe of an adapter and its optimizer.
+    """Probe an adapter (None: a new one) and its optimizer.
 
-    Args:
-        config: Settings.
-        folder: The adapter; None: a new one.
-        state: File with the optimizer's state; None: the one saved with the adapter, if there is one.
-
-    Returns:
-        The report.
+    ``state`` is a file with the optimizer's state; None: the one saved with the adapter, if there is one.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError("device", config.device, "cpu: this machine has no CUDA device")

@@ -32,16 +32,10 @@ def expected_values(
     Differentiable in ``hidden``: ``dE/dl_v = pi_v (s_v - E)``, 0 at a forbidden v. Logits and values exist for a chunk
     of rows at a time: no [N, V] tensor is made or kept.
 
-    Args:
-        head: The frozen head.
-        hidden: Hidden states [N, D] at the positions that predict the tokens.
-        values: Called with row numbers [n] (int64) and, without gradient, gives s: constants, in any unit. Values of
-            forbidden tokens must be finite too.
-        forbidden: Token ids that could not be sampled: their logits are -inf.
-        where: Rows [N] in which they are forbidden; None: nowhere.
-
-    Returns:
-        Expectations [N] in the values' unit, float32 (float64 for a float64 model).
+    Hidden states are [N, D], expectations [N] in the values' unit, float32 (float64 for a float64 model). ``values``
+    are called with row numbers [n] (int64) and give s without gradient: constants, in any unit, finite for forbidden
+    tokens too. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
+    ``where`` is True.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -63,14 +57,9 @@ def expected_values(
 def embedding_values(weight: Tensor, scale: float, u: Tensor) -> Values:
     """Values ``s[n, v] = scale <u[n], weight[v]>`` of a first-order critic, for `expected_values`.
 
-    Args:
-        weight: Embedding table [V, D].
-        scale: Factor between a row of the table and an embedding.
-        u: Slopes [N, D], one for each row: reward per unit of embedding.
-
-    Returns:
-        From row numbers [n] to values [n, V] in float32 (float64 for a float64 table). As for logits, the product
-        itself is in the table's type: a table converted to float32 could be the largest tensor of a step.
+    From the table [V, D], the factor between its rows and embeddings, and slopes u [N, D] in reward per unit of
+    embedding. Values [n, V] are float32 (float64 for a float64 table); as for logits, the product itself is in the
+    table's type: a table converted to float32 could be the largest tensor of a step.
     """
 
     def values(rows: Tensor) -> Tensor:

@@ -132,10 +132,10 @@ def reinmax(logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
     >>> y.tolist(), torch.autograd.grad(y[0], l)[0].tolist()  # 2 * 3/16 - 1/2 * 1/4
     ([1.0, 0.0], [0.25, -0.25])
     """
-    return _ReinMax.apply(logits, chosen.to(logits.dtype), tau)
+    return _ReinMaxFunction.apply(logits, chosen.to(logits.dtype), tau)
 
 
-class _ReinMax(torch.autograd.Function):
+class _ReinMaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
         ctx.save_for_backward(logits.softmax(-1), (chosen + (logits / tau).softmax(-1)) / 2)
@@ -150,10 +150,10 @@ class _ReinMax(torch.autograd.Function):
 
 def straight_through(z: Tensor, tau: float) -> Tensor:
     """Exactly one-hot weights [..., K] of ``argmax z`` forward, ``softmax(z / tau)``'s gradient backward."""
-    return _StraightThrough.apply((z / tau).softmax(-1))
+    return _StraightThroughFunction.apply((z / tau).softmax(-1))
 
 
-class _StraightThrough(torch.autograd.Function):
+class _StraightThroughFunction(torch.autograd.Function):
     # The usual (hard - soft).detach() + soft is one-hot only up to rounding; this is exact.
     @staticmethod
     def forward(ctx, soft: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _likeliest(logits: Tensor, token: Tensor, k: int) -> Tensor:
     return logits.scatter(1, token.unsqueeze(1), float("inf")).topk(k).indices
 
 
-class GumbelSoftmax(Estimator):
+class _GumbelSoftmax(Estimator):
     """``y = softmax(z / tau)``, forward and backward."""
 
     hard = False
@@ -253,7 +253,7 @@ class GumbelSoftmax(Estimator):
         return (z / tau).softmax(-1)
 
 
-class RaoBlackwellised(Estimator):
+class _RaoBlackwellised(Estimator):
     """Straight-through, its gradient averaged over M draws of the noise given the token."""
 
     redraws, options = True, ("rao_draws",)
@@ -261,13 +261,13 @@ class RaoBlackwellised(Estimator):
     def draw_given(  # noqa: D102
         self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        draws = [super(RaoBlackwellised, self).draw_given(logits, token, config, generator)
+        draws = [super(_RaoBlackwellised, self).draw_given(logits, token, config, generator)
                  for _ in range(config.rao_draws)]  # fmt: skip
         supports, noises = zip(*draws, strict=True)
         return torch.stack(supports, 1), torch.stack(noises, 1)
 
 
-class ReinMax(Estimator):
+class _ReinMax(Estimator):
     """Second-order straight-through, without noise: the support is the likeliest tokens, the token among them."""
 
     redraws = True
@@ -285,7 +285,7 @@ class ReinMax(Estimator):
         return reinmax(logits, support == token.unsqueeze(1), tau)
 
 
-class DenseStraightThrough(Estimator):
+class _DenseStraightThrough(Estimator):
     """Straight-through without noise: one-hot forward, the softmax of the policy over the whole vocabulary backward."""
 
     redraws, dense = True, True
@@ -301,11 +301,11 @@ class DenseStraightThrough(Estimator):
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "gumbel": GumbelSoftmax(),
+    "gumbel": _GumbelSoftmax(),
     "ste": Estimator(),
-    "gumbel_rao": RaoBlackwellised(),
-    "reinmax": ReinMax(),
-    "st": DenseStraightThrough(),
+    "gumbel_rao": _RaoBlackwellised(),
+    "reinmax": _ReinMax(),
+    "st": _DenseStraightThrough(),
 }
 
 

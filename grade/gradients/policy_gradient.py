@@ -73,7 +73,7 @@ Microbatch = tuple[PromptBatch, torch.Generator] | Completions
 
 
 @dataclass(frozen=True)
-class Experience:
+class _Experience:
     """Completions with everything that an update treats as constant.
 
     Attributes:
@@ -82,6 +82,7 @@ class Experience:
         logps: Log-probabilities under the policy that sampled [B, T].
         kl: KL, or its estimate, under that policy [B, T].
         reward: [B].
+        returns: Penalised returns [B].
         values: With a value head: V of the state before each token [B, T].
         advantages: [B, T], or [B, 1] if all tokens share one.
         targets: With a value head: its targets [B, T].
@@ -94,12 +95,13 @@ class Experience:
     logps: Tensor
     kl: Tensor
     reward: Tensor
+    returns: Tensor
     values: Tensor | None = None
     advantages: Tensor | None = None
     targets: Tensor | None = None
     kl_factor: float = 1.0
 
-    def rows(self, rows: slice) -> Experience:
+    def rows(self, rows: slice) -> _Experience:
         """The selected rows."""
         parts = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, completions=self.completions.rows(rows), **parts)
@@ -213,18 +215,10 @@ class PolicyGradient:
     def step(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        """Sample completions and take the method's updates.
+        """Sample completions, or take those that are given, and take the method's updates.
 
-        Args:
-            microbatches: This process's prompts, each once, with the generator for their completions; or completions.
-            objective: Reward and KL weight.
-            context: The training loop.
-
-        Returns:
-            One result per microbatch, under the policy that sampled it.
-
-        Raises:
-            InputError: For a reward that is not finite, or advantages that cannot be whitened.
+        Microbatches are this process's prompts, each once, with the generator for their completions; or completions.
+        There is one result per microbatch, under the policy that sampled it.
         """
         self.figures = {}
         completions = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
@@ -246,21 +240,15 @@ class PolicyGradient:
     def accumulate(self, completions: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
         """Add ``scale`` times the gradient of the loss (the negative objective) in one pass; not for ppo.
 
-        Args:
-            completions: Samples of the current policy.
-            objective: Reward and KL weight.
-            scale: Factor on the gradient.
-
-        Returns:
-            The result.
+        The completions are samples of the current policy.
         """
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
         reward = None if self.config.self_certainty_reward else self._reward(completions, objective)
         logps, kl, hidden, reference = self._terms(completions, None)
-        seen = self._experience(completions, objective, logps, kl, hidden, reference, reward)
+        seen = self._experience(completions, objective, (logps, kl, hidden, reference), reward)
         seen = replace(seen, advantages=self._advantages(seen, objective))
         (self._loss(logps, kl, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
-        return self._result(seen, objective)
+        return _result(seen)
 
     def _update_often(
         self, microbatches: Iterable[Completions], objective: Objective, context: StepContext, scale: float
@@ -268,8 +256,7 @@ class PolicyGradient:
         experience = []
         for completions in microbatches:
             with torch.no_grad():
-                terms = self._terms(completions, None)
-                seen = self._experience(completions, objective, *terms)
+                seen = self._experience(completions, objective, self._terms(completions, None))
                 if self.value_head is None:
                     seen = replace(seen, advantages=self._advantages(seen, objective))
                 else:
@@ -279,11 +266,14 @@ class PolicyGradient:
             experience.append(seen)
         if self.closed_form:  # after the advantages: a baseline must not have seen its own completions
             for seen in experience:
-                returns = penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
-                self.value_head.add(seen.reference, returns, seen.completions.mask, context.total)
+                self.value_head.add(seen.reference, seen.returns, seen.completions.mask, context.total)
             self.value_head.solve()
         if self.value_head is not None and self.config.whiten_advantages:
-            experience = self._whitened(experience, context)
+            moments = [losses.moments(seen.advantages, seen.completions.mask) for seen in experience]
+            over = context.total(torch.stack(moments).sum(0))
+            for number, seen in enumerate(experience):
+                advantages, factor = losses.whiten(seen.advantages, seen.completions.mask, over)
+                experience[number] = replace(seen, advantages=advantages, kl_factor=factor)
         inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
         for _ in range(self.config.passes):
             for part in range(self.config.minibatches):
@@ -295,7 +285,7 @@ class PolicyGradient:
                     loss = self._loss(logps, kl, rows, objective) + self._value_loss(hidden, rows)
                     (loss * scale).backward(inputs=inputs)
                 context.apply()
-        return [self._result(seen, objective) for seen in experience]
+        return [_result(seen) for seen in experience]
 
     def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probabilities and KL [B, T], hidden states [B, T, D] and the reference's part of KL."""
@@ -320,15 +310,16 @@ class PolicyGradient:
 
     @torch.no_grad()
     def _experience(
-        self, completions: Completions, objective: Objective, logps: Tensor, kl: Tensor, hidden: Tensor,
-        reference: Tensor, reward: Tensor | None = None,
-    ) -> Experience:  # fmt: skip
+        self, completions: Completions, objective: Objective, terms: tuple[Tensor, ...], reward: Tensor | None = None
+    ) -> _Experience:
+        logps, kl, hidden, reference = terms
         logps, kl = logps.detach(), kl.detach()
         if reward is None:
             reward = self._reward(completions, objective, hidden)
-        check_finite(reward, penalised(reward, kl, completions.mask, objective.beta))
+        returns = penalised(reward, kl, completions.mask, objective.beta)
+        check_finite(reward, returns)
         values = None if self.value_head is None else self.value_head(reference if self.closed_form else hidden)
-        return Experience(completions, reference, logps, kl, reward, values)
+        return _Experience(completions, reference, logps, kl, reward, returns, values)
 
     @torch.no_grad()
     def _reward(self, completions: Completions, objective: Objective, hidden: Tensor | None = None) -> Tensor:
@@ -339,10 +330,9 @@ class PolicyGradient:
         return objective.score(self.backbone, prompts, ids, mask)
 
     @torch.no_grad()
-    def _advantages(self, seen: Experience, objective: Objective) -> Tensor:
+    def _advantages(self, seen: _Experience, objective: Objective) -> Tensor:
         """Advantages of whole completions [B, 1]."""
-        returns = penalised(seen.reward, seen.kl, seen.completions.mask, objective.beta)
-        grouped = returns.view(-1, self.config.group)
+        grouped = seen.returns.view(-1, self.config.group)
         given = Returns(grouped, self.config, self.means, partial(self._greedy_returns, seen.completions, objective))
         return self.method.advantage(given).reshape(-1, 1)
 
@@ -353,16 +343,7 @@ class PolicyGradient:
         _, kl, hidden, _ = self._terms(greedy, None)
         return penalised(self._reward(greedy, objective, hidden), kl, greedy.mask, objective.beta)
 
-    def _whitened(self, experience: list[Experience], context: StepContext) -> list[Experience]:
-        parts = [losses.moments(e.advantages, e.completions.mask) for e in experience]
-        over = context.total(torch.stack(parts).sum(0))
-        whitened = []
-        for seen in experience:
-            advantages, factor = losses.whiten(seen.advantages, seen.completions.mask, over)
-            whitened.append(replace(seen, advantages=advantages, kl_factor=factor))
-        return whitened
-
-    def _loss(self, logps: Tensor, kl: Tensor, seen: Experience, objective: Objective) -> Tensor:
+    def _loss(self, logps: Tensor, kl: Tensor, seen: _Experience, objective: Objective) -> Tensor:
         mask, epsilon = seen.completions.mask, self.config.epsilon
         if self.method.clipped:
             weighted = losses.clipped_surrogate(logps, seen.logps, seen.advantages, epsilon)
@@ -376,7 +357,7 @@ class PolicyGradient:
         penalty = objective.beta * seen.kl_factor * sequence_mean(kl, mask).mean()
         return -(weighted * mask).sum(-1).mean() + penalty
 
-    def _value_loss(self, hidden: Tensor, seen: Experience) -> Tensor | float:
+    def _value_loss(self, hidden: Tensor, seen: _Experience) -> Tensor | float:
         if self.value_head is None or self.closed_form:
             return 0.0
         each = losses.value_loss(self.value_head(hidden), seen.values, seen.targets, self.config.value_clip)
@@ -387,10 +368,9 @@ class PolicyGradient:
     def _note(self, name: str, value: Tensor) -> None:
         self.figures.setdefault(name, []).append(value)
 
-    def _result(self, seen: Experience, objective: Objective) -> GradientStep:
-        mask = seen.completions.mask
-        loss = -penalised(seen.reward, seen.kl, mask, objective.beta).mean()
-        return GradientStep(seen.completions.ids, mask, seen.reward, seen.kl, loss)
+
+def _result(seen: _Experience) -> GradientStep:
+    return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward, seen.kl, -seen.returns.mean())
 
 
 def penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:

@@ -235,12 +235,7 @@ class _Loop:
 def gathered_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tensor:
     """The document's sparse reward embedding: gather rows [..., K, D], weigh and sum them.
 
-    Args:
-        table: Frozen table [V, D].
-        support: Token ids [..., K].
-        weights: Weights [..., K].
-
-    Returns:
-        [..., D]. Kept for backward: the gathered rows, K D numbers per token.
+    From a table [V, D] and weights [..., K] the embedding [..., D]. Kept for backward: the gathered rows, K D numbers
+    per token.
     """
     return (weights.to(table.dtype).unsqueeze(-1) * table[support]).sum(-2)

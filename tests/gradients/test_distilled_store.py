@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grade.gradients.distilled import store as store_module
-from grade.gradients.distilled.families import Counts, Family
+from grade.gradients.distilled.families import Family, make_family
 from grade.gradients.distilled.ridge import Spectrum, centred, choose
 from grade.gradients.distilled.store import TRUST_STEPS, Evidence, Store, joined
 
@@ -22,7 +22,7 @@ class Base:
 
 
 def families():
-    return {"dense": Family(Base()), "counts": Counts(Base())}
+    return {"dense": Family(Base()), "counts": make_family("counts", Base())}
 
 
 def batch(groups=2, length=5, seed=0, noise=0.1):

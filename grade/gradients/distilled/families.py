@@ -67,7 +67,7 @@ class Observed:
         states = States(self.states.predicting[rows], {d: pooled[rows] for d, pooled in self.states.pooled.items()})
         return Observed(self.prompts[rows], self.ids[rows], self.mask[rows], states)
 
-    def fit_of(self, fits: int) -> Tensor:
+    def fit_numbers(self, fits: int) -> Tensor:
         """Which of k fits each position belongs to [B T]: completions lie in k equal runs, one for each fit."""
         batch, length = self.ids.shape
         runs = torch.arange(fits, device=self.ids.device).repeat_interleave(batch // fits)
@@ -144,7 +144,7 @@ class _Buckets(Family):
         return (weights[rows.clamp_min(0)] * (rows >= 0)).sum(1)
 
 
-class Counts(_Buckets):
+class _Counts(_Buckets):
     """Token counts."""
 
     def __init__(self, backbone: Backbone) -> None:
@@ -155,17 +155,17 @@ class Counts(_Buckets):
         return torch.where(seen.mask.bool(), seen.ids, -1)
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
-        fit = seen.fit_of(len(weights))
+        fit = seen.fit_numbers(len(weights))
         return lambda positions: weights[fit[positions]]
 
     def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        return weights[seen.fit_of(len(weights)), seen.ids.flatten()].view(seen.ids.shape) * seen.mask
+        return weights[seen.fit_numbers(len(weights)), seen.ids.flatten()].view(seen.ids.shape) * seen.mask
 
     def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
         return weights[0]
 
 
-class NGrams(_Buckets):
+class _NGrams(_Buckets):
     """Hashed single tokens and pairs of neighbours; the first token's pair is with the prompt's last."""
 
     size = BUCKETS
@@ -177,7 +177,7 @@ class NGrams(_Buckets):
         return torch.cat([torch.where(mask, single, -1), torch.where(mask, pair, -1)], 1)
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
-        fit, before = seen.fit_of(len(weights)), self._before(seen).flatten()
+        fit, before = seen.fit_numbers(len(weights)), self._before(seen).flatten()
         tokens = torch.arange(self.backbone.vocab_size, device=seen.ids.device)
         single = weights[:, _hash(tokens, None, self.size)]
 
@@ -188,7 +188,7 @@ class NGrams(_Buckets):
         return values
 
     def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        fit, ids = seen.fit_of(len(weights)).view(seen.ids.shape), seen.ids
+        fit, ids = seen.fit_numbers(len(weights)).view(seen.ids.shape), seen.ids
         pair = _hash(ids, self._before(seen), self.size)
         return (weights[fit, _hash(ids, None, self.size)] + weights[fit, pair]) * seen.mask
 
@@ -230,17 +230,17 @@ class _Linear(Family):
         return self.backbone.embed(seen.ids).to(self.dtype)
 
 
-class Bag(_Linear):
+class _Bag(_Linear):
     """Sum of frozen embeddings."""
 
     def rows(self, seen: Observed) -> Tensor:  # noqa: D102
         return (self._embeds(seen) * seen.mask.unsqueeze(-1)).sum(1)
 
     def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        return weights[seen.fit_of(len(weights))].view(*seen.ids.shape, -1)
+        return weights[seen.fit_numbers(len(weights))].view(*seen.ids.shape, -1)
 
 
-class TokenValues(_Linear):
+class _TokenValues(_Linear):
     """Tokens given their context: a sketch of hidden state times embedding."""
 
     @cached_property
@@ -267,7 +267,7 @@ class TokenValues(_Linear):
         return h @ self._signs[0][:-1] + self._signs[0][-1]
 
 
-class Trunk(_Linear):
+class _Trunk(_Linear):
     """Mean hidden state of the frozen base at a depth. Not additive: values are the reward's derivative."""
 
     additive = False
@@ -301,22 +301,11 @@ def layers_of(backbone: Backbone) -> int:
 
 
 def make_family(name: str, backbone: Backbone) -> Family:
-    """A family by name.
-
-    Args:
-        name: ``counts``, ``bag``, ``ngrams``, ``values``, ``trunk`` (all layers) or ``trunk<d>`` (the first d).
-        backbone: The base.
-
-    Returns:
-        The family.
-
-    Raises:
-        InputError: For another name, or more layers than there are.
-    """
-    kinds = {"counts": Counts, "bag": Bag, "ngrams": NGrams, "values": TokenValues}
+    """A family by name: ``counts``, ``bag``, ``ngrams``, ``values``, ``trunk`` (all layers) or ``trunk<d>``."""
+    kinds = {"counts": _Counts, "bag": _Bag, "ngrams": _NGrams, "values": _TokenValues}
     if name in kinds:
         return kinds[name](backbone)
     match, layers = re.fullmatch(r"trunk(\d*)", name), layers_of(backbone)
     if match is None or not 1 <= int(match[1] or layers) <= layers:
         raise InputError("distil_families", name, f"{', '.join(kinds)}, trunk, or trunk1 to trunk{layers}")
-    return Trunk(backbone, int(match[1] or layers))
+    return _Trunk(backbone, int(match[1] or layers))

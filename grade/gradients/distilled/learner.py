@@ -123,19 +123,10 @@ class DistilledGradient:
     def step(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        """Sample completions, score and distil them, and add the gradient.
+        """Sample completions, score and distil them, and add the gradient; one result per microbatch.
 
-        Args:
-            microbatches: This process's prompts, each once, with the generator for their completions; or completions of
-                another sampler, whose policy is taken for the trained one: the residual's weight assumes its samples.
-            objective: Reward and KL weight.
-            context: The training loop.
-
-        Returns:
-            One result per microbatch.
-
-        Raises:
-            InputError: For a reward that is not finite.
+        Microbatches are this process's prompts, each once, with the generator for their completions; or completions of
+        another sampler, whose policy is taken for the trained one: the residual's weight assumes its samples.
         """
         self.figures = {}
         completions = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
@@ -224,17 +215,22 @@ class DistilledGradient:
         steps, parts = [], []
         for number, sample in enumerate(samples):
             place = number * (context.microbatches // len(samples)) + context.rank
-            kl = torch.zeros(sample.seen.mask.shape, dtype=wide(self.backbone.dtype), device=self.backbone.device)
-            for rows in self._parts(len(sample.reward), measured and context.microbatches == 1):
+            seen = sample.seen
+            kl = torch.zeros(seen.mask.shape, dtype=wide(self.backbone.dtype), device=self.backbone.device)
+            size, group = len(sample.reward), self.config.group
+            half = size // group // 2 * group if measured and context.microbatches == 1 else 0
+            for rows in [slice(0, half), slice(half, size)] if half else [slice(0, size)]:  # whole groups
                 share = each * len(sample.reward[rows]) / len(sample.reward)
-                losses, kl[rows] = self._losses(sample, rows, place, objective)
+                part = seen[rows]
+                with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
+                    hidden = predicting_hidden(self.backbone, part.prompts, part.ids)
+                losses, kl[rows] = self.losses_from(hidden, sample, rows, place, objective)
                 if measured:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
                     total = (plug + weight * residual + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
-            seen = sample.seen
             loss = -penalised(sample.reward, kl, seen.mask, objective.beta).mean()
             steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, loss))
         if measured:
@@ -242,11 +238,6 @@ class DistilledGradient:
         self.steps += 1
         self._note("residual_weight", torch.tensor(float(weight)))
         return steps
-
-    def _parts(self, rows: int, split: bool) -> list[slice]:
-        """All rows of a microbatch, or two parts of whole groups, if there are two groups."""
-        middle = rows // self.config.group // 2 * self.config.group
-        return [slice(0, middle), slice(middle, rows)] if split and middle else [slice(0, rows)]
 
     def _gradient(self, loss: Tensor) -> Tensor:
         parameters = self.backbone.trainable_parameters()
@@ -275,15 +266,6 @@ class DistilledGradient:
 
     def _weight(self) -> float:
         return self.blend.weight(self.fit.choice.explained, self.reliability) if self.reliability > 0 else 1.0
-
-    def _losses(
-        self, sample: Sample, rows: slice, place: int, objective: Objective
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Losses of plug-in, residual and KL, and KL [b, T]."""
-        seen = sample.seen[rows]
-        with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
-            hidden = predicting_hidden(self.backbone, seen.prompts, seen.ids)
-        return self.losses_from(hidden, sample, rows, place, objective)
 
     def losses_from(
         self, hidden: Tensor, sample: Sample, rows: slice, place: int, objective: Objective
