@@ -127,39 +127,38 @@ def encode_examples(
 
     A row's "prompt" is text or a list of messages. Text is encoded as by `encode_prompts`. Messages go through the
     chat template, with the header of the next turn, or, if the last message is the assistant's, with that turn left
-    open to be continued; the template alone decides about special tokens.
+    open to be continued; the template alone decides about special tokens, and ``chat_template_kwargs`` are its further
+    arguments, such as ``enable_thinking``.
 
-    Args:
-        tokenizer: The policy's tokenizer.
-        examples: B rows.
-        max_prompt_length: Maximum number of tokens per prompt, at least 1. None: no limit.
-        truncation: What happens to a longer prompt: ``error``; ``left`` keeps its last tokens (a BOS goes too);
-            ``right`` keeps its first.
-        chat_template_kwargs: Further arguments of ``tokenizer.apply_chat_template``, such as ``enable_thinking``.
-        rows: The rows' numbers in the dataset, from 0, for error messages. Default: 0 to B - 1.
-        warn_raw: Warn, once per process, of plain text for a tokenizer that has a chat template.
-
-    Returns:
-        Ids and mask, int64 [B, P], and the rows. A prompt that was cut is replaced in its row by the text of the
-        tokens that are left (special tokens are shown only if the template wrote them); any other is kept as it is.
+    A prompt of more than ``max_prompt_length`` tokens is an error, or is cut: ``left`` keeps its last tokens (a BOS
+    goes too), ``right`` its first. Its row then has the text of the tokens that are left. ``rows`` are the rows'
+    numbers in the dataset, for error messages; by default they count from 0. Plain text for a tokenizer with a chat
+    template is warned of once per process, if ``warn_raw``.
 
     Raises:
-        InputError: If there are no rows; for a row without a prompt, with an empty one, one of another type, or one
-            that the chat template refuses; for text and messages mixed; for a prompt that is too long (``error``);
-            or if a setting is not allowed. The message names the row.
+        InputError: Naming the row, if its prompt is missing, empty, too long or of another type than the first one's,
+            or if the chat template refuses it; or if a setting is not allowed or there are no rows.
     """
-    _check_limit(max_prompt_length, truncation)
-    examples = list(examples)
+    if max_prompt_length is not None and max_prompt_length < 1:
+        raise InputError("max_prompt_length", max_prompt_length, "a whole number of at least 1, or none")
+    if truncation not in get_args(Truncation):
+        raise InputError("truncation", truncation, f"one of {', '.join(get_args(Truncation))}")
+    examples, kept, shown = list(examples), [], []
     numbers = range(len(examples)) if rows is None else rows
     encoded = _example_ids(tokenizer, examples, numbers, chat_template_kwargs, warn_raw)
-    cut = [_cut(*pair, max_prompt_length, truncation) for pair in zip(encoded, numbers, strict=True)]
-    shown = []
-    for example, ids, kept in zip(examples, encoded, cut, strict=True):
-        if len(kept) < len(ids):  # without the tokenizer's BOS, with the special tokens that a template wrote
-            text = tokenizer.decode(kept, skip_special_tokens=isinstance(example["prompt"], str))
+    for example, number, ids in zip(examples, numbers, encoded, strict=True):
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            if truncation == "error":
+                limit = max_prompt_length
+                allowed = f"at most {limit} (max_prompt_length); or truncation left, to keep the last {limit}, or right"
+                raise InputError(f"tokens of the prompt in row {number}", len(ids), allowed)
+            ids = ids[-max_prompt_length:] if truncation == "left" else ids[:max_prompt_length]
+            # Without the tokenizer's BOS, with the special tokens that a template wrote.
+            text = tokenizer.decode(ids, skip_special_tokens=isinstance(example["prompt"], str))
             example = {**example, "prompt": text}
+        kept.append(ids)
         shown.append(example)
-    return PromptBatch(*_left_padded(tokenizer, cut), tuple(shown))
+    return PromptBatch(*_left_padded(tokenizer, kept), tuple(shown))
 
 
 def check_prompts(
@@ -172,16 +171,9 @@ def check_prompts(
     warn_raw: bool = True,
     batch_size: int = 1000,
 ) -> int:
-    """Tokenise every prompt of a dataset once, so that a bad row is named before training begins.
+    """Tokenise each prompt of a dataset once with `encode_examples`, so that a bad row is named before training begins.
 
-    The rows are a ``datasets.Dataset`` or mappings; settings are those of `encode_examples`.
-
-    Returns:
-        The number of tokens of the longest prompt, after truncation.
-
-    Raises:
-        InputError: As `encode_examples`, for the first batch with a bad row; text and messages must not be mixed in
-            the whole dataset.
+    Returns the number of tokens of the longest prompt, after truncation.
     """
     if "prompt" in (getattr(dataset, "column_names", None) or ()):
         dataset = dataset.select_columns(["prompt"])  # the other columns may be large
@@ -237,22 +229,6 @@ def _left_padded(tokenizer: Any, rows: list[list[int]], pad_to: int | None = Non
     return F.pad(ids, more, value=padding), F.pad(mask, more)
 
 
-def _check_limit(max_prompt_length: int | None, truncation: str) -> None:
-    if max_prompt_length is not None and max_prompt_length < 1:
-        raise InputError("max_prompt_length", max_prompt_length, "a whole number of at least 1, or none")
-    if truncation not in get_args(Truncation):
-        raise InputError("truncation", truncation, f"one of {', '.join(get_args(Truncation))}")
-
-
-def _cut(ids: list[int], number: int, limit: int | None, truncation: str) -> list[int]:
-    if limit is None or len(ids) <= limit:
-        return ids
-    if truncation == "error":
-        allowed = f"at most {limit} (max_prompt_length); or truncation left, to keep the last {limit}, or right"
-        raise InputError(f"tokens of the prompt in row {number}", len(ids), allowed)
-    return ids[-limit:] if truncation == "left" else ids[:limit]
-
-
 def _example_ids(
     tokenizer: Any,
     examples: Sequence[Mapping[str, Any]],
@@ -277,8 +253,15 @@ def _example_ids(
         return _text_ids(tokenizer, prompts, fields)
     if not template:
         raise InputError(fields[0], prompts[0], "text, because the model's tokenizer has no chat template")
-    encoded = [_templated(tokenizer, *pair, options) for pair in zip(prompts, fields, strict=True)]
-    for field, prompt, ids in zip(fields, prompts, encoded, strict=True):
+    encoded = []
+    for field, prompt in zip(fields, prompts, strict=True):
+        continued = prompt[-1]["role"] == "assistant"
+        with reading(field, str(prompt), "messages that the chat template accepts", Exception):
+            ids = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
+                **options,
+            )  # fmt: skip
+        encoded.append(ids)
         if not ids:
             raise InputError(field, prompt, "messages that the chat template turns into at least one token")
     return encoded
@@ -302,17 +285,6 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
     if not any(part.strip() if isinstance(part, str) else part for part in (m.get("content") for m in prompt)):
         raise InputError(f"prompt in row {number}", prompt, "messages with text")
     return prompt
-
-
-def _templated(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], field: str, options: dict[str, Any]
-) -> list[int]:
-    continued = messages[-1]["role"] == "assistant"
-    with reading(field, str(messages), "messages that the chat template accepts", Exception):
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
-            **options,
-        )  # fmt: skip
 
 
 @functools.cache
