@@ -130,7 +130,7 @@ class OwnSampler(Sampler):
 
     name = "own"
 
-    def _sample(  # noqa: D102
+    def _sample(
         self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
     ) -> Samples:
         logps: list[Tensor] = []
@@ -149,7 +149,7 @@ class _SharedPrompts(Sampler):
 
     name = "shared"
 
-    def _sample(  # noqa: D102
+    def _sample(
         self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
     ) -> Samples:
         eos, alive, going = backbone.eos_token_ids, prompts.mask.new_ones(len(prompts), dtype=torch.bool), True
@@ -263,7 +263,7 @@ class _ServerSampler(Sampler):
             with suppress(InputError):
                 self.server.unload(name)
 
-    def _sample(  # noqa: D102
+    def _sample(
         self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
     ) -> Samples:
         settings = {

@@ -86,12 +86,10 @@ def _address_of(text: str) -> str:
 
 
 class CompletionsServer:
-    """Loads adapters into a server and asks it for completions.
+    """Loads adapters into a server at ``http://host:port`` and asks it for completions.
 
-    Args:
-        address: ``http://host:port``.
-        timeout: Seconds to wait for a connection, and for each part of an answer.
-        waits: Seconds before each further attempt, where the server is busy or the connection fails.
+    ``timeout`` is in seconds, for a connection and for each part of an answer; ``waits`` are the seconds before each
+    further attempt, where the server is busy or the connection fails.
     """
 
     def __init__(self, address: str, timeout: float = 600.0, waits: tuple[float, ...] = WAITS) -> None:
