@@ -1,17 +1,18 @@
 """The entrance: public names import, a closed pipe ends quietly, and an error names where its value comes from."""
 
-import atexit
-import gc
-import importlib
+import os
+import shutil
+import site
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
+import zipfile
 
 import pytest
+from imports import ROOT
 
 import grade
-from grade.cli.main import entry, import_command, main
+from grade.cli.main import entry, main
 
 
 @pytest.mark.parametrize("name", grade.__all__)
@@ -25,32 +26,27 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_the_console_script_is_the_module():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"grade": f"{entry.__module__}:{entry.__name__}"}
 
 
-def test_a_process_of_its_own_does_not_search_for_garbage_at_its_end(monkeypatch, capsys):
-    registered = []
-    monkeypatch.setattr(atexit, "register", registered.append)
-    monkeypatch.setattr(sys, "argv", ["grade", "show", "no/such/folder"])
-    assert entry() == 2 and "no/such/folder" in capsys.readouterr().err
-    assert registered == [gc.freeze]
-
-
-@pytest.mark.parametrize("collecting", [True, False])
-def test_nothing_is_searched_for_garbage_while_a_command_is_imported(monkeypatch, collecting):
-    def imported(name):
-        assert not gc.isenabled()
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", imported)
-    try:
-        (gc.enable if collecting else gc.disable)()
-        with pytest.raises(ImportError, match="grade.cli.runs"):
-            import_command("show")
-        assert gc.isenabled() == collecting
-    finally:
-        gc.enable()
+def test_the_wheel_is_the_library_and_says_what_needs_a_checkout(tmp_path):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "grade", tmp_path / "grade", ignore=shutil.ignore_patterns("__pycache__"))
+    words = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", "wheels", "."]
+    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True)
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {"grade/gradients/replay.py", "grade/training/card.md.jinja"} <= set(names)
+    assert not [name for name in names if "experiments/" in name or "pipeline/" in name or "tests" in name]
+    # Without the site module: it would find an editable installation.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(wheel), *site.getsitepackages()])}
+    for words, code, says in ((["--help"], 0, ""), (["measure", "exp4"], 2, "grade measure: needs a checkout")):
+        command = [sys.executable, "-S", "-P", "-m", "grade", *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == code and done.stderr.startswith(says) and done.stderr.count("\n") <= 1, done.stderr
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
