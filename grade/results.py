@@ -8,6 +8,7 @@ paths. They say nothing about a result, and would make every file differ.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import platform
@@ -15,13 +16,12 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from grade.errors import InputError
-from grade.files import atomic, write_text
+from grade.files import write_text
 
 if TYPE_CHECKING:
     import torch
@@ -134,10 +134,11 @@ def write_history(path: str | Path, rows: Sequence[Mapping[str, Value]]) -> None
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     rounded = [{name: _rounded(name, value) for name, value in row.items()} for row in rows]
-    with replacing(path) as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rounded)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rounded)
+    write_text(path, text.getvalue())
 
 
 def environment() -> dict[str, Value]:
@@ -174,16 +175,6 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@contextmanager
-def replacing(path: str | Path, binary: bool = False) -> Iterator[IO]:
-    """Write a file in one step; see `grade.files.atomic`."""
-    with (
-        atomic(path) as staging,
-        open(staging, "wb") if binary else open(staging, "w", encoding="utf-8", newline="") as file,
-    ):
-        yield file
 
 
 def _rounded(name: str, value: Any) -> Value:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from grade.cli.options import add_config_options
 from grade.config import Config
 from grade.errors import InputError
-from grade.files import check_file, writing
+from grade.files import check_file, write_text
 from grade.memory.allocator import Replay, reserved
 from grade.memory.bench import BenchConfig, bench_figures, chosen, compare, require_device, standard_steps
 from grade.memory.compare import ALL, compare_methods, every_method
@@ -25,7 +25,7 @@ from grade.memory.settings import COUNTS, Setting, Way, settings
 from grade.memory.sharded import Sharding
 from grade.memory.step import StepConfig
 from grade.memory.trace import Trace, trace
-from grade.results import environment, replacing, write_results
+from grade.results import environment, write_results
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,8 +169,7 @@ def run_bench(args: argparse.Namespace) -> None:
     check_file(target, "--output")
     if args.metrics is not None:
         check_file(args.metrics, "--metrics")
-    with writing(target, "--output", "file"):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     models = config.models if args.device == "cpu" else [""]
     steps = [step for model in models for step in chosen(standard_steps(args.device, model), config.steps)]
     rows = compare(steps, args.device, snapshots=target.parent)
@@ -179,6 +178,5 @@ def run_bench(args: argparse.Namespace) -> None:
         timed = {f"{row['name']}/seconds": row.pop("seconds") for row in rows if "seconds" in row}
         write_results(args.metrics, bench_figures(rows, args.device, config.time_traces) | timed)
     content = {"steps": rows} if args.metrics is not None else {"environment": about, "steps": rows}
-    with replacing(target) as file:
-        file.write(json.dumps(content, indent=1) + "\n")
+    write_text(target, json.dumps(content, indent=1) + "\n")
     print(target)

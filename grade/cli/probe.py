@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from grade.cli.options import add_config_options
 from grade.entropy.run import ProbeRunConfig, probe_adapter
-from grade.files import check_file
-from grade.results import environment, replacing
+from grade.files import check_file, write_text
+from grade.results import environment
 
 SECTION = "probe"
 """Where the experiment's parameters (``params/<profile>/probe.yaml``) hold the probe's own."""
@@ -30,8 +29,7 @@ def run_probe(args: argparse.Namespace) -> None:
     config = ProbeRunConfig.load(args.config, args.set, section=SECTION)
     check_file(args.output, "--output")
     report = probe_adapter(config, args.adapter, args.optimizer_state)
-    with replacing(Path(args.output)) as file:
-        content = {"environment": environment(), "config": config.model_dump(), **report.as_dict()}
-        file.write(json.dumps(content, indent=1) + "\n")
+    content = {"environment": environment(), "config": config.model_dump(), **report.as_dict()}
+    write_text(args.output, json.dumps(content, indent=1) + "\n")
     print(report.as_text())
     print(f"wrote {args.output}")

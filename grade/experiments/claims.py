@@ -21,7 +21,7 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError, reading
-from grade.results import replacing
+from grade.files import write_text
 
 ABOUT = 0.25
 """The documents write "~": a figure within a quarter of the stated range counts as confirmed."""
@@ -171,8 +171,7 @@ def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
 def write_claims(path: str | Path, claims: Iterable[Claim]) -> None:
     """Write ``claims.csv`` in one step: figures to 6 significant digits."""
     table = claims_table(claims, digits=6)
-    with replacing(path) as file:
-        table.to_csv(file, index=False, lineterminator="\n")
+    write_text(path, table.to_csv(index=False, lineterminator="\n"))
 
 
 def read_claims(path: str | Path) -> list[Claim]:

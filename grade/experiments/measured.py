@@ -23,7 +23,8 @@ import pandas as pd
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.results import environment, replacing
+from grade.files import write_text
+from grade.results import environment
 
 Table = pd.DataFrame | dict[str, Any]
 S = TypeVar("S", bound=Config)
@@ -73,11 +74,9 @@ def measure_all(
 def write_table(stem: str | Path, table: Table) -> None:
     """Write a frame as ``<stem>.csv`` and a dict as ``<stem>.json``, numbers in full."""
     if isinstance(table, pd.DataFrame):
-        with replacing(f"{stem}.csv") as file:
-            table.to_csv(file, index=False, lineterminator="\n")
+        write_text(f"{stem}.csv", table.to_csv(index=False, lineterminator="\n"))
     else:
-        with replacing(f"{stem}.json") as file:
-            file.write(json.dumps(table, indent=1, default=lambda number: number.item()) + "\n")
+        write_text(f"{stem}.json", json.dumps(table, indent=1, default=lambda number: number.item()) + "\n")
 
 
 def read_table(stem: str | Path) -> Table:
@@ -148,5 +147,4 @@ def progress(items: Iterable[Any], description: str) -> Iterable[Any]:
 
 def write_environment(path: str | Path) -> None:
     """Write what the numbers of a run depend on besides code and parameters; see `grade.results.environment`."""
-    with replacing(path) as file:
-        file.write(json.dumps(environment(), indent=1) + "\n")
+    write_text(path, json.dumps(environment(), indent=1) + "\n")
