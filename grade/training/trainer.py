@@ -31,7 +31,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput, sort_checkpoints, speed_metrics
 
@@ -193,10 +193,13 @@ class GradeTrainer(Trainer):
             self.train_dataset, "Training", self.args.batch_prompts, self._get_train_sampler, is_training=True
         )
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        args, rows = self.args, len(self.train_dataset)
+    def _get_train_sampler(self, train_dataset: Any = None) -> list[int]:
+        args, rows, order = self.args, len(self.train_dataset), list[int]()
         total = args.max_steps * args.gradient_accumulation_steps * args.world_size * args.batch_prompts
-        return _PromptOrder(rows, total, args.seed if args.shuffle_dataset else None)
+        rng = np.random.default_rng([args.seed, 1])
+        while len(order) < total:
+            order += rng.permutation(rows).tolist() if args.shuffle_dataset else range(rows)
+        return order[:total]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, or continue.
@@ -383,12 +386,7 @@ class GradeTrainer(Trainer):
 
     # ---- log and evaluation ----
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what the steps since the last row had, as means over microbatches and processes.
-
-        Args:
-            logs: The Trainer's row.
-            start_time: Start of training.
-        """
+        """Add what the steps since the last row had, as means over microbatches and processes."""
         args, step = self.args, self.state.global_step
         microbatches = step * args.gradient_accumulation_steps * args.world_size
         if "loss" in logs:
@@ -539,19 +537,7 @@ class GradeTrainer(Trainer):
         dataset_tags: str | list[str] | None = None, dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:  # fmt: skip
-        """Write ``README.md`` into the output folder, with figures of the evaluations before and after.
-
-        Args:
-            language: Of the model.
-            license: Of the model.
-            tags: Further tags.
-            model_name: Its title; None: the output folder's name.
-            finetuned_from: The base; None: what the model says.
-            tasks: The hub's pipeline tag; None: text-generation.
-            dataset_tags: Hugging Face ids of the data.
-            dataset: The data's name in words.
-            dataset_args: Added to it, in brackets.
-        """
+        """As ``Trainer.create_model_card``, with figures and completions of the evaluations before and after."""
         if not self.is_world_process_zero():
             return
         output, step = Path(self.args.output_dir), self.state.global_step
@@ -586,7 +572,7 @@ class _RecordingObjective(Objective):
 
 
 class _StepEnd(TrainerCallback):
-    """After the last step: a row of the log, and an evaluation if it is asked for."""
+    """After each step what the trainer does then; after the last one a row of the log, and perhaps an evaluation."""
 
     def __init__(self, ended: Any) -> None:
         self.ended = ended
@@ -597,24 +583,6 @@ class _StepEnd(TrainerCallback):
         control.should_evaluate = control.should_evaluate or (last and args.eval_on_end)
         # An evaluation without the step's own row would have no samples and seconds beside it.
         control.should_log = control.should_log or last or control.should_evaluate
-
-
-class _PromptOrder(Sampler[int]):
-    """``total`` rows of a dataset of ``rows``: whole shuffled passes; without a seed in the dataset's own order."""
-
-    def __init__(self, rows: int, total: int, seed: int | None) -> None:
-        self.rows, self.total, self.seed = rows, total, seed
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __iter__(self) -> Iterator[int]:
-        rng = None if self.seed is None else np.random.default_rng([self.seed, 1])
-        left = self.total
-        while left > 0:
-            order = range(self.rows) if rng is None else rng.permutation(self.rows).tolist()
-            yield from order[:left]
-            left -= self.rows
 
 
 def _choose_method(args: GradeConfig, objective: Objective) -> tuple[str, str]:

@@ -90,20 +90,6 @@ def test_a_microbatch_is_whole_groups_of_completions(method, prompts):
     assert {len(batch) for batch in trainer(toy_task(), method=method).get_train_dataloader()} == {prompts}
 
 
-def test_every_prompt_comes_once_in_a_pass_in_an_order_that_the_seed_decides():
-    task = toy_task()
-    steps = len(task.train_prompts) * 2 // 4
-
-    def order(seed):
-        return [row["prompt"] for batch in trainer(task, max_steps=steps, seed=seed).get_train_dataloader()
-                for row in batch]  # fmt: skip
-
-    first = order(0)
-    half = len(task.train_prompts)
-    assert sorted(first[:half]) == sorted(first[half:]) == sorted(task.train_prompts)
-    assert first[:half] != first[half:] and order(0) == first and order(1) != first
-
-
 def test_the_value_head_is_a_group_of_its_own():
     policy, value = trainer(toy_task(), method="ppo", value_learning_rate=0.05).create_optimizer().param_groups
     assert (policy["lr"], value["lr"], len(value["params"])) == (1e-2, 0.05, 2)
