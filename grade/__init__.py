@@ -38,7 +38,7 @@ _PUBLIC = {
     "toy_task": "grade.training.toy",
     "evaluate": "grade.training.evaluate",
     # the memory of a step
-    "StepConfig": "grade.memory.step",
+    "StepConfig": "grade.memory.settings",
     "trace": "grade.memory.trace",
     "plan": "grade.memory.plan",
     "parse_bytes": "grade.memory.plan",

@@ -30,7 +30,7 @@ COMMANDS = {
     "merge": ("runs", "merge a run's adapter into its base: a plain transformers folder"),
     "probe": ("probe", "predict how the next optimizer step will move the entropy, and check it"),
     "memory": ("memory", "predict the peak memory of a training step, without a GPU"),
-    "bench": ("memory", "measure on this machine what is otherwise predicted"),
+    "bench": ("bench", "measure on this machine what is otherwise predicted"),
     "repro": ("pipeline", "run the pipeline in a profile"),
     "results": ("pipeline", "write a profile's results on one page, and join the verdicts"),
     "check": ("pipeline", "hold a profile's headline figures against the published ones"),

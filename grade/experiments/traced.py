@@ -13,10 +13,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from grade.gradients.losses import clipped_surrogate, kl_estimate
-from grade.memory.live import CATEGORIES, LiveTracker
 from grade.memory.models import build_backbone, model_config, with_layers
+from grade.memory.records import CATEGORIES, LiveTracker
+from grade.memory.settings import Microbatch, TracedConfig, generator_on, phase
 from grade.memory.shapes import ModelShape
-from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
 from grade.memory.trace import Trace
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone

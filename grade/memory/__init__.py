@@ -1,5 +1,5 @@
-"""What a step keeps in memory: counted by formula and measured on tensors, real or fake.
+"""What a step keeps in memory: traced on tensors without data, planned for a budget, measured on real ones.
 
-Import the modules themselves (``grade.memory.tracker``, ``saved``, ``shapes``, ``formulas``): nothing is imported here,
-so importing one of them does not import all.
+Read `trace` first, then `step` (what is traced), `records` and `tracker` (how it is counted), `meta` and `compat` (how
+code runs without data), `plan` (what fits). Import the modules themselves: importing one of them does not import all.
 """

@@ -22,22 +22,18 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from grade.memory.decoding import few_passes
-from grade.memory.kernels import Device
-from grade.memory.live import StorageRecord
 from grade.memory.models import model_config
-from grade.memory.sharded import Sharding
-from grade.memory.step import TracedConfig
-from grade.memory.trace import trace_layers
+from grade.memory.records import StorageRecord
+from grade.memory.settings import Device, Sharding, TracedConfig
+from grade.memory.trace import few_passes, trace_layers
 
-MIN_BLOCK = 512
-SMALL_SIZE = 2**20
-SMALL_SEGMENT = 2 * 2**20
-LARGE_SEGMENT = 20 * 2**20
-MIN_LARGE = 10 * 2**20
-ROUND_LARGE = 2 * 2**20
-"""With the above: ``kMinBlockSize``, ``kSmallSize``, ``kSmallBuffer``, ``kLargeBuffer``, ``kMinLargeAlloc`` and
-``kRoundLarge`` of ``c10/core/AllocatorConfig.h``."""
+# Names of c10/core/AllocatorConfig.h
+MIN_BLOCK = 512  # kMinBlockSize
+SMALL_SIZE = 2**20  # kSmallSize
+SMALL_SEGMENT = 2 * 2**20  # kSmallBuffer
+LARGE_SEGMENT = 20 * 2**20  # kLargeBuffer
+MIN_LARGE = 10 * 2**20  # kMinLargeAlloc
+ROUND_LARGE = 2 * 2**20  # kRoundLarge
 
 CONTEXT = 426 * 2**20
 """What the driver takes for a process before its first tensor: context and kernels that are loaded when first used.
@@ -59,42 +55,26 @@ channels (``NCCL_MAX_CTAS``; https://docs.nvidia.com/deeplearning/nccl/user-guid
 allocator. NCCL may choose fewer channels, and takes more buffers where it also uses trees."""
 
 
-class DeviceFull(Exception):  # noqa: N818 - a result of the model, as torch's own OutOfMemoryError is of the device
+class DeviceFullError(Exception):
     """No segment of that size fits, not even after all cached ones are released."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A part of a segment.
+    """A part of a segment."""
 
-    Attributes:
-        address: Start; segments lie in the order in which they were made.
-        size: Bytes.
-        small: Whether it belongs to the small pool.
-        used: Whether it is allocated.
-        before: Its neighbour below in the segment.
-        after: Its neighbour above.
-    """
-
-    address: int
+    address: int  # segments lie in the order in which they were made
     size: int
-    small: bool
+    small: bool  # whether it belongs to the small pool
     used: bool = False
-    before: Block | None = None
+    before: Block | None = None  # its neighbour below in the segment
     after: Block | None = None
 
 
 class CachingAllocator:
-    """The allocator of one device and one stream.
+    """The allocator of one device and one stream, whose segments take at most ``capacity`` bytes together.
 
-    Args:
-        capacity: Bytes that segments may take together; None: no limit.
-
-    Attributes:
-        allocated: Bytes of blocks in use now, as ``torch.cuda.memory_allocated`` counts them.
-        reserved: Bytes of segments now, as ``torch.cuda.memory_reserved`` counts them.
-        peak_allocated: The highest ``allocated``.
-        peak_reserved: The highest ``reserved``.
+    ``allocated`` are bytes of blocks in use, ``reserved`` those of segments, as ``torch.cuda`` counts them.
 
     >>> allocator = CachingAllocator()
     >>> block = allocator.allocate(1000)
@@ -111,17 +91,7 @@ class CachingAllocator:
         self._free: dict[int, Block] = {}
 
     def allocate(self, nbytes: int) -> Block:
-        """A block for that many bytes.
-
-        Args:
-            nbytes: At least 1.
-
-        Returns:
-            The block, to be given to `free`.
-
-        Raises:
-            DeviceFull: If the capacity does not allow it.
-        """
+        """A block for that many bytes, to be given to `free`."""
         size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_SIZE
         block = self._best_fit(size, small) or self._new_segment(size, small)
@@ -138,14 +108,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back; it merges with free neighbours.
-
-        Args:
-            block: From `allocate`.
-
-        Raises:
-            ValueError: If it is free already.
-        """
+        """Give a block back; it merges with free neighbours."""
         if not block.used:
             raise ValueError("a block can be freed once")
         block.used = False
@@ -165,11 +128,7 @@ class CachingAllocator:
         self._insert(block)
 
     def release_cached(self) -> int:
-        """Return every segment that holds no block in use to the driver; as ``torch.cuda.empty_cache``.
-
-        Returns:
-            Bytes returned.
-        """
+        """Return every segment without a block in use to the driver, as ``torch.cuda.empty_cache``; the bytes."""
         whole = [b for b in self._free.values() if b.before is None and b.after is None]
         for block in whole:
             self._take(block)
@@ -192,7 +151,7 @@ class CachingAllocator:
         if self.capacity is not None and self.reserved + segment > self.capacity:
             self.release_cached()
             if self.reserved + segment > self.capacity:
-                raise DeviceFull(f"{segment} bytes more than {self.reserved} of {self.capacity}")
+                raise DeviceFullError(f"{segment} bytes more than {self.reserved} of {self.capacity}")
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         block = Block(self._end, segment, small)
@@ -211,18 +170,12 @@ class CachingAllocator:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What the allocator makes of a step.
+class Reserved:
+    """What the allocator makes of a step: peaks in bytes."""
 
-    Attributes:
-        live: Highest live bytes, each storage rounded up to 512 bytes.
-        allocated: Highest bytes of blocks in use: ``live`` and what blocks have over the size asked for.
-        reserved: Highest bytes of segments: what a process holds, beside its context.
-    """
-
-    live: int
-    allocated: int
-    reserved: int
+    live: int  # each storage rounded up to 512 bytes
+    allocated: int  # blocks in use: also what they have over the size asked for
+    reserved: int  # segments: what a process holds, beside its context
 
     @property
     def fragmentation(self) -> float:
@@ -230,23 +183,13 @@ class Replay:
         return 1 - self.live / self.reserved if self.reserved else 0.0
 
 
-def replay(records: Iterable[StorageRecord], steps: int = 2, capacity: int | None = None, workspace: int = 0) -> Replay:
-    """Run a step's allocations and frees through the allocator.
+def allocate_step(
+    records: Iterable[StorageRecord], steps: int = 2, capacity: int | None = None, workspace: int = 0
+) -> Reserved:
+    """Run a step's allocations and frees (all layers, in order of allocation) through the allocator.
 
-    Storages that existed before come first and stay. The step is repeated on the cache that the one before has left,
-    as in training: a cache of another history can make the second step reserve more than the first.
-
-    Args:
-        records: From a tracker, every storage of the step in order of allocation; all layers.
-        steps: How often the step is run.
-        capacity: As in `CachingAllocator`.
-        workspace: Bytes that are allocated between the two for good, for example `WORKSPACE`.
-
-    Returns:
-        The peaks.
-
-    Raises:
-        DeviceFull: If the capacity does not allow the step.
+    Storages that existed before come first and stay, then ``workspace`` bytes. The step is repeated on the cache that
+    the one before has left, as in training: a cache of another history can make the second step reserve more.
     """
     allocator, records = CachingAllocator(capacity), list(records)
     stay = [r for r in records if r.op == "existing" and (r.death is None or r.death >= len(records))]
@@ -257,7 +200,7 @@ def replay(records: Iterable[StorageRecord], steps: int = 2, capacity: int | Non
     staying = {record.birth for record in stay}
     made = [r for r in records if r.birth not in staying and r.nbytes]
     peak = max((_run(allocator, made) for _ in range(steps)), default=0)
-    return Replay(sum(r.nbytes for r in stay) + workspace + peak, allocator.peak_allocated, allocator.peak_reserved)
+    return Reserved(sum(r.nbytes for r in stay) + workspace + peak, allocator.peak_allocated, allocator.peak_reserved)
 
 
 def _run(allocator: CachingAllocator, records: list[StorageRecord]) -> int:
@@ -278,28 +221,15 @@ def _run(allocator: CachingAllocator, records: list[StorageRecord]) -> int:
     return peak
 
 
-def reserved(
+def reserved_by(
     config: TracedConfig, device: Device = "cuda", processes: int = 1, sharding: Sharding = "fsdp2",
     workspace: int = WORKSPACE,
-) -> Replay:  # fmt: skip
-    """The allocator's peaks of a step, all layers of it.
+) -> Reserved:  # fmt: skip
+    """The allocator's peaks of a step; arguments as of `grade.memory.trace.trace`.
 
     Reserved bytes are not linear in layers, so every layer is traced. Of the passes that sample, only the first and the
-    last ones run, and the key-value cache grows token by token between them (`grade.memory.decoding.few_passes`).
-
-    Args:
-        config: The step.
-        device: As in `grade.memory.trace.trace`.
-        processes: As there.
-        sharding: As there.
-        workspace: As in `replay`.
-
-    Returns:
-        The peaks.
-
-    Raises:
-        InputError: As `grade.memory.trace.trace`.
+    last ones run, and the key-value cache grows token by token between them (`grade.memory.trace.few_passes`).
     """
     with few_passes(config.max_new_tokens, growing=True):
         tracker = trace_layers(config, model_config(config.model), device, processes, sharding)
-    return replay(tracker.records, workspace=workspace)
+    return allocate_step(tracker.records, workspace=workspace)

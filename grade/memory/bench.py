@@ -1,9 +1,8 @@
 """Running the traced step for real: a measured peak beside the traced one.
 
 On a CPU the peak is that of live storages, counted by the same tracker on real tensors. On CUDA it is
-``torch.cuda.max_memory_allocated``, beside it stands what the allocator reserved and what its model
-(`grade.memory.allocator`) predicts, and an out-of-memory error leaves a snapshot that was recorded from the start.
-Weights are random: memory does not depend on their values.
+``torch.cuda.max_memory_allocated``, beside what the allocator reserved and what its model (`grade.memory.allocator`)
+predicts, and an out-of-memory error leaves a snapshot that was recorded from the start.
 """
 
 from __future__ import annotations
@@ -12,46 +11,67 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.memory.models import model_config
-from grade.memory.step import StepConfig, TracedConfig
+from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER, reserved_by
+from grade.memory.settings import Device, StepConfig, TracedConfig
+from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 
-if TYPE_CHECKING:
-    from grade.memory.allocator import Replay
+_QWEN = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
+_TIMED = {
+    "replay": StepConfig(**_QWEN, batch_size=1, max_new_tokens=64),
+    "unrolled": StepConfig(
+        **_QWEN, batch_size=2, max_new_tokens=32, method="gumbel_legacy", gumbel_topk=0, reward="trunk"
+    ),
+}
+"""Steps whose traces are timed."""
 
-QWEN = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
-_SMALL = dict(batch_size=2, prompt_tokens=6, gumbel_topk=64)
+
+class BenchConfig(Config):
+    """Settings of the measurement on a CPU."""
+
+    models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
+    steps: list[int] = Field([], description="numbers of the standard steps that are measured, from 0; empty: all")
+    time_traces: bool = Field(True, description="time two traces of Qwen3-4B as well")
 
 
-def standard_steps(device: str, model: str = "tiny") -> list[StepConfig]:
-    """What ``python -m grade bench memory`` runs.
+def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
+    """What ``grade bench memory`` runs.
 
-    Args:
-        device: On cuda steps of Qwen3-4B; on cpu every engine, with and without checkpointing, in both types, and for
-            the tiny model other options too.
-        model: On cpu, the model.
-
-    Returns:
-        The steps.
+    On cuda steps of Qwen3-4B; on cpu every engine, with and without checkpointing, in both types, and for the tiny
+    model other options too.
     """
-    if device == "cuda":
-        small = QWEN | dict(batch_size=2, max_new_tokens=32)
-        return [
-            StepConfig(**QWEN, batch_size=1, max_new_tokens=64),
-            StepConfig(**QWEN, batch_size=8, max_new_tokens=64),
-            StepConfig(**QWEN, batch_size=8, max_new_tokens=64, gradient_checkpointing=True),
-            StepConfig(**small, method="gumbel", reward="trunk"),
-            StepConfig(**small, engine="checkpointed"),
-            StepConfig(**small, method="ste_legacy", gumbel_topk=0),
-        ]
-    wide, narrow = (dict(model=model, dtype=dtype, **_SMALL) for dtype in ("float32", "bfloat16"))
+    steps = []
+    for model in config.models if device == "cpu" else [""]:
+        own = _cpu_steps(model) if device == "cpu" else _cuda_steps()
+        for number in config.steps:
+            if not 0 <= number < len(own):
+                raise InputError("steps", number, f"0 to {len(own) - 1}")
+        steps += [own[number] for number in config.steps] or own
+    return steps
+
+
+def _cuda_steps() -> list[StepConfig]:
+    small = _QWEN | dict(batch_size=2, max_new_tokens=32)
+    return [
+        StepConfig(**_QWEN, batch_size=1, max_new_tokens=64),
+        StepConfig(**_QWEN, batch_size=8, max_new_tokens=64),
+        StepConfig(**_QWEN, batch_size=8, max_new_tokens=64, gradient_checkpointing=True),
+        StepConfig(**small, method="gumbel", reward="trunk"),
+        StepConfig(**small, engine="checkpointed"),
+        StepConfig(**small, method="ste_legacy", gumbel_topk=0),
+    ]
+
+
+def _cpu_steps(model: str) -> list[StepConfig]:
+    small = dict(model=model, batch_size=2, prompt_tokens=6, gumbel_topk=64)
+    wide, narrow = (small | dict(dtype=dtype) for dtype in ("float32", "bfloat16"))
     # Enough tokens for the replayed pass to outweigh the copies that a float32 adapter is folded into for sampling.
     long = wide | dict(batch_size=8, max_new_tokens=12)
     other_options = [
@@ -75,74 +95,28 @@ def standard_steps(device: str, model: str = "tiny") -> list[StepConfig]:
     ]
 
 
-def chosen(steps: Sequence[StepConfig], numbers: Sequence[int]) -> list[StepConfig]:
-    """The steps with these numbers, from 0; all if there are none.
-
-    Raises:
-        InputError: For a number without a step.
-    """
-    for number in numbers:
-        if not 0 <= number < len(steps):
-            raise InputError("steps", number, f"0 to {len(steps) - 1}")
-    return [steps[number] for number in numbers] or list(steps)
-
-
-class BenchConfig(Config):
-    """Settings of the measurement on a CPU."""
-
-    models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
-    steps: list[int] = Field([], description="numbers of the standard steps that are measured, from 0; empty: all")
-    time_traces: bool = Field(True, description="time two traces of Qwen3-4B as well")
-
-
-TRACED = {
-    "replay": StepConfig(**QWEN, batch_size=1, max_new_tokens=64),
-    "unrolled": StepConfig(
-        **QWEN, batch_size=2, max_new_tokens=32, method="gumbel_legacy", gumbel_topk=0, reward="trunk"
-    ),
-}
-"""Steps whose traces are timed."""
-
-
-def require_device(device: str) -> None:
-    """Reject a device that this machine lacks, before anything is traced.
-
-    Raises:
-        InputError: If there is no such device.
-    """
+def require_device(device: Device) -> None:
+    """Reject a device that this machine lacks, before anything is traced."""
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device", device, "cpu: this machine has no CUDA device")
 
 
-def measure(config: TracedConfig, device: str = "cpu", snapshot: str | Path | None = None) -> dict[str, Any]:
-    """Run a step for real and report its peak; on CUDA the second run's, without the first's one-time allocations.
+def measure(config: TracedConfig, device: Device = "cpu", snapshot: Path | None = None) -> dict[str, Any]:
+    """Run a step for real: ``measured_peak_bytes``, ``seconds``, on CUDA ``reserved_bytes``.
 
-    Args:
-        config: The step.
-        device: cpu or cuda.
-        snapshot: File for CUDA's allocation history if memory runs out.
-
-    Returns:
-        ``measured_peak_bytes``, ``seconds`` of the step, on CUDA ``reserved_bytes``; if memory ran out,
-        ``out_of_memory: true`` instead of a peak.
-
-    Raises:
-        InputError: If there is no such device.
+    On CUDA the second run counts, without the first's one-time allocations. If memory runs out, ``out_of_memory: true``
+    instead of a peak, and the allocation history in the file ``snapshot``.
     """
     require_device(device)
-    if device == "cuda":
-        return _measure_cuda(config, snapshot)
-    step = config.make_step(*config.build(model_config(config.model), device))
-    start = time.perf_counter()
-    tracker = run_tracked(step)
-    return {"measured_peak_bytes": tracker.peak, "seconds": time.perf_counter() - start}
-
-
-def _measure_cuda(config: TracedConfig, snapshot: str | Path | None) -> dict[str, Any]:
+    if device == "cpu":
+        step = make_step(config, *build(config, device=device))
+        start = time.perf_counter()
+        tracker = run_tracked(step)
+        return {"measured_peak_bytes": tracker.peak, "seconds": time.perf_counter() - start}
     if snapshot is not None:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     try:
-        step = config.make_step(*config.build(model_config(config.model), "cuda"))
+        step = make_step(config, *build(config, device=device))
         step.run()
         torch.cuda.synchronize()
         gc.collect()
@@ -164,82 +138,40 @@ def _measure_cuda(config: TracedConfig, snapshot: str | Path | None) -> dict[str
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def compare(
-    configs: Sequence[StepConfig], device: str = "cpu", log: Callable[[str], None] = print,
-    snapshots: str | Path | None = None,
+def compare_with_real(
+    configs: Sequence[StepConfig], device: Device = "cpu", log: Callable[[str], None] = print,
+    snapshots: Path | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Trace and measure each configuration.
+    """Trace and measure each step: its configuration, traced and measured bytes, and their ratio.
 
-    Args:
-        configs: The steps.
-        device: Where to measure.
-        log: Receives one line per step.
-        snapshots: Folder for CUDA snapshots of steps that run out of memory.
-
-    Returns:
-        One row per step: its configuration, traced and measured bytes, and their ratio. On CUDA also what
-        `four_numbers` returns.
+    On CUDA also live and reserved bytes, predicted and measured; None for what there is not, as a step that ran out of
+    memory has no peak. ``snapshots``: folder for such steps' allocation histories.
     """
-    from grade.memory.allocator import reserved  # here: it would lengthen the chain of imports
-
     rows = []
     for number, config in enumerate(configs):
         traced = trace(config, device=device)
         row = {"name": config.headline, "config": config.model_dump(), "traced_peak_bytes": traced.peak}
-        row |= measure(config, device, None if snapshots is None else Path(snapshots) / f"oom_{number}.pickle")
+        row |= measure(config, device, None if snapshots is None else snapshots / f"oom_{number}.pickle")
         if "measured_peak_bytes" in row:
             row["traced_over_measured"] = traced.peak / row["measured_peak_bytes"]
         if device == "cuda":
-            row |= four_numbers(row, reserved(config, workspace=workspace_bytes()))
+            workspace = WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
+            row |= {
+                "predicted_live_bytes": traced.peak,
+                "predicted_reserved_bytes": reserved_by(config, workspace=workspace).reserved,
+                "measured_allocated_bytes": row.get("measured_peak_bytes"),
+                "measured_reserved_bytes": row.get("reserved_bytes"),
+            }
+            torch.cuda.empty_cache()
         rows.append(row)
         ratio = row.get("traced_over_measured")
         log(f"{row['name']}: traced {traced.peak}, " + (f"ratio {ratio:.4f}" if ratio else "out of memory"))
         gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
     return rows
 
 
-def four_numbers(row: Mapping[str, Any], predicted: Replay | None) -> dict[str, int | None]:
-    """Live and reserved bytes of a step on CUDA, predicted and measured.
-
-    Args:
-        row: What was traced and measured: ``traced_peak_bytes``, and if the step ran, ``measured_peak_bytes`` and
-            ``reserved_bytes``.
-        predicted: The allocator's model of the step.
-
-    Returns:
-        ``predicted_live_bytes``, ``predicted_reserved_bytes``, ``measured_allocated_bytes`` and
-        ``measured_reserved_bytes``; None for what there is not: on a CPU there is no allocator with segments, and a
-        step that ran out of memory has no peak.
-    """
-    return {
-        "predicted_live_bytes": row["traced_peak_bytes"],
-        "predicted_reserved_bytes": None if predicted is None else predicted.reserved,
-        "measured_allocated_bytes": None if predicted is None else row.get("measured_peak_bytes"),
-        "measured_reserved_bytes": row.get("reserved_bytes"),
-    }
-
-
-def workspace_bytes() -> int:
-    """The workspace that cuBLAS takes on this machine's GPU."""
-    from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER  # here: see `compare`
-
-    return WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
-
-
-def bench_figures(rows: Sequence[Mapping[str, Any]], device: str, time_traces: bool = True) -> dict[str, float]:
-    """Headline figures of a comparison.
-
-    Args:
-        rows: From `compare`.
-        device: Where it was measured.
-        time_traces: Trace two steps of Qwen3-4B for their wall time.
-
-    Returns:
-        ``<device>/max_rel_error`` of traced against measured peaks, ``<device>/steps`` compared, and wall times of two
-        traces of Qwen3-4B, ``trace/seconds_<engine>``.
-    """
+def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device, time_traces: bool = True) -> dict[str, float]:
+    """Headline figures: ``<device>/max_rel_error`` of traced peaks, ``<device>/steps``, ``trace/seconds_<engine>``."""
     errors = [abs(row["traced_over_measured"] - 1) for row in rows if "traced_over_measured" in row]
     figures = {f"{device}/steps": len(errors)} | ({f"{device}/max_rel_error": max(errors)} if errors else {})
-    return figures | {f"trace/seconds_{name}": trace(c).seconds for name, c in TRACED.items() if time_traces}
+    return figures | {f"trace/seconds_{name}": trace(c).seconds for name, c in _TIMED.items() if time_traces}

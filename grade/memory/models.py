@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from grade.errors import InputError
-from grade.memory.nodata import NoData
+from grade.memory.meta import NoData
 from grade.memory.shapes import SHAPES
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone

@@ -1,27 +1,43 @@
-"""What fits a budget, and which single change saves most: a search and comparisons over traces."""
+"""What fits a budget, which way to run a step is the cheapest, and which single change saves most.
+
+There is one search. A few traces of a way to run a step give its peaks by phase as polynomials (`_Peaks`): of the first
+degree in the batch, between the configured one and one that about fits, and of the second in the length (a mask is
+quadratic in it). Of a base that N GPUs divide, each holds an Nth more than on very many. The largest value that fits is
+read off; where it must be exact it is then traced, the trace becomes another point, and the value is read off again.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from grade.errors import InputError
-from grade.gradients.methods import OPTIONS
-from grade.memory.models import model_config
-from grade.memory.step import StepConfig, TracedConfig
+from grade.gradients.methods import METHODS, OPTIONS, RELAXED, reads
+from grade.memory.settings import StepConfig, TracedConfig
+from grade.memory.step import context_of
 from grade.memory.trace import Trace, trace
 
 Quantity = Literal["batch_size", "max_new_tokens", "hops"]
+Way = Literal["none", "ddp", "fsdp2"]
+"""How several GPUs share a step: each with the whole base, or with an Nth of it."""
+GPUS = (1, 2, 4, 8)
+"""Numbers of GPUs that are considered: those of one machine."""
+
+ARITHMETIC = 0.4 * 989e12
+"""Operations per second: 40 % of an H100's dense bfloat16 peak (NVIDIA's data sheet, SXM)."""
+BANDWIDTH = 3.35e12
+"""Bytes per second between an H100 and its memory (the same)."""
+LINK = 450e9
+"""Bytes per second that an H100 receives over NVLink: half of 900 GB/s in both directions (the same)."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
-_CLEARLY = 0.75  # of the slope: one more of a quantity costs at least this part of what it cost on average before
-_NEAR = 0.005
-LONG = 512
-"""Tokens from which on a trace takes so long that a length near the largest one is good enough."""
-LARGEST = 4096
-"""Where the search for a batch or a length ends."""
+_LONG, _NEAR = 512, 0.005  # a trace of so many tokens takes so long that a length within 0.5 % of the room will do
+_LARGEST = 4096  # where the search for a batch or a length ends
 
 
 def parse_bytes(text: str, field: str = "fits") -> int:
@@ -47,14 +63,17 @@ def parse_bytes(text: str, field: str = "fits") -> int:
 
 
 @dataclass(frozen=True)
-class Change:
-    """One change of a configuration and the memory it would need.
+class Fit:
+    """The largest value of one quantity that fits (None if not even the smallest does), and the peak bytes with it."""
 
-    Attributes:
-        name: The change, in words.
-        peak: Peak bytes with the change.
-        saved: Bytes saved by it.
-    """
+    quantity: Quantity
+    value: int | None
+    peak: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a configuration, in words, and the peak bytes that it would need and save."""
 
     name: str
     peak: int
@@ -62,36 +81,113 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """The largest value of one quantity that fits.
+class WayToRun:
+    """One way to run a step, with the largest batch and length that fit."""
 
-    Attributes:
-        quantity: Its name.
-        value: The largest that fits; None if not even the smallest does.
-        peak: Peak bytes with it, or with the smallest.
-    """
-
-    quantity: Quantity
-    value: int | None
-    peak: int
+    gpus: int  # each with its own batch
+    sharding: Way
+    gradient_checkpointing: bool
+    batch_size: int | None  # largest on one GPU, with the length as configured; None: not even the smallest fits
+    peak: int  # bytes on one GPU with it, or with the smallest
+    max_new_tokens: int | None  # largest, with the batch as configured; None: not even one token fits
+    flops: int  # for one completion
+    received: int  # bytes from other GPUs in a step
+    gpu_seconds: float | None  # estimated for one completion
+    traced: bool = False  # whether ``peak`` is a trace's, not read off other traces
 
 
 def remembering(tracer: Callable[..., Trace]) -> Callable[..., Trace]:
-    """A tracer that traces no step twice: a plan, settings and single changes share some."""
+    """A tracer that traces no step twice: a plan, ways to run and single changes share some."""
     known: dict[tuple, Trace] = {}
 
-    def found(config: TracedConfig, *more: Any) -> Trace:
+    def remembered(config: TracedConfig, *more: Any) -> Trace:
         key = (type(config).__name__, config.model_dump_json(), *more)
         if key not in known:
             known[key] = tracer(config, *more)
         return known[key]
 
-    return found
+    return remembered
+
+
+class _Peaks:
+    """Bytes of each phase of a step with one quantity varied: traced at some values, polynomials between them."""
+
+    def __init__(
+        self, config: TracedConfig, name: Quantity, tracer: Callable[[TracedConfig], Trace], most: int
+    ) -> None:
+        self.config, self.name, self.tracer, self.most = config, name, tracer, most
+        self.unit = config.batch_unit if name == "batch_size" else 1
+        self.degree = 1 if name == "batch_size" else 2
+        self.points: dict[int, dict[str, int]] = {}
+
+    def add(self, *values: int) -> None:
+        """Trace the step with these values."""
+        for value in values:
+            phases = self.tracer(self.config.changed(**{self.name: value})).phases
+            self.points[value] = {name: sum(parts.values()) for name, parts in phases.items()}
+
+    def at(self, value: int, more: Mapping[str, float] = {}) -> float:  # noqa: B006 - never changed
+        """The peak: the highest phase of the polynomials through the nearest points (Lagrange), with what is on top."""
+        near = sorted(self.points, key=lambda x: abs(x - value))[: self.degree + 1]
+        phases = {name: more.get(name, 0.0) for name in self.points[near[0]]}
+        for x in near:
+            weight = 1.0
+            for y in near:
+                weight *= (value - y) / (x - y) if y != x else 1.0
+            for name in phases:
+                phases[name] += weight * self.points[x].get(name, 0)
+        return max(phases.values())
+
+    def largest(self, room: int, more: Mapping[str, float] = {}) -> int | None:  # noqa: B006
+        """The largest multiple of the unit whose peak, which grows with it, is at most ``room``."""
+        multiples = range(1, self.most // self.unit + 1)
+        return self.unit * bisect_right(multiples, room, key=lambda n: self.at(n * self.unit, more)) or None
+
+    def exact(self, room: int) -> Fit:
+        """The same, where a trace says that it fits and another that the next larger one does not.
+
+        A long completion need not be the longest.
+        """
+        while True:
+            fits = {n: self.at(n) <= room for n in self.points if n <= self.most}
+            good = max((n for n in fits if fits[n]), default=0)
+            bad = min((n for n in fits if not fits[n]), default=(self.most // self.unit + 1) * self.unit)
+            near = self.name == "max_new_tokens" and good >= _LONG and room - self.at(good) <= _NEAR * room
+            if near or good + self.unit >= bad:
+                break
+            self.add(min(max(self.largest(room) or 0, good + self.unit), bad - self.unit))
+        return Fit(self.name, good or None, round(self.at(good or bad)))
+
+
+class _Traced:
+    """A step with its trace, and its peaks with other batches and lengths."""
+
+    def __init__(self, step: TracedConfig, tracer: Callable[[TracedConfig], Trace], room: int, most: int) -> None:
+        self.step, self.tracer, self.room = step, tracer, room
+        self.base = tracer(step)
+        self.fixed = self.base.peak - self.base.step_bytes
+        self.most = {"batch_size": most, "max_new_tokens": _LARGEST}
+        if context := context_of(step):
+            self.most["max_new_tokens"] = min(_LARGEST, context - step.prompt_tokens)
+
+    def peaks(self, name: Quantity) -> _Peaks:
+        """Peaks with that quantity varied, from the first few traces."""
+        peaks = _Peaks(self.step, name, self.tracer, self.most[name])
+        own = getattr(self.step, name)
+        if name == "batch_size":  # the batch that fits if what the step itself needs is in proportion to it
+            unit = self.step.batch_unit
+            guess = int(own * (self.room - self.fixed) / max(self.base.step_bytes, 1))
+            guess = max(min(guess, self.most[name]) // unit * unit, unit)
+            others = [guess if guess != own else own + unit]
+        else:
+            others = [n for n in (own // 2, 2 * own) if 0 < n <= self.most[name]]
+        peaks.add(own, *others)
+        return peaks
 
 
 def plan(
     config: TracedConfig, budget: int, overhead: int = 0, quantities: tuple[Quantity, ...] = get_args(Quantity),
-    tracer: Callable[[TracedConfig], Trace] = trace, most: int = LARGEST, first: Mapping[Quantity, int] | None = None,
+    tracer: Callable[[TracedConfig], Trace] = trace, most: int = _LARGEST,
 ) -> list[Fit]:  # fmt: skip
     """The largest batch, completion length and hops that fit, each with everything else as configured.
 
@@ -100,107 +196,116 @@ def plan(
         budget: Bytes.
         overhead: Bytes that the trace leaves out (context, fragmentation), subtracted from the budget.
         quantities: What to vary. A batch grows by whole groups. Hops cost time, not memory: they fit up to T - 1 or
-            not at all. Where two and three hops need the same, more are not traced.
-        most: Largest batch to consider.
+            not at all.
         tracer: Traces a configuration.
-        first: Values to try first.
+        most: Largest batch to consider.
 
     Returns:
-        One `Fit` per quantity. A length of `LONG` tokens or more need not be the largest: it leaves at most a
-        `_NEAR` of the room.
+        One `Fit` per quantity. A length of 512 tokens or more need not be the largest: it leaves at most 0.5 % of the
+        room.
 
     Raises:
         InputError: If the weights alone do not fit.
     """
     room = budget - overhead
-    quantities = tuple(q for q in quantities if q != "hops" or getattr(config, "engine_name", "") == "replay")
-    smallest = tracer(changed(config, batch_size=config.batch_unit, max_new_tokens=1))
-    fixed = smallest.peak - smallest.step_bytes
-    if room < fixed:
-        raise InputError("fits", f"{budget} bytes", f"at least {fixed + overhead} bytes: weights, adapter, optimizer")
-    context = config.longest(model_config(config.model)) or LARGEST + config.prompt_tokens
-    limits = {
-        "batch_size": most,
-        "max_new_tokens": min(LARGEST, context - config.prompt_tokens),
-        "hops": max(config.max_new_tokens - 1, 0),
-    }
+    traced = _Traced(config, tracer, room, most)
+    if room < traced.fixed:
+        needed = f"at least {traced.fixed + overhead} bytes: weights, adapter, optimizer"
+        raise InputError("fits", f"{budget} bytes", needed)
     fits = []
     for quantity in quantities:
-        low, unit = 0 if quantity == "hops" else 1, config.batch_unit if quantity == "batch_size" else 1
-        if quantity == "hops" and limits["hops"] > 3:
-            two, three = (tracer(changed(config, hops=hops)).peak for hops in (2, 3))
-            if two == three:
-                fits.append(Fit(quantity, limits["hops"] if two <= room else None, two))
-                continue
-        start = (first or {}).get(quantity) or getattr(config, quantity)
-        value, peak = _largest(config, quantity, low, max(limits[quantity] // unit, low), room, tracer, unit, start)
-        fits.append(Fit(quantity, value, peak))
+        if quantity != "hops":
+            fits.append(traced.peaks(quantity).exact(room))
+        elif getattr(config, "engine_name", "") == "replay":
+            hops = config.max_new_tokens - 1
+            peak = tracer(config.changed(hops=min(hops, 3))).peak  # as much as with more
+            fits.append(Fit("hops", hops if peak <= room else None, peak))
     return fits
 
 
-def changed(config: TracedConfig, **values: Any) -> TracedConfig:
-    """A copy with other values, checked like any configuration."""
-    return type(config).parse(config.model_dump() | values)
+def ways_to_run(
+    config: TracedConfig, room: int, tracer: Callable[[TracedConfig, int, Way], Trace],
+    counts: Sequence[int] = GPUS, most: int = _LARGEST,
+) -> list[WayToRun]:  # fmt: skip
+    """All ways to run a step by GPUs, sharding and checkpointing, the cheapest that fits first; that one is traced.
 
-
-def _largest(
-    config: TracedConfig, quantity: Quantity, low: int, high: int, room: int, tracer: Callable[[TracedConfig], Trace],
-    unit: int, start: int,
-) -> tuple[int | None, int]:  # fmt: skip
-    """Largest multiple of ``unit``, low to high times, whose peak is at most ``room``; peaks grow almost linearly.
-
-    So each trial is where the line through two known points meets the budget; every third one bisects instead. The
-    first two points are the smallest value and ``start``. The next larger value is not tried where the line is clearly
-    above the budget, nor where a trace of a long completion is near it.
+    ``room``: bytes of one GPU. ``tracer``: traces a step on one of several GPUs that share it in some way. Batch and
+    length of ``config`` are those that the other is varied with.
     """
+    rows = []
+    for again in (False, True):
+        try:
+            step = config.changed(gradient_checkpointing=again)
+        except InputError:  # an engine that cannot
+            continue
+        rows += _rows(_Traced(step, lambda step: tracer(step, 1, "none"), room, most), tracer, counts)
+    rows.sort(key=lambda row: (row.gpu_seconds is None, row.gpu_seconds or 0, row.gpus))
+    best = rows[0]
+    if best.batch_size is None:
+        return rows
+    step = config.changed(gradient_checkpointing=best.gradient_checkpointing)
+    peaks = _Peaks(step, "batch_size", lambda step: tracer(step, best.gpus, best.sharding), most)
+    peaks.add(best.batch_size, step.batch_size + (step.batch_unit if step.batch_size == best.batch_size else 0))
+    fit = peaks.exact(room)
+    best = replace(best, batch_size=fit.value, peak=fit.peak, gpu_seconds=None, traced=True)
+    if fit.value:
+        found = tracer(step.changed(batch_size=fit.value), best.gpus, best.sharding)
+        base = tracer(step, 1, "none")
+        seconds = _gpu_seconds(step, base, found.flops // fit.value, found.received, fit.value)
+        best = replace(best, flops=found.flops // fit.value, received=found.received, gpu_seconds=seconds)
+    return [best, *rows[1:]]
 
-    def peak(multiple: int) -> int:
-        return tracer(changed(config, **{quantity: multiple * unit})).peak
 
-    known = {low: peak(low)}
-    if known[low] > room:
-        return None, known[low]
-    good, bad, before = low, high + 1, low  # the largest that fits, the smallest that does not
-    trial = min(max(start // unit, low + 1), high)
-    while bad - good > 1:
-        known[trial] = peak(trial)
-        if known[trial] <= room:
-            before, good = good, trial
-        else:
-            bad = trial
-        other = bad if bad in known else before
-        slope = (known[other] - known[good]) / (other - good)
-        near = quantity == "max_new_tokens" and good >= LONG and room - known[good] <= _NEAR * room
-        if near or (slope > 0 and known[good] + _CLEARLY * slope > room and good > low):
-            break
-        guess = int(good + (room - known[good]) / slope) if slope > 0 else bad - 1
-        if bad in known and len(known) % 3 == 0:
-            guess = (good + bad) // 2
-        trial = min(max(guess, good + 1), bad - 1)
-    return good * unit, known[good]
+def _rows(traced: _Traced, tracer: Callable[[TracedConfig, int, Way], Trace], counts: Sequence[int]) -> list[WayToRun]:
+    """One way for each number of GPUs and sharding, with or without recomputed layers as the step has them."""
+    step, base, room = traced.step, traced.base, traced.room
+    batches, lengths, flops = traced.peaks("batch_size"), traced.peaks("max_new_tokens"), base.flops // step.batch_size
+    ways: list[tuple[int, Way, dict[str, float], int]] = [(1, "none", {}, 0)] if 1 in counts else []
+    several = [n for n in counts if n > 1]
+    for way in ("ddp", "fsdp2") if several else ():
+        try:
+            shared = tracer(step, min(several), way)
+        except InputError:  # a step that cannot be shared in this way: of a base that is trained
+            continue
+        for n in several:
+            part = (n - 1) / n * min(several) / (min(several) - 1)  # everything arrives but the part that is here
+            ways.append((n, way, _on_top(shared, base, min(several), n), round(shared.received * part)))
+    rows = []
+    for gpus, way, more, received in ways:
+        batch = batches.largest(room, more)
+        peak = round(batches.at(batch or step.batch_unit, more))
+        seconds = _gpu_seconds(step, base, flops, received, batch) if batch else None
+        rows.append(WayToRun(gpus, way, step.gradient_checkpointing, batch, peak, lengths.largest(room, more), flops,
+                             received, seconds))  # fmt: skip
+    return rows
+
+
+def _on_top(shared: Trace, base: Trace, traced: int, gpus: int) -> dict[str, float]:
+    """What each phase needs more than on one GPU, with another number of them than the one traced.
+
+    Weights on N GPUs are ``a + b / N``; on one they are ``a + b``.
+    """
+    more = {}
+    for name, there in base.phases.items():
+        here = shared.phases.get(name, there)
+        divided = (there["weights"] - here["weights"]) / (1 - 1 / traced)
+        more[name] = sum(here.values()) - sum(there.values()) - divided * (1 / traced - 1 / gpus)
+    return more
+
+
+def _gpu_seconds(step: TracedConfig, base: Trace, flops: int, received: int, batch: int) -> float:
+    """Estimated GPU time for one completion: a way to order settings, not a prediction of a step's time.
+
+    Products, reading all weights for every token that is sampled (which serves the whole batch), and waiting for other
+    GPUs. ``flops``: of one completion; ``received``: bytes in a step.
+    """
+    weights = base.categories["weights"] + base.categories["adapter"]
+    tokens = step.max_new_tokens if "rollout" in base.phases else 0
+    return flops / ARITHMETIC + (tokens * weights / BANDWIDTH + received / LINK) / batch
 
 
 def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig], Trace] = trace) -> list[Change]:
-    """The memory that each single change of the configuration would need, largest saving first.
-
-    Args:
-        config: The step.
-        base: Its trace.
-        tracer: Traces a configuration.
-
-    Returns:
-        Changes that save memory.
-    """
-    changes = []
-    for name, update in _options(config).items():
-        peak = tracer(changed(config, **update)).peak
-        if peak < base.peak:
-            changes.append(Change(name, peak, base.peak - peak))
-    return sorted(changes, key=lambda change: -change.saved)
-
-
-def _options(config: StepConfig) -> dict[str, dict[str, Any]]:
-    """Single changes of a step that could save memory, by name."""
+    """Single changes of a step with trace ``base`` that save memory, the largest saving first."""
     engine, lean = config.engine_name, dict(gradient_checkpointing=False, explicit_freeing=False)
     half, share = config.batch_size // 2, 2 * config.minibatches
     # name: whether it would be a change, and the change
@@ -225,4 +330,41 @@ def _options(config: StepConfig) -> dict[str, dict[str, Any]]:
         "half the batch": (half > 0 and half % config.batch_unit == 0, dict(batch_size=half)),
         "half the completion": (config.max_new_tokens > 1, dict(max_new_tokens=config.max_new_tokens // 2)),
     }  # fmt: skip
-    return {name: update for name, (differs, update) in options.items() if differs}
+    peaks = {name: tracer(config.changed(**update)).peak for name, (differs, update) in options.items() if differs}
+    changes = [Change(name, peak, base.peak - peak) for name, peak in peaks.items() if peak < base.peak]
+    return sorted(changes, key=lambda change: -change.saved)
+
+
+def every_method(
+    files: Iterable[str | Path], overrides: Sequence[str], options: Mapping[str, str], batch: int | None = None
+) -> list[StepConfig]:
+    """One step for every method; settings that a method does not have are left out.
+
+    Arguments as of `Config.load`; ``batch``: completions in a microbatch, rounded up to a method's whole groups.
+    """
+
+    def has(method: str, name: str) -> bool:
+        return method in RELAXED if name in ("engine", "explicit_freeing") else reads(method, name)
+
+    steps = []
+    for method in METHODS:
+        own = [text for text in overrides if has(method, text.partition("=")[0].strip())]
+        given = [f"{name}={value}" for name, value in options.items() if has(method, name)]
+        step = StepConfig.load(files, own, [*given, f"method={method}"])
+        steps.append(step if batch is None else step.changed(batch_size=-(-batch // step.batch_unit) * step.batch_unit))
+    return steps
+
+
+def compare_methods(
+    steps: Sequence[StepConfig], tracer: Callable[[StepConfig], Trace]
+) -> list[tuple[StepConfig, Trace | InputError]]:
+    """Traces of several methods' steps, or why there is none: a relaxed method needs the gradient of its reward."""
+    rows: list[tuple[StepConfig, Trace | InputError]] = []
+    for step in steps:
+        try:
+            rows.append((step, tracer(step)))
+        except InputError as error:
+            rows.append((step, error))
+    if all(isinstance(found, InputError) for _, found in rows):
+        raise rows[0][1]
+    return rows

@@ -1,242 +1,215 @@
-"""Which settings fit a budget, and which of them is the cheapest: GPUs, sharding, checkpointing, batch, length.
+"""Settings of a step to trace or to measure. `grade.memory.step` makes the step of them.
 
-A few traces of each way to run a step give its peaks by phase as polynomials: of the first degree in the batch, between
-the configured one and one that about fits, and of the second in the length (a mask is quadratic in it). Of a base that
-N GPUs divide, each holds an Nth more than on very many. The largest batch and length that fit are read off these, and
-the cheapest setting is traced.
+No model is imported here, so that ``grade memory --help`` starts quickly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+import contextlib
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
+import torch
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from torch import nn
+
+from grade.config import Config, allowed_names
 from grade.errors import InputError
-from grade.memory.models import model_config
-from grade.memory.plan import LARGEST, changed
-from grade.memory.step import TracedConfig
-from grade.memory.trace import Trace
+from grade.gradients.estimators import Support
+from grade.gradients.methods import (
+    AUTO,
+    DISTILLED,
+    METHODS,
+    OPTIONS,
+    POLICY_GRADIENTS,
+    RELAXED,
+    EngineName,
+    MethodConfig,
+    MethodName,
+    reads,
+)
+from grade.models.adapter import LoraSettings
+from grade.models.prompts import PromptBatch
+from grade.rewards.model import RewardKind
 
-Way = Literal["none", "ddp", "fsdp2"]
-WAYS: tuple[Way, ...] = ("ddp", "fsdp2")
-"""How several GPUs share a step: each with the whole base, or with an Nth of it."""
-COUNTS = (1, 2, 4, 8)
-"""Numbers of GPUs that are considered: those of one machine."""
+if TYPE_CHECKING:
+    from grade.memory.records import LiveTracker
+    from grade.models.backbone import Backbone
 
-ARITHMETIC = 0.4 * 989e12
-"""Operations a second: 40 % of an H100's dense bfloat16 peak (NVIDIA's data sheet, SXM)."""
-BANDWIDTH = 3.35e12
-"""Bytes a second between an H100 and its memory (the same)."""
-LINK = 450e9
-"""Bytes a second that an H100 receives over NVLink: half of 900 GB/s in both directions (the same)."""
+Device = Literal["cpu", "cuda"]
+Sharding = Literal["fsdp2", "ddp"]
+"""How processes share a base: each has a part, or each has a copy."""
+CLASSIFIER = "hf:"
+"""What the name of a reward that is a Hugging Face classifier begins with."""
 
-GroupTracer = Callable[[TracedConfig, int, Way], Trace]
-"""Traces a step on one of several GPUs that share it in some way."""
-Points = Sequence[tuple[int, Mapping[str, int]]]
-"""Values of a quantity, and bytes of each phase with it."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to run a step, with the largest batch and length that fit.
-
-    Attributes:
-        gpus: GPUs, each with its own batch.
-        sharding: none, ddp or fsdp2.
-        gradient_checkpointing: Whether layers are recomputed in backward.
-        batch_size: Largest batch on one GPU, with the length as configured; None if not even the smallest fits.
-        peak: Peak bytes on one GPU with it, or with the smallest.
-        max_new_tokens: Largest completion length with the batch as configured; None if not even one token fits.
-        flops: Operations for one completion.
-        received: Bytes that one GPU receives from others in a step.
-        gpu_seconds: Estimated GPU time for one completion, see `gpu_seconds`; None if nothing fits.
-        traced: Whether ``peak`` is a trace's, not read off other traces.
-    """
-
-    gpus: int
-    sharding: Way
-    gradient_checkpointing: bool
-    batch_size: int | None
-    peak: int
-    max_new_tokens: int | None
-    flops: int
-    received: int
-    gpu_seconds: float | None
-    traced: bool = False
+Microbatch = Callable[["LiveTracker | None"], None]
+"""Adds one microbatch's gradient; a tracker, if there is one, is told which phase runs."""
 
 
-def settings(
-    config: TracedConfig, room: int, tracer: GroupTracer, counts: Sequence[int] = COUNTS, most: int = LARGEST
-) -> list[Setting]:
-    """All ways to run a step, the cheapest one that fits first.
+class TracedConfig(Config):
+    """Settings that the memory of any training step depends on, named as in `TrainConfig`."""
 
-    Args:
-        config: The step; its batch and length are those that the other is varied with.
-        room: Bytes of one GPU.
-        tracer: Traces a step on one of several GPUs.
-        counts: Numbers of GPUs.
-        most: Largest batch and length to consider.
+    model: str = Field("qwen3-4b", description="shipped shape, Hugging Face id, or folder with config.json")
+    batch_size: int = Field(1, ge=1, description="sequences in a microbatch, B")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="microbatches in an optimizer step")
+    prompt_tokens: int = Field(32, ge=1, description="prompt length P in tokens")
+    max_new_tokens: int = Field(64, ge=1, description="completion length T in tokens")
+    gradient_checkpointing: bool = Field(False, description="recompute layers in backward")
+    autocast: bool = Field(False, description="run under bfloat16 autocast")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="type of the base")
+    adapter: Literal["lora", "full"] = Field("lora", description="lora, or full: every weight of the layers is trained")
+    lora: LoraSettings = Field(LoraSettings(), description="the adapter")
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
+    base_copies: int = Field(1, ge=1, description="copies of the base (3: policy, reference and reward of their own)")
 
-    Returns:
-        One setting for each number of GPUs, sharding and choice of checkpointing, by ``gpu_seconds``; then those that
-        do not fit. The first one is traced.
+    @property
+    def batch_unit(self) -> int:
+        """What ``batch_size`` is a multiple of."""
+        return 1
 
-    Raises:
-        InputError: As the tracer does.
-    """
-    rows = []
-    for again in (False, True):
-        try:
-            step = changed(config, gradient_checkpointing=again)
-        except InputError:  # an engine that cannot
-            continue
-        rows += _Way(step, tracer, room, most).settings(counts)
-    rows.sort(key=lambda row: (row.gpu_seconds is None, row.gpu_seconds or 0, row.gpus))
-    return rows if rows[0].batch_size is None else [_traced(rows[0], config, room, tracer), *rows[1:]]
+    def changed(self, **values: Any) -> Self:
+        """A copy with other values, checked like any configuration."""
+        return type(self).parse(self.model_dump() | values)
 
+    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:
+        """The code that adds one microbatch's gradient; that of a `StepConfig` is in `grade.memory.step`."""
+        raise NotImplementedError
 
-def gpu_seconds(flops: int, weights: int, tokens: int, received: int, batch: int) -> float:
-    """Estimated GPU time for one completion: a way to order settings, not a prediction of a step's time.
+    def prompts(self, backbone: Backbone, count: int | None = None) -> PromptBatch:
+        """Random prompts of P tokens, one of them padded: transformers drops the mask of a batch without padding."""
+        shape = (count or self.batch_size, self.prompt_tokens)
+        ids = torch.randint(backbone.vocab_size, shape, generator=generator_on(backbone), device=backbone.device)
+        mask = torch.ones_like(ids)
+        if self.prompt_tokens > 1:
+            mask[0, 0] = 0
+        return PromptBatch(ids, mask)
 
-    ``flops / ARITHMETIC + (tokens * weights / BANDWIDTH + received / LINK) / batch``: products, reading all weights
-    for every sampled token, which serves the whole batch, and waiting for other GPUs.
-
-    Args:
-        flops: Operations for one completion.
-        weights: Bytes read for each token.
-        tokens: Tokens that are sampled one by one.
-        received: Bytes from other GPUs in a step.
-        batch: Completions of a step on one GPU.
-
-    Returns:
-        Seconds.
-    """
-    return flops / ARITHMETIC + (tokens * weights / BANDWIDTH + received / LINK) / batch
+    def casting(self, backbone: Backbone) -> contextlib.AbstractContextManager[Any]:
+        """Autocast, if it is on."""
+        return torch.autocast(backbone.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
 
 
-def about(step: TracedConfig, trace: Trace, room: int, most: int = LARGEST) -> int:
-    """The batch that fits if what the step itself needs is in proportion to it: a first guess.
-
-    Args:
-        step: The step.
-        trace: Its trace.
-        room: Bytes.
-        most: Largest batch to consider.
-
-    Returns:
-        A multiple of ``step.batch_unit``, at least one.
-    """
-    unit, fixed = step.batch_unit, trace.peak - trace.step_bytes
-    batch = int(step.batch_size * (room - fixed) / max(trace.step_bytes, 1))
-    return max(min(batch, most) // unit * unit, unit)
+def generator_on(backbone: Backbone) -> torch.Generator:
+    """A generator on a backbone's device; for meta within `grade.memory.compat.kernels_of` only."""
+    return torch.Generator(backbone.device).manual_seed(0)
 
 
-class _Way:
-    """A step with or without checkpointing: its traces, and what they say about other sizes and more GPUs."""
-
-    def __init__(self, step: TracedConfig, tracer: GroupTracer, room: int, most: int) -> None:
-        self.step, self.tracer, self.room, self.most = step, tracer, room, most
-        self.base = tracer(step, 1, "none")
-        batch, length = step.batch_size, step.max_new_tokens
-        self.context = step.longest(model_config(step.model)) or most + step.prompt_tokens
-        self.context -= step.prompt_tokens
-        far = about(step, self.base, room, most)
-        far = far if far != batch else batch + step.batch_unit
-        lengths = [n for n in (length // 2, 2 * length) if 0 < n <= self.context]
-        at = (batch, self.base.phases)
-        self.batches = self._points("batch_size", [far], at)
-        self.lengths = self._points("max_new_tokens", lengths, (length, self.base.phases))
-
-    def _points(self, name: str, values: Sequence[int], known: tuple[int, Mapping]) -> Points:
-        traces = [(value, self.tracer(changed(self.step, **{name: value}), 1, "none")) for value in values]
-        return [(known[0], _totals(known[1])), *((value, _totals(trace.phases)) for value, trace in traces)]
-
-    def settings(self, counts: Sequence[int]) -> list[Setting]:
-        """One setting for each number of GPUs and sharding."""
-        rows = [self._setting(1, "none", dict.fromkeys(self.base.phases, 0.0), 0)] if 1 in counts else []
-        several = [n for n in counts if n > 1]
-        for way in WAYS if several else ():
-            if way == "fsdp2" and self.step.adapter == "full":
-                continue  # only a frozen base is divided
-            few = min(several)
-            try:
-                shared = self.tracer(self.step, few, way)
-            except InputError:  # a step that cannot be shared in this way
-                continue
-            for n in several:
-                more = _difference(shared, self.base, few, n)
-                share = (n - 1) / n * few / (few - 1)  # everything arrives but the part that is here
-                rows.append(self._setting(n, way, more, round(shared.received * share)))
-        return rows
-
-    def _setting(self, gpus: int, way: Way, more: Mapping[str, float], received: int) -> Setting:
-        unit = self.step.batch_unit
-        batch = self._largest(self.batches, more, unit, self.most)
-        length = self._largest(self.lengths, more, 1, min(self.most, self.context))
-        peak = max(_at(self.batches, more, batch or unit).values())
-        flops, fixed = self.base.flops // self.step.batch_size, self.base.categories
-        tokens = self.step.max_new_tokens if "rollout" in self.base.phases else 0
-        cost = gpu_seconds(flops, fixed["weights"] + fixed["adapter"], tokens, received, batch) if batch else None
-        again = self.step.gradient_checkpointing
-        return Setting(gpus, way, again, batch, round(peak), length, flops, received, cost)
-
-    def _largest(self, points: Points, more: Mapping[str, float], unit: int, most: int) -> int | None:
-        """Largest multiple of ``unit`` whose phases all fit; they grow with it."""
-        good, bad = 0, most // unit + 1
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            if max(_at(points, more, middle * unit).values()) <= self.room:
-                good = middle
-            else:
-                bad = middle
-        return good * unit or None
+def phase(tracker: LiveTracker | None, name: str) -> contextlib.AbstractContextManager[None]:
+    """A context that names a phase to the tracker, if there is one."""
+    return tracker.during(name) if tracker else contextlib.nullcontext()
 
 
-def _totals(phases: Mapping[str, Mapping]) -> dict[str, int]:
-    return {name: sum(parts.values()) for name, parts in phases.items()}
+def _reward_name(spec: str) -> str:
+    if spec in get_args(RewardKind) or (spec.startswith(CLASSIFIER) and classifier_source(spec)):
+        return spec
+    allowed = allowed_names(spec, get_args(RewardKind))
+    raise InputError("reward", spec, f"{allowed}, or {CLASSIFIER}<Hugging Face id, or folder with config.json>")
 
 
-def _difference(shared: Trace, base: Trace, traced: int, gpus: int) -> dict[str, float]:
-    """What each phase needs more than on one GPU, with another number of them than the one traced.
-
-    Weights on N GPUs are ``a + b / N``; on one they are ``a + b``.
-    """
-    more = {}
-    for name, there in base.phases.items():
-        here = shared.phases.get(name, there)
-        divided = (there["weights"] - here["weights"]) / (1 - 1 / traced)
-        more[name] = sum(here.values()) - sum(there.values()) - divided * (1 / traced - 1 / gpus)
-    return more
+def classifier_source(spec: str) -> str:
+    """``org/model`` of ``hf:org/model@POSITIVE``: a label costs no memory."""
+    name = spec.removeprefix(CLASSIFIER)
+    source, _, label = name.rpartition("@")
+    return source if source and "/" not in label else name
 
 
-def _at(points: Points, more: Mapping[str, float], value: int) -> dict[str, float]:
-    """Bytes of each phase at a value: the polynomial through the points (Lagrange), and what comes on top."""
-    found = dict(more)
-    for place, (x, phases) in enumerate(points):
-        weight = 1.0
-        for other, (y, _) in enumerate(points):
-            weight *= (value - y) / (x - y) if other != place else 1.0
-        for name in found:
-            found[name] += weight * phases.get(name, 0)
-    return found
+def _as_in_training(name: str, default: Any = ...) -> Any:
+    """A field of `MethodConfig`, perhaps with another default."""
+    field = MethodConfig.schema().model_fields[name]
+    return Field(field.default if default is ... else default, description=field.description)
 
 
-def _traced(row: Setting, config: TracedConfig, room: int, tracer: GroupTracer) -> Setting:
-    """A setting with a trace's peak; its batch is smaller where the trace says that it has to be."""
-    batch, unit = row.batch_size, config.batch_unit
-    while True:
-        step = changed(config, gradient_checkpointing=row.gradient_checkpointing, batch_size=batch)
-        trace = tracer(step, row.gpus, row.sharding)
-        if trace.peak <= room or batch == unit:
-            break
-        batch = max(unit, min(batch - unit, about(step, trace, room)))
-    flops = trace.flops // batch
-    tokens = config.max_new_tokens if "rollout" in trace.phases else 0
-    fixed = tracer(changed(step, batch_size=config.batch_size), 1, "none").categories
-    cost = gpu_seconds(flops, fixed["weights"] + fixed["adapter"], tokens, trace.received, batch)
-    fits = trace.peak <= room
-    return replace(
-        row, batch_size=batch if fits else None, peak=trace.peak, flops=flops, received=trace.received,
-        gpu_seconds=cost if fits else None, traced=True,
+_OF_SOME_METHODS = (
+    "hops", "support", "gumbel_topk", "num_generations", "kl_estimator", "num_iterations", "minibatches",
+    "self_certainty_reward", "distil_window",
+)  # fmt: skip
+
+
+class StepConfig(TracedConfig):
+    """A step of any training method: relaxed ones with any engine, and policy gradients."""
+
+    method: MethodName = Field("ste", description=f"training method: {', '.join(METHODS)}")
+    engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
+    hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
+    support: Support = _as_in_training("support")
+    gumbel_topk: int = Field(256, ge=0, description="size K of a token's support; 0 = the full vocabulary")
+    explicit_freeing: bool = Field(False, description="drop each step's dense tensors at once (unrolled)")
+    num_generations: PositiveInt | None = _as_in_training("num_generations")
+    kl_estimator: Literal["exact", "k3"] = _as_in_training("kl_estimator")
+    num_iterations: PositiveInt | None = _as_in_training("num_iterations")
+    minibatches: PositiveInt = _as_in_training("minibatches")
+    self_certainty_reward: bool = _as_in_training("self_certainty_reward")
+    distil_window: PositiveInt = _as_in_training("distil_window")
+    kl_coef: float = Field(0.1, ge=0, description="weight beta of KL")
+    reward: Annotated[str, AfterValidator(_reward_name)] = Field(
+        "bag", description="bag: on the embedding table; trunk: on the transformer; "
+        f"{CLASSIFIER}<id or folder>: a sequence classifier",
     )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.method == AUTO:
+            raise InputError("method", AUTO, f"the method itself, as auto depends on the reward: {', '.join(METHODS)}")
+        for option in _OF_SOME_METHODS:
+            value = getattr(self, option)
+            if not reads(self.method, option) and value != type(self).model_fields[option].default:
+                raise InputError(option, value, f"only with {', '.join(OPTIONS[option])}, not with {self.method}")
+        if self.policy_gradient and self.engine != "auto":
+            raise InputError("engine", self.engine, f"auto for {self.method}: a policy gradient has no engine")
+        if self.gradient_checkpointing and self.engine_name == "checkpointed":
+            raise InputError("gradient_checkpointing", True, "false for the engine checkpointed: it keeps a cache")
+        if self.explicit_freeing and self.engine_name != "unrolled":
+            name = f"engine {self.engine_name}" if self.engine_name else f"method {self.method}"
+            raise InputError("explicit_freeing", True, f"false for the {name}: it keeps nothing that it does not need")
+        if "batch_size" not in self.model_fields_set:
+            self.__dict__["batch_size"] = self.batch_unit  # validated: a frozen config has no other way
+        if self.batch_size % self.batch_unit:
+            allowed = f"a multiple of {self.batch_unit} ({self.trainer.group} completions of a prompt"
+            allowed += f", {self.minibatches} minibatches)" if self.minibatches > 1 else ")"
+            raise InputError("batch_size", self.batch_size, allowed)
+        return self
+
+    @property
+    def policy_gradient(self) -> bool:
+        """Whether the method takes any reward; otherwise it is relaxed and has an engine."""
+        return self.method in (*POLICY_GRADIENTS, DISTILLED)
+
+    @property
+    def engine_name(self) -> EngineName | None:
+        """The engine that runs; None for a policy gradient."""
+        if self.policy_gradient:
+            return None
+        return RELAXED[self.method].engine if self.engine == "auto" else self.engine
+
+    @property
+    def trainer(self) -> MethodConfig:
+        """The trainers' settings of this step."""
+        names = (*_OF_SOME_METHODS, "gradient_checkpointing")
+        own = {name: getattr(self, name) for name in names if reads(self.method, name)}
+        return MethodConfig(method=self.method, max_completion_length=self.max_new_tokens, **own)
+
+    @property
+    def batch_unit(self) -> int:
+        """What ``batch_size`` is a multiple of: whole groups, and an equal share for every minibatch."""
+        return math.lcm(self.trainer.group, self.minibatches)
+
+    @property
+    def headline(self) -> str:
+        """The configuration in one line."""
+        how, updates = self.engine_name, self.trainer.updates
+        if how is None:
+            how = f"G={self.trainer.group}, {updates} update{'s' if updates > 1 else ''}"
+        elif how == "replay":
+            how = f"replay, {self.hops} hops"
+        parts = [
+            f"{self.model}, {self.method} ({how}): B={self.batch_size} P={self.prompt_tokens} "
+            f"T={self.max_new_tokens}, {self.dtype}, {self.adapter}, {self.attention}",
+            f"{self.gradient_accumulation_steps} microbatches" if self.gradient_accumulation_steps > 1 else "",
+            "layers checkpointed" if self.gradient_checkpointing else "",
+            "explicit freeing" if self.explicit_freeing else "",
+            "autocast" if self.autocast else "",
+            f"{self.base_copies} copies of the base" if self.base_copies > 1 else "",
+            f"reward {self.reward}" if self.reward.startswith(CLASSIFIER) else "",
+        ]
+        return ", ".join(part for part in parts if part)

@@ -4,12 +4,12 @@ The trainers' own step runs on meta tensors, which have shapes and types but no 
 prediction therefore follows the code: how many bytes are alive at the peak, what they are for, in which phase, and
 which modules made the largest tensors.
 
-Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: the allocator's fragmentation, the CUDA
-context, cuBLAS and cuDNN workspaces.
+Storages are rounded up to 512 bytes, as by CUDA's caching allocator. Left out: the allocator's fragmentation
+(`grade.memory.allocator`), the CUDA context, cuBLAS and cuDNN workspaces.
 
 Layers are alike, so live bytes at the same point of the step are linear in the number of layers. A deep model is
 traced with `BASE_LAYERS` layers and each allocation site's peak is extrapolated; the largest is the peak. Tests compare
-this with full traces.
+this with full traces, and those with real steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
+import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,37 +35,30 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from transformers import PretrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from grade.errors import InputError
-from grade.memory.kernels import Device, kernels_of
-from grade.memory.live import CATEGORIES, SHARDED, Category, LiveTracker
+from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
+from grade.memory.meta import NoData
 from grade.memory.models import model_config, to_fake, with_layers
-from grade.memory.nodata import NoData
-from grade.memory.sharded import Sharding, alone_among, divide, gathers_seen
-from grade.memory.step import Step, TracedConfig
+from grade.memory.records import CATEGORIES, SHARDED, Category, LiveTracker
+from grade.memory.settings import Device, Sharding, TracedConfig
+from grade.memory.step import Step, build, make_step
+from grade.models.sampling import Decoder
 
 _FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 FIXED: tuple[Category, ...] = ("weights", "adapter", "optimizer")
 """What is there before the step and after it."""
-
 BASE_LAYERS = (2, 3)
 """Numbers of layers traced: the first and the last differ in what they keep, one more in the middle is the slope."""
+AT_EACH_END = 2
+"""Sampling passes that run first and last: in the second one the cache of the first is replaced by a longer one."""
 
 
 @dataclass(frozen=True)
 class LargeTensor:
-    """One of the largest tensors at the peak.
-
-    Attributes:
-        nbytes: Size.
-        shape: Shape.
-        dtype: Type.
-        category: What it is for.
-        op: Operator that made it.
-        module: Module that made it; empty in backward and in losses.
-        phase: Phase that made it.
-    """
+    """One of the largest tensors at the peak: what made it, in which module (empty in backward, losses) and phase."""
 
     nbytes: int
     shape: tuple[int, ...]
@@ -110,8 +106,8 @@ class Trace:
 
 
 def trace(
-    config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False, processes: int = 1,
-    sharding: Sharding = "fsdp2",
+    config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False, all_passes: bool = True,
+    processes: int = 1, sharding: Sharding = "fsdp2",
 ) -> Trace:  # fmt: skip
     """Trace one optimizer step.
 
@@ -119,6 +115,7 @@ def trace(
         config: The step.
         device: Where it would run; on a CPU, float32 sampling uses another product for few rows.
         all_layers: Trace every layer, without extrapolation.
+        all_passes: Run every pass that samples; otherwise the first and the last ones, for the same peaks.
         processes: Processes that train together, each with the batch of ``config``; the first one is traced.
         sharding: How they share the base.
 
@@ -130,27 +127,17 @@ def trace(
             message names the line).
     """
     start, model = time.perf_counter(), model_config(config.model)
-    layers, vocab = model.num_hidden_layers, model.vocab_size
-    if all_layers or layers <= max(BASE_LAYERS) + 1:
-        tracker = trace_layers(config, model, device, processes, sharding)
-        return _assemble([tracker], [layers], layers, vocab, time.perf_counter() - start)
-    trackers = [trace_layers(config, with_layers(model, n), device, processes, sharding) for n in BASE_LAYERS]
-    return _assemble(trackers, list(BASE_LAYERS), layers, vocab, time.perf_counter() - start)
+    layers = model.num_hidden_layers
+    numbers = [layers] if all_layers or layers <= max(BASE_LAYERS) + 1 else list(BASE_LAYERS)
+    with contextlib.nullcontext() if all_passes else few_passes(config.max_new_tokens):
+        trackers = [trace_layers(config, with_layers(model, n), device, processes, sharding) for n in numbers]
+    return _assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
 
 
 def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[str, Trace]:
-    """Trace many steps, in parallel if asked: one trace runs on one core.
+    """Trace many steps by name, in parallel processes if asked: one trace runs on one core.
 
-    Args:
-        configs: Steps by name.
-        processes: Number of parallel processes. Starting them takes seconds, which pays off for models of billions of
-            parameters.
-
-    Returns:
-        Traces by name, in the order given.
-
-    Raises:
-        InputError: As `trace`.
+    Starting processes takes seconds, which pays off for models of billions of parameters.
     """
     if processes == 1:
         return {name: trace(config) for name, config in configs.items()}
@@ -162,16 +149,7 @@ def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[s
 
 
 def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> LiveTracker:
-    """Run a step on whatever tensors it has, fake or real, under a `LiveTracker`.
-
-    Args:
-        step: The step.
-        round_to: As in `MemoryTracker`.
-        device: As in `LiveTracker`.
-
-    Returns:
-        The tracker, which also counts what existed before the step.
-    """
+    """Run a step on whatever tensors it has, fake or real; the tracker also counts what existed before."""
     tracker = LiveTracker(round_to, device)
     for category, tensors in step.existing().items():
         tracker.track_existing(tensors)
@@ -187,7 +165,7 @@ def trace_layers(
     """Trace all layers of ``model``, and return the tracker with every tensor in it; see `trace`."""
     if processes > 1 and config.adapter == "full" and sharding == "fsdp2":
         raise InputError("adapter", "full", "lora: only a frozen base is divided among processes")
-    backbone, others = config.build(model)
+    backbone, others = build(config, model)
     mode, counted = contextlib.nullcontext(), "meta" if device == "cuda" else None  # CPU tensors take no GPU memory
     if config.autocast:  # autocast depends on the device, and meta has none; fake CPU tensors do, at twice the time
         counted = None
@@ -196,7 +174,55 @@ def trace_layers(
     with _untraceable_lines_named(), mode, NoData(), kernels_of(device), alone_among(processes):
         if processes > 1 and sharding == "fsdp2":
             divide(backbone)
-        return run_tracked(config.make_step(backbone, others), device=counted)
+        return run_tracked(make_step(config, backbone, others), device=counted)
+
+
+@contextlib.contextmanager
+def few_passes(new_tokens: int, growing: bool = False) -> Iterator[None]:
+    """Within this context a decoder runs the model for the first two and the last two of T tokens that it is fed.
+
+    Most of a trace is the sampling loop: every token runs every traced layer. From token to token a pass allocates the
+    same, with one more position in the key-value cache. So no pass needs more than the last one, and of those between
+    nothing is allocated but the cache: at once, or with ``growing`` token by token, as an allocator sees it. The rest
+    of the sampling loop runs for every token: logits, noise, the support, the lists that hold them. A pass takes the
+    same number of operations and bytes received more than the one before it, so their sum follows from the second and
+    the last but one. Live bytes over the step have fewer points. Caches with a sliding window decode every token.
+    """
+    passes = new_tokens - 1  # the last token is not fed
+    last_ones = passes - AT_EACH_END + 1
+    skipped = last_ones - AT_EACH_END - 1
+    original = Decoder.advance
+
+    def advance(self: Decoder, embeds: Tensor) -> None:
+        number = self.passes = getattr(self, "passes", 0) + 1
+        watcher = self.backbone._watcher
+        if skipped < 1 or watcher is None or any(type(layer) is not DynamicLayer for layer in self.cache.layers):
+            original(self, embeds)
+        elif AT_EACH_END < number < last_ones:
+            if growing or number == last_ones - 1:
+                _grow(self, 1 if growing else skipped)
+        else:
+            before = watcher.flops, watcher.received
+            original(self, embeds)
+            cost = watcher.flops - before[0], watcher.received - before[1]
+            if number == AT_EACH_END:
+                self.cost = cost
+            elif number == last_ones:
+                watcher.flops += skipped * (self.cost[0] + cost[0]) // 2
+                watcher.received += skipped * (self.cost[1] + cost[1]) // 2
+
+    with patch.object(Decoder, "advance", advance):
+        yield
+
+
+def _grow(decoder: Decoder, positions: int) -> None:
+    """More positions in the mask and in the cache."""
+    decoder.mask = torch.cat([decoder.mask, decoder.mask.new_ones(len(decoder.mask), positions)], 1)
+    for layer in decoder.cache.layers:
+        for name in ("keys", "values"):
+            old = getattr(layer, name)
+            setattr(layer, name, torch.cat([old, old[:, :, -1:].expand(-1, -1, positions, -1)], 2))
+            decoder.backbone._watcher.tag([getattr(layer, name)], "kv cache")
 
 
 @contextlib.contextmanager
@@ -206,8 +232,7 @@ def _untraceable_lines_named() -> Iterator[None]:
     except (*_FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         if not isinstance(error, _FAKE_ERRORS) and "meta" not in str(error).lower():
             raise
-        own = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts]
-        last = own[-1]
+        last = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts][-1]
         where = f"{Path(last.filename).name}:{last.lineno} ({last.line})"
         allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
         raise InputError("traced step", where, allowed) from error
@@ -223,7 +248,7 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
         return round(values[1] + slope * (layers - traced[1]))
 
     last, highest = trackers[-1], dict[str, tuple[int, tuple]]()
-    for key in trackers[-1].sites:
+    for key in last.sites:
         if all(key in t.sites for t in trackers):
             peak = at(*(t.sites[key].peak for t in trackers))
             if peak > highest.get(key[0], (-1,))[0]:
@@ -231,29 +256,22 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
     phases = {}
     categories = (*CATEGORIES, *(SHARDED if any(record.tag in SHARDED for record in last.records) else ()))
     for name, (_, key) in highest.items():
-        parts = [_composition(t, t.sites[key].at, vocab) for t in trackers]
-        phases[name] = {c: at(*(p[c] for p in parts)) for c in categories}
+        parts = [Counter[str]() for _ in trackers]
+        for tracker, count in zip(trackers, parts, strict=True):
+            for record in tracker.alive_at(tracker.sites[key].at):
+                count[tracker.category(record, vocab)] += record.nbytes
+        phases[name] = {c: at(*(count[c] for count in parts)) for c in categories}
     peak_phase = max(highest, key=lambda name: highest[name][0])
-    index = last.sites[highest[peak_phase][1]].at
-    made = [r for r in last.alive_at(index) if last.category(r, vocab) not in FIXED]
-    made = sorted(made, key=lambda r: -r.nbytes)[:10]
+    peak, key = highest[peak_phase]
+    made = [r for r in last.alive_at(last.sites[key].at) if last.category(r, vocab) not in FIXED]
     largest = [
         LargeTensor(r.nbytes, r.shape, str(r.dtype).removeprefix("torch."), last.category(r, vocab), r.op, r.module,
                     r.phase)
-        for r in made
+        for r in sorted(made, key=lambda r: -r.nbytes)[:10]
     ]  # fmt: skip
     before = sum(record.op == "existing" for record in last.records)
     timeline = list(zip(last.phase_of, last.live, strict=True))[before:]
-    peak = highest[peak_phase][0]
-    flops = at(*(t.flops for t in trackers))
     return Trace(
-        peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1], flops, seconds,
-        at(*(t.received for t in trackers)),
+        peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1],
+        at(*(t.flops for t in trackers)), seconds, at(*(t.received for t in trackers)),
     )  # fmt: skip
-
-
-def _composition(tracker: LiveTracker, index: int, vocab: int) -> Counter:
-    parts: Counter = Counter()
-    for record in tracker.alive_at(index):
-        parts[tracker.category(record, vocab)] += record.nbytes
-    return parts

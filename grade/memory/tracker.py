@@ -63,8 +63,7 @@ class MemoryTracker(TorchDispatchMode):
         if round_to < 1:
             raise ValueError(f"round_to must be at least 1, not {round_to}")
         self.round_to = round_to
-        self.current = 0
-        self.peak = 0
+        self.current = self.peak = 0
         # StorageImpl address -> (weak reference, counted bytes). An entry goes when its storage dies, before the
         # address can be used again. Storages that are not to be counted have _OLDER for their bytes.
         self._live: dict[int, tuple[weakref.ref, int]] = {}
@@ -72,11 +71,7 @@ class MemoryTracker(TorchDispatchMode):
         self._phase: Phase | None = None
 
     def track_existing(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count storages that existed before the tracker was entered (weights, optimizer state, inputs).
-
-        Args:
-            tensors: Any tensors; views and tied weights that share a storage count once.
-        """
+        """Count storages that existed before the tracker was entered (weights, optimizer state, inputs), each once."""
         for tensor in tensors:
             storage = storage_of(tensor)
             known = None if storage is None else self._live.get(storage._cdata)
@@ -89,12 +84,9 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = self.current
 
     def mark(self, name: str) -> None:
-        """End the running phase, if any, and start phase ``name``.
+        """End the running phase, if any, and start phase ``name``, for example ``"forward"``.
 
         A name may come again (one phase per micro-step): its peak is then the highest of all, its current the last.
-
-        Args:
-            name: The phase that starts here, for example ``"forward"``.
         """
         self._phase = self._phases.setdefault(name, Phase(self.current, self.current))
         self._update(0)

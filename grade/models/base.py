@@ -23,7 +23,7 @@ from grade.models.prompts import position_ids
 
 
 class Watcher(Protocol):
-    """Observer of a backbone's work, such as `grade.memory.live.LiveTracker`."""
+    """Observer of a backbone's work, such as `grade.memory.records.LiveTracker`."""
 
     def during(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """A context that covers a phase."""

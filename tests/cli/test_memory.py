@@ -10,7 +10,6 @@ from transformers import BertConfig
 from grade.cli.main import main
 from grade.gradients.methods import METHODS
 from grade.memory import bench
-from grade.memory.step import StepConfig
 from grade.results import read_metrics
 
 TINY = ["memory", "--model", "tiny", "--prompt-tokens", "4", "--max-new-tokens", "2", "--gumbel-topk", "8"]
@@ -141,32 +140,19 @@ def test_bad_input_is_one_line_that_names_the_field(options, message, capsys):
     assert re.search(message, line), line
 
 
-def test_bench_writes_every_step_and_the_headline_figures(tmp_path, monkeypatch, capsys):
-    short = StepConfig(model="tiny", prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
-    other = StepConfig(model="tiny", engine="checkpointed")
-    monkeypatch.setattr("grade.cli.memory.standard_steps", lambda device, model: [other, short])
+def test_bench_writes_every_step_and_the_headline_figures(tmp_path, capsys):
     target, metrics = tmp_path / "new" / "memory.json", tmp_path / "metrics.json"
-    options = [
-        "--output",
-        str(target),
-        "--metrics",
-        str(metrics),
-        "--set",
-        "models=[tiny]",
-        "--set",
-        "time_traces=false",
-        "--set",
-        "steps=[1]",
-    ]
-    assert main(["bench", "memory", *options]) == 0
+    options = ["--output", str(target), "--metrics", str(metrics), "--set", "models=[tiny]"]
+    options += ["--set", "time_traces=false", "--set"]
+    assert main(["bench", "memory", *options, "steps=[8]"]) == 0
     data = json.loads(target.read_text())
     assert read_metrics(tmp_path / "timings.json")["environment/torch"]
-    assert "environment" not in data and [row["config"]["engine"] for row in data["steps"]] == ["auto"]
+    assert "environment" not in data and [row["config"]["method"] for row in data["steps"]] == ["gumbel_legacy"]
     figures = read_metrics(metrics)
     assert figures["cpu/steps"] == 1 and figures["cpu/max_rel_error"] < 0.01
     assert str(target) in capsys.readouterr().out
-    assert main(["bench", "memory", *options, "--set", "steps=[2]"]) == 2
-    assert "steps: got 2; allowed: 0 to 1" in capsys.readouterr().err
+    assert main(["bench", "memory", *options, "steps=[13]"]) == 2
+    assert "steps: got 13; allowed: 0 to 12" in capsys.readouterr().err
 
 
 def test_without_a_gpu_cuda_is_refused_and_nothing_is_written(tmp_path, capsys, monkeypatch):

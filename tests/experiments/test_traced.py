@@ -9,11 +9,11 @@ from grade.experiments.caching.measure.options import OPTIONS, CachingConfig
 from grade.experiments.formulas import parameter_count
 from grade.experiments.traced import PolicyStepConfig, categories_table, shape_of, timelines_table, zero3_share
 from grade.memory.bench import measure
-from grade.memory.live import CATEGORIES
 from grade.memory.models import model_config, with_layers
-from grade.memory.plan import changed
+from grade.memory.records import CATEGORIES
+from grade.memory.settings import StepConfig
 from grade.memory.shapes import SHAPES
-from grade.memory.step import StepConfig
+from grade.memory.step import build, make_step
 from grade.memory.trace import Trace, trace, trace_layers
 
 TINY = dict(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=6, dtype="float32")
@@ -86,11 +86,11 @@ def test_dense_and_chunked_logits_give_one_gradient():
     for logits in ("chunked", "completion", "all"):
         config = PolicyStepConfig(**TINY, logits=logits)
         torch.manual_seed(0)
-        backbone, others = config.build(model_config("tiny"), "cpu")
+        backbone, others = build(config, device="cpu")
         with torch.no_grad():
             for p in backbone.trainable_parameters():
                 p.add_(0.05)
-        config.make_step(backbone, others).program(None, lambda: None)
+        make_step(config, backbone, others).program(None, lambda: None)
         grads.append(torch.cat([p.grad.flatten() for p in backbone.trainable_parameters()]))
     for other in grads[1:]:
         torch.testing.assert_close(other, grads[0], rtol=1e-4, atol=1e-7)  # float32, sums in another order
@@ -110,7 +110,7 @@ def test_closed_forms_against_a_trace():
     assert found.categories["optimizer"] == formulas.adamw_bytes(adapter)  # step counts are on the CPU
     weights = formulas.weights_bytes(SHAPE)
     assert weights <= found.categories["weights"] < weights * 1.0001  # small norms and biases are rounded up
-    scores = layer_inventory(changed(config, attention="eager", gradient_checkpointing=False)).query("op == '_softmax'")
+    scores = layer_inventory(config.changed(attention="eager", gradient_checkpointing=False)).query("op == '_softmax'")
     exact = formulas.scores_bytes(SHAPE, 2, 63, itemsize=4)  # softmax is taken in float32
     assert scores.bytes.item() == -(-exact // 512) * 512
 
@@ -143,7 +143,7 @@ def test_checkpointing_recomputes_a_layer_up_to_the_last_tensor_that_backward_ne
 def test_a_shape_is_read_from_any_configuration():
     assert shape_of("qwen3-4b").__dict__ == SHAPES["qwen3-4b"].__dict__ | {"name": "qwen3-4b"}
     assert parameter_count(shape_of("tiny")) == sum(
-        p.numel() for p in CachingConfig(model="tiny", adapter="full").build(model_config("tiny"))[0].parameters()
+        p.numel() for p in build(CachingConfig(model="tiny", adapter="full"))[0].parameters()
     )
 
 

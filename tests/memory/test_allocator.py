@@ -8,14 +8,14 @@ from grade.memory.allocator import (
     SMALL_SEGMENT,
     WORKSPACE,
     CachingAllocator,
-    DeviceFull,
-    Replay,
-    replay,
-    reserved,
+    DeviceFullError,
+    Reserved,
+    allocate_step,
+    reserved_by,
 )
-from grade.memory.live import StorageRecord
 from grade.memory.models import model_config
-from grade.memory.step import StepConfig
+from grade.memory.records import StorageRecord
+from grade.memory.settings import StepConfig
 from grade.memory.trace import trace_layers
 
 KIB, MIB = 2**10, 2**20
@@ -120,7 +120,7 @@ def test_cached_segments_are_released_only_when_the_device_is_full():
     other.free(gone)
     other.allocate(24 * MIB)  # 42 are reserved: the 22 go, the 20 stay, as 5 of them are in use
     assert (other.reserved, other.peak_reserved, kept.used) == (44 * MIB, 44 * MIB, True)
-    with pytest.raises(DeviceFull, match="16777216 bytes more than"):
+    with pytest.raises(DeviceFullError, match="16777216 bytes more than"):
         other.allocate(16 * MIB)  # 15 are left of the 20
     assert CachingAllocator(capacity=2 * MIB).release_cached() == 0
 
@@ -138,19 +138,19 @@ def record(nbytes, birth, death=None, op="mm"):
     return StorageRecord(nbytes, (), torch.float32, op, "", "forward", birth, death)
 
 
-def test_a_replay_by_hand():
+def test_a_step_by_hand():
     """Weights of 3 MiB stay, in a segment of 20 MiB of which 17 MiB are left.
 
     18 MiB do not fit there: a segment of 18. They are freed before 22 MiB are made: one of 22. The second step finds
     both free and needs no more.
     """
     step = [record(3 * MIB, 0, op="existing"), record(18 * MIB, 1, 2), record(22 * MIB, 2, 3), record(0, 3, 3)]
-    assert replay(step) == Replay(live=25 * MIB, allocated=25 * MIB, reserved=60 * MIB)
-    assert replay(step).fragmentation == pytest.approx(1 - 25 / 60)
-    assert replay(step, workspace=2 * MIB) == Replay(27 * MIB, 27 * MIB, 60 * MIB)  # beside the weights
-    with pytest.raises(DeviceFull):
-        replay(step, capacity=41 * MIB)
-    assert replay(step, capacity=42 * MIB).reserved == 42 * MIB  # the 18 are released for the 22
+    assert allocate_step(step) == Reserved(live=25 * MIB, allocated=25 * MIB, reserved=60 * MIB)
+    assert allocate_step(step).fragmentation == pytest.approx(1 - 25 / 60)
+    assert allocate_step(step, workspace=2 * MIB) == Reserved(27 * MIB, 27 * MIB, 60 * MIB)  # beside the weights
+    with pytest.raises(DeviceFullError):
+        allocate_step(step, capacity=41 * MIB)
+    assert allocate_step(step, capacity=42 * MIB).reserved == 42 * MIB  # the 18 are released for the 22
 
 
 def test_a_step_on_the_cache_of_another_can_reserve_more():
@@ -160,7 +160,7 @@ def test_a_step_on_the_cache_of_another_can_reserve_more():
     begins with 12 MiB more that stay until its middle, these take the 12, 11 the 14, and 13 need another segment.
     """
     once = [record(11 * MIB, 0, 2), record(13 * MIB, 1), record(12 * MIB, 2)]
-    assert [replay(once, steps=n).reserved for n in (1, 2)] == [26 * MIB, 26 * MIB]
+    assert [allocate_step(once, steps=n).reserved for n in (1, 2)] == [26 * MIB, 26 * MIB]
     allocator = CachingAllocator()
     for block in [allocator.allocate(size * MIB) for size in (12, 14)]:
         allocator.free(block)
@@ -171,14 +171,14 @@ def test_a_step_on_the_cache_of_another_can_reserve_more():
 
 def test_what_the_step_replaces_is_not_counted_twice():
     step = [record(15 * MIB, 0, 1, op="existing"), record(4 * MIB, 1), record(11 * MIB, 2, 3)]
-    assert replay(step).live == 15 * MIB
+    assert allocate_step(step).live == 15 * MIB
 
 
 @pytest.mark.parametrize("values", [dict(), dict(method="grpo", num_generations=2), dict(gradient_checkpointing=True)])
 def test_a_step_s_live_peak_is_the_tracker_s_and_few_passes_change_little(values):
     config = StepConfig(model="tiny", batch_size=4, prompt_tokens=6, max_new_tokens=24, **values)
     tracker = trace_layers(config, model_config("tiny"), "cuda")
-    whole, few = replay(tracker.records, workspace=WORKSPACE), reserved(config)
+    whole, few = allocate_step(tracker.records, workspace=WORKSPACE), reserved_by(config)
     assert whole.live == few.live == tracker.peak + WORKSPACE
     assert whole.live <= whole.allocated <= whole.reserved
     # A segment more or less: which blocks the passes between would have taken is not known.

@@ -7,12 +7,11 @@ from transformers import LlamaConfig
 from grade.errors import InputError
 from grade.gradients.methods import METHODS, POLICY_GRADIENTS
 from grade.memory.bench import measure
-from grade.memory.kernels import kernels_of
-from grade.memory.live import CATEGORIES
+from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, model_config
-from grade.memory.plan import changed, plan, single_changes
-from grade.memory.step import StepConfig, generator_on
-from grade.memory.trace import Trace, trace
+from grade.memory.settings import StepConfig, generator_on
+from grade.memory.step import build, make_step
+from grade.memory.trace import trace
 
 STEP = dict(model="tiny", prompt_tokens=4, max_new_tokens=6, dtype="float32")
 CASES = [
@@ -86,7 +85,7 @@ def test_a_wider_window_costs_its_rows_in_memory():
 def test_a_step_takes_the_method_s_updates_with_its_value_head():
     for options, updates in (({}, 4), (dict(num_iterations=3, minibatches=2), 6)):
         config = StepConfig(**STEP, method="ppo", **dict(batch_size=2) | options)
-        step = config.make_step(*config.build(model_config("tiny"), "cpu"))
+        step = make_step(config, *build(config, device="cpu"))
         head = step.others[-1]
         before, steps = head.linear.weight.clone(), step.optimizer.state[head.linear.weight]["step"].clone()
         step.run()
@@ -97,9 +96,9 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
 @pytest.mark.parametrize(("method", "scored"), [("rloo", [4]), ("remax", [4, 2]), ("ppo", [4])])
 def test_a_batch_is_of_completions_and_greedy_ones_come_on_top(method, scored):
     config, sizes = StepConfig(**STEP, method=method, batch_size=4, num_generations=2), []
-    backbone, others = config.build(model_config("tiny"), "cpu")
+    backbone, others = build(config, device="cpu")
     others[0].register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    config.make_step(backbone, others).run()
+    make_step(config, backbone, others).run()
     assert sizes == scored
 
 
@@ -144,38 +143,8 @@ def test_settings_that_a_method_does_not_have_are_refused(values, message):
         StepConfig.parse(STEP | values)
 
 
-def fixed_tracer(step: StepConfig) -> Trace:
-    """1,000 bytes of weights and 10 for each token of each sequence."""
-    parts = dict.fromkeys(CATEGORIES, 0) | {"weights": 1000, "temporary": 10 * step.batch_size * step.max_new_tokens}
-    return Trace(sum(parts.values()), parts, {}, "forward", [], [], 2, 2, 0, 0.0)
-
-
-@pytest.mark.parametrize(("budget", "batch"), [(1200, None), (1239, None), (1240, 4), (1719, 8), (1720, 12)])
-def test_a_batch_that_fits_is_made_of_whole_groups(budget, batch):
-    config = StepConfig(**STEP, method="grpo", num_generations=4)
-    (fit,) = plan(config, budget, quantities=("batch_size",), tracer=fixed_tracer)
-    assert (fit.value, fit.peak) == (batch, 1000 + 60 * (batch or 4))
-    assert [f.quantity for f in plan(config, 5000, tracer=fixed_tracer)] == ["batch_size", "max_new_tokens"]
-    (most,) = plan(config, 10**9, quantities=("batch_size",), tracer=fixed_tracer, most=11)
-    assert most.value == 8
-
-
-def test_single_changes_are_those_that_the_method_has():
-    config = StepConfig(**STEP | dict(max_new_tokens=16), method="grpo", reward="trunk", batch_size=16)
-    asked = []
-    found = single_changes(config, trace(config), lambda step: asked.append(step) or trace(step))
-    names = {"2 minibatches", "KL from the sampled tokens (k3)", "half the batch", "gradient checkpointing"}
-    assert {c.name for c in found} >= names
-    assert all(step.method == "grpo" and step.engine_name is None for step in asked)
-    names = {c.name for c in single_changes(changed(config, batch_size=8), trace(config), fixed_tracer)}
-    assert "2 minibatches" in names and "half the batch" not in names  # of one group
-    relaxed = StepConfig(**STEP, batch_size=2)
-    names = {c.name for c in single_changes(relaxed, fixed_tracer(changed(relaxed, batch_size=64)), fixed_tracer)}
-    assert "half the batch" in names and not {"2 minibatches", "KL from the sampled tokens (k3)"} & names
-
-
 def test_generators_exist_on_meta_only_while_a_step_is_traced():
-    backbone, _ = StepConfig(**STEP).build(model_config("tiny"))
+    backbone, _ = build(StepConfig(**STEP))
     real = torch.Generator
     with kernels_of("cpu"):
         assert generator_on(backbone).device.type == "meta"

@@ -7,10 +7,11 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedTokenize
 
 from grade.errors import InputError
 from grade.memory.bench import measure
-from grade.memory.models import TINY, model_config
+from grade.memory.models import TINY
 from grade.memory.plan import plan, single_changes
-from grade.memory.reward import classifier_config
-from grade.memory.step import StepConfig
+from grade.memory.rewards import classifier_config
+from grade.memory.settings import StepConfig
+from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 from grade.rewards.base import Reward
 from grade.rewards.classifier import TextClassifier
@@ -88,7 +89,7 @@ CASES = [
 @pytest.mark.parametrize(("values", "name"), CASES, ids=str)
 def test_a_traced_step_with_a_classifier_has_the_peak_of_one_with_the_real_class(values, name, rewards):
     config = StepConfig(**values, reward=rewards(name))
-    backbone, (stand_in,) = config.build(model_config("tiny"), "cpu")
+    backbone, (stand_in,) = build(config, device="cpu")
     backbone.tokenizer, model = characters(VOCAB), stand_in.model
     label = model.config.id2label[0] if model.config.num_labels > 1 else None
     stand_in.model.config.pad_token_id = classifier_config(config.reward).pad_token_id
@@ -96,7 +97,7 @@ def test_a_traced_step_with_a_classifier_has_the_peak_of_one_with_the_real_class
         real = TextClassifier(model, characters(300), label)
     else:
         real = EmbeddedClassifier(model, characters(VOCAB), backbone, label)
-    peak = run_tracked(config.make_step(backbone, [Real(real)])).peak
+    peak = run_tracked(make_step(config, backbone, [Real(real)])).peak
     assert trace(config, device="cpu").peak == pytest.approx(peak, rel=0.01)
 
 
@@ -106,7 +107,7 @@ def test_the_reward_s_forward_and_backward_are_part_of_the_step(method, rewards)
     config = StepConfig(**values, reward=rewards("wide"), autocast=method == "ste")
     found = trace(config, device="cpu")
     assert found.peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
-    _, (reward,) = config.build(model_config("tiny"))
+    _, (reward,) = build(config)
     weights = sum(p.numel() * 2 for p in reward.parameters())  # bfloat16, as its configuration says
     bag = trace(StepConfig(**values), device="cpu")
     assert found.categories["weights"] - bag.categories["weights"] == pytest.approx(weights, rel=0.01)
@@ -128,7 +129,7 @@ def test_the_reward_s_layers_are_traced_whole_and_the_policy_s_extrapolated(meth
 
 def test_texts_are_scored_in_batches_that_hold_them_all(rewards):
     config = StepConfig(**STEP, method="reinforce", reward=rewards("bert_300"))
-    _, (reward,) = config.build(model_config("tiny"), "cpu")
+    _, (reward,) = build(config, device="cpu")
     assert reward._reader.score_texts(130, 3).shape == (130,)  # 64, 64 and 2
 
 

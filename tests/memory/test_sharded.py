@@ -6,7 +6,7 @@ import pytest
 
 from grade.errors import InputError
 from grade.memory.models import model_config
-from grade.memory.step import StepConfig
+from grade.memory.settings import StepConfig
 from grade.memory.trace import trace
 
 SMALL = dict(model="tiny", dtype="float32", batch_size=2, prompt_tokens=4, max_new_tokens=3, gumbel_topk=8)

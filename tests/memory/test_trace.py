@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,14 +13,13 @@ from grade.errors import InputError
 from grade.experiments.formulas import kv_cache_bytes_per_token
 from grade.experiments.traced import saved_bytes
 from grade.memory.bench import measure
-from grade.memory.kernels import kernels_of
-from grade.memory.live import CATEGORIES, LiveTracker
+from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, build_backbone, model_config, with_layers
-from grade.memory.plan import parse_bytes, plan, remembering, single_changes
-from grade.memory.report import as_json, as_text
+from grade.memory.records import LiveTracker
+from grade.memory.settings import StepConfig
 from grade.memory.shapes import SHAPES
-from grade.memory.step import StepConfig
-from grade.memory.trace import Trace, run_tracked, trace, trace_all
+from grade.memory.step import build, make_step
+from grade.memory.trace import few_passes, run_tracked, trace, trace_all, trace_layers
 
 VOCAB = TINY["vocab_size"]
 SMALL = dict(batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
@@ -88,7 +88,7 @@ def test_the_key_value_cache_is_what_the_formula_says():
 
 def test_saved_bytes_of_the_trace_are_autograds():
     config = StepConfig(model="tiny", **SMALL)
-    real = config.make_step(*config.build(model_config("tiny"), "cpu"))
+    real = make_step(config, *build(config, device="cpu"))
     tracker = run_tracked(real, round_to=1)
     # The same hooks on the same step without a tracker: storages packed by autograd, those from before left out.
     existing = [t for tensors in real.existing().values() for t in tensors]
@@ -120,48 +120,6 @@ def test_a_live_tracker_knows_who_made_what_and_why():
     loss.backward()
 
 
-def fixed_tracer(step: StepConfig) -> Trace:
-    """1,000 bytes of weights and 10 for each token of each sequence; hops cost nothing."""
-    step_bytes = 10 * step.batch_size * step.max_new_tokens
-    parts = dict.fromkeys(CATEGORIES, 0) | {"weights": 1000, "temporary": step_bytes}
-    return Trace(1000 + step_bytes, parts, {}, "forward", [], [], 2, 2, 0, 0.0)
-
-
-@pytest.mark.parametrize("budget", [1030, 1059, 1060, 1234, 5000])
-def test_what_a_budget_fits_is_the_largest_that_does(budget):
-    config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 3})
-    fits = {f.quantity: f.value for f in plan(config, budget, tracer=fixed_tracer)}
-    assert fits["batch_size"] == ((budget - 1000) // 30 or None)
-    assert fits["max_new_tokens"] == (budget - 1000) // 20
-    assert fits["hops"] == (None if budget < 1060 else 2)
-    with_overhead = plan(config, budget + 7, overhead=7, quantities=("batch_size",), tracer=fixed_tracer)
-    assert with_overhead[0].value == fits["batch_size"]
-
-
-def test_a_budget_below_the_weights_says_what_is_needed():
-    with pytest.raises(InputError, match="at least 1000 bytes: weights"):
-        plan(StepConfig(model="tiny", **SMALL | {"max_new_tokens": 3}), 999, tracer=fixed_tracer)
-
-
-def test_single_changes_are_sorted_by_what_they_save():
-    config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 2, "method": "ste_legacy", "base_copies": 3})
-    found = single_changes(config, trace(config))
-    assert [c.saved for c in found] == sorted((c.saved for c in found), reverse=True)
-    assert {"one base in three roles", "bfloat16 base", "half the batch"} <= {c.name for c in found}
-
-
-@pytest.mark.parametrize("field", ["gradient_checkpointing", "explicit_freeing"])
-def test_options_that_an_engine_does_not_have_are_refused(field):
-    with pytest.raises(InputError, match=field):
-        StepConfig.parse({"engine": "checkpointed", field: True})
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-3GB", "0GiB"])
-def test_a_budget_that_cannot_be_read_is_refused(text):
-    with pytest.raises(InputError, match="fits"):
-        parse_bytes(text)
-
-
 def test_unknown_models_and_lengths_beyond_the_context_are_refused(five_layers, tmp_path):
     with pytest.raises(InputError, match="qwen3-4b"):
         trace(StepConfig(model="no-such-model-anywhere"))
@@ -191,25 +149,6 @@ def test_code_that_reads_values_is_named():
         1 / 0  # noqa: B018
 
 
-def test_reports_say_the_same_to_people_and_programs():
-    config = StepConfig(model="tiny", **SMALL)
-    found = trace(config)
-    text, data = as_text(config, found), json.loads(json.dumps(as_json(config, found)))
-    assert data["peak_bytes"] == found.peak == sum(data["categories"].values())
-    assert "at the peak" in text and "backward" in text
-
-
-def test_a_remembering_tracer_traces_a_step_once():
-    asked = []
-    tracer = remembering(lambda step: asked.append(step) or fixed_tracer(step))
-    config = StepConfig(model="tiny", **SMALL | {"max_new_tokens": 3})
-    fits = plan(config, 1234, tracer=tracer)
-    assert fits == plan(config, 1234, tracer=fixed_tracer)
-    plan(config, 1234, tracer=tracer)
-    steps = [step.model_dump_json() for step in asked]
-    assert len(steps) == len(set(steps)) > 5
-
-
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_s_attention_keeps_no_scores(masked, dtype):
@@ -236,7 +175,7 @@ def test_a_gpu_s_attention_keeps_no_scores(masked, dtype):
 
 def test_operations_are_those_of_torchs_own_counter():
     config = StepConfig(model="tiny", **SMALL)
-    step = config.make_step(*config.build(model_config("tiny"), "cpu"))
+    step = make_step(config, *build(config, device="cpu"))
     with FlopCounterMode(display=False) as counter:
         step.run()
     assert trace(config, device="cpu", all_layers=True).flops == counter.get_total_flops() > 0
@@ -258,3 +197,47 @@ def test_traces_in_two_processes_are_the_same():
     one, two = trace_all(configs), trace_all(configs, processes=2)
     assert list(two) == list(configs)
     assert [t.peak for t in one.values()] == [t.peak for t in two.values()]
+
+
+SAMPLED = dict(model="tiny", prompt_tokens=4, max_new_tokens=9)
+FEW_PASSES = [
+    dict(batch_size=2, gumbel_topk=8),
+    dict(method="gumbel", reward="trunk", gumbel_topk=0, attention="eager", dtype="float32"),
+    dict(method="remax", batch_size=2),
+    dict(method="ppo", batch_size=2, minibatches=2),
+    dict(method="distilled", num_generations=2, distil_window=64),
+    dict(method="ste_legacy", max_new_tokens=3, gumbel_topk=8),
+]
+
+
+@pytest.mark.parametrize("case", FEW_PASSES, ids=str)
+def test_peaks_and_operations_are_those_of_a_full_trace(case):
+    config = StepConfig(**SAMPLED | case)
+    full, few = trace(config), trace(config, all_passes=False)
+    assert replace(few, seconds=0, timeline=[]) == replace(full, seconds=0, timeline=[])
+    assert len(few.timeline) < len(full.timeline) or case.get("method") == "ste_legacy"
+
+
+def test_on_several_gpus_what_is_received_is_counted_for_every_pass():
+    config = StepConfig(**SAMPLED, gumbel_topk=8)
+    full, few = trace(config, processes=2), trace(config, all_passes=False, processes=2)
+    assert full.received > 0
+    assert replace(few, seconds=0, timeline=[]) == replace(full, seconds=0, timeline=[])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 6])
+def test_short_completions_run_every_pass(tokens):
+    config = StepConfig(**SAMPLED | dict(max_new_tokens=tokens), gumbel_topk=8)
+    full, few = trace(config), trace(config, all_passes=False)
+    assert (few.peak, few.flops) == (full.peak, full.flops)
+    assert (len(few.timeline) == len(full.timeline)) == (tokens <= 5)
+
+
+def test_a_cache_that_grows_is_seen_growing():
+    config = StepConfig(**SAMPLED | dict(max_new_tokens=20), gumbel_topk=8)
+    sizes = []
+    for growing in (False, True):
+        with few_passes(20, growing):
+            tracker = trace_layers(config, LlamaConfig(**TINY), "cuda")
+        sizes.append({r.shape[2] for r in tracker.records if r.tag == "kv cache"})
+    assert sizes[1] == set(range(4, 4 + 20)) > sizes[0]

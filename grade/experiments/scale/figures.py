@@ -8,7 +8,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.scale.metrics import peer_ratios
-from grade.memory.live import CATEGORIES, SHARDED
+from grade.memory.records import CATEGORIES, SHARDED
 from grade.plotting import GIB, INTERVAL, SERIES, color, panels, with_ends
 
 _SHARDINGS = {"ddp": "a copy on each (ddp)", "fsdp2": "divided (fsdp2)"}

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pandas as pd
 
-from grade.memory.kernels import Device
 from grade.memory.models import model_config, with_layers
-from grade.memory.step import TracedConfig
+from grade.memory.settings import Device, TracedConfig
 from grade.memory.trace import trace_layers
 
 _GROUPS = {

@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from grade.experiments.measured import progress
-from grade.memory.live import LiveTracker
-from grade.memory.step import Microbatch, TracedConfig, generator_on, phase
+from grade.memory.records import LiveTracker
+from grade.memory.settings import Microbatch, TracedConfig, generator_on, phase
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.head import token_logps

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from grade.experiments.formulas import token_forwards_cached, token_forwards_uncached
-from grade.memory.step import StepConfig
+from grade.memory.settings import StepConfig
 from grade.memory.trace import Trace
 
 START = dict(method="gumbel_legacy", gumbel_topk=0, reward="trunk", dtype="float32", base_copies=3)

@@ -10,7 +10,7 @@ from pydantic import Field
 from grade.config import Config
 from grade.experiments.exp4.measure import steps
 from grade.experiments.traced import categories_table, timelines_table
-from grade.memory.step import StepConfig
+from grade.memory.settings import StepConfig
 from grade.memory.trace import Trace, trace, trace_all
 
 TIMELINES = ("loop", "replay")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from grade.entropy.samples import Samples, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.experiments.traced import saved_bytes
-from grade.memory.live import LiveTracker
-from grade.memory.step import Microbatch, TracedConfig, phase
+from grade.memory.records import LiveTracker
+from grade.memory.settings import Microbatch, TracedConfig, phase
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten, trained_parameters
 from grade.models.prompts import PromptBatch

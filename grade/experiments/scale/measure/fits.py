@@ -11,8 +11,8 @@ import time
 
 import pandas as pd
 
-from grade.memory.decoding import quick_trace
-from grade.memory.step import StepConfig
+from grade.memory.settings import StepConfig
+from grade.memory.trace import trace
 
 GIB = 2**30
 
@@ -23,10 +23,11 @@ def lean_table(model: str, batch: int, tokens: int) -> pd.DataFrame:
     Columns phase, peak_bytes, weights_bytes, over_weights_gib: one row for each phase and one, ``step``, for the whole
     step. Over its weights are adapter, optimizer, and what the step itself needs. ``tokens``: P and T.
     """
-    traced = quick_trace(StepConfig(
+    step = StepConfig(
         model=model, batch_size=batch, prompt_tokens=tokens, max_new_tokens=tokens, method="ste", reward="bag",
         gradient_checkpointing=True,
-    ))  # fmt: skip
+    )  # fmt: skip
+    traced = trace(step, all_passes=False)
     parts = traced.phases | {"step": traced.categories}
     rows = [(name, sum(bytes_of.values()), bytes_of["weights"]) for name, bytes_of in parts.items()]
     table = pd.DataFrame(rows, columns=["phase", "peak_bytes", "weights_bytes"])

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from grade.gradients.methods import GROUPED, METHODS, OPTIONS
-from grade.memory.models import model_config
-from grade.memory.sharded import divide
-from grade.memory.step import StepConfig
+from grade.memory.compat import divide
+from grade.memory.settings import StepConfig
+from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 from grade.models.sharding import held_bytes
 from grade.rewards.model import HeadSettings, RewardModel
@@ -76,9 +76,9 @@ def track(place: str, names: Sequence[str]) -> None:
     counted = {}
     for name in names:
         torch.manual_seed(0)  # the same base on every process
-        backbone, others = STEPS[name].build(model_config(STEPS[name].model), "cpu")
+        backbone, others = build(STEPS[name], device="cpu")
         divide(backbone)
-        step = STEPS[name].make_step(backbone, others)
+        step = make_step(STEPS[name], backbone, others)
         trackers = [run_tracked(step) for _ in range(REPEATS)]
         counted[name] = [sorted(tracker.peak for tracker in trackers)[REPEATS // 2], trackers[0].received]
     (Path(place) / f"{dist.get_rank()}.json").write_text(json.dumps(counted), encoding="utf-8")

@@ -12,8 +12,7 @@ from grade.config import Config
 from grade.experiments.measured import read_table
 from grade.experiments.scale.measure import sampling, sharded
 from grade.experiments.scale.measure.fits import fits_table, lean_table
-from grade.memory.sharded import Sharding
-from grade.memory.step import StepConfig
+from grade.memory.settings import Sharding, StepConfig
 from grade.memory.trace import trace
 
 _COLUMNS = {

@@ -1,8 +1,8 @@
-"""A tracker that records which tensors were alive at the peak, what they were for, and what made them.
+"""A record of every storage: when it was alive, what it was for, and what made it.
 
-`LiveTracker` extends `MemoryTracker` by one record for each storage and one live-byte count for each allocation. A
-storage's category is decided when the step is over, because only then is it known whether a tensor outlived its phase
-(kept for backward) or not (temporary).
+`LiveTracker` extends `MemoryTracker` by one record per storage and one live-byte count per allocation. A storage's
+category is decided when the step is over, because only then is it known whether a tensor outlived its phase (kept for
+backward) or not (temporary).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ Category = Literal[
     "gathered", "in transit",
 ]  # fmt: skip
 SHARDED: tuple[Category, ...] = ("gathered", "in transit")
-"""Only where processes divide the base. ``gathered``: weights that are whole for a while; ``in transit``: buffers that
-they pass through."""
+"""Only where processes divide the base. ``gathered``: weights that are whole for a while; ``in transit``: buffers."""
 CATEGORIES: tuple[Category, ...] = tuple(name for name in get_args(Category) if name not in SHARDED)
 """Uses of memory. ``activations``: alive beyond the phase that made them, or saved by autograd; ``logits``: any tensor
 with a vocabulary-sized dimension, whatever its use; ``temporary``: the rest."""
@@ -40,38 +39,24 @@ _LAYER = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(slots=True)
 class StorageRecord:
-    """One storage.
+    """One storage."""
 
-    Attributes:
-        nbytes: Size, rounded.
-        shape: Shape of the first tensor seen on it.
-        dtype: Its type.
-        op: The operator that made it.
-        module: Name of the module whose forward made it, empty outside modules (backward, losses).
-        phase: Phase in which it was made.
-        birth: Index of its allocation.
-        death: Index of the allocation count when it was freed; None while alive.
-        end_phase: Phase in which it was freed.
-        tag: Category given by the caller, if any.
-        saved: Whether autograd saved it for backward.
-    """
-
-    nbytes: int
-    shape: tuple[int, ...]
+    nbytes: int  # rounded
+    shape: tuple[int, ...]  # of the first tensor seen on it
     dtype: torch.dtype
-    op: str
-    module: str
-    phase: str
-    birth: int
-    death: int | None = None
-    end_phase: str = ""
-    tag: Category | None = None
-    saved: bool = False
+    op: str  # the operator that made it
+    module: str  # whose forward made it; empty in backward and in losses
+    phase: str  # in which it was made
+    birth: int  # index of its allocation
+    death: int | None = None  # number of allocations when it was freed
+    end_phase: str = ""  # in which it was freed
+    tag: Category | None = None  # the caller's
+    saved: bool = False  # by autograd, for backward
 
 
 @dataclass(slots=True)
 class Site:
-    """Allocations of the same kind (phase, operator, module without layer number, shape): the highest live bytes."""
+    """Highest live bytes at allocations of one kind (phase, operator, module without layer number, shape)."""
 
     peak: int
     at: int
@@ -89,8 +74,7 @@ class LiveTracker(MemoryTracker):
         live: Live bytes right after each allocation.
         phase_of: Phase of each allocation.
         sites: Highest live bytes by kind of allocation.
-        flops: Floating point operations of products, convolutions and attention, by torch's own formulas; a product
-            of [n, k] and [k, m] counts 2 n k m.
+        flops: Operations of products, convolutions and attention, by torch's own formulas (2 n k m for a product).
         received: Bytes that reach this process from others; of a sum over W processes 2 (W - 1) / W of its size.
     """
 

@@ -1,23 +1,15 @@
-"""What is remembered of operators on meta tensors is what they return, and a trace sees no difference."""
+"""What is cached of operators on meta tensors is what they return, and a trace sees no difference."""
 
 import pytest
 import torch
 
-from grade.memory import nodata, recall
-from grade.memory.kernels import kernels_of
+from grade.memory import meta as without_data
+from grade.memory.meta import call_on_meta
 from grade.memory.models import model_config
-from grade.memory.recall import call_on_meta
-from grade.memory.step import StepConfig
+from grade.memory.settings import StepConfig
 from grade.memory.trace import trace_layers
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def forget():
-    recall._made.clear()
-    yield
-    recall._made.clear()
 
 
 def meta(*shape, dtype=torch.float32):
@@ -48,7 +40,6 @@ CALLS = [
 @pytest.mark.parametrize(("func", "args", "kwargs"), CALLS, ids=[str(call[0]) for call in CALLS])
 def test_an_output_is_made_again_as_the_operator_makes_it(func, args, kwargs):
     first, again = call_on_meta(func, args, kwargs), call_on_meta(func, args, kwargs)
-    assert len(recall._made) == 1 and recall._NEVER not in recall._made.values()  # the second came from memory
     assert looks(first) == looks(again) == looks(func(*args, **kwargs))
     for one, other in zip(*(v if isinstance(v, tuple | list) else (v,) for v in (first, again)), strict=True):
         assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
@@ -68,7 +59,6 @@ def test_what_shares_a_storage_is_computed_each_time(func, args):
 def test_an_operator_in_place_returns_its_argument_from_memory():
     for x in (meta(2, 3), meta(2, 3)):
         assert call_on_meta(aten.add_.Tensor, (x, meta(3)), {"alpha": 2}) is x
-    assert list(recall._made.values()) == [recall._ITSELF]
     with pytest.raises(RuntimeError, match="shape"):  # an error is not remembered as a result
         call_on_meta(aten.add_.Tensor, (meta(2, 3), meta(4)), {})
 
@@ -78,15 +68,6 @@ def test_an_operator_in_place_that_changes_a_shape_is_computed_each_time(func, a
     for x in (meta(2, 3), meta(2, 3)):
         other = meta(2, 3)
         assert looks(call_on_meta(func, (x, *args), {})) == looks(func(other, *args)) == looks(x)
-    assert recall._ITSELF not in recall._made.values()
-
-
-def test_random_numbers_in_place_are_remembered_whatever_their_generator():
-    with kernels_of("cuda"):
-        for _ in range(2):
-            x = meta(4)
-            assert call_on_meta(aten.uniform_.default, (x,), {"generator": torch.Generator("meta")}) is x
-    assert len(recall._made) == 1
 
 
 def test_calls_that_only_look_alike_are_told_apart():
@@ -104,23 +85,14 @@ def test_calls_that_only_look_alike_are_told_apart():
 
 def test_tensors_with_data_are_left_alone():
     assert call_on_meta(aten.mul.Tensor, (torch.ones(2), 3.0), {}).tolist() == [3.0, 3.0]
-    assert recall._made == {}
-
-
-def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(recall, "_MOST", 3)
-    for n in range(10):
-        call_on_meta(aten.relu.default, (meta(n),), {})
-        assert len(recall._made) <= 3
 
 
 @pytest.mark.parametrize("values", [dict(method="gumbel_legacy", reward="trunk"), dict(method="ste", dtype="bfloat16")])
 def test_a_trace_is_the_same_with_and_without(values, monkeypatch):
     config = StepConfig(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=3, **values)
     found = [trace_layers(config, model_config("tiny"), "cuda") for _ in range(2)]
-    monkeypatch.setattr(nodata, "call_on_meta", lambda func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(without_data, "call_on_meta", lambda func, args, kwargs: func(*args, **kwargs))
     found.append(trace_layers(config, model_config("tiny"), "cuda"))
-    assert len(recall._made) > 50
     first, *others = ([(r.nbytes, r.shape, r.dtype, r.op, r.birth, r.death) for r in t.records] for t in found)
     assert all(other == first for other in others)
     assert found[0].live == found[2].live and found[0].flops == found[2].flops
