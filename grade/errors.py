@@ -41,17 +41,8 @@ class InputError(ValueError):
 def require_file(path: str | Path) -> Path:
     """A path that can be read to its end: called before a file is opened, because opening a FIFO waits for a writer.
 
-    A pipe without a name (``/dev/stdin``, the shell's ``<(...)``) has a writer, and may be read.
-
-    Args:
-        path: Of a file that is to be read.
-
-    Returns:
-        The path.
-
-    Raises:
-        OSError: If there is nothing, or something else than a file: a folder, a named FIFO, a socket, a device. It has
-            the path and, as ``strerror``, the reason.
+    A pipe without a name (``/dev/stdin``, the shell's ``<(...)``) has a writer, and may be read. All else that is no
+    file is an `OSError` with the path and the reason.
     """
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):

@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.files import write_text
 
 if TYPE_CHECKING:
@@ -35,13 +35,8 @@ SIGNIFICANT_DIGITS = 6
 def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
     """Write metrics as JSON: ``{"train/ste/kl": 0.1}`` becomes ``{"train": {"ste": {"kl": 0.1}}}``.
 
-    Args:
-        path: The file; its folder is made.
-        flat: Names, with "/" between levels, to values. Floats are rounded to 6 significant digits.
-
-    Raises:
-        InputError: For NaN or an infinity, a value of another type, an empty name, or a name that is also a level of
-            another one. Nothing is written then.
+    `InputError`, and nothing written, for a value that is not finite or of another type, an empty name, or one that is
+    also a level of another.
     """
     nested: dict[str, Any] = {}
     for name in sorted(flat):
@@ -62,13 +57,6 @@ def write_results(path: str | Path, flat: Mapping[str, Value]) -> None:
 
     Results stay the same bytes when they are made again: names that end in seconds or memory of the process, and the
     environment, stand apart.
-
-    Args:
-        path: The metrics file, see `write_metrics`.
-        flat: Names to values. Those whose last level holds ``seconds`` or ``peak_memory`` go to ``timings.json``.
-
-    Raises:
-        InputError: As `write_metrics`.
     """
     timed = {name: value for name, value in flat.items() if is_timed(name)}
     write_metrics(path, {name: value for name, value in flat.items() if name not in timed})
@@ -77,14 +65,7 @@ def write_results(path: str | Path, flat: Mapping[str, Value]) -> None:
 
 
 def check_values(flat: Mapping[str, Value]) -> None:
-    """Reject what `write_metrics` would, before anything else is written.
-
-    Args:
-        flat: Names to values.
-
-    Raises:
-        InputError: For NaN, an infinity or a value of another type.
-    """
+    """Reject what `write_metrics` would, before anything else is written."""
     for name, value in flat.items():
         _rounded(name, value)
 
@@ -100,38 +81,13 @@ def is_timed(name: str) -> bool:
 
 
 def read_metrics(path: str | Path) -> dict[str, Value]:
-    """Read metrics back to flat names: the inverse of `write_metrics`.
-
-    Args:
-        path: A JSON file of nested mappings.
-
-    Returns:
-        Names, with "/" between levels, to values.
-
-    Raises:
-        InputError: If the file is missing or is not such a file.
-    """
-    try:
-        nested = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        allowed = f"a readable metrics.json ({error.__class__.__name__})"
-        raise InputError("metrics file", str(path), allowed) from None
-    if not isinstance(nested, dict):
-        raise InputError("metrics file", str(path), "a JSON object")
-    return dict(_flatten(nested))
+    """Read metrics back to flat names: the inverse of `write_metrics`."""
+    with reading("metrics file", path, "a readable metrics.json"):
+        return dict(_flatten(json.loads(Path(path).read_text(encoding="utf-8"))))
 
 
 def write_history(path: str | Path, rows: Sequence[Mapping[str, Value]]) -> None:
-    """Write one row per step as CSV.
-
-    Args:
-        path: The file; its folder is made.
-        rows: Mappings of column to value. Columns come in the order in which they are first seen; a value that a row
-            lacks (or None) is an empty field. Floats are rounded to 6 significant digits.
-
-    Raises:
-        InputError: For NaN, an infinity or a value of another type. Nothing is written then.
-    """
+    """Write one row per step as CSV: columns as first seen, an empty field for None or what a row lacks."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     rounded = [{name: _rounded(name, value) for name, value in row.items()} for row in rows]
     text = io.StringIO()
@@ -142,12 +98,7 @@ def write_history(path: str | Path, rows: Sequence[Mapping[str, Value]]) -> None
 
 
 def environment() -> dict[str, Value]:
-    """What a number depends on besides code and parameters, without naming the machine.
-
-    Returns:
-        Versions of ``python``, ``torch``, ``transformers`` and ``peft`` (None where not installed), ``device`` ("cpu"
-        or the name of the GPU), ``threads`` (of torch) and ``commit`` (None outside a git checkout).
-    """
+    """What a number depends on besides code and parameters, without naming the machine; ``device`` is cpu or a GPU."""
     import torch
 
     return {
@@ -160,15 +111,7 @@ def environment() -> dict[str, Value]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory so far, in bytes.
-
-    Args:
-        device: A CUDA device gives ``max_memory_allocated``; anything else the process's peak resident set size
-            (``ru_maxrss``), libraries and loading included.
-
-    Returns:
-        Bytes.
-    """
+    """Peak memory so far, in bytes: what was allocated on a CUDA device, else the resident set with libraries."""
     if device.type == "cuda":
         import torch
 

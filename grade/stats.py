@@ -16,13 +16,7 @@ from grade.errors import InputError
 
 
 class Paired(NamedTuple):
-    """A paired t-test over seeds.
-
-    Attributes:
-        difference: Mean of ``a - b`` with its standard error and n.
-        t: Student's t, None where the differences do not vary.
-        p: Two-sided p, n - 1 degrees of freedom.
-    """
+    """A paired t-test over seeds: the mean of ``a - b``, t and two-sided p (None if nothing varies)."""
 
     difference: Estimate
     t: float | None
@@ -31,16 +25,6 @@ class Paired(NamedTuple):
 
 def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired:
     """Compare two methods on the seeds that both have.
-
-    Args:
-        a: Seed to value.
-        b: Seed to value.
-
-    Returns:
-        The test.
-
-    Raises:
-        InputError: If fewer than two seeds are shared.
 
     >>> result = paired({0: 1.0, 1: 2.0, 2: 6.0}, {0: 0.0, 1: 0.0, 2: 3.0})
     >>> print(result.difference, round(result.t, 3), round(result.p, 3))
@@ -59,12 +43,6 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired:
 def jackknife_stderr(without: np.ndarray | Tensor) -> float:
     """Jackknife standard error ``sqrt((R - 1) / R sum_r (x_r - mean(x))^2)`` of a statistic.
 
-    Args:
-        without: [R], the statistic with each of R rows left out.
-
-    Returns:
-        The standard error.
-
     >>> x = np.array([1.0, 2.0, 6.0])                       # the mean's is s / sqrt(n)
     >>> bool(np.isclose(jackknife_stderr((x.sum() - x) / 2), x.std(ddof=1) / 3**0.5))
     True
@@ -74,15 +52,7 @@ def jackknife_stderr(without: np.ndarray | Tensor) -> float:
 
 
 class Interval(NamedTuple):
-    """An estimate with its jackknife standard error and 95 % interval.
-
-    Attributes:
-        value: The estimate.
-        low: End of the interval; None where there is none (see `interval`).
-        high: The other end.
-        stderr: Standard error (of the logarithm, if the interval is geometric).
-        rows: R, the number of rows.
-    """
+    """An estimate with its jackknife standard error and 95 % interval over R rows; see `interval`."""
 
     value: float
     low: float | None
@@ -92,14 +62,10 @@ class Interval(NamedTuple):
 
 
 def interval(values: np.ndarray, geometric: bool = False) -> Interval:
-    """Jackknife interval of a statistic.
+    """Jackknife interval, by Student's quantile of R - 1, of [1 + R] values: of all rows, and with each row left out.
 
-    Args:
-        values: [1 + R], the statistic of all rows and with each row left out, from `Moments`.
-        geometric: Compute it on the logarithm (for ratios); there is no interval if a value is not positive.
+    A geometric one is computed on the logarithm, for ratios; it has no interval if a value is not positive.
 
-    Returns:
-        The interval, with Student's quantile of R - 1 degrees of freedom.
 
     >>> x = np.array([1.0, 2.0, 6.0])                      # the mean: its jackknife is s / sqrt(n)
     >>> mean = interval(np.array([3.0, 4.0, 3.5, 1.5]))
@@ -123,12 +89,6 @@ def tensor_spread(norms: Tensor) -> float:
 
     It measures how unequal the norms of different layers are, not the gradient's variance: it is not 0 for an exact
     gradient.
-
-    Args:
-        norms: Norms of the parameter tensors' gradients [R, tensors].
-
-    Returns:
-        The mean over rows of the standard deviation (of the population, as ``np.std``).
     """
     return float(norms.double().std(1, correction=0).mean())
 
@@ -141,11 +101,6 @@ def leave_one_out(rows: int) -> np.ndarray:
 class Estimate(NamedTuple):
     """A mean with its standard error, ``s / sqrt(n)`` where ``s`` is the sample standard deviation (n - 1).
 
-    Attributes:
-        mean: The sample mean.
-        stderr: Its standard error; None for a single value, which has none.
-        n: How many values.
-
     >>> print(Estimate.of([1.0, 2.0, 3.0]))
     2 ± 0.58 (n=3)
     """
@@ -156,17 +111,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Estimate the mean of independent values.
-
-        Args:
-            values: Any iterable of numbers, also a 1-d tensor or array.
-
-        Returns:
-            Mean, standard error and n.
-
-        Raises:
-            InputError: If there is no value, or one is not finite.
-        """
+        """Estimate the mean of independent values."""
         numbers = [float(value) for value in values]
         if not numbers or not all(map(math.isfinite, numbers)):
             raise InputError("values to average", numbers, "one or more finite numbers")
@@ -202,15 +147,7 @@ def fitted_exponent(tokens: Iterable[float], seconds: Iterable[float]) -> float:
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray, least: float = 5.0) -> float:
-    """Chi-square test of counts against known probabilities; values that are expected less than 5 times are one cell.
-
-    Args:
-        counts: How often each value was drawn.
-        probabilities: Of each value; they add up to 1.
-        least: Smallest expected count of a cell of its own, below which the statistic is not yet chi-square.
-
-    Returns:
-        Probability of a statistic at least as large if the probabilities are right.
+    """P of a chi-square test of counts; values that are expected less than ``least`` times are one cell.
 
     >>> round(chi_square(np.array([48, 52]), np.array([0.5, 0.5])), 3)     # (2^2 + 2^2) / 50 = 0.16, one degree
     0.689

@@ -65,14 +65,7 @@ def entry() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: Arguments without the program's name; None for the process's own.
-
-    Returns:
-        Exit code: 0, 2 for bad input, 130 when interrupted, 141 when the reader of the output has gone (``| head``).
-    """
+    """Run a command; the exit code is 0, 2 for bad input, 130 when interrupted, 141 when its reader has gone."""
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))

@@ -13,13 +13,7 @@ from grade.config import Config, Settings, own_fields
 def add_config_options(
     parser: argparse.ArgumentParser, config: type[Config] | type[Settings], others: str = ""
 ) -> None:
-    """Add ``--config`` and ``--set``, and list every key with its default and meaning below the options.
-
-    Args:
-        parser: The command's parser.
-        config: The config class.
-        others: What it takes besides its own keys.
-    """
+    """Add ``--config`` and ``--set``, and list every key with its default and meaning below the options."""
     parser.add_argument("--config", action="append", default=[], metavar="FILE",
                         help="YAML file; may be given several times, later ones over earlier ones")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",

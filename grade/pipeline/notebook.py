@@ -48,16 +48,6 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
     """Read the parameters of a notebook and their defaults.
 
     The cell is parsed, not matched: papermill's own inspection misses a value that holds "=" or "#".
-
-    Args:
-        notebook: An ``.ipynb`` file with one code cell tagged ``parameters`` of plain assignments of literals.
-
-    Returns:
-        Parameter names to default values, in the notebook's order.
-
-    Raises:
-        InputError: If the file is missing or no notebook, there is not exactly one such cell, or it holds anything else
-            than ``name = literal``.
     """
     content = _read(notebook)
     cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
@@ -74,18 +64,10 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
 
 
 def check_parameters(notebook: str | Path, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Check parameters against the notebook's own, by name and by the type of the default.
+    """Check parameters against the notebook's own, by name and by the type of the default, and return them converted.
 
-    Args:
-        notebook: An ``.ipynb`` file, see `default_parameters`.
-        parameters: Values to run it with. An int is accepted, and converted, where the default is a float; anything is
-            where the default is None; items of a list must have a type that the default's items have, if it has any.
-
-    Returns:
-        The parameters, converted.
-
-    Raises:
-        InputError: For a name that the notebook does not have (with the nearest that it has) or a wrong type.
+    An int is a float where the default is one; anything goes where the default is None; items of a list must have a
+    type that the default's items have, if it has any.
     """
     defaults = default_parameters(notebook)
     checked = {}
@@ -101,15 +83,8 @@ def check_parameters(notebook: str | Path, parameters: Mapping[str, Any]) -> dic
 def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, Any]) -> None:
     """Execute a notebook in its own folder and write the executed copy, the same bytes for the same results.
 
-    Args:
-        notebook: The source, which is not changed.
-        output: The executed copy; its folder is made. It is replaced only when every cell has run. After a failure the
-            partially executed copy is ``<stem of output>.failed.ipynb`` beside it.
-        parameters: Values for the notebook's parameters cell; see `check_parameters`.
-
-    Raises:
-        InputError: For a parameter that the notebook does not take.
-        NotebookError: If a cell raises.
+    The copy is replaced only when every cell has run. Where one raises, `NotebookError` names it, and the partially
+    executed copy is ``<stem of output>.failed.ipynb`` beside it.
     """
     import papermill
     from papermill.exceptions import PapermillExecutionError
@@ -146,11 +121,6 @@ def strip_on_save(model: dict[str, Any], path: str, contents_manager: Any = None
     """Jupyter's hook before saving: source notebooks are written as they are in git, whatever was run in them.
 
     So Run All and save leaves git and DVC without a change. Executed copies elsewhere keep their outputs.
-
-    Args:
-        model: What is about to be written; a notebook's content is changed in place.
-        path: Where, relative to the server's folder.
-        contents_manager: Jupyter's, not used.
     """
     if model.get("type") == "notebook" and Path(path).parts[:1] == (SOURCES,):
         model["content"] = stripped(nbformat.from_dict(model["content"]))
