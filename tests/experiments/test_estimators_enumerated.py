@@ -8,9 +8,9 @@ from grade.experiments.enumeration import all_as_samples, random_direction, rand
 from grade.experiments.estimators.measure.enumerated import (
     exact_gradients,
     mse_ratio,
+    tiny_rewards,
 )
 from grade.experiments.estimators.measure.rows import KL, Setting, Variant, gradient_rows
-from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
 from grade.experiments.moments import moments
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective

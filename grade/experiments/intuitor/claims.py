@@ -8,7 +8,7 @@ from typing import Any
 
 from grade.experiments.claims import Claim, in_units, judge
 from grade.experiments.formulas import rows_bytes
-from grade.experiments.intuitor.measure.stated import SETTINGS, STATED_GB
+from grade.experiments.intuitor.measure.study import SETTINGS, STATED_GB
 from grade.memory.shapes import ModelShape
 
 LENGTH = 6144  # tokens at which the document states its sizes

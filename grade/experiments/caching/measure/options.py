@@ -196,7 +196,7 @@ def _layer_outputs(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> lis
         hidden = out[0] if isinstance(out, tuple) else out
         outputs.append(hidden[:, prompts.ids.shape[1] - 1 :].double())
 
-    hooks = [layer.register_forward_hook(keep) for layer in decoder_layers(backbone)]
+    hooks = [layer.register_forward_hook(keep) for layer in _decoder_layers(backbone)]
     try:
         predicting_hidden(backbone, prompts, ids)
     finally:
@@ -205,7 +205,7 @@ def _layer_outputs(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> lis
     return outputs
 
 
-def decoder_layers(backbone: Backbone) -> list[nn.Module]:
+def _decoder_layers(backbone: Backbone) -> list[nn.Module]:
     """The transformer's layers, whatever the model calls them: the longest list of modules."""
     lists = [m for m in backbone.decoder.modules() if isinstance(m, nn.ModuleList)]
     return list(max(lists, key=len))

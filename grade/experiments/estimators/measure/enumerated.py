@@ -20,7 +20,23 @@ from grade.models.backbone import Backbone
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
+from grade.rewards.model import HeadSettings, RewardModel
 from grade.stats import Interval, interval
+
+_HEAD_SCALE = 4.0  # weights of a random head are small: rewards would hardly differ between completions
+
+
+def tiny_rewards(policy: Backbone, seed: int = 0) -> dict[str, RewardModel]:
+    """Random reward models ``bag`` and ``trunk`` on a policy's own base."""
+    found = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for kind in ("bag", "trunk"):
+            model = RewardModel(kind, policy, HeadSettings(dropout=0.0))
+            with torch.no_grad():
+                model.head[-1].weight.mul_(_HEAD_SCALE)
+            found[kind] = model.requires_grad_(False)
+    return found
 
 
 def variants(full: int, taus: Sequence[float], topk: int, draws: Sequence[int]) -> list[Variant]:

@@ -17,8 +17,8 @@ from torch import nn
 
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
+from grade.experiments.estimators.measure.enumerated import tiny_rewards
 from grade.experiments.estimators.measure.rows import Rows, Setting, Variant
-from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
 from grade.experiments.moments import (
     Moments,
     crossover,
@@ -70,7 +70,7 @@ def load_setting(
                    project=sketch(size, SKETCH))  # fmt: skip
 
 
-def all_moments(rows: Rows) -> dict[tuple[str, str], Moments]:
+def _all_moments(rows: Rows) -> dict[tuple[str, str], Moments]:
     """Moments of every reward and estimator, against the unbiased one's rows."""
     return {(reward, name): moments(gradients, rows.gradients[reward, UNBIASED], rows.size)
             for (reward, name), gradients in rows.gradients.items()}  # fmt: skip
@@ -82,7 +82,7 @@ def summary(rows: Rows) -> pd.DataFrame:
     One row per reward and estimator: worth in samples of the unbiased one, at n = 1, with its 95 % interval;
     crossover batch size with its interval; snr; cosine of one sample, of 64 and of the mean; n samples in all.
     """
-    found, table = all_moments(rows), []
+    found, table = _all_moments(rows), []
     for (reward, name), m in found.items():
         base = found[reward, UNBIASED]
         value, cross = worth_interval(m, base), interval(crossover(m, base), geometric=True)
@@ -116,7 +116,7 @@ def cosine_curves(rows: Rows, batches: Sequence[int]) -> pd.DataFrame:
     Columns reward, estimator, n, cosine, low, high (95 %; None where there is no interval).
     """
     table = []
-    for (reward, name), m in all_moments(rows).items():
+    for (reward, name), m in _all_moments(rows).items():
         for n in batches:
             cosine = interval(m.cosine(n))
             table.append(dict(reward=reward, estimator=name, n=n, cosine=cosine.value, low=cosine.low,

@@ -14,8 +14,8 @@ from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.enumeration import random_prompts, tiny_policy
 from grade.experiments.estimators.measure import enumerated, study
+from grade.experiments.estimators.measure.enumerated import tiny_rewards
 from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS, Rows, Setting, Variant, gradient_rows
-from grade.experiments.estimators.measure.tiny_rewards import tiny_rewards
 
 BATCHES = tuple(2**i for i in range(13))
 """Numbers of samples at which the expected cosine is tabulated."""

@@ -53,7 +53,7 @@ def kept_by_option(setting: Setting) -> pd.DataFrame:
         engine = "checkpointed" if options.checkpoint else "unrolled"
         rows.append(dict(option=name, engine=engine, bytes=_kept_by_stepwise(case, options)))
     for name, checkpointing in (("replay", False), ("replay, layers checkpointed", True)):
-        rows.append(dict(option=name, engine="replay", bytes=kept_by_replay(setting, checkpointing)))
+        rows.append(dict(option=name, engine="replay", bytes=_kept_by_replay(setting, checkpointing)))
     return pd.DataFrame(rows)
 
 
@@ -63,7 +63,7 @@ def _kept_by_stepwise(setting: Setting, options: StepwiseOptions) -> int:
     return kept_bytes(lambda: stepwise(*args, options=options, backward=False))[1]
 
 
-def kept_by_replay(setting: Setting, gradient_checkpointing: bool) -> int:
+def _kept_by_replay(setting: Setting, gradient_checkpointing: bool) -> int:
     """Bytes kept by the rollout and the teacher-forced pass of `replay`, from which all hops are taken."""
     backbone = setting.backbone
 
@@ -87,8 +87,8 @@ def policy_bytes(setting: Setting) -> dict[str, float]:
         "policy_completion_tokens": tokens,
         "policy_unrolled_bytes": _kept_by_stepwise(setting, replace(CHECKPOINTED, checkpoint=False)),
         "policy_checkpointed_bytes": _kept_by_stepwise(setting, CHECKPOINTED),
-        "policy_replay_bytes": kept_by_replay(setting, False),
-        "policy_replay_checkpointed_bytes": kept_by_replay(setting, True),
+        "policy_replay_bytes": _kept_by_replay(setting, False),
+        "policy_replay_checkpointed_bytes": _kept_by_replay(setting, True),
     }
 
 

@@ -27,7 +27,7 @@ from grade.models.backbone import Backbone
 from grade.models.parameters import restoring
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
+def _relative_error(got: Tensor, want: Tensor) -> float:
     """``|got - want| / |want|``, Euclidean norms in float64."""
     return float((got.double() - want.double()).norm() / want.double().norm())
 
@@ -46,7 +46,7 @@ def hop_errors(
         for n in progress(hops, f"hops, {estimator}"):
             step, grad = case.run(partial(replay, hops=n))
             residual = None if step.residual is None else float(step.residual)
-            rows.append(dict(estimator=estimator, hops=n, error=relative_error(grad, want), residual=residual))
+            rows.append(dict(estimator=estimator, hops=n, error=_relative_error(grad, want), residual=residual))
     return pd.DataFrame(rows)
 
 
@@ -83,7 +83,7 @@ def accumulation_error(setting: Setting, hops: int = 1) -> float:
         parts = {k: v[row] for k, v in vars(whole).items() if k != "prompts"}
         one = replace(setting, prompts=prompts)
         total += one.run(partial(replay, hops=hops, rollout=Rollout(prompts, **parts)))[1] / len(setting.prompts)
-    return relative_error(total, want)
+    return _relative_error(total, want)
 
 
 def seconds(fn: Callable[[], object], device: torch.device) -> float:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grade.experiments.formulas import adamw_bytes, checkpoint_bytes, parameter_count, rows_bytes, weights_bytes
-from grade.experiments.intuitor.measure.stated import SETTINGS
 from grade.experiments.traced import PolicyStepConfig, zero3_share
 from grade.memory.plan import plan, remembering
 from grade.memory.shapes import ModelShape
@@ -23,6 +22,12 @@ from grade.models.head import certainty_of_logits, self_certainty
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_certainty, predicting_hidden
+
+STATED_GB = {2048: (8, 160), 4096: (13, 320), 6144: (18, 480), 8192: (23, 640)}
+"""The document's scaling table: tokens to GB of PPO and of Intuitor."""
+
+SETTINGS = {"conservative": (8, 0), "aggressive": (32, 1)}
+"""The document's settings for eight GPUs: sequences per GPU, and which of two response lengths."""
 
 
 def memory_table(shape: ModelShape, batch: int, length: int) -> pd.DataFrame:
