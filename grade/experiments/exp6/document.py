@@ -38,7 +38,7 @@ MEASURED_KEYS = (
     "memory/reference_cached_peak_bytes",
     "speed/reference_uncached_seconds",
     "speed/reference_cached_seconds",
-    # Optimised against legacy on the same noise, over parity/steps optimizer steps; KL in nats a token.
+    # Optimised against legacy on the same noise, over parity/steps optimizer steps; KL in nats per token.
     "parity/steps",
     "parity/reward_max_abs_diff",
     "parity/kl_max_abs_diff",

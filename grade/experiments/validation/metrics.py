@@ -16,15 +16,15 @@ def metrics(tables: Tables) -> dict[str, float]:
     Names to values; changes of entropy in nats per completion, coverage as a share of the repetitions.
     """
     first, coverage, importance = tables["first_order"], tables["coverage"], tables["importance"]
-    found = {f"validation/slope_{way}": slope(first, way) for way in WAYS}
-    found |= {f"validation/ratio_error_{way}": abs(first[way].iloc[-1] / first.exact.iloc[-1] - 1) for way in WAYS}
+    figures = {f"validation/slope_{way}": slope(first, way) for way in WAYS}
+    figures |= {f"validation/ratio_error_{way}": abs(first[way].iloc[-1] / first.exact.iloc[-1] - 1) for way in WAYS}
     for row in coverage.itertuples():
-        found |= {f"validation/coverage_{name}_b{row.B}": getattr(row, name) for name in ("plug_in", "jackknife")}
-        found[f"validation/u_bias_over_stderr_b{row.B}"] = (row.mean - row.truth) / row.stderr
-    found["validation/repetitions"] = int(coverage.repetitions.iloc[0])
+        figures |= {f"validation/coverage_{name}_b{row.B}": getattr(row, name) for name in ("plug_in", "jackknife")}
+        figures[f"validation/u_bias_over_stderr_b{row.B}"] = (row.mean - row.truth) / row.stderr
+    figures["validation/repetitions"] = int(coverage.repetitions.iloc[0])
     whole, prefix = (importance[importance.way == way].set_index("eta") for way in ("whole", "prefix"))
     ratio = whole.stderr / whole.sd
-    return found | {
+    return figures | {
         "validation/importance_bias_over_stderr_max": importance_bias(importance).max(),
         "validation/importance_stderr_over_sd_min": ratio.min(),
         "validation/importance_stderr_over_sd_max": ratio.max(),

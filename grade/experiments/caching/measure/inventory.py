@@ -25,14 +25,14 @@ def layer_inventory(config: TracedConfig, device: Device = "cuda") -> pd.DataFra
     """
     tracker = trace_layers(config, with_layers(model_config(config.model), 3), device)
     last = max(i for i, phase in enumerate(tracker.phase_of) if phase == "forward")
-    found: Counter = Counter()
+    counts: Counter = Counter()
     for record in tracker.alive_at(last):
         _, inside, module = record.module.partition(".layers.1.")
         if inside:
-            found[module, record.op, record.shape, str(record.dtype).removeprefix("torch."), record.nbytes] += 1
+            counts[module, record.op, record.shape, str(record.dtype).removeprefix("torch."), record.nbytes] += 1
     rows = [
         dict(group=_group(module, op), module=module, op=op, shape=shape, dtype=dtype, count=n, bytes=n * nbytes)
-        for (module, op, shape, dtype, nbytes), n in found.items()
+        for (module, op, shape, dtype, nbytes), n in counts.items()
     ]
     return pd.DataFrame(rows, columns=["group", "module", "op", "shape", "dtype", "count", "bytes"])
 

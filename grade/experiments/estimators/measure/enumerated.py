@@ -28,15 +28,15 @@ _HEAD_SCALE = 4.0  # weights of a random head are small: rewards would hardly di
 
 def tiny_rewards(policy: Backbone, seed: int = 0) -> dict[str, RewardModel]:
     """Random reward models ``bag`` and ``trunk`` on a policy's own base."""
-    found = {}
+    rewards = {}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for kind in ("bag", "trunk"):
             model = RewardModel(kind, policy, HeadSettings(dropout=0.0))
             with torch.no_grad():
                 model.head[-1].weight.mul_(_HEAD_SCALE)
-            found[kind] = model.requires_grad_(False)
-    return found
+            rewards[kind] = model.requires_grad_(False)
+    return rewards
 
 
 def variants(full: int, taus: Sequence[float], topk: int, draws: Sequence[int]) -> list[Variant]:
@@ -57,7 +57,7 @@ def exact_gradients(setting: Setting) -> dict[str, Tensor]:
     ``mean over prompts of sum_y pi(y) R(y)``, and the same with the completion's mean KL, which depends on the policy
     itself as well.
     """
-    backbone, prompts, found = setting.backbone, setting.prompts, {}
+    backbone, prompts, gradients = setting.backbone, setting.prompts, {}
     ids, mask = every_completion(backbone.vocab_size, setting.length, backbone.eos_token_ids)
     probabilities = completion_logps(backbone, prompts, setting.length).exp()  # [B, N]
     for name in [*setting.rewards, *([KL] if setting.kl else [])]:
@@ -71,8 +71,8 @@ def exact_gradients(setting: Setting) -> dict[str, Tensor]:
                 values.append(objective.reward(backbone.embed(many.ids), many, backbone.embed(ids), mask).detach())
         expected = (probabilities * torch.stack(values)).sum(1).mean()
         grads = torch.autograd.grad(expected, backbone.trainable_parameters(), retain_graph=True)
-        found[name] = flatten(grads)
-    return found
+        gradients[name] = flatten(grads)
+    return gradients
 
 
 def _kl(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:

@@ -215,17 +215,17 @@ def _hard_row(setting: Setting, variants: Sequence[Variant], generator: torch.Ge
 
 def _targets(setting: Setting, graph: ReplayGraph, clock: _Clock) -> list[tuple]:
     """For each reward: its name, values [B G], adjoints r and k of *minus* it, seconds."""
-    found = []
+    targets = []
     for name, model in setting.rewards.items():
         clock.pause()
         values, r, _ = graph.reward(Objective(model, 0.0, setting.scope))
-        found.append((name, values, r, torch.zeros(()), clock.resume()))
+        targets.append((name, values, r, torch.zeros(()), clock.resume()))
     if setting.kl:
         clock.pause()
         kl, k = graph.kl(-1.0)
         values = sequence_mean(kl, graph.rollout.completion_mask)
-        found.append((KL, values, torch.zeros_like(graph.e), k, clock.resume()))
-    return found
+        targets.append((KL, values, torch.zeros_like(graph.e), k, clock.resume()))
+    return targets
 
 
 def _product(graph: ReplayGraph, key: tuple[str, Variant], r: Tensor, k: Tensor, pull, clock: _Clock, before: float):

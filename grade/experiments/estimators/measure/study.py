@@ -82,9 +82,9 @@ def summary(rows: Rows) -> pd.DataFrame:
     One row per reward and estimator: worth in samples of the unbiased one, at n = 1, with its 95 % interval;
     crossover batch size with its interval; snr; cosine of one sample, of 64 and of the mean; n samples in all.
     """
-    found, table = _all_moments(rows), []
-    for (reward, name), m in found.items():
-        base = found[reward, UNBIASED]
+    by_key, table = _all_moments(rows), []
+    for (reward, name), m in by_key.items():
+        base = by_key[reward, UNBIASED]
         value, cross = worth_interval(m, base), interval(crossover(m, base), geometric=True)
         table.append(dict(
             reward=reward, estimator=name, worth=value.value, worth_low=value.low, worth_high=value.high,

@@ -15,6 +15,7 @@ from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.results import read_metrics
 from grade.training.config import TrainConfig
+from grade.training.run import run_training, write_run
 from grade.training.toy import toy_task
 
 TOY_TRAINING = dict(
@@ -40,8 +41,6 @@ def overwrite_adapter(backbone: Backbone, folder: str | Path) -> None:
 
 def toy_runs(folder: str | Path, runs: Sequence[str] = ("ste", "gumbel", "ste_trunk")) -> None:
     """Train the toy task a few steps under each run name, so that the notebook has something to show."""
-    from grade.training.run import run_training, write_run  # here: finished runs are read without the trainer
-
     for run in runs:
         # The same base as the notebook's own, so that it can load a run's adapter.
         task = toy_task(kind="trunk" if run.endswith("_trunk") else "bag")
@@ -71,20 +70,14 @@ def run_table(runs_dir: str | Path) -> pd.DataFrame:
 
 
 def curve_table(runs_dir: str | Path) -> pd.DataFrame:
-    """Histories of finished runs without their times.
-
-    The histories, one below the other, with a first column ``run``.
-    """
+    """Histories of finished runs without their times, one below the other, with a first column ``run``."""
     histories = {folder.name: pd.read_csv(folder / "history.csv") for folder in _folders(runs_dir)}
     table = pd.concat(histories, names=["run"]).reset_index("run").reset_index(drop=True)
     return table.drop(columns=[column for column in table if "seconds" in column])
 
 
 def seconds_table(runs_dir: str | Path) -> pd.DataFrame:
-    """Seconds of training of finished runs, evaluations not counted.
-
-    Columns run, step and seconds since the start.
-    """
+    """Seconds since the start of finished runs, evaluations not counted: columns run, step and seconds."""
     tables = []
     for folder in _folders(runs_dir):
         file = folder / "timings.csv"
@@ -94,10 +87,7 @@ def seconds_table(runs_dir: str | Path) -> pd.DataFrame:
 
 
 def text_table(runs_dir: str | Path, rows: int = 3) -> pd.DataFrame:
-    """Completions before and after training, with the trained reward and the gold judge's score.
-
-    The runs' samples with a first column ``run``.
-    """
+    """Completions before and after training, with the trained reward and the gold judge's score, by run."""
     samples = [
         {"run": folder.name, **sample}
         for folder in _folders(runs_dir)

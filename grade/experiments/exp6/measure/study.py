@@ -27,9 +27,9 @@ from grade.models.backbone import Backbone
 from grade.models.parameters import restoring
 
 
-def _relative_error(got: Tensor, want: Tensor) -> float:
-    """``|got - want| / |want|``, Euclidean norms in float64."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
+def _relative_error(value: Tensor, exact: Tensor) -> float:
+    """``|value - exact| / |exact|``, Euclidean norms in float64."""
+    return float((value.double() - exact.double()).norm() / exact.double().norm())
 
 
 def hop_errors(
@@ -42,11 +42,11 @@ def hop_errors(
     rows = []
     for estimator in estimators:
         case = setting.estimator(estimator)
-        _, want = case.run(unrolled)
+        _, exact = case.run(unrolled)
         for n in progress(hops, f"hops, {estimator}"):
             step, grad = case.run(partial(replay, hops=n))
             residual = None if step.residual is None else float(step.residual)
-            rows.append(dict(estimator=estimator, hops=n, error=_relative_error(grad, want), residual=residual))
+            rows.append(dict(estimator=estimator, hops=n, error=_relative_error(grad, exact), residual=residual))
     return pd.DataFrame(rows)
 
 
@@ -75,15 +75,15 @@ def training_parity(setting: Setting, steps: int, learning_rate: float) -> pd.Da
 def accumulation_error(setting: Setting, hops: int = 1) -> float:
     """Relative difference between the gradients of B microbatches of one prompt and of one batch of B."""
     whole = setting.rollout()
-    _, want = setting.run(partial(replay, hops=hops, rollout=whole))
-    total = torch.zeros_like(want)
+    _, exact = setting.run(partial(replay, hops=hops, rollout=whole))
+    total = torch.zeros_like(exact)
     for i in range(len(setting.prompts)):
         row = slice(i, i + 1)
         prompts = setting.prompts[row]
         parts = {k: v[row] for k, v in vars(whole).items() if k != "prompts"}
         one = replace(setting, prompts=prompts)
         total += one.run(partial(replay, hops=hops, rollout=Rollout(prompts, **parts)))[1] / len(setting.prompts)
-    return _relative_error(total, want)
+    return _relative_error(total, exact)
 
 
 def seconds(fn: Callable[[], object], device: torch.device) -> float:

@@ -58,22 +58,22 @@ def law_table(
         for p in backbone.trainable_parameters():
             p.add_(ADAPTER_NOISE * torch.randn(p.shape, generator=noise))
     prompt = encode_prompts(backbone.tokenizer, [text], PROMPT)
-    want, first = _second_token(backbone, prompt)
+    expected, first = _second_token(backbone, prompt)
     rows, batches = [], -(-int(n / first) // BATCH) + 1  # some first tokens end the completion
     for name in samplers:
         sampler, generator = make_sampler(name), torch.Generator().manual_seed(seed)
         sampler.use(sampler.publish(backbone))
-        counts, found = np.zeros(len(want)), []
+        counts, mismatches = np.zeros(len(expected)), []
         for _ in progress(range(batches), f"batches of {name}"):
             prompts = prompt.repeat(BATCH)
             samples = sampler.sample(backbone, prompts, 2, generator)
-            counts += np.bincount(samples.ids[:, 1][samples.mask[:, 1].bool()].numpy(), minlength=len(want))
+            counts += np.bincount(samples.ids[:, 1][samples.mask[:, 1].bool()].numpy(), minlength=len(expected))
             with torch.no_grad():
                 logps = score(backbone, prompts, samples.ids, samples.mask).logps
-            found.append(samples.mismatch(logps))
+            mismatches.append(samples.mismatch(logps))
         sampler.close()
-        ratio, largest = np.mean([f.mean_ratio for f in found]), max(f.largest_difference for f in found)
-        rows.append((name, int(counts.sum()), chi_square(counts, want), float(ratio), largest))
+        ratio, largest = np.mean([f.mean_ratio for f in mismatches]), max(f.largest_difference for f in mismatches)
+        rows.append((name, int(counts.sum()), chi_square(counts, expected), float(ratio), largest))
     return pd.DataFrame(rows, columns=["sampler", "n", "p", "mean_ratio", "largest_difference"])
 
 
@@ -179,8 +179,9 @@ def sampling_ratios(table: pd.DataFrame, over: str = PEER) -> pd.DataFrame:
         row: dict[str, Any] = {"batch": batch, "sampler": name}
         for column, ratio in (("seconds", "ratio"), ("cpu_seconds", "cpu_ratio")):
             a, b = (frame.sort_values("round")[column].to_numpy() for frame in (part, other))
-            found = interval(np.array([a.sum() / b.sum(), *((a.sum() - a) / (b.sum() - b))]), geometric=True)
-            row |= {column: a.mean(), ratio: found.value, f"{ratio}_low": found.low, f"{ratio}_high": found.high}
+            estimate = interval(np.array([a.sum() / b.sum(), *((a.sum() - a) / (b.sum() - b))]), geometric=True)
+            row |= {column: a.mean(), ratio: estimate.value, f"{ratio}_low": estimate.low}
+            row[f"{ratio}_high"] = estimate.high
         rows.append(row)
     return pd.DataFrame(rows)
 

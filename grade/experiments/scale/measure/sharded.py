@@ -106,9 +106,9 @@ def fsdp2_table(steps: int = 5, methods: Sequence[str] = METHODS, dtype: str = "
 
 def in_processes(processes: int, work: Callable[..., None], *args: Any) -> None:
     """Do work in new processes that find each other on this machine, the base divided among them."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     multiprocessing.spawn(_begin, (processes, port, work, args), processes)
 
 

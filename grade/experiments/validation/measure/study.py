@@ -83,10 +83,10 @@ def coverage(
         r = rewards[rows.unsqueeze(1), chosen].double()
         x = torch.einsum("bg,bgp->bp", entropy_coefficients(logps[rows.unsqueeze(1), chosen]), g)
         y = torch.einsum("bg,bgp->bp", (r - r.mean(1, keepdim=True)) / group, g)
-        found = u_statistic(x, y)
-        values.append(found.value)
+        statistic = u_statistic(x, y)
+        values.append(statistic.value)
         for name in hits:
-            hits[name] += abs(found.value - truth) <= quantile * getattr(found, name)
+            hits[name] += abs(statistic.value - truth) <= quantile * getattr(statistic, name)
     values = np.array(values)
     return {
         "plug_in": hits["plug_in"] / repetitions,
@@ -118,18 +118,18 @@ def importance_table(
     """
     rows = []
     for eta in etas:
-        found: dict[str, list[tuple[float, float]]] = {"whole": [], "prefix": []}
+        estimates: dict[str, list[tuple[float, float]]] = {"whole": [], "prefix": []}
         ess = []
         for seed in range(repetitions):
             samples = draw(policy, prompts, group, length, torch.Generator().manual_seed(seed), microbatch=4096)
             old, new = scores_at(policy, samples, None, 0.0, 4096), scores_at(policy, samples, vector, eta, 4096)
             whole = reweighted_change(*(x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies)))
-            found["whole"].append((whole.change, whole.stderr))
+            estimates["whole"].append((whole.change, whole.stderr))
             ess.append(whole.ess / (len(prompts) * group))
             moved = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
-            found["prefix"].append(Estimate.of(moved.mean(1))[:2])
+            estimates["prefix"].append(Estimate.of(moved.mean(1))[:2])
         exact = exact_change(policy, prompts, length, vector, eta)
-        for way, values in found.items():
+        for way, values in estimates.items():
             change, stderr = np.array(values).T
             rows.append(dict(
                 way=way, eta=eta, exact=exact, mean=change.mean(), sd=change.std(ddof=1),
