@@ -6,16 +6,13 @@ import pytest
 import torch
 from conftest import EOS, VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
 
-from grade.errors import InputError
 from grade.experiments.enumeration import completion_logps, every_completion
 from grade.experiments.traced import saved_bytes
 from grade.gradients.all_action import embedding_values, expected_values
 from grade.gradients.estimators import RelaxationConfig
-from grade.gradients.methods import METHODS, OPTIONS, MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph, replay
-from grade.gradients.rollout import condition, sample
-from grade.gradients.unrolled import unrolled
+from grade.gradients.rollout import sample
 from grade.models import head as head_module
 from grade.models.head import Head
 from grade.models.parameters import flatten
@@ -167,48 +164,9 @@ def test_its_tokens_are_exact_samples_and_no_support_is_kept():
         torch.testing.assert_close(got.embeds, want.embeds)
 
 
-def test_text_from_elsewhere_gives_one_gradient_whatever_tau_and_support_are(monkeypatch):
-    backbone, prompts, objective = gpt2(), make_prompts(), Objective(ToyReward(16), 0.3)
-    config = RelaxationConfig(estimator="st", max_new_tokens=6)
-    rollout = sample(backbone, prompts, config, torch.Generator().manual_seed(4))
-    text = rollout.completion_ids, rollout.completion_mask
-    want = gradient(backbone, prompts, objective, config, rollout=rollout)
-    monkeypatch.setattr("grade.gradients.rollout.predicting_hidden", None)  # no pass is needed to condition
-    for seed, changes in ((1, {}), (2, dict(tau=0.2, gumbel_topk=3, support="top_k"))):
-        other = config.model_copy(update=changes)
-        torch.testing.assert_close(gradient(backbone, prompts, objective, other, seed, completions=text), want)
-    drawn = sample(
-        backbone, prompts, RelaxationConfig(max_new_tokens=6, gumbel_topk=7), torch.Generator().manual_seed(4)
-    )
-    given = ReplayGraph(backbone, drawn).given(config, torch.Generator())
-    assert torch.equal(given.support, drawn.completion_ids.unsqueeze(-1))
-    with pytest.raises(InputError, match="completions: .* none before min_new_tokens = 6"):
-        condition(backbone, prompts, *text, RelaxationConfig(estimator="st", min_new_tokens=6), torch.Generator())
-
-
 def test_adjoints_after_the_end_have_no_effect():
     backbone, prompts, config = gpt2(), make_prompts(), RelaxationConfig(estimator="st", max_new_tokens=6)
     rollout = sample(backbone, prompts, config, torch.Generator().manual_seed(4))
     dead, a = rollout.completion_mask == 0, randn(3, 6, 16)
     v = ReplayGraph(backbone, rollout).pullback(rollout, config)(a)
     assert dead.any() and not v[dead].any() and (v[~dead].norm(dim=-1) > 0).all()
-
-
-def test_it_is_a_method_of_the_replay_engine_without_the_settings_of_noise():
-    assert "st" in METHODS and "st_legacy" not in METHODS
-    unread = {"gumbel_topk": 3, "support": "top_k", "tau_start": 0.5, "tau_end": 0.5, "tau_anneal_steps": 9}
-    for option, value in (unread | {"rao_draws": 3, "num_generations": 4}).items():
-        with pytest.raises(InputError, match=f"{option}: got .*not with st$"):
-            MethodConfig(method="st", **{option: value})
-    assert MethodConfig.values_for("st", unread | {"hops": 3}) == {"hops": 3, "method": "st"}
-    assert "ste" in OPTIONS["tau_start"] and "ste_legacy" in OPTIONS["support"]
-    config = MethodConfig(method="st", hops=3, gradient_checkpointing=True, min_completion_length=2).relaxation()
-    assert (config.estimator, config.min_new_tokens) == ("st", 2)
-    config.check(5)  # the default K is larger, and not read
-    with pytest.raises(InputError, match="min_new_tokens"):
-        config.model_copy(update={"max_new_tokens": 1}).check(5)
-
-
-def test_the_other_engines_refuse_it():
-    with pytest.raises(InputError, match="estimator: got 'st'; allowed: .*gumbel or ste"):
-        unrolled(gpt2(), make_prompts(), Objective(ToyReward(16)), RelaxationConfig(estimator="st"), torch.Generator())

@@ -8,7 +8,6 @@ from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
 from grade.gradients.distilled.families import ADDITIVE, BUCKETS, SKETCH, Observed, _hash, make_family
-from grade.gradients.distilled.store import joined
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_states
@@ -122,58 +121,6 @@ def test_features_by_hand(backbone):
     rows = grams.rows(seen)
     assert Counter(rows[0].tolist()) == Counter([single[0], *single, *pairs])
     assert Counter(rows[1].tolist()) == Counter([*single, *pairs[:2], -1, -1])
-
-
-def test_the_pair_of_a_value_is_the_one_before_and_the_token(backbone, seen):
-    family = make_family("ngrams", backbone)
-    weights = fitted(family, seen)
-    got = every_value(family, weights, seen)
-    for b, t, v in ((0, 0, 4), (3, 2, 22), (5, 1, 0)):
-        before = seen.prompts.ids[b, -1] if t == 0 else seen.ids[b, t - 1]
-        token = torch.tensor(v)
-        buckets = [_hash(token, None, BUCKETS), _hash(token, before, BUCKETS)]
-        assert float(got[b, t, v]) == pytest.approx(float(weights[b // GROUP, buckets].sum()), rel=1e-12)
-
-
-@pytest.mark.parametrize("top", [VOCAB, 152_000, 262_144], ids=str)
-def test_the_hash_stays_in_range_and_spreads(top):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.cat([torch.tensor([0, top - 1]), torch.randint(top, (20_000,), generator=generator)])
-    before = ids[torch.randperm(len(ids), generator=generator)]
-    for found in (_hash(ids, None, BUCKETS), _hash(ids, before, BUCKETS)):
-        assert found.dtype == torch.long and int(found.min()) >= 0 and int(found.max()) < BUCKETS
-    pairs = set(zip(before.tolist(), ids.tolist(), strict=True))
-    taken = len(set(_hash(ids, before, BUCKETS).tolist()))
-    expected = BUCKETS * (1 - (1 - 1 / BUCKETS) ** len(pairs))  # of buckets drawn at random
-    assert taken > 0.9 * expected
-
-
-@pytest.mark.parametrize("name", ["counts", "ngrams"])
-def test_lists_of_buckets_are_the_dense_features_whatever_they_are_padded_with(backbone, name):
-    family = make_family(name, backbone)
-    short, long = (family.rows(observed(backbone, seed, length)) for seed, length in ((0, 6), (1, 9)))
-    rows = joined([short, long])
-    assert rows.shape == (12, long.shape[1])
-    dense = torch.zeros(12, family.size, dtype=torch.float64)
-    for row, buckets in zip(dense, [*short.tolist(), *long.tolist()], strict=True):
-        for bucket, count in Counter(buckets).items():
-            if bucket >= 0:
-                row[bucket] = count
-    torch.testing.assert_close(family.gram(rows[5:], rows), dense[5:] @ dense.T)
-    alpha = torch.randn(2, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    weights = family.weights(alpha, rows)
-    torch.testing.assert_close(weights, alpha @ dense)
-    torch.testing.assert_close(family.predict(weights[0], rows), dense @ weights[0])
-    torch.testing.assert_close(family.predict(weights[0], short), (dense @ weights[0])[:6])
-
-
-@pytest.mark.parametrize("name", ["bag", "values", "trunk1"])
-def test_dense_rows_give_products_and_weights(backbone, seen, name):
-    family = make_family(name, backbone)
-    rows = family.rows(seen)
-    alpha = torch.randn(2, len(rows), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    torch.testing.assert_close(family.gram(rows[2:], rows), rows[2:] @ rows.T)
-    torch.testing.assert_close(family.weights(alpha, rows), alpha @ rows)
 
 
 def test_the_sketch_has_the_kernel_of_state_times_embedding():

@@ -222,14 +222,6 @@ def test_the_blend_by_hand():
     assert blend.weight(0.0, 0.0) == blend.weight(-0.1, 0.0) == 1.0
 
 
-def test_a_single_part_is_held_against_the_step_before():
-    blend = Blend()
-    blend.add(torch.ones(2), torch.tensor([3.0, 0.0]), torch.tensor(9.0), 1.0, 1.0)
-    assert blend.moments.tolist() == [2.0, 9.0, 1.0]
-    blend.add(torch.ones(2), torch.tensor([1.0, 2.0]), torch.tensor(5.0), 1.0, 1.0)  # product 3: 2 of 5 are noise
-    assert blend.moments.tolist() == pytest.approx([2 * (1 + DECAY), 9 * DECAY + 2, 1 + DECAY])
-
-
 # ---- without values it is rloo ----
 def rloo_gradient(backbone, prompts, steps, objective, **changes):
     values = dict(method="rloo", num_generations=GROUP, max_completion_length=LENGTH, min_completion_length=EARLY)
@@ -357,15 +349,6 @@ def test_a_window_smaller_than_a_step_is_enough(policy, prompts):
         assert found.isfinite().all() and len(own.store) == 2 * GROUP
         assert len(own.fit.weights) == 1 + prompts
         torch.testing.assert_close(own.fit.without(0, prompts - 2), own.fit.all.expand(prompts - 2, -1))
-
-
-def test_its_figures_say_what_it_knows(policy):
-    own, _, _, _ = warmed(policy, "auto", ["counts", "bag"])
-    names = {"r2", "r2/counts", "r2/bag", "slope", "trust", "completions", "dropped", "reward", "seconds"}
-    assert {f"distilled/{name}" for name in names} | {"residual_weight"} <= set(own.figures)
-    assert all(len(values) == 1 for values in own.figures.values())
-    assert float(own.figures["distilled/completions"][0]) == 8 * GROUP
-    assert own.liked_tokens().shape == (VOCAB,) and own.parameters() == []
 
 
 @pytest.mark.parametrize("prompts", [1, 4])  # with one group, the blend compares a step with the one before

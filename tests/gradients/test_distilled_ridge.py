@@ -123,8 +123,3 @@ def test_nothing_to_explain_or_to_explain_it_with(what):
     }[what]  # fmt: skip
     choice = choose(Spectrum.of(x @ x.T), y, GROUP)
     assert (choice.r2, choice.slope, choice.explained) == (0.0, 0.0, 0.0) and choice.penalty in PENALTIES
-
-
-def test_values_are_centred_by_groups():
-    got = centred(torch.tensor([[1.0, 10], [3, 20], [5, 7], [5, 9]]), 2)
-    assert got.tolist() == [[-1, -5], [1, 5], [0, -1], [0, 1]]

@@ -82,13 +82,6 @@ def test_a_window_drops_the_oldest_groups_and_says_how_many(window, kept, droppe
     assert store.token_counts(TOKENS).sum() == (store.tokens >= 0).sum() and len(store.tokens) == kept
 
 
-def test_a_batch_that_is_larger_than_the_window_keeps_its_newest_groups():
-    store, (rows, rewards, tokens) = Store(families(), GROUP, 6), batch(groups=4)
-    store.add(rows, rewards, tokens)
-    assert (len(store), store.dropped) == (6, 6)
-    torch.testing.assert_close(store.rewards, centred(rewards, GROUP)[6:])
-
-
 @pytest.mark.parametrize("name", ["dense", "counts"])
 def test_weights_are_those_of_ridge_on_the_features(name):
     """Also without each of the newest groups, at the one penalty that was chosen."""
@@ -257,14 +250,3 @@ def test_a_store_that_was_restored_makes_the_same_fits(window, tmp_path):
     for name in whole.families:
         assert torch.equal(whole.rows[name], again.rows[name]) and torch.equal(whole.grams[name], again.grams[name])
     assert torch.equal(whole.token_counts(TOKENS), again.token_counts(TOKENS))
-
-
-def test_an_empty_store_has_a_state():
-    again = Store(families(), GROUP, 100)
-    again.restore(Store(families(), GROUP, 100).state())
-    assert len(again) == 0 and again.choices == {}
-
-
-def test_rows_of_other_lengths_are_padded():
-    got = joined([torch.tensor([[1, 2]]), torch.tensor([[3, 4, 5]])])
-    assert got.tolist() == [[1, 2, -1], [3, 4, 5]]

@@ -19,7 +19,6 @@ from grade.gradients.estimators import (
     relax,
     tau_at,
 )
-from grade.gradients.methods import OPTIONS, RELAXED
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import checkpointed, unrolled
@@ -41,8 +40,6 @@ def test_noise_is_standard_gumbel_in_float32():
     # Kolmogorov-Smirnov: a right sampler falls below p = 1e-3 for one seed in a thousand; this seed is fixed.
     assert stats.kstest(noise.double().numpy(), "gumbel_r").pvalue > 1e-3
     assert noise.max() > 10, "bfloat16 noise has no tail"
-    assert torch.equal(noise, gumbel_noise((200_000,), generator()))
-    assert not torch.equal(noise, gumbel_noise((200_000,), generator(1)))
 
 
 @pytest.mark.parametrize(("support", "k"), [("perturbed_top_k", 1), ("perturbed_top_k", 3), ("top_k", 3), ("top_k", 0)])
@@ -59,11 +56,6 @@ def test_hard_tokens_follow_the_policy_or_its_truncation(support, k):
         assert (counts[k:] == 0).all()
         counts, p = counts[:k], p[:k]
     assert stats.chisquare(counts.numpy(), (n * p).numpy()).pvalue > 1e-3
-
-
-def test_full_support_is_the_vocabulary_in_order():
-    chosen, noise = draw_support(torch.zeros(2, 6), RelaxationConfig(gumbel_topk=0), generator())
-    assert torch.equal(chosen, torch.arange(6).expand(2, 6)) and noise.shape == (2, 6)
 
 
 def test_perturbed_support_holds_the_largest_sums_and_their_noise():
@@ -288,11 +280,3 @@ def test_engines_agree_on_a_new_estimator(monkeypatch, prompts, reward):
     assert gradients[0].norm() > 0
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() < 1e-5 * gradients[0].norm()  # Llama's norms are float32
-
-
-def test_each_estimator_is_a_method_and_its_own_settings_are_refused_elsewhere():
-    assert set(ESTIMATORS) < set(RELAXED)
-    legacy = {f"{name}_legacy" for name, estimator in ESTIMATORS.items() if not estimator.redraws}
-    assert set(RELAXED) - set(ESTIMATORS) == legacy >= {"gumbel_legacy", "ste_legacy"}
-    assert not {name for name, estimator in ESTIMATORS.items() if estimator.dense} & set(OPTIONS["tau_start"])
-    assert OPTIONS["rao_draws"] == ("gumbel_rao",) and "baseline_momentum" in OPTIONS

@@ -68,27 +68,6 @@ def test_with_gamma_and_lambda_one_the_advantage_is_the_return_to_go_minus_the_v
     torch.testing.assert_close(losses.gae(rewards, values, mask, 1.0, 1.0)[0], (togo - values) * mask)
 
 
-def test_the_papers_advantage_ran_over_the_batch_axis_and_is_another_number():
-    """Two completions of 6 tokens, rewards 1 and 0 at the end, V = 0.5, gamma 0.99, lambda 0.95.
-
-    Over time, the first one's advantages are all positive. Over the batch, as the published code loops, its tokens
-    bootstrap from the *other completion*: 0.99 * 0.5 - 0.5 - 0.99 * 0.95 * 0.5 = -0.47525 at every token, plus the
-    reward at the last: earlier tokens are punished for a completion that succeeded.
-    """
-    rewards = torch.zeros(2, 6, dtype=torch.float64)
-    rewards[0, -1] = 1
-    values, mask = torch.full_like(rewards, 0.5), torch.ones(2, 6, dtype=torch.long)
-    right, _ = losses.gae(rewards, values, mask, 0.99, 0.95)
-    coded, _ = losses.gae(rewards.T, values.T, mask.T, 0.99, 0.95)
-    torch.testing.assert_close(coded.T[0], t(-0.47525, -0.47525, -0.47525, -0.47525, -0.47525, 0.52475))
-    # A_5 = 1 - .5; A_t = .99 * .5 - .5 + .9405 * A_{t+1}
-    want = [0.5]
-    for _ in range(5):
-        want.insert(0, -0.005 + 0.9405 * want[0])
-    torch.testing.assert_close(right[0], t(*want))
-    assert want[0] == pytest.approx(0.346, abs=5e-4)  # three digits
-
-
 def test_whitening_is_over_the_valid_entries_and_parts_add_up():
     values, mask = t([1, 2, 50], [6, 7, -9]), torch.tensor([[1, 1, 0], [1, 1, 0]])
     # mean 4, variance (9 + 4 + 4 + 9) / 3
