@@ -28,15 +28,14 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
-from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from grade.config import Config
 from grade.errors import InputError, reading
 from grade.models.fingerprint import fingerprint, same_base
+from grade.models.lora import MOST_RANKS, LoraSettings
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 BASE_FILE = "base_fingerprint.json"
@@ -59,9 +58,6 @@ _REASONS = {
 }
 _NOT_PLAIN = "plain LoRA only: what sampling leaves out would be trained and not sampled from"
 
-MOST_RANKS = 16384
-"""Largest rank: the width of the widest public models. A matrix has no higher one, and memory for more is not there."""
-
 FOLDED_TYPES = (torch.float32, torch.float64)
 """Types of a base whose adapter is folded: rounding ``W + B A`` to 8 bits would lose the adapter."""
 _NOISE, _SHARE, _TOKENS = 0.1, 0.1, 5
@@ -69,17 +65,6 @@ _NOISE, _SHARE, _TOKENS = 0.1, 0.1, 5
 adapter's effect, and tokens. A layer type that is left out has a larger share; rounding, TF32 included, a smaller."""
 _FITS = "an adapter that fits this model"
 _OTHER_LAYERS = "layers other than the head and the embedding: policy, reference and reward share those"
-
-
-class LoraSettings(Config):
-    """Settings of the trained adapter (Hu et al. 2021, arXiv:2106.09685)."""
-
-    r: int = Field(16, ge=1, le=MOST_RANKS, description="rank")
-    alpha: int = Field(32, ge=1, description="scale is alpha / r")
-    dropout: float = Field(0.0, ge=0, le=0, description="must be 0: a dropout mask is not part of a sample")
-    target_modules: list[str] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj"], description="names of the linear layers that get an adapter"
-    )
 
 
 def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: int) -> PeftModel:
