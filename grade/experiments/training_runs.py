@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
+import pandas as pd
 import torch
 
 from grade.data.reviews import load_reviews, prompt_text
-
-if TYPE_CHECKING:
-    from grade.rewards.gold import GoldJudge
-    from grade.training.run import RunResult
+from grade.experiments.measured import progress
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.rewards.gold import GoldJudge
+from grade.rewards.model import load_reward
+from grade.training.config import TrainConfig
+from grade.training.load import Task
+from grade.training.run import RunResult, run_training
+from grade.training.toy import toy_task
 
 FIXED: dict[str, Any] = {
     "lr_scheduler_type": "constant", "eval_strategy": "steps", "truncation": "right", "raw_prompts": True,
@@ -44,13 +51,122 @@ SEARCH_PROMPTS = 512
 Job, Item, Result = TypeVar("Job"), TypeVar("Item"), TypeVar("Result")
 
 
-def review_prompts(reviews_dir: str, on_search_prompts: bool = False) -> tuple[list[str], list[str]]:
-    """Prompts of training and of evaluation.
+@dataclass(frozen=True)
+class Run:
+    """One training run.
 
-    Args:
-        reviews_dir: Folder of the review splits.
-        on_search_prompts: Evaluate on training prompts that are held out for it, instead of the validation split.
+    Attributes:
+        names: Columns that name it in the tables.
+        values: Fields of `TrainConfig`; those of other methods are left out.
+        policy: One of the bench's bases.
+        reward: Name of its reward, for `Bench.reward`.
     """
+
+    names: Mapping[str, Any]
+    values: Mapping[str, Any]
+    policy: str = "policy"
+    reward: str = ""
+
+    @property
+    def config(self) -> TrainConfig:
+        """The run's settings."""
+        method = self.values["method"]
+        return TrainConfig.parse(TrainConfig.values_for(method, self.values), f"training run, {method}")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Models and prompts of many runs; sent to each worker process once.
+
+    An experiment says in a subclass which rewards there are, and what else its tables hold.
+
+    Attributes:
+        bases: Folder of each policy; an empty one: the toy task's.
+        gold_file: The judge of evaluations; the toy task has its own.
+        reviews_dir: Folder of the review splits.
+        on_search_prompts: Evaluate on held-out training prompts instead of the validation split.
+    """
+
+    bases: Mapping[str, str]
+    gold_file: str = ""
+    reviews_dir: str = ""
+    on_search_prompts: bool = False
+
+    def reward(self, run: Run, backbone: Backbone) -> Any:
+        """The reward that training sees: the toy task's own, or that in the folder ``run.reward``."""
+        return load_reward(run.reward, backbone) if self.bases[run.policy] else self.loaded[run.policy].reward_model
+
+    def evaluated(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """More columns of an evaluation, from its row of the history."""
+        return {}
+
+    def ended(self, run: Run, task: Task, result: RunResult) -> dict[str, Any]:
+        """More columns of the end of a run."""
+        return {}
+
+    def load(self, policy: str) -> Task:
+        """A policy with its judge and prompts; of the toy task with the reward too."""
+        if not self.bases[policy]:
+            task = toy_task()
+            train, search = hold_out(task.train_prompts)
+            held_out = search if self.on_search_prompts else task.validation_prompts
+            return replace(task, train_prompts=train, validation_prompts=held_out)
+        judge = GoldJudge.load(self.gold_file) if self.gold_file else None
+        texts = review_prompts(self.reviews_dir, self.on_search_prompts)
+        return Task(Backbone.load(self.bases[policy], lora=LoraSettings()), None, judge, *texts)
+
+    @cached_property
+    def loaded(self) -> dict[str, Task]:
+        """Tasks without reward by policy; each serves all runs of its policy."""
+        return {}
+
+    def task(self, run: Run) -> Task:
+        """The run's task with a fresh adapter."""
+        if run.policy not in self.loaded:
+            self.loaded[run.policy] = self.load(run.policy)
+        task = self.loaded[run.policy]
+        task.backbone.peft.unload()
+        task.backbone.add_adapter(LoraSettings() if self.bases[run.policy] else LoraSettings(r=4, alpha=8),
+                                  run.values["seed"])  # fmt: skip
+        return replace(task, reward_model=self.reward(run, task.backbone))
+
+
+def train_once(bench: Bench, run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Train and evaluate one run.
+
+    Returns:
+        A row per evaluation, the untrained policy first: step, samples, seconds of training alone, reward, gold (NaN
+        without a judge), KL in nats per completion, and `Bench.evaluated`. The last row again, with `Bench.ended`.
+    """
+    config, task = run.config, bench.task(run)
+    result = run_training(config, task)
+    rows = []
+    for row in result.history:
+        if row.get("val/reward_mean") is not None:
+            figures = {key: row[key] for key in ("step", "samples", "seconds")}
+            figures |= {"reward": row["val/reward_mean"], "gold": row.get("val/gold_mean", math.nan)}
+            figures["kl"] = row["val/kl"] * config.max_completion_length
+            rows.append({**run.names, **figures, **bench.evaluated(row)})
+    return rows, rows[-1] | bench.ended(run, task, result)
+
+
+def train_all(bench: Bench, runs: Sequence[Run], processes: int = 1) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Train every run; all settings are checked before the first starts. Seconds are comparable within one call only.
+
+    Returns:
+        The rows of all runs, and their ends, in the runs' order.
+    """
+    for run in runs:
+        _ = run.config
+    work, done = in_workers(train_once, bench, runs, processes), {}
+    for _, (number, result) in zip(progress(runs, "training runs"), work, strict=True):
+        done[number] = result
+    rows, ends = zip(*(done[number] for number in range(len(runs))), strict=True)
+    return pd.DataFrame([row for of_one in rows for row in of_one]), pd.DataFrame(list(ends))
+
+
+def review_prompts(reviews_dir: str, on_search_prompts: bool = False) -> tuple[list[str], list[str]]:
+    """Prompts of training, and those of evaluation: the validation split, or held-out training prompts."""
     train, validation = ([prompt_text(r.text) for r in load_reviews(reviews_dir, s)] for s in ("policy", "validation"))
     train, search = hold_out(train)
     return train, search if on_search_prompts else validation
@@ -71,24 +187,6 @@ def judged_by(judge: GoldJudge) -> Callable[..., list[float]]:
     return gold
 
 
-def evaluations(result: RunResult, length: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The evaluations along a run.
-
-    Args:
-        result: The run's results.
-        length: T, the length of every completion.
-
-    Yields:
-        Step, samples, seconds (of training alone), reward, gold (NaN without a judge) and KL (in nats a completion);
-        and the row of the history that they are of.
-    """
-    for row in result.history:
-        if row.get("val/reward_mean") is not None:
-            figures = {key: row[key] for key in ("step", "samples", "seconds")}
-            figures |= {"reward": row["val/reward_mean"], "gold": row.get("val/gold_mean", math.nan)}
-            yield figures | {"kl": row["val/kl"] * length}, row
-
-
 _work: Callable[[Any], Any] | None = None
 
 
@@ -105,13 +203,9 @@ def _do(item: Any) -> Any:
 def in_workers(
     work: Callable[[Job, Item], Result], shared: Job, items: Sequence[Item], processes: int
 ) -> Iterator[tuple[int, Result]]:
-    """Do something with every item in worker processes of one thread each, which get what they share once.
+    """Do something with every item in worker processes of one thread each (1: this process, with its threads).
 
-    Args:
-        work: A function of a module, of what is shared and an item.
-        shared: Sent to each process once.
-        items: What to go through.
-        processes: Worker processes; 1: this process, with its threads.
+    ``work`` is a function of a module, of what is shared (sent to each process once) and an item.
 
     Yields:
         Number of the item and its result, as they are finished. What is not begun when the caller stops is dropped.

@@ -14,14 +14,13 @@ from grade.errors import InputError
 from grade.experiments import frontier
 from grade.experiments.compare import figures
 from grade.experiments.compare import frontier as stats
-from grade.experiments.compare.measure import runs as compare
 from grade.experiments.compare.measure import tables as experiment
-from grade.experiments.compare.measure.runs import CURVES, FINALS, Run, Shared, run_all, run_config, search
+from grade.experiments.compare.measure.runs import CURVES, FINALS, Comparison, make_run, search
 from grade.experiments.compare.measure.tables import Settings
 from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
 from grade.experiments.measured import Tables, measure_all
-from grade.experiments.training_runs import FIXED
+from grade.experiments.training_runs import FIXED, train_all
 from grade.gradients.methods import METHODS
 from grade.stats import paired
 from grade.training.toy import toy_task
@@ -31,7 +30,11 @@ SMALL = dict(
     per_device_train_batch_size=8, eval_steps=1, eval_prompts=8, final_eval_prompts=16, kl_eval_prompts=8,
     gumbel_topk=16,
 )  # fmt: skip
-TOY = Shared("", "", "", "", SMALL)
+TOY = Comparison({"policy": ""})
+
+
+def run(method, beta=0.1, seed=0, rate=1e-2, **changes):
+    return make_run(method, beta, seed, rate, SMALL | changes)
 
 
 def curve(method, beta, seed, kls, rewards, golds=None):
@@ -178,34 +181,25 @@ def test_reference_likelihood_is_the_references():
 
 
 def test_every_method_gets_the_same_number_of_completions():
-    samples = {run_config(Run(m, 0.1, 0, 1e-3), SMALL).batch_completions for m in METHODS}
-    assert samples == {8}
+    assert {run(method).config.batch_completions for method in METHODS} == {8}
 
 
 @pytest.mark.parametrize(
-    ("run", "values", "message"),
+    ("method", "values", "message"),
     [
-        (Run("sft", 0.1, 0, 1e-3), {}, "method"),
-        (Run("ste", 0.1, 0, 1e-3), {"min_completion_length": 2}, "min_completion_length"),
-        (Run("remax", 0.1, 0, 1e-3), {"per_device_train_batch_size": 7}, "per_device_train_batch_size"),
-        (Run("rloo", 0.1, 0, 1e-3), {"per_device_train_batch_size": 6}, "num_generations"),
+        ("sft", {}, "method"),
+        ("ste", {"min_completion_length": 2}, "min_completion_length"),
+        ("remax", {"per_device_train_batch_size": 7}, "per_device_train_batch_size"),
+        ("rloo", {"per_device_train_batch_size": 6}, "num_generations"),
     ],
 )
-def test_runs_that_would_not_be_comparable_are_refused(run, values, message):
+def test_runs_that_would_not_be_comparable_are_refused(method, values, message):
     with pytest.raises(InputError, match=message):
-        run_config(run, SMALL | values)
-
-
-def test_runs_are_checked_before_the_first_one_starts(monkeypatch):
-    monkeypatch.setattr(compare, "train_once", lambda *_: pytest.fail("a run was started"))
-    with pytest.raises(InputError, match="method"):
-        run_all(TOY, [Run("ste", 0.1, 0, 1e-3), Run("sft", 0.1, 0, 1e-3)])
-    with pytest.raises(InputError, match="runs"):
-        run_all(TOY, [])
+        run(method, **values)
 
 
 def test_two_methods_start_from_the_same_policy_and_are_judged_alike():
-    table, finals = run_all(TOY, [Run("ste", 0.1, 0, 1e-2), Run("rloo", 0.1, 0, 1e-2)])
+    table, finals = train_all(TOY, [run("ste"), run("rloo")])
     first = table[table["step"] == 0]
     assert first["reward"].nunique() == 1 and first["kl"].abs().max() <= 1e-5
     assert finals["samples"].tolist() == [16, 16]
@@ -217,13 +211,10 @@ def test_two_methods_start_from_the_same_policy_and_are_judged_alike():
 
 
 def test_a_learning_rate_is_chosen_by_the_objective_on_prompts_of_its_own():
-    rates, table = search(TOY, ["ste"], [1e-9, 1e-2], 0.0, 100)
+    rates, table = search(TOY, [run("ste", 0.0, 100, rate) for rate in (1e-9, 1e-2)])
     assert rates == {"ste": 1e-2}  # without a penalty and without a step there is nothing to gain
     assert table["objective"].tolist() == table["reward"].tolist()
-    assert search(TOY, ["ste"], [3e-3], 0.0, 100)[0] == {"ste": 3e-3}
-    trained, judged = set(TOY.task(0).train_prompts), TOY.task(0).validation_prompts
-    searched = compare.replace(TOY, on_search_prompts=True).task(0).validation_prompts
-    assert searched != judged and len(searched) == 50 and len(trained) > 0
+    assert search(TOY, [run("ste", rate=3e-3)])[0] == {"ste": 3e-3}
 
 
 # --- tables, figures ---

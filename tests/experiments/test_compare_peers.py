@@ -4,14 +4,13 @@ import json
 
 import pandas as pd
 import pytest
-import torch
 
 from grade.cli.main import main
 from grade.errors import InputError
 from grade.experiments.compare import peers as contest
 from grade.experiments.compare.measure import peers
-from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config
-from grade.experiments.training_runs import FIXED
+from grade.experiments.compare.measure.runs import CURVES, make_run
+from grade.experiments.training_runs import FIXED, Bench
 from grade.gradients.objective import Objective
 from grade.results import read_metrics
 from grade.training.toy import toy_reviews, toy_task
@@ -23,21 +22,11 @@ VALUES = dict(
 
 
 def test_the_peer_has_the_settings_of_our_run():
-    config = run_config(Run("grpo", 0.5, 3, 2e-3), VALUES)
+    config = make_run("grpo", 0.5, 3, 2e-3, VALUES).config
     theirs = peers.settings(config)
     assert (theirs["per_device_train_batch_size"], theirs["num_generations"], theirs["max_steps"]) == (8, 4, 2)
     assert theirs["beta"] == 0.05  # ours divided by T = 10: its loss is a mean over tokens, ours a sum
     assert (theirs["learning_rate"], theirs["seed"], theirs["scale_rewards"]) == (2e-3, 3, "group")
-
-
-def test_evaluating_the_peer_leaves_its_sampling_alone():
-    task, run = toy_task(), Run("grpo", 0.5, 3, 2e-3)
-    values = VALUES | {"eval_prompts": 4, "final_eval_prompts": 6, "kl_eval_prompts": 2}
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    row = peers._row(run_config(run, values), run, task, 1, 2.0)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (row["method"], row["samples"], row["seconds"]) == (peers.PEER, 8, 2.0) and abs(row["kl"]) <= 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +44,16 @@ def folder(tmp_path_factory):
     return path
 
 
-def shared_by(kind, folder, reward="bag"):
+def contestants(kind, folder, method, reward="bag"):
     sizes = {"eval_prompts": 8, "final_eval_prompts": 8, "kl_eval_prompts": 8, "gumbel_topk": 16}
-    return kind(str(folder / "base"), str(folder / reward), "", str(folder), VALUES | sizes)
+    bench = kind({"policy": str(folder / "base")}, "", str(folder))
+    return bench, make_run(method, 0.1, 0, 1e-2, VALUES | sizes, str(folder / reward))
 
 
 def test_the_peer_learns_from_the_same_start_on_the_same_prompts(folder):
     pytest.importorskip("trl")
-    shared, run = shared_by(Shared, folder), Run("grpo", 0.1, 0, 1e-2)
-    ours, theirs = peers.train_once(shared, run)[0], peers.train_peer(shared, run)
+    bench, run = contestants(Bench, folder, "grpo")
+    ours, theirs = peers.train_once(bench, run)[0], peers.train_peer(bench, run)
     assert [row["step"] for row in theirs] == [row["step"] for row in ours] == [0, 1, 2]
     assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["samples"] == ours[-1]["samples"] == 16
     assert theirs[0]["kl"] <= 1e-5 < theirs[-1]["kl"]
@@ -71,16 +61,16 @@ def test_the_peer_learns_from_the_same_start_on_the_same_prompts(folder):
 
 @pytest.mark.parametrize("reward", ["bag", "judge.npz"])
 def test_a_black_box_is_the_same_function_for_both(folder, reward):
-    shared, run = shared_by(peers.BlackBox, folder, reward), Run("distilled", 0.1, 0, 1e-2)
-    part = shared.task(0).reward_model
+    bench, run = contestants(peers.BlackBox, folder, "distilled", reward)
     with pytest.raises(InputError, match="no gradient"):
-        Objective(part).require_gradient("ste")
-    ours = peers.train_once(shared, run)[0]
+        Objective(bench.task(run).reward_model).require_gradient("ste")
+    ours = peers.train_once(bench, run)[0]
     assert ours[-1]["samples"] == 16 and ours[-1]["kl"] > 1e-5
     if reward == "bag":  # the model's own rewards, though it is asked through a function
-        assert ours[0]["reward"] == pytest.approx(peers.train_once(shared_by(Shared, folder), run)[0][0]["reward"])
+        own = peers.train_once(*contestants(Bench, folder, "distilled"))[0]
+        assert ours[0]["reward"] == pytest.approx(own[0]["reward"])
     if peers.have_peer():
-        theirs = peers.train_peer(shared, Run("grpo", 0.1, 0, 1e-2))
+        theirs = peers.train_peer(*contestants(peers.BlackBox, folder, "grpo", reward))
         assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["kl"] > 1e-5
 
 

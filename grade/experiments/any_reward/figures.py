@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from grade.experiments.any_reward import learning
-from grade.experiments.any_reward.metrics import best_worths, main_runs, subject_name, worth_label
+from grade.experiments.any_reward.learning import main_runs, several_seeds, subject_name
+from grade.experiments.any_reward.metrics import best_worths
 from grade.experiments.frontier import frontier_table
 from grade.plotting import SERIES, color, marker
 
 _WIDTH = 7.0  # inches: 1,120 pixels as saved
 _MARKS = "osv^pDPX<h"
 _HIGHEST = 1e4  # of an axis of worth: an interval that says nothing would squeeze those that do
-_TITLES = {
-    "text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", "sums": "right sums",
-}  # fmt: skip
+_TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", "sums": "right sums"}
 
 
 def title_of(name: str) -> str:
@@ -36,93 +32,62 @@ def title_of(name: str) -> str:
     return _TITLES.get(name, f"{reward}, {'SmolLM2' if policy == 'smollm2' else 'tiny model'}")
 
 
-def tint(estimator: str) -> str:
-    """The colour of a method or of an estimator of the table of worth."""
-    return color(estimator.replace("plugin", "plug_in"))
-
-
 def law_figure(table: pd.DataFrame) -> Figure:
-    """The gain in variance of the corrected form against the law ``1 / (1 - R2)``, which is the dashed line.
-
-    Args:
-        table: The table law.
-
-    Returns:
-        The figure.
-    """
+    """The gain in variance of the corrected form against the law ``1 / (1 - R2)``, which is the dashed line."""
     fig, ax = plt.subplots(figsize=(5.6, 4.2))
     shown = table[np.isfinite(table["law"]) & (table["law"] > 0)]
-    for i, (family, rows) in enumerate(shown.groupby("family", sort=False)):
-        ax.plot(rows["law"], rows["gain"], _MARKS[i], color=SERIES[i], label=family, alpha=0.8)
+    families = shown["family"].unique()
+    sns.scatterplot(shown, x="law", y="gain", hue="family", style="family", palette=SERIES[: len(families)],
+                    markers=list(_MARKS[: len(families)]), s=45, alpha=0.8, ax=ax)  # fmt: skip
     ends = [min(shown["law"].min(), shown["gain"].min()), max(shown["law"].max(), shown["gain"].max())]
     ax.plot(ends, ends, color=color("line"), linestyle="--", linewidth=1, zorder=0)
     ax.set(xscale="log", yscale="log", xlabel="1 / (1 - R2)", ylabel="variance of rloo / corrected form's")
     ax.set_title("Noise that critics take away, and what they explain")
-    ax.legend(title="family")
     return fig
 
 
 def explained_figure(table: pd.DataFrame) -> Figure:
-    """R2 of every reward and number of completions (rows) and family (columns): a row of panels for each policy.
-
-    Args:
-        table: The table explained.
-
-    Returns:
-        The figure; a reward that never differs within a prompt has empty cells.
-    """
-    policies, stages = (list(table[name].unique()) for name in ("policy", "stage"))
-    order = {
-        policy: [(reward, n) for reward, of_one in rows.groupby("reward", sort=False) for n in of_one["n"].unique()]
-        for policy, rows in table.groupby("policy", sort=False)
-    }
-    heights = [len(order[policy]) for policy in policies]
+    """R2 of every reward and number of completions (rows) and family (columns): a panel for each policy and stage."""
+    table = table.assign(row=[f"{reward}, n = {n:,}" for reward, n in zip(table["reward"], table["n"], strict=True)])
+    stages, policies = table["stage"].unique(), table["policy"].unique()
+    rows = {policy: table.loc[table["policy"] == policy, "row"].unique() for policy in policies}
+    heights = [len(rows[policy]) for policy in policies]
     fig, axes = plt.subplots(
         len(policies), len(stages), figsize=(_WIDTH, 1.0 + 0.21 * sum(heights) + 0.9 * len(policies)), squeeze=False,
         height_ratios=heights,
     )  # fmt: skip
-    for policy, line in zip(policies, axes, strict=True):
-        for stage, ax in zip(stages, line, strict=True):
-            rows = table[(table["policy"] == policy) & (table["stage"] == stage)]
-            if rows.empty:
-                ax.set_axis_off()
-                continue
-            wide = rows.set_index(["reward", "n", "family"])["r2"].unstack("family")
-            wide = wide.reindex(order[policy])[list(rows["family"].unique())].astype(float)
-            sns.heatmap(wide, ax=ax, vmin=0, vmax=1, cmap="viridis", annot=True, fmt=".2f", annot_kws={"fontsize": 7},
-                        cbar=False, linewidths=0.5,
-                        yticklabels=[f"{reward}, n = {n:,}" for reward, n in order[policy]])  # fmt: skip
-            ax.set(title=f"{policy}, {stage}", xlabel="", ylabel="")
-            ax.tick_params(axis="x", labelsize=8, rotation=45)
-            ax.tick_params(axis="y", labelsize=8, rotation=0, labelleft=stage == stages[0])
-    fig.suptitle("Variance within prompts that each family explains", x=0.01, ha="left", fontsize=12)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for (policy, stage), cells in table.groupby(["policy", "stage"], sort=False):
+        ax = axes[list(policies).index(policy), list(stages).index(stage)]
+        ax.set_axis_on()
+        wide = cells.pivot(index="row", columns="family", values="r2").reindex(rows[policy])
+        sns.heatmap(wide[cells["family"].unique()].astype(float), ax=ax, vmin=0, vmax=1, cmap="viridis", annot=True,
+                    fmt=".2f", annot_kws={"fontsize": 7}, cbar=False, linewidths=0.5, yticklabels=True)  # fmt: skip
+        ax.set(title=f"{policy}, {stage}", xlabel="", ylabel="")
+        ax.tick_params(axis="x", labelsize=8, rotation=45)
+        ax.tick_params(axis="y", labelsize=8, rotation=0, labelleft=stage == stages[0])
+    _head(fig, "Variance within prompts that each family explains")
     return fig
 
 
 def worth_figure(table: pd.DataFrame) -> Figure:
-    """What one sample of each estimator is worth, alone and in batches, a panel for each size of the batch.
-
-    Args:
-        table: The table worth; of distilled rewards the additive family that explains most is shown.
-
-    Returns:
-        The figure.
-    """
+    """What one sample of each estimator is worth, alone and in batches, a panel for each size of the batch."""
     best = best_worths(table)
     best = best[best["estimator"] != "rloo"]
-    sizes = list(best["n"].unique())
-    labels = [worth_label(row.estimator, row.fitted, row.weight) for row in best.itertuples()]
-    names = list(dict.fromkeys(labels))
-    subjects = [(subject_name(row.policy, row.reward), row.stage) for row in best.itertuples()]
-    places = {subject: i for i, subject in enumerate(dict.fromkeys(subjects))}
+    sizes, names = best["n"].unique(), best["label"].unique()
+    places = {at: i for i, at in enumerate(dict.fromkeys(zip(best["subject"], best["stage"], strict=True)))}
     fig, axes = plt.subplots(
         len(sizes), 1, figsize=(_WIDTH, 2.5 * len(sizes) + 0.6 + 0.2 * -(-len(names) // 3)), sharex=True, squeeze=False
     )
     for ax, n in zip(axes[:, 0], sizes, strict=True):
         for i, name in enumerate(names):
-            own = [(places[at], row) for at, label, row in zip(subjects, labels, best.itertuples(), strict=True)
-                   if label == name and row.n == n]  # fmt: skip
-            _plot_worth(ax, own, 0.8 * ((i + 0.5) / len(names) - 0.5), name, _MARKS[i % len(_MARKS)])
+            own = best[(best["label"] == name) & (best["n"] == n)]
+            shift = 0.8 * ((i + 0.5) / len(names) - 0.5)
+            x = [places[at] + shift for at in zip(own["subject"], own["stage"], strict=True)]
+            bars = (own[["low", "high"]].astype(float).T - own["worth"]).abs().fillna(0)  # no interval: no bar
+            ax.errorbar(x, own["worth"], yerr=bars, fmt=_MARKS[i % len(_MARKS)], elinewidth=1, capsize=2, label=name,
+                        color=color(name.replace("plugin", "plug_in")))  # fmt: skip
         ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
         ax.set_yscale("symlog", linthresh=0.1, linscale=0.5)
         ax.set_yticks(ticks := [0, 0.1, 1, 10, 100, 1000], [f"{tick:g}" for tick in ticks])
@@ -130,146 +95,114 @@ def worth_figure(table: pd.DataFrame) -> Figure:
         ax.set_title("one sample" if n == 1 else f"a sample in a batch of {n}", fontsize=10)
         ax.grid(False, axis="x")
     axes[-1, 0].set_xticks(range(len(places)), [title_of(name) for name, _ in places])
-    fig.suptitle("What one sample is worth, in samples of rloo", x=0.01, ha="left", fontsize=12)
+    _head(fig, "What one sample is worth, in samples of rloo")
     fig.supylabel("worth (bars: 95 %)", fontsize=10)
     fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8.5)
     return fig
 
 
-def _plot_worth(ax: Axes, rows: Sequence, shift: float, name: str, mark: str) -> None:
-    x = [place + shift for place, _ in rows]
-    worth = np.array([row.worth for _, row in rows], float)
-    ends = np.array([[row.low, row.high] for _, row in rows], float).reshape(-1, 2).T
-    bars = np.nan_to_num(np.abs(ends - worth))  # no interval: no bar
-    ax.errorbar(x, worth, yerr=bars, fmt=mark, color=tint(name), elinewidth=1, capsize=2, label=name)
-
-
 def learning_figure(runs: pd.DataFrame, target: float, x: str = "samples") -> Figure:
-    """Held-out reward along training, KL beside it, a line of panels for each subject.
+    """Held-out reward along training and KL beside it, a line of panels for each subject; bands: one standard error.
 
-    Args:
-        runs: The table runs; with a column ``seconds`` for ``x = "seconds"``.
-        target: For KL.
-        x: ``samples`` or ``seconds``.
-
-    Returns:
-        The figure; bands are one standard error over seeds.
+    ``x``: ``samples``, or ``seconds`` where the runs have a column of these.
     """
-    curves = {name: rows[rows["target_kl"] == target] for name, rows in main_runs(runs).items()}
-    curves = {name: rows.assign(seconds=rows.get("seconds", np.nan)) for name, rows in curves.items() if len(rows)}
-    fig, axes = plt.subplots(len(curves), 2, figsize=(_WIDTH + 1, 2.3 * len(curves) + 0.9), squeeze=False)
-    for (left, right), (name, rows) in zip(axes, curves.items(), strict=True):
-        for method, points in learning.learning_table(rows).groupby("method", sort=False):
-            style = dict(color=color(method), linewidth=1.6, markersize=4)
-            left.plot(points[x], points["reward"], marker(method) + "-", label=method, **style)
-            error = points["reward_stderr"].fillna(0)
-            left.fill_between(points[x], points["reward"] - error, points["reward"] + error, color=color(method),
-                              alpha=0.15, linewidth=0)  # fmt: skip
-            right.plot(points[x], points["kl"], marker(method) + "-", **style)
-        right.axhline(target, color=color("line"), linewidth=1, linestyle="--")
-        left.set_title(f"{title_of(name)} ({rows['seed'].nunique()} seeds)", fontsize=10)
-        left.set_ylabel("held-out reward", fontsize=9)
-        right.set_ylabel("KL, nats a completion", fontsize=9)
-    for ax in axes[-1]:
-        ax.set_xlabel("completions" if x == "samples" else "seconds of training")
-    words = "samples" if x == "samples" else "time"
-    fig.suptitle(f"Reward and KL against {words}; dashed: the target", x=0.01, ha="left", fontsize=12)
-    _legend(fig, [method for rows in curves.values() for method in rows["method"].unique()])
-    return fig
+    parts = []
+    for name, rows in main_runs(runs[runs["target_kl"] == target]).items():
+        rows = rows.assign(x=rows.groupby(["method", "step"])[x].transform("mean"))
+        subject = f"{title_of(name)} ({rows['seed'].nunique()} seeds)"
+        parts += [rows[["method", "x"]].assign(value=rows[column], what=what, subject=subject)
+                  for column, what in (("reward", "held-out reward"), ("kl", "KL, nats a completion"))]  # fmt: skip
+    table = pd.concat(parts, ignore_index=True)
+    grid = sns.relplot(table, x="x", y="value", row="subject", col="what", kind="line", errorbar="se", height=2.3,
+                       aspect=1.7, facet_kws=dict(sharex="row", sharey=False), **_methods(table["method"]))  # fmt: skip
+    for (subject, what), ax in grid.axes_dict.items():
+        ax.set(title=subject if what == "held-out reward" else "", ylabel=what)
+    for ax in grid.axes[:, 1]:
+        ax.axhline(target, color=color("line"), linewidth=1, linestyle="--")
+    grid.set_xlabels("completions" if x == "samples" else "seconds of training")
+    return _finished(grid, f"Reward and KL against {'samples' if x == 'samples' else 'time'}; dashed: the target")
 
 
 def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | None:
-    """Highest held-out reward at each KL, a panel for each subject.
+    """Highest held-out reward at each KL up to the highest level, a panel for each subject; bands: one standard error.
 
-    Args:
-        runs: The table runs.
-        levels: KL in nats a completion that the figure is to hold.
-
-    Returns:
-        The figure; bands are one standard error. None if no method has two seeds.
+    None if no method has two seeds.
     """
-    tables: dict[str, pd.DataFrame] = {}
-    for name, rows in main_runs(runs).items():
-        seeds = rows.groupby("method")["seed"].nunique()
-        rows = rows[rows["method"].isin(seeds.index[seeds > 1])]
-        if len(rows):
-            tables[name] = frontier_table(rows, list(np.linspace(0, max(levels), 41)[1:]), "target_kl")
+    grid_of_kl = list(np.linspace(0, max(levels), 41)[1:])
+    tables = [frontier_table(rows, grid_of_kl, "target_kl").assign(subject=title_of(name))
+              for name, of_subject in main_runs(runs).items() if len(rows := several_seeds(of_subject))]  # fmt: skip
     if not tables:
         return None
-    columns = min(2, len(tables))
-    lines = -(-len(tables) // columns)
-    fig, axes = plt.subplots(lines, columns, figsize=(_WIDTH, 2.6 * lines + 0.8), squeeze=False)
-    for ax, (name, table) in zip(axes.flat, tables.items(), strict=False):
-        for method, rows in table.groupby("method", sort=False):
-            ax.plot(rows["kl"], rows["reward"], color=color(method), linewidth=1.6)
-            ax.fill_between(rows["kl"], rows["reward"] - rows["stderr"], rows["reward"] + rows["stderr"],
-                            color=color(method), alpha=0.15, linewidth=0)  # fmt: skip
-        ax.set_title(title_of(name), fontsize=10)
-    for ax in list(axes.flat)[len(tables) :]:
-        ax.set_axis_off()
-    fig.suptitle("The highest reward at each KL", x=0.01, ha="left", fontsize=12)
-    for ax in axes.flat[max(len(tables) - columns, 0) : len(tables)]:  # a label below all would lie on the legend
-        ax.set_xlabel("KL, nats a completion", fontsize=9)
-    fig.supylabel("held-out reward", fontsize=10)
-    _legend(fig, [method for table in tables.values() for method in table["method"].unique()])
-    return fig
+    table = pd.concat(tables, ignore_index=True)
+    band = pd.concat([table.assign(reward=table["reward"] + sign * table["stderr"]) for sign in (-1, 0, 1)])
+    grid = sns.relplot(band, x="kl", y="reward", col="subject", col_wrap=min(2, len(tables)), kind="line", height=2.8,
+                       aspect=1.3, errorbar=("pi", 100), facet_kws=dict(sharey=False),
+                       **_methods(table["method"]) | {"style": None})  # fmt: skip
+    grid.set_titles("{col_name}").set_axis_labels("KL, nats a completion", "held-out reward")
+    return _finished(grid, "The highest reward at each KL")
 
 
-def batches_figure(ratios: Mapping[str, pd.Series]) -> Figure | None:
-    """Samples to `rloo`'s final reward over its own, against completions a step.
+def batches_figure(ratios: pd.DataFrame) -> Figure | None:
+    """Samples to `rloo`'s final reward over its own, of `auto`, against completions per step.
 
-    Args:
-        ratios: By subject, a series by completions a step.
-
-    Returns:
-        The figure; None if there is one size only.
+    From `learning.ratio_table` at one target; None if no subject has several sizes.
     """
-    ratios = {name: values for name, values in ratios.items() if len(values) > 1}
-    if not ratios:
+    table = ratios[(ratios["method"] == "auto") & (ratios["n"] > 0)]
+    table = table[table.groupby("subject")["completions"].transform("nunique") > 1]
+    if table.empty:
         return None
+    table = table.assign(subject=table["subject"].map(title_of))
     fig, ax = plt.subplots(figsize=(5.6, 3.8))
-    for i, (name, values) in enumerate(ratios.items()):
-        ax.plot(values.index, values, _MARKS[i] + "-", color=SERIES[i], label=title_of(name))
+    names = table["subject"].unique()
+    sns.lineplot(table, x="completions", y="ratio", hue="subject", style="subject", dashes=False, ax=ax,
+                 markers=list(_MARKS[: len(names)]), palette=SERIES[: len(names)])  # fmt: skip
     ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
     ax.set(xscale="log", yscale="log", xlabel="completions a step", ylabel="samples of auto / of rloo")
-    sizes = sorted({size for values in ratios.values() for size in values.index})
+    sizes = sorted(table["completions"].unique())
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.minorticks_off()
+    ax.legend(title=None)
     ax.set_title("How few samples a step suffice")
-    ax.legend()
     return fig
 
 
 def tokens_figure(table: pd.DataFrame, shown: int = 12) -> Figure | None:
-    """Tokens that a distilled reward likes most and least, as text, a panel for each reward.
-
-    Args:
-        table: The table tokens.
-        shown: Tokens at either end.
-
-    Returns:
-        The figure; None for an empty table.
-    """
-    panels = list(table.groupby(["policy", "reward"], sort=False))
-    if not panels:
+    """Tokens that a distilled reward likes most and least, so many at either end; None for an empty table."""
+    if table.empty:
         return None
-    fig, axes = plt.subplots(
-        1, len(panels), figsize=(max(3.2 * len(panels) + 1.0, 5.6), 0.22 * 2 * shown + 1.0), squeeze=False
+    rows = table[table["rank"].abs() <= shown].sort_values("value", ascending=False)
+    rows = rows.assign(
+        token=rows["token"].astype(str).str.replace("$", r"\$"), good=rows["value"] > 0,
+        subject=[title_of(subject_name(*pair)) for pair in zip(rows["policy"], rows["reward"], strict=True)],
     )  # fmt: skip
-    for ax, ((policy, reward), rows) in zip(axes[0], panels, strict=True):
-        rows = rows[rows["rank"].abs() <= shown].sort_values("value", ascending=False)
-        names = [str(token).replace("$", r"\$") for token in rows["token"]]
-        ax.barh(range(len(rows)), rows["value"], color=[color("good" if v > 0 else "bad") for v in rows["value"]])
-        ax.set_yticks(range(len(rows)), names, fontsize=8)
-        ax.invert_yaxis()
-        ax.xaxis.set_major_locator(MaxNLocator(4))
+    grid = sns.catplot(rows, x="value", y="token", hue="good", col="subject", kind="bar", sharex=False, sharey=False,
+                       palette={True: color("good"), False: color("bad")}, legend=False, errorbar=None, aspect=0.6,
+                       col_order=[title_of(subject_name(*pair)) for pair in
+                                  table[["policy", "reward"]].drop_duplicates().itertuples(index=False)],
+                       height=0.22 * 2 * shown + 1.0)  # fmt: skip
+    grid.set_titles("{col_name}").set_axis_labels("change in the completion's reward", "").tick_params("y", labelsize=8)
+    for ax in grid.axes.flat:
         ax.grid(False, axis="y")
-        ax.set_title(title_of(subject_name(policy, reward)), fontsize=10)
-    fig.suptitle("Tokens that the reward likes most and least", x=0.01, ha="left", fontsize=12)
-    fig.supxlabel("change in the completion's reward", fontsize=10)
+    return _finished(grid, "Tokens that the reward likes most and least")
+
+
+def _methods(methods: Iterable[str]) -> dict[str, Any]:
+    """One colour and one marker for each method."""
+    order = list(dict.fromkeys(methods))
+    return dict(hue="method", style="method", hue_order=order, style_order=order, dashes=False,
+                palette={m: color(m) for m in order}, markers={m: marker(m) for m in order})  # fmt: skip
+
+
+def _finished(grid: sns.FacetGrid, title: str) -> Figure:
+    fig = grid.figure
+    fig.set_layout_engine("constrained")  # seaborn sets another, which leaves no room for a title
+    if grid.legend is not None:
+        handles, names = grid.legend.legend_handles, [text.get_text() for text in grid.legend.get_texts()]
+        grid.legend.remove()
+        fig.legend(handles, names, loc="outside lower center", ncols=6, fontsize=8.5)
+    _head(fig, title)
     return fig
 
 
-def _legend(fig: Figure, methods: Sequence[str]) -> None:
-    handles = [Line2D([], [], color=color(m), marker=marker(m), markersize=4, label=m) for m in dict.fromkeys(methods)]
-    fig.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8.5)
+def _head(fig: Figure, title: str) -> None:
+    fig.suptitle(title, x=0.01, ha="left", fontsize=12)

@@ -24,7 +24,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 from grade.experiments.any_reward.measure.explained import own_tokens
-from grade.experiments.any_reward.measure.parts import split_losses, state_gradients, step_losses
+from grade.experiments.any_reward.measure.parts import ascent, fitted_ascent
 from grade.experiments.enumeration import completion_logps, every_completion, random_prompts, tiny_policy
 from grade.experiments.measured import progress
 from grade.gradients.distilled.families import ADDITIVE, Observed, make_family
@@ -312,7 +312,7 @@ def bias_table(
     sample = learner.scored(learner.sample(prompts, generator), Objective(TableReward(world), 0.0))
     leaf = _leaf(world, sample)
     for name, fit in {"none": None, **critics}.items():
-        plug, residual = state_gradients(split_losses(learner, sample, fit, leaf), leaf)
+        plug, residual = fitted_ascent(learner, sample, fit, leaf)
         # The mean over a round of all prompts is one draw of the mean over prompts.
         each = world.gradients(sample, (plug + residual) * samples, axes)
         rounds = each.unflatten(0, (-1, GROUP * len(world.prompts))).mean(1)
@@ -357,7 +357,7 @@ def _pair_moments(world: World, fit: Fit | None) -> dict[str, tuple[Tensor, Tens
     prompts = torch.arange(batch).repeat_interleave(n * n)
     sample = world.sample(prompts.repeat_interleave(2), torch.stack([first, second], 1).flatten())
     leaf = _leaf(world, sample)
-    parts = state_gradients(split_losses(world.learner(2), sample, fit, leaf), leaf)
+    parts = fitted_ascent(world.learner(2), sample, fit, leaf)
     plug, residual = (
         world.gradients(sample, part * len(sample.reward)).view(batch, n * n, 2, -1).mean(2) for part in parts
     )
@@ -387,7 +387,7 @@ def _step(world: World, step: str, groups: int, axes: Tensor, generator: torch.G
     else:
         learner.update_fit([sample], context)  # type: ignore[arg-type]
     leaf = _leaf(world, sample)
-    plug, residual = state_gradients(step_losses(learner, sample, leaf), leaf)
+    plug, residual = ascent(learner, sample, leaf)
     return world.gradients(sample, plug + residual, axes).sum(0)
 
 

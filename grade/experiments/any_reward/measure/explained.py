@@ -1,4 +1,4 @@
-"""How much of a reward's variance within prompts each family explains, out of sample.
+"""What a fit explains, which tokens it says a reward likes, and what it costs in a training step.
 
 Completions of a policy are scored by every reward, and every family is fitted on the first n of them. A prompt's
 completions are predicted by the fit without them (`grade.gradients.distilled.ridge.left_out`).
@@ -6,6 +6,8 @@ completions are predicted by the fit without them (`grade.gradients.distilled.ri
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 
@@ -13,19 +15,24 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from grade.experiments.any_reward.measure.rewards import sample_scored
-from grade.experiments.any_reward.measure.subject import Subject
+from grade.experiments.any_reward.measure.rewards import BATCH_ROWS, Subject, sample_scored
 from grade.gradients.distilled.families import Family, Observed, layers_of, make_family
+from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out
-from grade.gradients.distilled.store import Store
+from grade.gradients.distilled.store import LARGE, Store
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import StepContext
 from grade.models.scoring import completion_states
 from grade.stats import jackknife_stderr
+from grade.training.logs import token_table
 
 SCORE_ROWS = 64
 """Completions whose features are made at once."""
 DEPTHS = (1, 2, 4, 8)
 """Layers of the trunk families below all layers, where the base has more."""
+NOISE = 0.1
+"""Of the features that fill a store, in standard deviations: rows that are drawn twice differ."""
 
 
 def family_names(layers: int) -> list[str]:
@@ -42,24 +49,12 @@ def scored_completions(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Observed]]:
     """Completions of the first n / G prompts.
 
-    Args:
-        subject: Policy, rewards, prompts.
-        families: By name.
-        n: Completions, a multiple of G.
-        seed: Of the noise.
-
     Returns:
         Rewards [n] by name, features of each family [n, ...], and the completions in parts of `SCORE_ROWS`.
-
-    Raises:
-        InputError: If n is no multiple of G, or there are too few prompts.
     """
     backbone, group = subject.backbone, subject.group
-    generator = torch.Generator(backbone.device).manual_seed(seed)
     first, *others = subject.rewards
-    ids, mask, reward = sample_scored(
-        backbone, subject.rewards[first], subject.prompts, group, subject.length, n, generator, subject.min_length
-    )
+    ids, mask, reward = sample_scored(subject, first, n, torch.Generator(backbone.device).manual_seed(seed))
     prompts = subject.prompts[slice(0, n // group)].repeat(group)
     depths = sorted({family.depth for family in families.values() if family.depth is not None})
     seen, rows = [], {name: [] for name in families}
@@ -81,61 +76,124 @@ def own_tokens(seen: Sequence[Observed]) -> Tensor:
 
 
 @torch.no_grad()
-def explained_table(
-    subject: Subject, sizes: Sequence[int], families: Sequence[str] = (), seed: int = 0
-) -> pd.DataFrame:
-    """R2 of every reward, family and number of completions.
+def explained_table(subject: Subject, sizes: Sequence[int], families: Sequence[str] = ()) -> pd.DataFrame:
+    """R2 of every reward, family (default: all) and number of completions n; the smaller are the first of the larger.
 
-    Args:
-        subject: Policy, rewards, prompts.
-        sizes: Numbers of completions n, multiples of G; the smaller are the first of the larger.
-        families: Names; default: all.
-        seed: Of the completions.
-
-    Returns:
-        Columns policy, stage, reward, family, n; r2, the share of the reward's variance within prompts that is
-        explained out of sample, with its standard error (jackknife over prompts, predictions held); slope of the reward
-        on its prediction; penalty that was chosen; seconds of the choice. NaN for a reward that never differs within a
-        prompt.
+    Columns policy, stage, reward, family, n; r2 within prompts, out of sample, with its standard error (jackknife over
+    prompts, predictions held); slope of the reward on its prediction; penalty that was chosen. NaN for a reward that
+    never differs within a prompt.
     """
     names = families or family_names(layers_of(subject.backbone))
     made = {name: make_family(name, subject.backbone) for name in names}
-    rewards, rows, seen = scored_completions(subject, made, max(sizes), seed)
-    tokens = own_tokens(seen)
-    table = []
+    rewards, rows, seen = scored_completions(subject, made, max(sizes))
+    tokens, table = own_tokens(seen), []
     for name, family in made.items():
         store = Store({name: family}, subject.group, max(sizes))
-        first, *_ = rewards.values()
-        store.add({name: rows[name]}, first, tokens)  # the Gram matrix does not depend on rewards
+        store.add({name: rows[name]}, next(iter(rewards.values())), tokens)  # the Gram matrix is the same for all
         for n in sizes:
-            start = time.perf_counter()
-            spectrum, made_in = Spectrum.of(store.grams[name][:n, :n]), time.perf_counter() - start
+            spectrum = Spectrum.of(store.grams[name][:n, :n])
             for reward, values in rewards.items():
-                start = time.perf_counter()
                 choice, stderr = explained(spectrum, centred(values[:n].double().cpu(), subject.group), subject.group)
                 table.append(dict(
                     policy=subject.policy, stage=subject.stage, reward=reward, family=name, n=n, r2=choice.r2,
                     r2_stderr=stderr, slope=choice.raw_slope, penalty=choice.penalty,
-                    seconds=made_in + time.perf_counter() - start,
                 ))  # fmt: skip
     return pd.DataFrame(table)
 
 
 def explained(spectrum: Spectrum, rewards: Tensor, group: int) -> tuple[Choice, float]:
-    """The best penalty with its R2, and the standard error of R2.
-
-    Args:
-        spectrum: Of the Gram matrix of centred features [n, n].
-        rewards: Centred [n].
-        group: G.
-
-    Returns:
-        The choice; the jackknife over groups of the R2 of given predictions (NaN if there is none).
-    """
+    """The best penalty for centred rewards [n], and the jackknife error over groups of its R2, predictions held."""
     choice = choose(spectrum, rewards, group)
     if not float(rewards @ rewards) > 0 or not spectrum.scale > 0:
-        return Choice(choice.penalty, float("nan"), float("nan"), float("nan")), float("nan")
+        return Choice(choice.penalty, math.nan, math.nan, math.nan), math.nan
     predicted = left_out(spectrum, rewards, group, choice.penalty * spectrum.scale)
     sums = torch.stack([predicted * rewards, predicted * predicted, rewards * rewards]).view(3, -1, group).sum(2)
     py, pp, yy = sums.sum(1, keepdim=True) - sums  # [n / G] each, one group left out
     return choice, jackknife_stderr(py.abs() * py / (pp * yy))
+
+
+def liked_tokens(subject: Subject, completions: int) -> pd.DataFrame:
+    """Tokens that the first reward likes most and least, distilled from the policy's completions.
+
+    Columns policy, reward, and those of `grade.training.logs.token_table`; tokens are Python literals.
+    """
+    (name, reward), learner = next(iter(subject.rewards.items())), _learner(subject)
+    generator = torch.Generator(subject.backbone.device).manual_seed(0)
+    prompts = min(BATCH_ROWS, completions) // subject.group
+    samples = []
+    for start in range(0, completions // subject.group, prompts):
+        own = subject.prompts[torch.arange(start, start + prompts) % len(subject.prompts)]
+        samples.append(learner.scored(learner.sample(own, generator), Objective(reward, 0.0)))
+    learner.update_fit(samples, StepContext(1, apply=lambda: None))
+    learner.last = samples[-1].seen
+    table = token_table(subject.backbone, learner)
+    table["token"] = [repr(token) for token in table["token"]]  # spaces can be seen, line ends do no harm
+    table.insert(0, "policy", subject.policy)
+    table.insert(1, "reward", name)
+    return table
+
+
+def fit_cost(subject: Subject, batch: int, completions: int, steps: int) -> pd.DataFrame:
+    """Time the fits of the method `auto` with a store of so many completions, and whole steps of ``batch`` beside them.
+
+    A step learns what its completions scored; that it only sometimes fits, and rarely chooses a family, is what makes
+    it cheap. So learning is timed over as many batches as lie between two choices, and all else in a step over a few
+    real ones, of which the first is not timed. The store is filled with features and rewards of one batch, drawn again
+    and again with some noise, and so are the batches: their sizes are those of real ones, and nothing else about them
+    takes time.
+
+    Columns policy, batch, completions (in the store after it), fitted, chosen (whether family and penalty were chosen
+    anew), fit_seconds (adding, predicting, fitting), step_seconds (these, and the mean of all else but the
+    optimizer's).
+    """
+    learner, objective = _learner(subject), Objective(next(iter(subject.rewards.values())), 0.1)
+    generator = torch.Generator(subject.backbone.device).manual_seed(0)
+    prompts, context = batch // subject.group, StepContext(1, apply=lambda: None)
+    sample = learner.scored(learner.sample(subject.prompts[slice(0, prompts)], generator), objective)
+    _fill(learner, sample, completions)
+    rest = []
+    for step in range(steps + 1):
+        own = subject.prompts[torch.arange(step * prompts, (step + 1) * prompts) % len(subject.prompts)]
+        start = time.perf_counter()
+        learner.step([(own, generator)], objective, context)
+        rest.append(time.perf_counter() - start - float(learner.figures["distilled/seconds"][0]))
+        for p in subject.backbone.trainable_parameters():
+            p.grad = None
+    table, noise = [], torch.Generator().manual_seed(0)
+    for _ in range(math.ceil(LARGE / batch)):
+        reward = torch.randn(len(sample.reward), generator=noise)
+        rows = {name: _noisy(rows.cpu(), noise).to(rows.device) for name, rows in sample.rows.items()}
+        start, choices = time.perf_counter(), learner.store.choices
+        learner.update_fit([Sample(sample.seen, reward, rows)], context)
+        seconds, fitted = time.perf_counter() - start, learner.store.waiting == []
+        table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store), fitted=fitted,
+                          chosen=learner.store.choices is not choices, fit_seconds=seconds,
+                          step_seconds=seconds + statistics.fmean(rest[1:])))  # fmt: skip
+    return pd.DataFrame(table)
+
+
+def _learner(subject: Subject) -> DistilledGradient:
+    config = MethodConfig(
+        method="distilled", num_generations=subject.group, max_completion_length=subject.length,
+        min_completion_length=subject.min_length, residual_weight="auto",
+    )  # fmt: skip
+    return DistilledGradient(config, subject.backbone)
+
+
+def _fill(learner: DistilledGradient, sample: Sample, completions: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = own_tokens([sample.seen]).cpu()
+    group, left = learner.config.group, completions // learner.config.group * learner.config.group
+    while left > 0:
+        n = min(BATCH_ROWS // group * group, left)
+        drawn = torch.randint(len(tokens), (n,), generator=generator)
+        rows = {name: _noisy(rows.cpu()[drawn], generator).to(rows.device) for name, rows in sample.rows.items()}
+        learner.store.add(rows, torch.randn(n, generator=generator), tokens[drawn])
+        left -= n
+
+
+def _noisy(rows: Tensor, generator: torch.Generator) -> Tensor:
+    if not rows.is_floating_point():
+        return rows
+    noise = torch.randn(rows.shape, generator=generator, dtype=rows.dtype)
+    return rows + NOISE * float(rows.std()) * noise

@@ -1,31 +1,35 @@
-"""The tables of the experiment on any reward, and the settings that they depend on.
-
-What is measured is imported where it is used: `grade.experiments.any_reward.measure.worth` lies on top of all others.
-"""
+"""The tables of the experiment on any reward, and the settings that they depend on."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Any, Literal, Self
 
 import pandas as pd
 from pydantic import Field, model_validator
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.experiments.measured import Measurements as Base
-
-if TYPE_CHECKING:
-    from grade.experiments.any_reward.measure.enumerated import World
-    from grade.experiments.any_reward.measure.rewards import Folders
-    from grade.experiments.any_reward.measure.runs import Run, Shared
-    from grade.experiments.any_reward.measure.subject import Subject
-    from grade.gradients.distilled.store import Fit
-    from grade.models.backbone import Backbone
+from grade.experiments.any_reward.measure import enumerated, explained, worth
+from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Folders, Subject, load_subject
+from grade.experiments.any_reward.measure.runs import (
+    COLUMNS,
+    DIFFERENTIATING,
+    NAMES,
+    SEARCH_SEEDS,
+    Rewards,
+    chosen_rates,
+    make_run,
+    published_runs,
+    run_all,
+)
+from grade.experiments.any_reward.measure.sums import build_sums
+from grade.experiments.training_runs import Run, train_once
+from grade.models.backbone import Backbone
 
 Policy = Literal["tiny", "smollm2", "sums"]
 
@@ -57,7 +61,7 @@ class Gradients(Config):
     reference: int = Field(
         3, ge=1, description="batches of rloo that the truth of each row is the mean of, its own too"
     )
-    batches: list[int] = Field([1, 64], min_length=1, description="batch sizes n at which worth is told")
+    batches: list[int] = Field([1, 64], min_length=1, description="batch sizes n at which worth is given")
 
 
 SMOKE = Grid(
@@ -100,9 +104,9 @@ class Settings(Config):
     )
     tokens: dict[Policy, list[str]] = Field({"tiny": ["gold"]}, description="rewards whose tokens are shown")
     tokens_completions: int = Field(64, ge=8, description="completions that those rewards are distilled from")
-    finished_dir: str = Field("", description="folder of a runs.jsonl, read instead of training; empty: trained here")
+    published: str = Field("", description="results in git whose training runs are not trained again; empty: all are")
     grids: list[Grid] = Field([SMOKE], min_length=1, description="training runs")
-    chosen_rates: dict[str, float] = Field(
+    chosen_rates: dict[str, float] | None = Field(
         {"rloo": 1.0e-2, "auto": 1.0e-2, "plug_in": 1.0e-2, "ste": 1.0e-2},
         description="method to learning rate, of an earlier search; the others are searched",
     )
@@ -125,7 +129,7 @@ class Settings(Config):
         targets = sorted({target for grid in self.grids for target in grid.target_kls})
         if self.headline_kl not in targets:
             raise InputError("headline_kl", self.headline_kl, f"one of the grids' target_kls = {targets}")
-        if self.trained_on and "auto" not in (*self.methods, *self.chosen_rates):
+        if self.trained_on and "auto" not in (*self.methods, *(self.chosen_rates or {})):
             raise InputError("trained_on", self.trained_on, "nothing where no grid has the method auto")
         if twice := sorted(set(self.trained) & set(self.trained_on)):
             raise InputError(
@@ -140,222 +144,151 @@ class Settings(Config):
         """Methods of all grids."""
         return list(dict.fromkeys(method for grid in self.grids for method in grid.methods))
 
-    @property
-    def searched(self) -> list[str]:
-        """Methods without a chosen rate."""
-        return [method for method in self.methods if method not in self.chosen_rates]
-
-    def folders(self, policy: str) -> Folders:
-        """Where a policy's rewards lie."""
-        from grade.experiments.any_reward.measure.rewards import Folders
-
-        if policy == "sums":
-            return Folders()
-        of_tiny = policy == "tiny"
-        return Folders(
-            self.tiny_rewards_dir if of_tiny else self.smollm2_rewards_dir, self.reviews_dir, self.gold_file,
-            self.smollm2_dir if of_tiny else "", self.smollm2_rewards_dir if of_tiny else "",
-        )  # fmt: skip
-
-
-class Measurements(Base[Settings]):
-    """Distilled rewards: bias, what they explain, what a sample is worth, and training runs at equal KL."""
-
-    Settings = Settings
-    tables = ("exact", "bias", "law", "explained", "worth", "tokens", "search", "runs")
-    timed = ("run_seconds", "fit_cost")
-
     # ---- the enumerated policy ----
     @cached_property
-    def _critics(self) -> tuple[World, dict[str, Fit]]:
-        from grade.experiments.any_reward.measure.enumerated import make_critics, make_world
-
-        world = make_world()
-        return world, make_critics(world, self.settings.critic_fitted, self.settings.critic_best)
-
-    def exact(self) -> pd.DataFrame:
-        """Bias and variance of every estimator with every critic; see `enumerated.exact_table`."""
-        from grade.experiments.any_reward.measure.enumerated import exact_table
-
-        return exact_table(*self._critics)
-
-    def bias(self) -> pd.DataFrame:
-        """Bias of the corrected form with the learner's own sampler; see `enumerated.bias_table`."""
-        from grade.experiments.any_reward.measure.enumerated import bias_table
-
-        return bias_table(*self._critics, self.settings.bias_samples, self.settings.bias_steps)
-
-    def law(self) -> pd.DataFrame:
-        """Gain in variance against ``1 / (1 - R2)``; see `enumerated.law_table`."""
-        from grade.experiments.any_reward.measure.enumerated import law_table
-
-        return law_table(self.settings.law_shares, self.settings.law_scales, n=self.settings.critic_best)
+    def critics(self) -> tuple[enumerated.World, dict]:
+        """The enumerated policy, and what is held against its reward."""
+        world = enumerated.make_world()
+        return world, enumerated.make_critics(world, self.critic_fitted, self.critic_best)
 
     # ---- language models ----
     @cached_property
-    def _sums(self) -> tempfile.TemporaryDirectory:
-        """Where the policy of sums is made, once."""
+    def folders(self) -> dict[str, Folders]:
+        """Where each policy lies; that of sums is made where it is needed."""
+        shared = (self.reviews_dir, self.gold_file)
+        folders = {
+            "tiny": Folders(self.tiny_dir, self.tiny_rewards_dir, *shared, self.smollm2_dir, self.smollm2_rewards_dir),
+            "smollm2": Folders(self.smollm2_dir, self.smollm2_rewards_dir, *shared),
+        }
+        asked = [*self.explained, *(g.policy for g in self.worth), *self.tokens, *self.cost]
+        if "sums" in asked or any("sums" in grid.rewards for grid in self.grids):
+            folders["sums"] = Folders(str(Path(self.scratch.name, "sums")))
+            build_sums(folders["sums"].base)
+        return folders
+
+    @cached_property
+    def scratch(self) -> tempfile.TemporaryDirectory:
+        """A folder that lives as long as these settings."""
         return tempfile.TemporaryDirectory()
 
-    @property
-    def _bases(self) -> dict[str, str]:
-        bases = {"tiny": self.settings.tiny_dir, "smollm2": self.settings.smollm2_dir}
-        s = self.settings
-        asked = [*s.explained, *(g.policy for g in s.worth), *s.tokens, *s.cost]
-        sums = "sums" in asked or any("sums" in grid.rewards for grid in self.settings.grids)
-        return bases | ({"sums": str(Path(self._sums.name, "sums"))} if sums else {})
-
-    def _subject(
+    def subject(
         self, policy: str, rewards: Sequence[str], adapter: str = "", trained: Backbone | None = None
     ) -> Subject:
-        from grade.experiments.any_reward.measure.subject import load_subject
-
-        s = self.settings
-        return load_subject(policy, self._bases[policy], s.folders(policy), adapter, rewards, s.prompt_tokens,
-                            s.new_tokens, s.group, trained=trained)  # fmt: skip
-
-    def _trained(self, policy: str) -> Backbone:
-        """The policy after a run on its reward of `trained_on`, as the first grid has them."""
-        from grade.experiments.any_reward.measure.runs import Run, train_once
-
-        s, first = self.settings, self.settings.grids[0]
-        shared = self._shared(first.eval_every, first.eval_prompts)
-        train_once(shared, Run(policy, s.trained_on[policy], "auto", s.headline_kl, 0, self._rates["auto"],
-                               first.completions, first.steps))  # fmt: skip
-        return shared.loaded[policy].backbone
-
-    def explained(self) -> pd.DataFrame:
-        """R2 within prompts, out of sample; see `explained.explained_table`."""
-        from grade.experiments.any_reward.measure.explained import explained_table
-
-        s, parts = self.settings, []
-        for policy, rewards in s.explained.items():
-            subjects = [partial(self._subject, policy, rewards)]
-            if policy in s.trained:
-                subjects.append(partial(self._subject, policy, rewards, s.trained[policy]))
-            if policy in s.trained_on:
-                subjects.append(lambda p=policy, r=rewards: self._subject(p, r, trained=self._trained(p)))
-            for subject in subjects:
-                parts.append(explained_table(subject(), s.explained_sizes[policy], s.explained_families))
-        return pd.concat(parts, ignore_index=True).drop(columns="seconds")
-
-    def worth(self) -> pd.DataFrame:
-        """What a sample of each estimator is worth; see `worth.worth_table`."""
-        from grade.experiments.any_reward.measure.runs import DIFFERENTIABLE
-        from grade.experiments.any_reward.measure.worth import Setting, gradient_rows, worth_table
-
-        parts = []
-        for g in self.settings.worth:
-            smooth = [reward for reward in g.rewards if reward in DIFFERENTIABLE]
-            subject = self._subject(g.policy, g.rewards)
-            setting = Setting(subject, g.prompts, g.families, g.fitted, differentiable=smooth)
-            parts.append(worth_table(gradient_rows(setting, g.rows, g.reference), g.batches))
-        return pd.concat(parts, ignore_index=True)
-
-    def tokens(self) -> pd.DataFrame:
-        """Tokens that rewards like most and least; see `cost.liked_tokens`. Columns also policy, reward."""
-        from grade.experiments.any_reward.measure.cost import liked_tokens
-
-        s = self.settings
-        return pd.concat(
-            [liked_tokens(self._subject(policy, [reward]), s.tokens_completions)
-             for policy, rewards in s.tokens.items() for reward in rewards], ignore_index=True,
-        )  # fmt: skip
+        """A policy with its rewards."""
+        return load_subject(policy, self.folders[policy], rewards, self.prompt_tokens, self.new_tokens, self.group,
+                            adapter, trained)  # fmt: skip
 
     # ---- training runs ----
-    def _shared(self, eval_every: int = 5, eval_prompts: int = 128) -> Shared:
-        from grade.experiments.any_reward.measure.runs import Shared
+    def bench(self, on_search_prompts: bool = False) -> Rewards:
+        """Models and prompts of training runs."""
+        bases = {policy: folders.base for policy, folders in self.folders.items()}
+        return Rewards(bases, self.gold_file, self.reviews_dir, on_search_prompts, self.folders)
 
-        s = self.settings
-        values = {
-            "max_prompt_length": s.prompt_tokens, "max_completion_length": s.new_tokens,
-            "min_completion_length": s.new_tokens, "eval_steps": eval_every, "eval_prompts": eval_prompts,
-            "final_eval_prompts": eval_prompts, "kl_eval_prompts": eval_prompts,
+    def run(self, grid: Grid, reward: str, method: str, target_kl: float, seed: int, rate: float) -> Run:
+        """One run with the sizes of a grid."""
+        values: dict[str, Any] = {
+            "max_prompt_length": self.prompt_tokens, "max_completion_length": self.new_tokens,
+            "min_completion_length": self.new_tokens, "max_steps": grid.steps, "eval_steps": grid.eval_every,
+            "eval_prompts": grid.eval_prompts, "final_eval_prompts": grid.eval_prompts,
+            "kl_eval_prompts": grid.eval_prompts,
         }  # fmt: skip
-        bases = self._bases
-        return Shared(bases, {policy: s.folders(policy) for policy in bases}, s.reviews_dir, s.gold_file, values)
+        policy = "sums" if reward == "sums" else grid.policy
+        return make_run(policy, reward, method, target_kl, seed, rate, grid.completions, values)
 
     @cached_property
-    def _finished(self) -> pd.DataFrame:
-        """Everything in the folder of finished runs.
+    def finished(self) -> pd.DataFrame:
+        """Runs that are not trained again."""
+        return published_runs(self.published) if self.published else pd.DataFrame(columns=list(COLUMNS))
 
-        Raises:
-            InputError: If there is nothing.
+    @cached_property
+    def searched(self) -> pd.DataFrame:
+        """The search for the methods without a chosen rate: each at every rate on one reward, with seeds of its own.
+
+        The reward is one that is no function of embeddings, or, for `ste` and `st`, one that is.
         """
-        from grade.experiments.any_reward.measure.runs import FILE, read_table
-
-        folder = self.settings.finished_dir
-        table = read_table(folder)
-        if table.empty:
-            raise InputError("finished_dir", folder, f"a folder with a {FILE} of finished training runs")
-        return table
-
-    def _run_all(self, shared: Shared, runs: Sequence[Run]) -> pd.DataFrame:
-        """Train the runs, or read them where there is a folder of finished ones: these and no others.
-
-        Raises:
-            InputError: If one of them is not among the finished ones.
-        """
-        from grade.experiments.any_reward.measure.runs import run_all
-        from grade.experiments.any_reward.measure.training import finished
-
-        if self.settings.finished_dir:
-            return finished(self._finished, runs, self.settings.finished_dir)
-        return run_all(shared, runs, processes=self.settings.processes)
+        smooth = {True: "trunk", False: "gold"}
+        runs = [
+            self.run(self.grids[0], smooth[method in DIFFERENTIATING], method, self.search_kl, seed, rate)
+            for method in self.methods if method not in (self.chosen_rates or {})
+            for rate in self.searched_rates for seed in SEARCH_SEEDS
+        ]  # fmt: skip
+        if not runs:
+            return pd.DataFrame(columns=list(COLUMNS))
+        return run_all(self.bench(on_search_prompts=True), runs, self.finished, self.processes)
 
     @cached_property
-    def _search(self) -> tuple[dict[str, float], pd.DataFrame]:
-        """Learning rates of the methods without a chosen one, and the evaluations of their search."""
-        from grade.experiments.any_reward.measure.runs import COLUMNS, chosen_rates
-        from grade.experiments.any_reward.measure.training import search_runs
-
-        s = self.settings
-        if not s.searched:
-            return {}, pd.DataFrame(columns=list(COLUMNS))
-        first = s.grids[0]
-        runs = search_runs(s.searched, s.searched_rates, s.search_kl, first.policy, first.completions, first.steps)
-        shared = replace(self._shared(first.eval_every, first.eval_prompts), on_search_prompts=True)
-        table = self._run_all(shared, runs)
-        return chosen_rates(table, s.search_kl), table
-
-    @property
-    def _rates(self) -> dict[str, float]:
-        return self.settings.chosen_rates | self._search[0]
+    def rates(self) -> dict[str, float]:
+        """Method to learning rate."""
+        return (self.chosen_rates or {}) | chosen_rates(self.searched, self.search_kl)
 
     @cached_property
-    def _runs(self) -> pd.DataFrame:
-        from grade.experiments.any_reward.measure.training import grid
-
-        s, rates, parts = self.settings, self._rates, []
-        for g in s.grids:
-            own = {method: rates[method] * g.rate_factor for method in g.methods}
-            runs = grid(g.rewards, g.target_kls, g.seeds, own, g.policy, g.methods, g.completions, g.steps)
-            parts.append(self._run_all(self._shared(g.eval_every, g.eval_prompts), runs))
+    def trained_runs(self) -> pd.DataFrame:
+        """All runs of the grids: every method on every reward at every target for KL, seed by seed."""
+        parts = []
+        for g in self.grids:
+            runs = [
+                self.run(g, reward, method, target, seed, self.rates[method] * g.rate_factor)
+                for seed in g.seeds for target in g.target_kls for reward in g.rewards for method in g.methods
+                if method not in DIFFERENTIATING or reward in DIFFERENTIABLE
+            ]  # fmt: skip
+            parts.append(run_all(self.bench(), runs, self.finished, self.processes))
         return pd.concat(parts, ignore_index=True)
 
-    def search(self) -> pd.DataFrame:
-        """The search of learning rates along training; see `runs.COLUMNS`. Empty if all rates were chosen before."""
-        from grade.experiments.any_reward.measure.training import untimed
+    def train_first(self, policy: str) -> Backbone:
+        """The policy after a run on its reward of `trained_on`, as the first grid has them."""
+        run = self.run(self.grids[0], self.trained_on[policy], "auto", self.headline_kl, 0, self.rates["auto"])
+        bench = self.bench()
+        train_once(bench, replace(run, policy=policy))
+        return bench.loaded[policy].backbone
 
-        return untimed(self._search[1])
 
-    def runs(self) -> pd.DataFrame:
-        """All runs along training; see `runs.COLUMNS`."""
-        from grade.experiments.any_reward.measure.training import untimed
+def _explained_subjects(s: Settings) -> Iterator[Subject]:
+    for policy, rewards in s.explained.items():
+        yield s.subject(policy, rewards)
+        if policy in s.trained:
+            yield s.subject(policy, rewards, s.trained[policy])
+        if policy in s.trained_on:
+            yield s.subject(policy, rewards, trained=s.train_first(policy))
 
-        return untimed(self._runs)
 
-    def run_seconds(self) -> pd.DataFrame:
-        """Seconds of training at each evaluation, with what names it."""
-        from grade.experiments.any_reward.measure.training import timed
+def _explained(s: Settings) -> pd.DataFrame:
+    parts = [explained.explained_table(subject, s.explained_sizes[subject.policy], s.explained_families)
+             for subject in _explained_subjects(s)]  # fmt: skip
+    return pd.concat(parts, ignore_index=True)
 
-        return timed(self._runs)
 
-    def fit_cost(self) -> pd.DataFrame:
-        """Seconds of the fit and of the whole step, the store being as full; see `cost.fit_cost`."""
-        from grade.experiments.any_reward.measure.cost import fit_cost
+def _worth(s: Settings) -> pd.DataFrame:
+    parts = []
+    for g in s.worth:
+        smooth = [reward for reward in g.rewards if reward in DIFFERENTIABLE]
+        setting = worth.Setting(s.subject(g.policy, g.rewards), g.prompts, g.families, g.fitted, differentiable=smooth)
+        parts.append(worth.worth_table(worth.gradient_rows(setting, g.rows, g.reference), g.batches))
+    return pd.concat(parts, ignore_index=True)
 
-        s = self.settings
-        parts = [fit_cost(self._subject(policy, ["sums" if policy == "sums" else "gold"]), batch, s.cost_completions,
-                          s.cost_steps) for policy, batch in s.cost.items()]  # fmt: skip
-        return pd.concat(parts, ignore_index=True)
+
+def _tokens(s: Settings) -> pd.DataFrame:
+    parts = [explained.liked_tokens(s.subject(policy, [reward]), s.tokens_completions)
+             for policy, rewards in s.tokens.items() for reward in rewards]  # fmt: skip
+    return pd.concat(parts, ignore_index=True)
+
+
+def _fit_cost(s: Settings) -> pd.DataFrame:
+    parts = [explained.fit_cost(s.subject(policy, ["sums" if policy == "sums" else "gold"]), batch, s.cost_completions,
+                                s.cost_steps) for policy, batch in s.cost.items()]  # fmt: skip
+    return pd.concat(parts, ignore_index=True)
+
+
+TABLES = {
+    "exact": lambda s: enumerated.exact_table(*s.critics),
+    "bias": lambda s: enumerated.bias_table(*s.critics, s.bias_samples, s.bias_steps),
+    "law": lambda s: enumerated.law_table(s.law_shares, s.law_scales, n=s.critic_best),
+    "explained": _explained,
+    "worth": _worth,
+    "tokens": _tokens,
+    "search": lambda s: s.searched.drop(columns="seconds"),
+    "runs": lambda s: s.trained_runs.drop(columns="seconds"),
+}
+TIMED = {
+    "run_seconds": lambda s: s.trained_runs[[*NAMES, "step", "seconds"]],
+    "fit_cost": _fit_cost,
+}

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.experiments.any_reward.measure.explained import own_tokens, scored_completions
-from grade.experiments.any_reward.measure.parts import split_losses, state_gradients
-from grade.experiments.any_reward.measure.subject import Subject
+from grade.experiments.any_reward.measure.parts import fitted_ascent
+from grade.experiments.any_reward.measure.rewards import Subject
 from grade.experiments.measured import progress
 from grade.experiments.moments import moments, sketch, worth_interval
 from grade.gradients.distilled.learner import DistilledGradient, Sample
@@ -323,7 +323,7 @@ def _distilled(
 def _ascent(graph: ReplayGraph, learner: DistilledGradient, sample: Sample, fit: Fit | None) -> tuple[Tensor, Tensor]:
     """Ascent directions [P] of plug-in and residual."""
     leaf = graph.h.detach().requires_grad_()
-    plug, residual = state_gradients(split_losses(learner, sample, fit, leaf), leaf)
+    plug, residual = fitted_ascent(learner, sample, fit, leaf)
     return graph.parameter_gradient(plug), graph.parameter_gradient(residual)
 
 

@@ -28,8 +28,8 @@ from pydantic import Field, model_validator
 
 from grade.config import SEEDS, Config
 from grade.errors import InputError
-from grade.experiments.compare.measure.runs import CURVES, Run, Shared, run_config, train_once
-from grade.experiments.training_runs import FIXED, judged_by
+from grade.experiments.compare.measure.runs import CURVES, make_run
+from grade.experiments.training_runs import FIXED, Bench, Run, judged_by, train_once
 from grade.gradients.methods import MethodName
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone, load_pretrained
@@ -89,30 +89,19 @@ class PeersConfig(Config):
 
 
 @dataclass(frozen=True)
-class BlackBox(Shared):
-    """What all runs have in common; the reward is a function that TRL's trainer takes too.
+class BlackBox(Bench):
+    """The reward, of a model's folder or a judge's file, is a function that TRL's trainer takes too."""
 
-    Attributes:
-        reward_dir: Folder of a reward model, or the file of a judge.
-    """
-
-    def reward(self, backbone: Backbone) -> FunctionReward:
+    def reward(self, run: Run, backbone: Backbone) -> FunctionReward:
         """The function as a reward: `FunctionReward.function` is what the peer gets."""
-        if self.reward_dir.endswith(".npz"):
-            return FunctionReward(judged_by(GoldJudge.load(self.reward_dir)))
-        lengths = (self.values["max_prompt_length"], self.values["max_completion_length"])
-        return FunctionReward(scored_by(load_reward(self.reward_dir, backbone), backbone, *lengths))
+        if run.reward.endswith(".npz"):
+            return FunctionReward(judged_by(GoldJudge.load(run.reward)))
+        lengths = (run.values["max_prompt_length"], run.values["max_completion_length"])
+        return FunctionReward(scored_by(load_reward(run.reward, backbone), backbone, *lengths))
 
 
 def scored_by(reward: Reward, backbone: Backbone, prompt_length: int, length: int) -> Callable[..., list[float]]:
-    """A reward of token ids as a function with TRL's signature.
-
-    Args:
-        reward: The reward.
-        backbone: The policy.
-        prompt_length: P, prompts are cut to so many tokens.
-        length: T, the most tokens of a completion.
-    """
+    """A reward of token ids as a function with TRL's signature; prompts are cut to P tokens, completions have T."""
 
     @torch.no_grad()
     def score(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -128,14 +117,7 @@ def have_peer() -> bool:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """Every setting that TRL's GRPOConfig is given, for a run of our `grpo`.
-
-    Args:
-        config: The run that it is compared with.
-
-    Returns:
-        Keyword arguments; all others keep TRL's defaults.
-    """
+    """Every setting that TRL's GRPOConfig is given, for a run of our `grpo`; all others keep TRL's defaults."""
     return {name: getattr(config, name) for name in SAME} | {
         "lr_scheduler_type": config.lr_scheduler_type.value,
         "num_generations": config.group,
@@ -150,19 +132,8 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
-    """Train TRL's GRPOTrainer as `grade.experiments.compare.measure.runs.train_once` trains ours.
-
-    Args:
-        shared: Model, reward, judge, prompts, sizes.
-        run: A run of ``grpo``.
-
-    Returns:
-        Rows of `CURVES`, the untrained policy first.
-
-    Raises:
-        InputError: If TRL is not installed.
-    """
+def train_peer(bench: Bench, run: Run) -> list[dict[str, Any]]:
+    """Train TRL's GRPOTrainer as `train_once` trains our ``grpo``; rows of `CURVES`, the untrained policy first."""
     if not have_peer():
         raise InputError("peer", PEER, MISSING)
     from datasets import Dataset
@@ -170,9 +141,9 @@ def train_peer(shared: Shared, run: Run) -> list[dict[str, Any]]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    config, task = run_config(run, shared.values), shared.task(run.seed)
+    config, task = run.config, bench.task(run)
     # A copy of the base: two adapters on one base would wrap each other's layers.
-    model, tokenizer = load_pretrained(shared.backbone_dir, task.backbone.dtype)
+    model, tokenizer = load_pretrained(bench.bases[run.policy], task.backbone.dtype)
     tokenizer.padding_side = "left"
     lora = LoraConfig(r=config.lora.r, lora_alpha=config.lora.alpha, lora_dropout=0.0,
                       target_modules=config.lora.target_modules, task_type="CAUSAL_LM")  # fmt: skip
@@ -215,7 +186,7 @@ def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -
         evaluation = evaluate_task(config, task, n)
     m = config.eval_prompts  # one n for the whole curve, as in `grade.training.trainer`
     samples = step * config.per_device_train_batch_size * config.gradient_accumulation_steps
-    values = (PEER, run.beta, run.seed, step, samples, seconds, evaluation.reward[:m].mean(),
+    values = (PEER, config.beta, config.seed, step, samples, seconds, evaluation.reward[:m].mean(),
               evaluation.gold[:m].mean(), evaluation.kl.mean() * config.max_completion_length)  # fmt: skip
     return dict(zip(CURVES, values, strict=True))
 
@@ -233,16 +204,12 @@ def _cut(task: Task, text: str, max_prompt_tokens: int) -> str:
 
 
 def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
-    """Run the contest.
-
-    Args:
-        config: Folders, the run, and who takes part.
+    """Our runs and the peer's, one after the other, each in a fresh process of one thread.
 
     Returns:
-        `CURVES` of all runs, the costs of `contest`, and TRL's settings as metrics ``peer/settings/...``.
-
-    Raises:
-        InputError: If TRL is not installed, or something does not fit; nothing is run then.
+        `CURVES` of all; a table ``method``, ``seconds_per_sample`` (the median step would hide a slow first one: it is
+        the mean), ``peak_bytes`` of the process and ``start_bytes``, its memory before training; and TRL's settings as
+        metrics ``peer/settings/...``.
     """
     if not have_peer():
         raise InputError("peer", PEER, MISSING)
@@ -251,46 +218,26 @@ def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict
     values = FIXED | {name: getattr(config, name) for name in names}
     values |= {"min_completion_length": config.max_completion_length, "final_eval_prompts": config.eval_prompts,
                "kl_eval_prompts": config.eval_prompts}  # fmt: skip
-    kind = BlackBox if config.black_box else Shared
-    shared = kind(config.model, config.reward, config.gold, config.reviews, values)
-    pairs = zip(config.methods, config.learning_rates, strict=True)
-    runs = [Run(method, config.beta, config.seed, rate) for method, rate in pairs]
-    for run in runs:
-        run_config(run, values)
-    curves, costs = contest(shared, runs, runs[0])
-    theirs = settings(run_config(runs[0], values)).items()
-    return curves, costs, {f"peer/settings/{k}": v if isinstance(v, int | float) else str(v) for k, v in theirs}
-
-
-def contest(shared: Shared, runs: Sequence[Run], peer_run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Our runs and the peer's, one after the other, each in a fresh process of one thread.
-
-    Args:
-        shared: What all have in common.
-        runs: Ours.
-        peer_run: The run of ``grpo`` that the peer repeats.
-
-    Returns:
-        `CURVES` of all, and a table ``method``, ``seconds_per_sample`` (the median step would hide a slow first one: it
-        is the mean), ``peak_bytes`` of the process and ``start_bytes``, its memory before training.
-    """
+    bench = (BlackBox if config.black_box else Bench)({"policy": config.model}, config.gold, config.reviews)
+    runs = [make_run(method, config.beta, config.seed, rate, values, config.reward)
+            for method, rate in zip(config.methods, config.learning_rates, strict=True)]  # fmt: skip
     curves, costs = [], []
-    for run, peer in [*((run, False) for run in runs), (peer_run, True)]:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, context) as pool:
-            rows, start, peak = pool.submit(_alone, shared, run, peer).result()
+    for run, peer in [*((run, False) for run in runs), (runs[0], True)]:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            rows, start, peak = pool.submit(_alone, bench, run, peer).result()
         curves += rows
-        last = rows[-1]
-        costs.append((last["method"], last["seconds"] / last["samples"], peak, start))
+        costs.append((rows[-1]["method"], rows[-1]["seconds"] / rows[-1]["samples"], peak, start))
     columns = ["method", "seconds_per_sample", "peak_bytes", "start_bytes"]
-    return pd.DataFrame(curves), pd.DataFrame(costs, columns=columns)
+    theirs = settings(runs[0].config).items()
+    theirs = {f"peer/settings/{k}": v if isinstance(v, int | float) else str(v) for k, v in theirs}
+    return pd.DataFrame(curves), pd.DataFrame(costs, columns=columns), theirs
 
 
-def _alone(shared: Shared, run: Run, peer: bool) -> tuple[list[dict[str, Any]], int, int]:
+def _alone(bench: Bench, run: Run, peer: bool) -> tuple[list[dict[str, Any]], int, int]:
     torch.set_num_threads(1)
     if peer:
         import trl.trainer.grpo_trainer  # noqa: F401  its imports are not training
-    shared.task(run.seed)
+    bench.task(run)
     start = peak_memory(torch.device("cpu"))
-    rows = train_peer(shared, run) if peer else train_once(shared, run)[0]
+    rows = train_peer(bench, run) if peer else train_once(bench, run)[0]
     return rows, start, peak_memory(torch.device("cpu"))

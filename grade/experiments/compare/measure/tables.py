@@ -13,7 +13,7 @@ from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.experiments.compare.measure import defects, runs
 from grade.experiments.setting import kl_at_start, make_setting
-from grade.experiments.training_runs import FIXED
+from grade.experiments.training_runs import FIXED, Run, train_all
 from grade.gradients.methods import MethodName
 from grade.results import read_metrics
 
@@ -82,45 +82,52 @@ class Settings(Config):
         """Whether there are runs on the other reward."""
         return bool(self.second_reward_dir and self.second_methods)
 
-    def values(self) -> dict[str, Any]:
-        """Fields of `grade.training.config.TrainConfig` that all runs share."""
-        return dict(
+    @cached_property
+    def bench(self) -> runs.Comparison:
+        """Models and prompts of all runs."""
+        return runs.Comparison({"policy": self.backbone_dir}, self.gold_file, self.reviews_dir)
+
+    def run(self, method: str, beta: float, seed: int, learning_rate: float, reward_dir: str = "") -> Run:
+        """One run; default: on the first reward."""
+        values = dict(
             FIXED, max_steps=self.max_steps, per_device_train_batch_size=self.completions,
             max_prompt_length=self.prompt_tokens, max_completion_length=self.new_tokens,
             min_completion_length=self.new_tokens, gumbel_topk=self.support_size, eval_steps=self.eval_every,
             eval_prompts=self.eval_prompts, final_eval_prompts=self.final_eval_prompts,
             kl_eval_prompts=self.eval_prompts,
         )  # fmt: skip
+        return runs.make_run(method, beta, seed, learning_rate, values, reward_dir or self.reward_dir)
 
-    def shared(self, reward_dir: str) -> runs.Shared:
-        """Models, prompts and settings of all runs on one reward."""
-        return runs.Shared(self.backbone_dir, reward_dir, self.gold_file, self.reviews_dir, self.values())
-
-    @cached_property
-    def searches(self) -> dict[str, tuple[dict[str, float], pd.DataFrame]]:
-        """Reward to method to learning rate, and what was tried."""
-        chosen = self.chosen_rates or {}
-        open_methods = [method for method in self.methods if method not in chosen]
-        how = (self.learning_rates, self.headline_beta, self.search_seed, self.processes)
-        rates, table = runs.search(self.shared(self.reward_dir), open_methods, *how)
-        searches = {self.reward: ({method: (rates | chosen)[method] for method in self.methods}, table)}
-        if self.has_second:
-            searches[self.second_reward] = runs.search(self.shared(self.second_reward_dir), self.second_methods, *how)
-        return searches
-
-    @cached_property
-    def runs(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Evaluations and ends of all runs, on both rewards."""
+    @property
+    def parts(self) -> list[tuple[str, str, list[str], list[float]]]:
+        """Name and folder of each reward, the methods on it, and their weights of KL."""
         parts = [(self.reward, self.reward_dir, self.methods, self.betas)]
         if self.has_second:
             parts.append((self.second_reward, self.second_reward_dir, self.second_methods, [self.headline_beta]))
+        return parts
+
+    @cached_property
+    def searches(self) -> dict[str, tuple[dict[str, float], pd.DataFrame]]:
+        """Reward to method to learning rate, and what was tried; chosen rates are of the first reward."""
+        searches = {}
+        for name, folder, methods, _ in self.parts:
+            chosen = self.chosen_rates or {} if name == self.reward else {}
+            tried = [self.run(method, self.headline_beta, self.search_seed, rate, folder)
+                     for method in methods if method not in chosen for rate in self.learning_rates]  # fmt: skip
+            rates, table = runs.search(self.bench, tried, self.processes)
+            searches[name] = {method: (rates | chosen)[method] for method in methods}, table
+        return searches
+
+    @cached_property
+    def trained(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Evaluations and ends of all runs, on both rewards."""
         curves, finals = [], []
-        for name, folder, methods, betas in parts:
+        for name, folder, methods, betas in self.parts:
             rates, _ = self.searches[name]
-            plan = [runs.Run(m, beta, seed, rates[m]) for seed in self.seeds for beta in betas for m in methods]
-            trained = runs.run_all(self.shared(folder), plan, self.processes)
-            for tables, table in zip((curves, finals), trained, strict=True):
-                tables.append(table.assign(trained_on=name))
+            plan = [self.run(m, beta, seed, rates[m], folder) for seed in self.seeds for beta in betas for m in methods]
+            rows, ends = train_all(self.bench, plan, self.processes)
+            curves.append(rows[list(runs.CURVES)].assign(trained_on=name))
+            finals.append(ends[list(runs.FINALS)].assign(trained_on=name))
         return pd.concat(curves, ignore_index=True), pd.concat(finals, ignore_index=True)
 
 
@@ -138,13 +145,13 @@ def _searched(s: Settings) -> pd.DataFrame:
 
 def _defects(s: Settings) -> dict[str, float]:
     """The paper's defects on this task, each as a figure; ``loss_plus_reward`` with beta 0 and, to check, 1."""
-    task = s.shared(s.reward_dir).task(s.seeds[0])
+    task = s.bench.task(s.run("ste", 0.0, s.seeds[0], 1e-3))
     setting = make_setting(task.backbone, task.reward_model, task.validation_prompts, 4, min(4, s.prompt_tokens),
                            s.new_tokens, s.support_size)  # fmt: skip
     start = kl_at_start(setting)
     figures = {"kl_aligned_max": start["kl_at_init_max"], "kl_late": start["kl_at_init_misaligned"]}
     for method in ("ste", "reinforce"):
-        config = runs.run_config(runs.Run(method, 0.0, 0, 1e-3), s.values())
+        config = s.run(method, 0.0, 0, 1e-3).config
         rows, spread = defects.repeated_gradients(task, config, s.completions, s.gradient_repetitions)
         figures[f"spread_{method}"] = spread
         figures[f"relative_variance_{method}"] = defects.relative_variance(rows)
@@ -165,13 +172,13 @@ def _peer(s: Settings, name: str) -> dict[str, Any]:
 TABLES = {
     "rates": _rates,
     "searched": _searched,
-    "untrained": lambda s: runs.untrained(s.shared(s.reward_dir)),
-    "curves": lambda s: s.runs[0].drop(columns="seconds"),
-    "finals": lambda s: s.runs[1].drop(columns="seconds"),
+    "untrained": lambda s: runs.untrained(s.bench, s.run("ste", 0.0, 0, 1e-3)),
+    "curves": lambda s: s.trained[0].drop(columns="seconds"),
+    "finals": lambda s: s.trained[1].drop(columns="seconds"),
     "defects": _defects,
     "peer": lambda s: _peer(s, "metrics.json"),
 }
 TIMED = {
-    "seconds": lambda s: s.runs[0][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]],
+    "seconds": lambda s: s.trained[0][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]],
     "peer_times": lambda s: _peer(s, "timings/metrics.json"),
 }
