@@ -107,10 +107,10 @@ def generate(
     if not 0 <= temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number, at least 0")
     check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
-    eos, alive = backbone.eos_token_ids, torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
-    ids, masks, going = [], [], True
+    eos, ids, masks, going = backbone.eos_token_ids, [], [], True
     with backbone.merged(), skinny_products(backbone.embedding_weight):
         state = Decoder(backbone, prompts)
+        alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
         for step in range(max_new_tokens):
             if going:
                 logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
@@ -132,7 +132,7 @@ def generate(
             if step + 1 == max_new_tokens or not backbone.anywhere(going):
                 break
             state.advance(backbone.embed(token))
-    return torch.stack(ids, 1), torch.stack(masks, 1).long()
+        return torch.stack(ids, 1), torch.stack(masks, 1).long()  # within: the phase of a traced step is the rollout's
 
 
 def check_finite(largest: Tensor, alive: Tensor) -> None:
