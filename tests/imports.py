@@ -46,14 +46,6 @@ def imports_of(module):
     return imported_modules(ast.parse((ROOT / module_path(module)).read_text()))
 
 
-@cache
-def imports_at_once(module):
-    """What importing a module executes: not what its functions import, nor what only annotations name."""
-    tree = ast.parse((ROOT / module_path(module)).read_text())
-    body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return imported_modules(ast.Module(body, []))
-
-
 def closure(start):
     found, todo = set(), set(start)
     while todo:

@@ -22,7 +22,7 @@ from typing import Any
 import nbformat
 
 import grade
-from grade.errors import InputError, require_file
+from grade.errors import InputError, reading, require_file
 
 # What differs between two runs, or says when they were, and nothing about the result.
 VOLATILE_KEYS = ("metadata.papermill", "cell.metadata.papermill", "cell.metadata.execution")
@@ -33,11 +33,6 @@ FRONT_END_KEYS = ("metadata.language_info", *(f"cell.metadata.{key}" for key in 
 
 SOURCES = "notebooks"
 """Folder of the source notebooks, which are kept without outputs."""
-
-
-# What nbformat raises for other files: its own errors, and Python's for JSON of another form.
-_NOT_A_NOTEBOOK = (nbformat.reader.NotJSONError, nbformat.ValidationError, ValueError, KeyError, TypeError,
-                   AttributeError, RecursionError)  # fmt: skip
 
 
 class NotebookError(RuntimeError):
@@ -93,7 +88,7 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
     parameters = check_parameters(notebook, parameters)
     output.parent.mkdir(parents=True, exist_ok=True)
     failed = output.with_name(f"{output.stem}.failed.ipynb")
-    temporary = output.with_name(f".{output.stem}.{os.getpid()}.ipynb")
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}.ipynb")  # not `atomic`: it is kept after a failure
     try:
         with _kernel_environment():
             papermill.execute_notebook(
@@ -135,10 +130,8 @@ def stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def _read(notebook: str | Path) -> nbformat.NotebookNode:
-    try:
+    with reading("notebook", notebook, "a readable .ipynb file"):
         return nbformat.read(require_file(notebook), as_version=4)
-    except (OSError, *_NOT_A_NOTEBOOK) as error:
-        raise InputError("notebook", str(notebook), f"a readable .ipynb file ({error.__class__.__name__})") from None
 
 
 def _literal(statement: ast.stmt) -> dict[str, Any]:
@@ -159,9 +152,7 @@ def _converted(name: str, value: Any, default: Any) -> Any:
     if type(default) is float and type(value) is int:
         return float(value)
     if type(value) is not type(default):
-        # YAML 1.1 reads 1e-5 as text, the usual way to get here.
-        hint = " (YAML reads 1e-5 as text: write 1.0e-5)" if type(value) is str and type(default) is float else ""
-        raise InputError(name, value, f"a value of type {type(default).__name__}, like the default {default!r}{hint}")
+        raise InputError(name, value, f"a value of type {type(default).__name__}, like the default {default!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(name, value, "a finite number")
     if isinstance(default, list) and default:

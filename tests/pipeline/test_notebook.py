@@ -79,7 +79,7 @@ def test_good_parameters_are_converted_to_the_type_of_the_default(tmp_path):
     [
         ({"sed": 1}, "did you mean 'seed'"),
         ({"zzz": 1}, "one of lr, seed"),
-        ({"lr": "1e-5"}, "write 1.0e-5"),
+        ({"lr": "1e-5"}, "a value of type float"),
         ({"seed": 1.0}, "type int"),
         ({"seed": True}, "type int"),
         ({"use_kl": 1}, "type bool"),
