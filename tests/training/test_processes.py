@@ -27,7 +27,10 @@ def test_two_processes_train_as_one_does_on_both_batches(runs, method):
     one, two = (runs / f"{method}-{n}" for n in (1, 2))
     # float32; a microbatch's noise is seeded by its place in the step, so only the order of the sum differs.
     metrics = [read_metrics(folder / "metrics.json") for folder in (one, two)]
-    assert metrics[0] == {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in metrics[1].items()}
+    assert metrics[0] == {
+        name: pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
+        for name, value in metrics[1].items()
+    }
     pd.testing.assert_frame_equal(*(pd.read_csv(folder / "history.csv") for folder in (one, two)), rtol=1e-4, atol=1e-6)
     assert ("train/beta" in (one / "history.csv").read_text()) == (method in ("gumbel", "reinforce"))
     adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two)]
