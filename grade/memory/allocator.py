@@ -60,15 +60,15 @@ class DeviceFullError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class _Block:
     """A part of a segment."""
 
     address: int  # segments lie in the order in which they were made
     size: int
     small: bool  # whether it belongs to the small pool
     used: bool = False
-    before: Block | None = None  # its neighbour below in the segment
-    after: Block | None = None
+    before: _Block | None = None  # its neighbour below in the segment
+    after: _Block | None = None
 
 
 class CachingAllocator:
@@ -88,16 +88,16 @@ class CachingAllocator:
         self._end = 0
         # By pool: sizes and addresses of free blocks, in order, and the blocks by address.
         self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._free: dict[int, Block] = {}
+        self._free: dict[int, _Block] = {}
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> _Block:
         """A block for that many bytes, to be given to `free`."""
         size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_SIZE
         block = self._best_fit(size, small) or self._new_segment(size, small)
         rest = block.size - size
         if rest >= MIN_BLOCK if small else rest > SMALL_SIZE:
-            remaining = Block(block.address + size, rest, small, before=block, after=block.after)
+            remaining = _Block(block.address + size, rest, small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = remaining
             block.after, block.size = remaining, size
@@ -107,7 +107,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: _Block) -> None:
         """Give a block back; it merges with free neighbours."""
         if not block.used:
             raise ValueError("a block can be freed once")
@@ -135,7 +135,7 @@ class CachingAllocator:
             self.reserved -= block.size
         return sum(block.size for block in whole)
 
-    def _best_fit(self, size: int, small: bool) -> Block | None:
+    def _best_fit(self, size: int, small: bool) -> _Block | None:
         order = self._order[small]
         place = bisect_left(order, (size, 0))
         if place == len(order):
@@ -143,7 +143,7 @@ class CachingAllocator:
         _, address = order.pop(place)
         return self._free.pop(address)
 
-    def _new_segment(self, size: int, small: bool) -> Block:
+    def _new_segment(self, size: int, small: bool) -> _Block:
         if small:
             segment = SMALL_SEGMENT
         else:
@@ -154,15 +154,15 @@ class CachingAllocator:
                 raise DeviceFullError(f"{segment} bytes more than {self.reserved} of {self.capacity}")
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        block = Block(self._end, segment, small)
+        block = _Block(self._end, segment, small)
         self._end += segment
         return block
 
-    def _insert(self, block: Block) -> None:
+    def _insert(self, block: _Block) -> None:
         insort(self._order[block.small], (block.size, block.address))
         self._free[block.address] = block
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: _Block) -> None:
         """Remove a block from the free ones."""
         order = self._order[block.small]
         del order[bisect_left(order, (block.size, block.address))]
@@ -206,7 +206,7 @@ def allocate_step(
 def _run(allocator: CachingAllocator, records: list[StorageRecord]) -> int:
     """One step; its highest live bytes. What is alive at its end is freed there: the next step makes it again."""
     ends = sorted((r for r in records if r.death is not None), key=lambda r: r.death, reverse=True)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, _Block] = {}
     live = peak = 0
     for record in records:
         while ends and ends[-1].death <= record.birth:

@@ -55,7 +55,7 @@ class StorageRecord:
 
 
 @dataclass(slots=True)
-class Site:
+class _Site:
     """Highest live bytes at allocations of one kind (phase, operator, module without layer number, shape)."""
 
     peak: int
@@ -84,7 +84,7 @@ class LiveTracker(MemoryTracker):
         self.records: list[StorageRecord] = []
         self.live: list[int] = []
         self.phase_of: list[str] = []
-        self.sites: dict[tuple, Site] = {}
+        self.sites: dict[tuple, _Site] = {}
         self.flops, self.received = 0, 0
         self._open: dict[int, StorageRecord] = {}
         self._op = "existing"
@@ -207,7 +207,7 @@ class LiveTracker(MemoryTracker):
         key = (phase, self._op, _LAYER.sub(".*", module), record.shape)
         site = self.sites.get(key)
         if site is None:
-            self.sites[key] = Site(self.current, index)
+            self.sites[key] = _Site(self.current, index)
         elif self.current > site.peak:
             site.peak, site.at = self.current, index
 

@@ -20,10 +20,10 @@ _HEAD = (f"  {'GPUs':>4}  {'sharding':<8}  {'layers':<12}{'largest B':>10}{'peak
          f"{'received':>13}{'GPU seconds':>13}")  # fmt: skip
 
 
-def size(nbytes: float) -> str:
+def _size(nbytes: float) -> str:
     """A readable size in binary units.
 
-    >>> size(512), size(25769803776), size(-1572864)
+    >>> _size(512), _size(25769803776), _size(-1572864)
     ('512 B', '24.00 GiB', '-1.50 MiB')
     """
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -82,54 +82,54 @@ class Report:
         how = "all layers traced" if trace.traced_layers == trace.layers else how
         lines = [
             self.config.headline,
-            f"peak {size(trace.peak)}, in phase {trace.peak_phase} ({how}; {trace.seconds:.0f} s)",
+            f"peak {_size(trace.peak)}, in phase {trace.peak_phase} ({how}; {trace.seconds:.0f} s)",
             f"{trace.flops / 1e12:.4g} TFLOP in products and attention",
         ]
         if self.gpus > 1:
             share = "which divide the base" if "gathered" in trace.categories else "each with the whole base"
-            received = f"{size(trace.received)} received from the others in a step"
+            received = f"{_size(trace.received)} received from the others in a step"
             lines.append(f"one of {self.gpus} GPUs, {share}; {received}")
         if self.overhead:
-            lines.append(f"with overhead of {size(self.overhead)}: {size(trace.peak + self.overhead)}")
+            lines.append(f"with overhead of {_size(self.overhead)}: {_size(trace.peak + self.overhead)}")
         phases = {name: sum(parts.values()) for name, parts in trace.phases.items()}
         for title, sizes in (("at the peak", trace.categories), ("peak of each phase", phases)):
             lines += ["", title]
             lines += [
-                f"  {name:<12} {size(n):>11}  {'█' * round(_BAR * n / trace.peak)}"
+                f"  {name:<12} {_size(n):>11}  {'█' * round(_BAR * n / trace.peak)}"
                 for name, n in sizes.items() if n or sizes is phases
             ]  # fmt: skip
         if held is not None:
-            lines += ["", f"reserved {size(held.reserved)} by the caching allocator ({held.fragmentation:.1%} of it "
-                      f"never in use at once), {size(held.reserved + sum(self.outside.values()))} with the CUDA "
+            lines += ["", f"reserved {_size(held.reserved)} by the caching allocator ({held.fragmentation:.1%} of it "
+                      f"never in use at once), {_size(held.reserved + sum(self.outside.values()))} with the CUDA "
                       + " and ".join(self.outside)]  # fmt: skip
         lines += ["", "largest tensors that the step made"]
         for t in trace.largest:
-            start = f"  {size(t.nbytes):>11}  {t.category:<12} {t.dtype:<9} {list(t.shape)!s:<22}"
+            start = f"  {_size(t.nbytes):>11}  {t.category:<12} {t.dtype:<9} {list(t.shape)!s:<22}"
             lines.append(f"{start} {t.module or t.op} ({t.phase})")
         if self.fits:
-            lines += ["", f"largest that fits {size(self.budget)}, all else equal"]
+            lines += ["", f"largest that fits {_size(self.budget)}, all else equal"]
             for fit in self.fits:
-                peak = size(fit.peak)
+                peak = _size(fit.peak)
                 value = f"none: {peak} even with the smallest" if fit.value is None else f"{fit.value}  ({peak})"
                 lines.append(f"  {fit.quantity:<16} {value}")
         if self.changes:
             lines += ["", "single changes that save"]
-            lines += [f"  {size(c.saved):>11}  {c.name}  (peak {size(c.peak)})" for c in self.changes]
+            lines += [f"  {_size(c.saved):>11}  {c.name}  (peak {_size(c.peak)})" for c in self.changes]
         if self.ways:
             order = "the least estimated GPU time for a completion first (~: not traced)"
-            lines += ["", f"settings that fit {size(self.budget)} on each GPU, {order}", _HEAD]
+            lines += ["", f"settings that fit {_size(self.budget)} on each GPU, {order}", _HEAD]
             lines += [_way(way) for way in self.ways]
         return "\n".join(lines)
 
 
 def _way(way: WayToRun) -> str:
     layers = "recomputed" if way.gradient_checkpointing else "kept"
-    start, peak = f"  {way.gpus:>4}  {way.sharding:<8}  {layers:<12}", (" " if way.traced else "~") + size(way.peak)
+    start, peak = f"  {way.gpus:>4}  {way.sharding:<8}  {layers:<12}", (" " if way.traced else "~") + _size(way.peak)
     if way.batch_size is None:
         return f"{start}{'none':>10}{peak:>12}"
     longest = "none" if way.max_new_tokens is None else f"~{way.max_new_tokens}"
     line = f"{start}{way.batch_size:>10}{peak:>12}{longest:>11}{way.flops / 1e12:>11.3g}"
-    return f"{line}{size(way.received):>13}{way.gpu_seconds:>13.3g}"
+    return f"{line}{_size(way.received):>13}{way.gpu_seconds:>13.3g}"
 
 
 def methods_text(rows: Sequence[tuple[StepConfig, Trace | InputError]]) -> str:
@@ -138,7 +138,7 @@ def methods_text(rows: Sequence[tuple[StepConfig, Trace | InputError]]) -> str:
     for config, trace in rows:
         needs = str(trace)
         if isinstance(trace, Trace):
-            sizes = f"{size(trace.peak):>11}  {size(trace.step_bytes):>11}"
+            sizes = f"{_size(trace.peak):>11}  {_size(trace.step_bytes):>11}"
             needs = f"{sizes}  {trace.flops / 1e12:>8.4g}  {trace.peak_phase}"
         lines.append(f"{config.method:<14}{config.batch_size:>5}  {needs}")
     return "\n".join([*lines, "", "step: the peak without weights, adapter and optimizer"])

@@ -137,7 +137,7 @@ def make_step(config: TracedConfig, backbone: Backbone, others: list[nn.Module])
     return Step(backbone, optimizer, program, [*others, *trained_too], copies)
 
 
-def engine_of(config: StepConfig) -> Engine:
+def _engine_of(config: StepConfig) -> Engine:
     """The engine of a relaxed method's step, with its settings."""
     if config.explicit_freeing:
         return partial(stepwise, options=replace(UNROLLED, drop_lists=True))
@@ -145,7 +145,7 @@ def engine_of(config: StepConfig) -> Engine:
 
 
 def _relaxed(config: StepConfig, backbone: Backbone, others: list[nn.Module]) -> Microbatch:
-    engine, relaxation = engine_of(config), config.trainer.relaxation(1.0)
+    engine, relaxation = _engine_of(config), config.trainer.relaxation(1.0)
     objective, prompts = Objective(others[0], config.kl_coef), config.prompts(backbone)
     scale = 1 / config.gradient_accumulation_steps
     layers = config.gradient_checkpointing and config.engine_name == "unrolled"  # replay has a switch of its own

@@ -87,9 +87,6 @@ def test_rounds_storages_up_as_the_cuda_allocator(elements, expected):
     assert (tracker.current, x.numel()) == (expected, elements)
 
 
-def test_round_to_below_one_is_refused():
-    with pytest.raises(ValueError, match="round_to"):
-        MemoryTracker(round_to=0)
 
 
 def test_existing_tensors_count_once_when_asked_even_if_seen_before():
