@@ -171,7 +171,8 @@ def categories_figure(
     ax.bar_label(ax.containers[-1], [f"{x:.1f}" if x >= 10 else f"{x:.2f}" for x in totals], padding=4, fontsize=9)
     if budget is not None:
         ax.axvline(budget / UNITS[unit], color=color("text"), linestyle="--", linewidth=1)
-        ax.annotate(f"{budget / UNITS[unit]:.0f} {unit} ", (budget / UNITS[unit], -0.6), ha="right", fontsize=9)
+        where = budget / UNITS[unit], len(wide) - 0.6
+        ax.annotate(f"{budget / UNITS[unit]:.0f} {unit} ", where, ha="right", fontsize=9)
     ax.invert_yaxis()
     ax.margins(x=0.1)
     ax.grid(False, axis="y")

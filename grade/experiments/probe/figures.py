@@ -26,6 +26,7 @@ def sweep_figure(table: pd.DataFrame) -> Figure:
                          quantity="predicted / true change - 1, same samples")  # fmt: skip
     shown = pd.concat([predicted, true, ratio], ignore_index=True)
     shown = shown.assign(low=shown.y - 2 * shown.error, high=shown.y + 2 * shown.error)
+    shown["learning_rate"] *= 1.08 ** shown.step.rank(method="dense")  # the bars of training steps stand side by side
     shown["step"] = "training step " + shown.step.astype(str)
     grid = panels(
         sns.relplot, with_ends(shown, "y"), "The true change agrees with the prediction, whose error vanishes with the "
