@@ -73,8 +73,6 @@ def run_measure(args: argparse.Namespace) -> None:
             model_config(value)
     if not sys.stderr.isatty():
         os.environ.setdefault("GRADE_PROGRESS", "0")
-    if not hasattr(experiment, "TABLES"):
-        experiment = experiment.Measurements(settings).module
     with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
         import_module("grade.experiments.measured").measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")

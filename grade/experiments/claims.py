@@ -217,16 +217,6 @@ def about(found: float, low: float, high: float | None = None) -> bool:
     return RULES["about"](found, low, high)
 
 
-def size_verdict(found: float, low: float, high: float | None = None) -> str:
-    """A stated size is right or wrong."""
-    return confirmed_if(about(found, low, high))
-
-
-def confirmed_if(holds: bool, otherwise: str = "refuted") -> str:
-    """``confirmed`` where the condition holds, another verdict where it does not."""
-    return "confirmed" if holds else otherwise
-
-
 def _number(value: float, digits: int) -> str:
     """Significant digits without an exponent where one can do without: 147456, not 1.475e+05."""
     if value != 0 and abs(value) >= 10**digits:

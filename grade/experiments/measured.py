@@ -16,8 +16,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import IO, Any, Protocol
 
 import pandas as pd
 
@@ -27,7 +26,6 @@ from grade.files import write_text
 from grade.results import environment
 
 Table = pd.DataFrame | dict[str, Any]
-S = TypeVar("S", bound=Config)
 
 
 class Experiment(Protocol):
@@ -38,30 +36,10 @@ class Experiment(Protocol):
     TIMED: Mapping[str, Callable[[Any], Table | None]]
 
 
-class Measurements(Generic[S]):
-    """The same as a class: a method for each name in `tables` and `timed`."""
-
-    tables: ClassVar[tuple[str, ...]] = ()
-    timed: ClassVar[tuple[str, ...]] = ()
-    Settings: ClassVar[type[Config]]
-
-    def __init__(self, settings: S) -> None:
-        self.settings = settings
-
-    @property
-    def module(self) -> Experiment:
-        """As a module."""
-        tables, timed = ({name: lambda _, n=name: getattr(self, n)() for name in names}
-                         for names in (self.tables, self.timed))  # fmt: skip
-        return SimpleNamespace(Settings=self.Settings, TABLES=tables, TIMED=timed)
-
-
 def measure_all(
-    experiment: Experiment, settings: Any, folder: str | Path | None = None, log: Callable[[str], None] = print
+    experiment: Experiment, settings: Any, folder: str | Path, log: Callable[[str], None] = print
 ) -> None:  # fmt: skip
     """Measure every table and write it: ``measured/<name>.csv`` or ``.json``, times below ``timings/``."""
-    if isinstance(experiment, Measurements):
-        experiment, settings, folder = experiment.module, experiment.settings, settings
     for place, tables in (("measured", experiment.TABLES), ("timings", experiment.TIMED)):
         for name, measure in tables.items():
             log(f"measuring {name}")
@@ -101,9 +79,7 @@ def published_text(path: str | Path, revision: str = "HEAD") -> str:
 class Tables(Mapping[str, Table]):
     """Tables by name: read from a folder of results, or measured when they are first asked for."""
 
-    def __init__(self, experiment: Experiment, settings: Any = "", measured_dir: str = "") -> None:
-        if isinstance(experiment, Measurements):
-            experiment, settings, measured_dir = experiment.module, experiment.settings, settings
+    def __init__(self, experiment: Experiment, settings: Any, measured_dir: str = "") -> None:
         self._experiment, self._settings = experiment, settings
         self._folder, self._known = measured_dir, {}
 

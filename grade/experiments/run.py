@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from grade.config import read_values
 from grade.experiments.claims import Claim, claims_table, write_claims
-from grade.experiments.measured import Experiment, Measurements, Tables, write_environment, write_table
+from grade.experiments.measured import Experiment, Tables, write_environment, write_table
 from grade.pipeline.params import profile_values
 from grade.results import write_metrics
 
@@ -47,8 +47,7 @@ class Run:
         ``experiment`` is the module ``measure.tables``, ``parameters`` are the notebook's names (``globals()``):
         ``profile``, ``measured_dir``, ``output_dir``, and a value for each field of the settings.
         """
-        name = experiment.__module__ if isinstance(experiment, type) else experiment.__name__
-        self.name = name.split(".")[2]  # grade.experiments.<name>.measure...
+        self.name = experiment.__name__.split(".")[2]  # grade.experiments.<name>.measure...
         _enter_project()
         values = {name: parameters[name] for name in experiment.Settings.model_fields}
         self.profile, measured_dir = parameters["profile"], parameters["measured_dir"]
@@ -62,8 +61,6 @@ class Run:
         self.settings = experiment.Settings.parse(values, source)
         self.toy = self.profile == "smoke" or self.settings == experiment.Settings()
         self.folder = Path(parameters["output_dir"])
-        if isinstance(experiment, type) and issubclass(experiment, Measurements):
-            experiment = experiment(self.settings).module
         self.tables = Tables(experiment, self.settings, measured_dir)
         if self.toy:
             _display(Markdown(f"> **{TOY}**"))

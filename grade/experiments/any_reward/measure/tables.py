@@ -106,9 +106,9 @@ class Settings(Config):
     tokens_completions: int = Field(64, ge=8, description="completions that those rewards are distilled from")
     published: str = Field("", description="results in git whose training runs are not trained again; empty: all are")
     grids: list[Grid] = Field([SMOKE], min_length=1, description="training runs")
-    chosen_rates: dict[str, float] | None = Field(
+    chosen_rates: dict[str, float | None] = Field(
         {"rloo": 1.0e-2, "auto": 1.0e-2, "plug_in": 1.0e-2, "ste": 1.0e-2},
-        description="method to learning rate, of an earlier search; the others are searched",
+        description="method to learning rate, of an earlier search; the others, and those with null, are searched",
     )
     searched_rates: list[float] = Field(
         [3.0e-3, 6.0e-3, 1.0e-2, 2.0e-2], min_length=1, description="grid of that search"
@@ -129,7 +129,7 @@ class Settings(Config):
         targets = sorted({target for grid in self.grids for target in grid.target_kls})
         if self.headline_kl not in targets:
             raise InputError("headline_kl", self.headline_kl, f"one of the grids' target_kls = {targets}")
-        if self.trained_on and "auto" not in (*self.methods, *(self.chosen_rates or {})):
+        if self.trained_on and "auto" not in (*self.methods, *self.chosen_rates):
             raise InputError("trained_on", self.trained_on, "nothing where no grid has the method auto")
         if twice := sorted(set(self.trained) & set(self.trained_on)):
             raise InputError(
@@ -209,7 +209,7 @@ class Settings(Config):
         smooth = {True: "trunk", False: "gold"}
         runs = [
             self.run(self.grids[0], smooth[method in DIFFERENTIATING], method, self.search_kl, seed, rate)
-            for method in self.methods if method not in (self.chosen_rates or {})
+            for method in self.methods if self.chosen_rates.get(method) is None
             for rate in self.searched_rates for seed in SEARCH_SEEDS
         ]  # fmt: skip
         if not runs:
@@ -219,7 +219,7 @@ class Settings(Config):
     @cached_property
     def rates(self) -> dict[str, float]:
         """Method to learning rate."""
-        return (self.chosen_rates or {}) | chosen_rates(self.searched, self.search_kl)
+        return self.chosen_rates | chosen_rates(self.searched, self.search_kl)
 
     @cached_property
     def trained_runs(self) -> pd.DataFrame:
