@@ -23,10 +23,6 @@ from grade.stats import Estimate, paired
 def upper_hull(kl: Sequence[float], reward: Sequence[float]) -> list[int]:
     """Vertices of the upper concave hull of points, from the lowest KL to the highest reward.
 
-    Args:
-        kl: KL of each policy [n].
-        reward: Reward of each [n].
-
     Returns:
         Indices, KL increasing; rewards increase along them, by less and less.
 
@@ -51,11 +47,6 @@ def _above(kl: Sequence[float], reward: Sequence[float], a: int, b: int, c: int)
 def mixed_reward(kl: Sequence[float], reward: Sequence[float], level: float) -> float:
     """Highest reward of a mixture of two of a run's own policies, at KL of at most ``level``.
 
-    Args:
-        kl: KL of each policy [n].
-        reward: Reward of each [n].
-        level: At least the lowest KL.
-
     >>> mixed_reward([0, 4, 8], [0.5, 0.7, 0.8], 2), mixed_reward([0, 4, 8], [0.5, 0.7, 0.8], 9)
     (0.6, 0.8)
     """
@@ -68,16 +59,8 @@ def reward_at_kl(curves: pd.DataFrame, level: float, pressure: str = "beta") -> 
     For each seed the hull of the other seeds' means says which two policies are mixed (by pressure and step); the
     probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
 
-    Args:
-        curves: Evaluations, with the untrained policy at step 0.
-        level: KL in nats a completion, above 0.
-        pressure: Column of what holds KL down: a weight, or a target.
-
     Returns:
         Method to seed to reward.
-
-    Raises:
-        InputError: If a method has a single seed, or the level is not positive.
     """
     rewards: dict[str, dict[int, float]] = {}
     for method, seed, values in _rewards_at_kl(curves, [level], pressure):
@@ -87,11 +70,6 @@ def reward_at_kl(curves: pd.DataFrame, level: float, pressure: str = "beta") -> 
 
 def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str = "beta") -> pd.DataFrame:
     """The frontier itself: `reward_at_kl` along a grid of levels.
-
-    Args:
-        curves: Evaluations, with the untrained policy at step 0.
-        levels: KL in nats a completion, above 0.
-        pressure: As in `reward_at_kl`.
 
     Returns:
         Columns ``method``, ``kl``, ``reward`` (mean over seeds) and ``stderr``; the first row of a method is its start.
@@ -145,11 +123,6 @@ def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
 
 def paired_figures(values: Mapping[str, Mapping[int, float]], against: str, name: str) -> dict[str, float]:
     """Every method against one: ``paired/<method>_minus_<against>/<name>`` with ``_stderr``, ``_n``, ``_p``.
-
-    Args:
-        values: Method to seed to value.
-        against: The method that the others are compared with.
-        name: What the values are.
 
     Returns:
         The metrics; methods that share fewer than two seeds with ``against`` are left out.

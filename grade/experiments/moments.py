@@ -81,17 +81,8 @@ def gram(x: Tensor, y: Tensor) -> np.ndarray:
 def moments(rows: Tensor, reference: Tensor, size: int = 1) -> Moments:
     """Moments of an estimator against the truth.
 
-    Args:
-        rows: Gradients [R, P], each the mean of ``size`` independent samples; R at least 3.
-        reference: The exact gradient [P]; or rows [R, P] of an unbiased estimator, of which row i may depend on row i
-            of ``rows`` and on no other. It may be ``rows`` itself.
-        size: Samples in a row.
-
     Returns:
         The moments.
-
-    Raises:
-        InputError: If shapes do not fit, there are too few rows, or a number is not finite.
     """
     check_rows(rows)
     if reference.ndim == 2 and len(reference) != len(rows) or reference.shape[-1] != rows.shape[-1]:
@@ -113,11 +104,6 @@ def sketch(size: int, dim: int, seed: int = 0) -> Callable[[Tensor], Tensor]:
 
     Each number goes to one of ``dim`` sums with a random sign. Products of projected vectors have relative errors of
     about ``1 / sqrt(dim)`` of the product of their norms.
-
-    Args:
-        size: P.
-        dim: Numbers that are kept; the identity where P is not larger.
-        seed: Of the projection.
 
     Returns:
         From [P] to [min(P, dim)].
@@ -143,11 +129,6 @@ def worth(moments: Moments, unbiased: Moments, n: float = 1) -> np.ndarray:
         N / n = u p^2 / (n (1 - p^2) + v).
 
     It falls with n where there is bias (p < 1); at n = 1 it is the worth of a sample on its own.
-
-    Args:
-        moments: Of the estimator.
-        unbiased: Of the unbiased one.
-        n: Batch size; 0 for the limit of noisy gradients.
 
     Returns:
         [1 + R]; 0 where the estimator points away from the truth.
@@ -233,16 +214,8 @@ class PairMoments:
 def pair_moments(unbiased: Tensor, relaxed: Tensor, size: int = 1) -> PairMoments:
     """`PairMoments` from rows of disjoint microbatches: products of different rows are free of noise.
 
-    Args:
-        unbiased: Policy gradients [R, P], each the mean of ``size`` samples.
-        relaxed: Relaxed gradients of the same samples [R, P].
-        size: Samples in a row.
-
     Returns:
         Their moments, arrays [3].
-
-    Raises:
-        InputError: If shapes differ or R < 2.
     """
     grams = _pair_grams(unbiased, relaxed, 2)
     return _pair_moments(grams, np.ones((1, len(unbiased))), size, squeeze=True)
@@ -254,18 +227,8 @@ def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, fold
     Cross-fitted: weights come from the other folds' rows, as they come from the past in training, so noise in them
     counts against the blend. ``|mu|`` cancels in the ratio.
 
-    Args:
-        unbiased: Policy gradients [R, P], each the mean of ``size`` samples.
-        relaxed: Relaxed gradients of the same samples [R, P].
-        n: Batch size.
-        size: Samples in a row.
-        folds: Number of folds; each holds at least 3 rows.
-
     Returns:
         The ratio with its interval (geometric).
-
-    Raises:
-        InputError: If there are too few rows for the folds.
     """
     grams, rows = _pair_grams(unbiased, relaxed, 3 * folds), len(unbiased)
     sets = leave_one_out(rows)
@@ -286,11 +249,7 @@ def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, fold
 
 
 def check_rows(rows: Tensor, least: int = 3) -> None:
-    """Reject rows too few or non-finite for an interval.
-
-    Raises:
-        InputError: If they are not [R, P] with R at least ``least``, or not finite.
-    """
+    """Reject rows too few or non-finite for an interval."""
     if rows.ndim != 2 or len(rows) < least:
         raise InputError("repeated gradients", list(rows.shape), f"[R, P] with R at least {least}")
     if not torch.isfinite(rows).all():

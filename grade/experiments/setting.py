@@ -30,13 +30,6 @@ def load_models(
 ) -> tuple[Backbone, RewardModel, list[str]]:
     """The base with a fresh adapter, a reward model and held-out texts; all tiny ones if no folder is named.
 
-    Args:
-        backbone_dir: Folder of the base, or empty for the toy task.
-        reward_dir: Folder of the reward model.
-        reviews_dir: Folder of the review splits.
-        dtype: Type of the base.
-        device: Where to put it; the toy task stays on the CPU.
-
     Returns:
         Backbone, reward model, texts.
     """
@@ -53,23 +46,8 @@ def make_setting(
 ) -> Setting:  # fmt: skip
     """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens.
 
-    Args:
-        backbone: Policy and reference.
-        reward_model: The reward.
-        texts: Texts whose beginnings are the prompts; those that are too short are skipped.
-        batch: B.
-        prompt: P.
-        new: T.
-        k: K, at most V.
-        beta: KL weight.
-        tau: Gumbel temperature.
-        offset: Skip this many texts.
-
     Returns:
         The setting.
-
-    Raises:
-        InputError: If there are too few texts.
     """
     chosen = []
     for text in texts[offset:]:
@@ -134,9 +112,6 @@ class Setting:
 def kl_at_start(setting: Setting) -> dict[str, float]:
     """KL of the untrained policy: aligned (0 for every method and position) and one position late, as published.
 
-    Args:
-        setting: A backbone whose adapter has not been trained.
-
     Returns:
         Largest absolute aligned KL at any position of any method, and the mean KL of policy at t to reference at t + 1.
     """
@@ -159,11 +134,6 @@ _TOY_SCALE = 0.05  # standard deviation of the toy adapter's B, which would othe
 def load_policy(backbone_dir: str, adapter_dir: str, reviews_dir: str) -> tuple[Backbone, list[str]]:
     """A policy in float32 on the CPU, and held-out texts.
 
-    Args:
-        backbone_dir: Folder of the base; empty for the toy task, whose adapter is then random.
-        adapter_dir: Folder of a trained adapter; empty: the base alone.
-        reviews_dir: Folder of the review splits.
-
     Returns:
         The policy and texts.
     """
@@ -184,18 +154,8 @@ def text_sequences(
 ) -> tuple[PromptBatch, Tensor]:
     """The first ``prompt + new`` tokens of texts that are long enough, as prompts and completions.
 
-    Args:
-        backbone: Its tokenizer decides.
-        texts: Texts.
-        batch: B.
-        prompt: P.
-        new: T.
-
     Returns:
         Prompts [B, P] without padding, and completions [B, T].
-
-    Raises:
-        InputError: If too few texts are long enough.
     """
     length, rows = prompt + new, []
     for text in texts:

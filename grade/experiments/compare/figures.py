@@ -34,11 +34,6 @@ def plot_frontier(axes: Sequence[Axes], table: pd.DataFrame, kl_levels: Sequence
     between two evaluations, but the mean over seeds of the best mixture of two policies. Bands are one standard error.
     The other panel's methods are behind, in grey.
 
-    Args:
-        axes: Two Axes that share both axes.
-        table: From `grade.experiments.frontier.frontier_table`, on `frontier_levels`.
-        kl_levels: The table's KL, nats a completion.
-
     Returns:
         ``axes``.
     """
@@ -62,12 +57,6 @@ def plot_frontier(axes: Sequence[Axes], table: pd.DataFrame, kl_levels: Sequence
 
 def plot_against(ax: Axes, curves: pd.DataFrame, beta: float, x: str = "samples") -> Axes:
     """Held-out reward along training at one weight of KL: mean over seeds, band of one standard error.
-
-    Args:
-        ax: Where to draw.
-        curves: Evaluations; with a column ``seconds`` for ``x = "seconds"``.
-        beta: Weight of KL.
-        x: ``samples`` or ``seconds``.
 
     Returns:
         ``ax``.
@@ -95,10 +84,6 @@ def plot_gold(axes: Sequence[Axes], curves: pd.DataFrame) -> Sequence[Axes]:
 
     On the dotted line the judge shares every gain; below it the reward is exploited.
 
-    Args:
-        axes: Two Axes that share both axes.
-        curves: Evaluations, with a judge's.
-
     Returns:
         ``axes``.
     """
@@ -124,13 +109,6 @@ def plot_gold(axes: Sequence[Axes], curves: pd.DataFrame) -> Sequence[Axes]:
 
 def plot_gains(ax: Axes, figures: Mapping[str, float], name: str, methods: Sequence[str], prefix: str = "") -> Axes:
     """One horizontal bar for each method, largest first, with two standard errors over seeds.
-
-    Args:
-        ax: Where to draw.
-        figures: Metrics ``<prefix><name>/<method>`` with ``_stderr``.
-        name: ``gain`` or ``gold_gain``.
-        methods: Those without a figure are left out.
-        prefix: Put before the name.
 
     Returns:
         ``ax``.

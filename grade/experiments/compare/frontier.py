@@ -39,16 +39,8 @@ def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[s
     ``gain/<method>`` (held-out reward minus the untrained policy's), ``gold_gain/...``, and under ``final/<method>/``
     `QUALITIES` and ``samples``.
 
-    Args:
-        finals: Ends of runs.
-        beta: Weight of KL.
-        prefix: Put before each name.
-
     Returns:
         The metrics.
-
-    Raises:
-        InputError: If no run has this beta.
     """
     rows = finals[finals["beta"] == beta]
     if rows.empty:

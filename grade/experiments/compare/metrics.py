@@ -22,10 +22,6 @@ REFERENCES = ("ste", "reinforce", "rloo", "ppo")
 def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     """Every figure of the experiment but times.
 
-    Args:
-        tables: Tables of the comparison.
-        settings: Their settings.
-
     Returns:
         Names to values: ``untrained/...``, ``frontier/...``, ``gain/...``, ``gold_gain/...``, ``final/...``,
         ``paired/...``, ``gold_slope/...``, the same below ``second/`` for the other reward, ``peer/...`` and
@@ -50,10 +46,6 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
 
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     """Figures of seconds and memory.
-
-    Args:
-        tables: Tables of the comparison.
-        settings: Their settings.
 
     Returns:
         ``final/<method>/seconds`` of training with ``_stderr`` and ``_n``, and ``peer/...``.

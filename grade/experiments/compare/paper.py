@@ -30,12 +30,6 @@ STEPS, BATCH, STATED_BATCH = 250, 2, 16
 def gae_over_batch(rewards: Tensor, values: Tensor, gamma: float = 0.99, gae_lambda: float = 0.95) -> Tensor:
     """Generalised advantage estimation as the paper's code runs it: backwards over rows, so over the batch.
 
-    Args:
-        rewards: [B, T].
-        values: [B, T].
-        gamma: Discount.
-        gae_lambda: Lambda.
-
     Returns:
         Advantages [B, T]; row b bootstraps from row b + 1, another completion.
 
@@ -53,10 +47,6 @@ def gae_over_batch(rewards: Tensor, values: Tensor, gamma: float = 0.99, gae_lam
 
 def gae_example(over_batch: bool, tokens: int = 8) -> Tensor:
     """Advantages of the first of two completions with rewards 1 and 0 at their last token and values 0.5.
-
-    Args:
-        over_batch: As coded, or over time.
-        tokens: T.
 
     Returns:
         [T].

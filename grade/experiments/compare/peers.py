@@ -22,13 +22,7 @@ TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "
 
 
 def write_peers(folder: str | Path, curves: pd.DataFrame, figures: Mapping[str, Any]) -> None:
-    """Write ``metrics.json`` and ``curves.csv``, and what differs from run to run below ``timings``.
-
-    Args:
-        folder: Where to.
-        curves: Evaluations of all runs.
-        figures: Metrics ``peer/...``; TRL's settings are below ``peer/settings/``.
-    """
+    """Write ``metrics.json`` and ``curves.csv``, and what differs from run to run below ``timings``."""
     folder, columns = Path(folder), ["method", "beta", "seed", "step", "samples", "seconds"]
     timed = {name: value for name, value in figures.items() if name.split("/")[1] in TIMED}
     write_history(folder / "curves.csv", curves.drop(columns="seconds").to_dict("records"))
@@ -60,11 +54,6 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
 
     The reward to reach lies ``share`` of the way from the untrained policy's to the lowest end of all, so that all
     reach it. Near the ends a policy exploits the reward at a KL of tens of nats, where time says little.
-
-    Args:
-        curves: Of `grade.experiments.compare.measure.peers.compare_peers`.
-        costs: Of the same.
-        share: Where the goal lies.
 
     Returns:
         ``seconds_per_sample/<method>``, ``peak_mib/<method>``, ``start_mib/<method>``, ``end_reward/<method>``,

@@ -55,11 +55,7 @@ _CHUNK = 512
 
 
 class TableReward(Reward):
-    """A reward of the enumerated completions.
-
-    Args:
-        world: Its completions.
-    """
+    """A reward of the enumerated completions."""
 
     name = "table"
 
@@ -132,12 +128,6 @@ class World:
 def make_world(length: int = 2, batch: int = 2, additive: float = 0.5, seed: int = 0) -> World:
     """The tiny policy with a random reward.
 
-    Args:
-        length: T.
-        batch: Prompts B.
-        additive: Share of the reward's variance, over all completions, that adds up over tokens.
-        seed: Of the reward.
-
     Returns:
         The world; its truth is the gradient of ``mean over prompts of sum_y pi(y) R(y)`` by enumeration.
     """
@@ -161,12 +151,6 @@ def make_world(length: int = 2, batch: int = 2, additive: float = 0.5, seed: int
 def fitted(world: World, family: str, n: int, seed: int = 1) -> Fit | None:
     """A reward distilled from n other completions of the policy, with the learner's own store.
 
-    Args:
-        world: Policy and reward.
-        family: Name.
-        n: A multiple of `GROUP`.
-        seed: Of the completions.
-
     Returns:
         The fit; None if their rewards do not differ.
     """
@@ -187,12 +171,6 @@ def scaled(fit: Fit, factor: float) -> Fit:
 
 def make_critics(world: World, n: int = 64, best: int = 1024, seed: int = 1) -> dict[str, Fit]:
     """Useful, useless and harmful critics of every family, as the learner would hold them.
-
-    Args:
-        world: Policy and reward.
-        n: Completions of the ``fitted`` ones.
-        best: Completions of those that the adversarial ones turn round.
-        seed: Of completions and weights.
 
     Returns:
         By name: ``<family> fitted``; ``random``, as large as the best; ``adversarial``, the best times -3; ``huge``,
@@ -228,10 +206,6 @@ def critic_r2(world: World, fit: Fit) -> float:
 def exact_table(world: World, critics: Mapping[str, Fit]) -> pd.DataFrame:
     """Exact bias and variance of every estimator with every critic, over all pairs of completions of a prompt.
 
-    Args:
-        world: Policy and reward.
-        critics: By name.
-
     Returns:
         One row per critic and estimator (`rloo` once, without critic). Columns critic, family, additive, r2 (see
         `critic_r2`; NaN without), estimator; bias, ``|E g - mu| / |mu|``; variance of one sample and mse, bias squared
@@ -259,14 +233,6 @@ def law_table(
 ) -> pd.DataFrame:  # fmt: skip
     """The gain in variance of the corrected form against ``1 / (1 - R2)``, exact.
 
-    Args:
-        shares: Shares of the reward that add up over tokens.
-        scales: Factors on the critic, from 0 (none) to 1 (the best).
-        families: Additive families.
-        length: T.
-        n: Completions of the best fit.
-        seed: Of rewards and completions.
-
     Returns:
         Columns share, family, scale, r2, gain (variance of `rloo` over that of the corrected form), law.
     """
@@ -289,15 +255,6 @@ def bias_table(
     directions: int = 3, seed: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Bias of the corrected form along fixed directions, with the learner's own sampler.
-
-    Args:
-        world: Policy and reward.
-        critics: By name; all see the same completions.
-        samples: Completions, a multiple of `GROUP` times the number of prompts.
-        steps: Draws of each of the `STEPS` of the method, which fit on their own completions; 0: none.
-        step_groups: Groups of such a step.
-        directions: Random directions, besides that of the truth.
-        seed: Of completions and directions.
 
     Returns:
         One row per critic and direction (0: along the truth). Columns critic, direction, bias and stderr, both over

@@ -104,11 +104,7 @@ class Setting:
 
     @property
     def prompts(self) -> PromptBatch:
-        """Prompts of the gradients: none that a fit has seen.
-
-        Raises:
-            InputError: If too few are left for a row.
-        """
+        """Prompts of the gradients: none that a fit has seen."""
         used = max(self.fitted) // self.subject.group
         if len(self.subject.prompts) < used + self.batch:
             raise InputError("prompts", len(self.subject.prompts), f"at least {used + self.batch}: fits and a row")
@@ -144,11 +140,6 @@ def fitted_rewards(
 ) -> tuple[dict[tuple[str, str, int], Fit], dict[tuple[str, int], Tensor]]:
     """Distil every reward from completions of the first prompts, and fit its value function.
 
-    Args:
-        setting: Policy, prompts, rewards, families.
-        learner: Has the families.
-        seed: Of the completions.
-
     Returns:
         Fits by reward, family and N, and weights [D + 1] of values by reward and N.
     """
@@ -176,11 +167,6 @@ def value_weights(states: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
 
     The penalty is chosen on the last quarter of the completions.
 
-    Args:
-        states: [N, T, D].
-        mask: [N, T].
-        rewards: [N].
-
     Returns:
         Weights [D + 1] for `state_features`.
     """
@@ -207,12 +193,6 @@ def state_features(states: Tensor) -> Tensor:
 
 def gradient_rows(setting: Setting, rows: int, reference_batches: int, seed: int = 0) -> Rows:
     """Draw R rows.
-
-    Args:
-        setting: Policy, prompts, rewards, families.
-        rows: R.
-        reference_batches: Batches of a row of the reference, the row's own included.
-        seed: Of the noise; row i is the same whatever R is.
 
     Returns:
         The gradients, through a sketch of `SKETCH` numbers, and the fits.
@@ -244,10 +224,6 @@ def gradient_rows(setting: Setting, rows: int, reference_batches: int, seed: int
 
 def worth_table(rows: Rows, batches: Sequence[int]) -> pd.DataFrame:
     """What one sample of each estimator is worth, in samples of `rloo`.
-
-    Args:
-        rows: From `gradient_rows`.
-        batches: Batch sizes n: with bias, worth falls with n.
 
     Returns:
         One row per gradient and n. Columns policy, stage; reward, estimator, family, fitted (N), weight (of the

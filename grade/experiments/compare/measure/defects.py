@@ -26,9 +26,6 @@ from grade.training.load import Task
 def relative_variance(gradients: Tensor) -> float:
     """Trace of the covariance over the squared norm of the mean, of repeated gradients at fixed weights and prompts.
 
-    Args:
-        gradients: [M, N], M repetitions.
-
     Returns:
         Noise over signal, the same whatever the scale. The squared mean is corrected for its own noise, and is taken as
         no smaller than that noise: the figure is at most M, which then says that M repetitions show no signal.
@@ -45,12 +42,6 @@ def relative_variance(gradients: Tensor) -> float:
 
 def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions: int) -> tuple[Tensor, float]:
     """Gradients of one batch of prompts at fixed weights, with fresh noise each time.
-
-    Args:
-        task: Policy, reward, prompts; the policy is not moved.
-        config: Method and lengths; ``reinforce`` gets the mean return of one draw as its baseline.
-        batch: B prompts.
-        repetitions: M.
 
     Returns:
         Gradients [M, N], and the paper's "variance" of the first one.
@@ -83,11 +74,6 @@ def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions:
 def scope_difference(task: Task, n: int, **lengths: int) -> float:
     """Mean reward of the same completions with the prompt minus without: what the paper's methods were compared over.
 
-    Args:
-        task: Policy, reward, prompts.
-        n: Held-out prompts.
-        lengths: Of `grade.training.evaluate.evaluate`.
-
     Returns:
         A difference of rewards.
     """
@@ -100,10 +86,6 @@ def scope_difference(task: Task, n: int, **lengths: int) -> float:
 
 def loss_plus_reward(setting: Setting, beta: float) -> float:
     """Loss plus reward of one step of `ste`: 0 if KL is not in the loss, whatever the policy.
-
-    Args:
-        setting: Policy, prompts, reward; the policy is moved away from the reference for this step only.
-        beta: Weight of KL.
 
     Returns:
         ``beta`` times the mean KL.

@@ -22,15 +22,8 @@ from grade.models.scoring import score
 def distinct_n(texts: Sequence[str], n: int) -> float:
     """Distinct-n (Li et al. 2016, arXiv:1510.03055): different n-grams over all n-grams, of words in lower case.
 
-    Args:
-        texts: Completions; n-grams do not cross from one to the next.
-        n: Words in an n-gram.
-
     Returns:
         In (0, 1]; 0 if there is no n-gram.
-
-    Raises:
-        InputError: If n is less than 1.
 
     >>> distinct_n(["a b a b", "A b"], 1), distinct_n(["a b a b", "A b"], 2)
     (0.3333333333333333, 0.5)
@@ -53,15 +46,6 @@ def reference_nats(
     seed: int = 2,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sample a completion of each prompt from the policy and take its log-likelihood under the reference.
-
-    Args:
-        backbone: Its adapter as it is now is the policy.
-        texts: Prompt texts.
-        max_new_tokens: T.
-        max_prompt_tokens: Prompts are cut to this many tokens.
-        min_new_tokens: End-of-sequence is not sampled before this many tokens.
-        batch_size: Prompts sampled at once.
-        seed: Seed of the noise.
 
     Returns:
         Negative log-likelihood of each completion in nats [n], and its number of tokens [n].
