@@ -122,7 +122,8 @@ def published_runs(folder: str) -> pd.DataFrame:
              ("measured/search", "measured/runs", "timings/run_seconds")}  # fmt: skip
     search, runs, seconds = (read_csv(io.StringIO(text)) if text else pd.DataFrame(columns=[*NAMES, "step"])
                              for text in texts.values())  # fmt: skip
-    return pd.concat([search, runs.merge(seconds, on=[*NAMES, "step"], how="left")], ignore_index=True)
+    runs = runs.merge(seconds, on=[*NAMES, "step"], how="left")
+    return pd.concat([search, runs], ignore_index=True).reindex(columns=list(COLUMNS))
 
 
 def chosen_rates(table: pd.DataFrame, level: float) -> dict[str, float]:
