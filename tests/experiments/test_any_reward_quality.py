@@ -23,7 +23,7 @@ EXACT = 1e-12  # float64 rounding of sums over some 1,800 pairs, relative to the
 
 @pytest.fixture(scope="module")
 def world():
-    return enumerated.make_world()
+    return enumerated.World()
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,14 @@ def toy():
     return load_subject("tiny", Folders(), ["bag", "rule"], prompt_tokens=4, length=4)
 
 
-@pytest.fixture(scope="module")
-def setting(toy):
-    return worth.Setting(toy, 4, ["counts", "trunk"], [16, 64], differentiable=["bag"])
+def sizes(**changes):
+    values = dict(rewards=["bag", "rule"], prompts=4, families=["counts", "trunk"], fitted=[16, 64], rows=4)
+    return worth.Gradients(**values | dict(reference=2) | changes)
 
 
 @pytest.fixture(scope="module")
-def rows(setting):
-    return worth.gradient_rows(setting, rows=4, reference_batches=2)
+def rows(toy):
+    return worth.gradient_rows(toy, sizes())
 
 
 def naive(world, fit, prompt, baseline):
@@ -170,7 +170,7 @@ def test_the_table_of_r2(toy):
     assert torch.equal(rewards["rule"], again.float())
 
 
-def test_gradients_of_a_row_are_the_learners(setting, rows):
+def test_gradients_of_a_row_are_the_learners(rows):
     names = set(rows.gradients)
     assert {(n.reward, n.estimator) for n in names} >= {("bag", "st"), ("bag", "ste_tau2_hops1"), ("rule", "ppo")}
     assert ("rule", "st") not in {(n.reward, n.estimator) for n in names}
@@ -184,14 +184,13 @@ def test_gradients_of_a_row_are_the_learners(setting, rows):
         assert torch.allclose(rows.gradients[name], rows.gradients[worth.Name(name.reward, "rloo")], atol=1e-6)
 
 
-def test_rloo_of_a_row_is_the_policy_gradient(setting):
-    rows = worth.gradient_rows(setting, rows=1, reference_batches=1, seed=4)
-    learner = worth.DistilledGradient(setting.config, setting.subject.backbone)
+def test_rloo_of_a_row_is_the_policy_gradient(toy):
+    rows = worth.gradient_rows(toy, sizes(rows=3, reference=1), seed=4)
+    learner, prompts = toy.learner(), worth.Batches(toy, sizes()).prompts
     generator = torch.Generator().manual_seed(1_000_003 * 5)
-    chosen = torch.randperm(len(setting.prompts), generator=generator)[: setting.batch]
-    objective = Objective(setting.subject.rewards["bag"], 0.0)
-    sample = learner.scored(learner.sample(setting.prompts[chosen], generator), objective)
-    policy, seen = setting.subject.backbone, sample.seen
+    chosen = torch.randperm(len(prompts), generator=generator)[:4]
+    sample = learner.scored(learner.sample(prompts[chosen], generator), Objective(toy.rewards["bag"], 0.0))
+    policy, seen = toy.backbone, sample.seen
     logits = policy.head(predicting_hidden(policy, seen.prompts, seen.ids))
     logits[..., list(policy.eos_token_ids)] = float("-inf")  # all completions have T tokens
     logps = logits.log_softmax(-1).gather(2, seen.ids.unsqueeze(2)).squeeze(2).sum(1)
@@ -236,4 +235,4 @@ def test_values_in_closed_form_predict_the_reward():
 
 def test_bad_input(toy):
     with pytest.raises(InputError, match="prompts"):
-        _ = worth.Setting(toy, len(toy.prompts), ["counts"], [64]).prompts
+        worth.Batches(toy, sizes(prompts=len(toy.prompts)))

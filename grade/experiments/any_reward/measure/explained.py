@@ -17,10 +17,9 @@ from torch import Tensor
 
 from grade.experiments.any_reward.measure.rewards import BATCH_ROWS, Subject, sample_scored
 from grade.gradients.distilled.families import Family, Observed, layers_of, make_family
-from grade.gradients.distilled.learner import DistilledGradient, Sample
+from grade.gradients.distilled.learner import Sample
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out
 from grade.gradients.distilled.store import LARGE, Store
-from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import StepContext
 from grade.models.scoring import completion_states
@@ -117,7 +116,7 @@ def liked_tokens(subject: Subject, completions: int) -> pd.DataFrame:
 
     Columns policy, reward, and those of `grade.training.logs.token_table`; tokens are Python literals.
     """
-    (name, reward), learner = next(iter(subject.rewards.items())), _learner(subject)
+    (name, reward), learner = next(iter(subject.rewards.items())), subject.learner(residual_weight="auto")
     generator = torch.Generator(subject.backbone.device).manual_seed(0)
     prompts = min(BATCH_ROWS, completions) // subject.group
     samples = []
@@ -146,11 +145,14 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int) -> pd.D
     anew), fit_seconds (adding, predicting, fitting), step_seconds (these, and the mean of all else but the
     optimizer's).
     """
-    learner, objective = _learner(subject), Objective(next(iter(subject.rewards.values())), 0.1)
+    learner, objective = subject.learner(residual_weight="auto"), Objective(next(iter(subject.rewards.values())))
     generator = torch.Generator(subject.backbone.device).manual_seed(0)
     prompts, context = batch // subject.group, StepContext(1, apply=lambda: None)
     sample = learner.scored(learner.sample(subject.prompts[slice(0, prompts)], generator), objective)
-    _fill(learner, sample, completions)
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(math.ceil(completions / batch)):
+        filled = _drawn_again(sample, batch, noise)
+        learner.store.add(filled.rows, filled.reward, own_tokens([filled.seen]))
     rest = []
     for step in range(steps + 1):
         own = subject.prompts[torch.arange(step * prompts, (step + 1) * prompts) % len(subject.prompts)]
@@ -159,12 +161,11 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int) -> pd.D
         rest.append(time.perf_counter() - start - float(learner.figures["distilled/seconds"][0]))
         for p in subject.backbone.trainable_parameters():
             p.grad = None
-    table, noise = [], torch.Generator().manual_seed(0)
+    table = []
     for _ in range(math.ceil(LARGE / batch)):
-        reward = torch.randn(len(sample.reward), generator=noise)
-        rows = {name: _noisy(rows.cpu(), noise).to(rows.device) for name, rows in sample.rows.items()}
+        drawn = _drawn_again(sample, batch, noise)
         start, choices = time.perf_counter(), learner.store.choices
-        learner.update_fit([Sample(sample.seen, reward, rows)], context)
+        learner.update_fit([drawn], context)
         seconds, fitted = time.perf_counter() - start, learner.store.waiting == []
         table.append(dict(policy=subject.policy, batch=batch, completions=len(learner.store), fitted=fitted,
                           chosen=learner.store.choices is not choices, fit_seconds=seconds,
@@ -172,28 +173,13 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int) -> pd.D
     return pd.DataFrame(table)
 
 
-def _learner(subject: Subject) -> DistilledGradient:
-    config = MethodConfig(
-        method="distilled", num_generations=subject.group, max_completion_length=subject.length,
-        min_completion_length=subject.min_length, residual_weight="auto",
-    )  # fmt: skip
-    return DistilledGradient(config, subject.backbone)
-
-
-def _fill(learner: DistilledGradient, sample: Sample, completions: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    tokens = own_tokens([sample.seen]).cpu()
-    group, left = learner.config.group, completions // learner.config.group * learner.config.group
-    while left > 0:
-        n = min(BATCH_ROWS // group * group, left)
-        drawn = torch.randint(len(tokens), (n,), generator=generator)
-        rows = {name: _noisy(rows.cpu()[drawn], generator).to(rows.device) for name, rows in sample.rows.items()}
-        learner.store.add(rows, torch.randn(n, generator=generator), tokens[drawn])
-        left -= n
-
-
-def _noisy(rows: Tensor, generator: torch.Generator) -> Tensor:
-    if not rows.is_floating_point():
-        return rows
-    noise = torch.randn(rows.shape, generator=generator, dtype=rows.dtype)
-    return rows + NOISE * float(rows.std()) * noise
+def _drawn_again(sample: Sample, n: int, generator: torch.Generator) -> Sample:
+    """N of a batch's completions with random rewards and some noise in their features."""
+    drawn = torch.randint(len(sample.reward), (n,), generator=generator)
+    rows = {}
+    for name, values in sample.rows.items():
+        rows[name] = values[drawn.to(values.device)]
+        if values.is_floating_point():
+            noise = torch.randn(rows[name].shape, generator=generator, dtype=values.dtype)
+            rows[name] = rows[name] + NOISE * float(values.std()) * noise.to(values.device)
+    return Sample(sample.seen[drawn], torch.randn(n, generator=generator), rows)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from grade.errors import InputError
 from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, load_sums
 from grade.experiments.shallow import ShallowReward, layer_count
 from grade.experiments.training_runs import judged_by
+from grade.gradients.distilled.learner import DistilledGradient
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
@@ -39,6 +41,7 @@ from grade.rewards.model import RewardModel, load_reward
 from grade.rewards.verifiers import exact_answer
 from grade.training.toy import toy_reviews, toy_task
 
+Policy = Literal["tiny", "smollm2", "sums"]
 REWARDS: dict[str, tuple[str, ...]] = {
     "tiny": ("bag", "trunk1", "trunk", "smollm2_trunk", "gold", "rule"),
     "smollm2": ("bag", "trunk1", "trunk4", "trunk", "gold", "rule"),
@@ -95,6 +98,14 @@ class Subject:
     group: int
     length: int
     min_length: int
+
+    def learner(self, **options: Any) -> DistilledGradient:
+        """The method `distilled` with this policy's sizes."""
+        config = MethodConfig(
+            method="distilled", num_generations=self.group, max_completion_length=self.length,
+            min_completion_length=self.min_length, **options,
+        )  # fmt: skip
+        return DistilledGradient(config, self.backbone)
 
 
 def load_subject(

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import pandas as pd
 from pydantic import Field, model_validator
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.experiments.any_reward.measure import enumerated, explained, worth
-from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Folders, Subject, load_subject
+from grade.experiments.any_reward.measure import enumerated, explained
+from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Folders, Policy, Subject, load_subject
 from grade.experiments.any_reward.measure.runs import (
     COLUMNS,
     DIFFERENTIATING,
@@ -28,10 +28,9 @@ from grade.experiments.any_reward.measure.runs import (
     run_all,
 )
 from grade.experiments.any_reward.measure.sums import build_sums
+from grade.experiments.any_reward.measure.worth import Gradients, gradient_rows, worth_table
 from grade.experiments.training_runs import Run, train_once
 from grade.models.backbone import Backbone
-
-Policy = Literal["tiny", "smollm2", "sums"]
 
 
 class Grid(Config):
@@ -47,21 +46,6 @@ class Grid(Config):
     rate_factor: float = Field(1.0, gt=0, description="times the learning rates that were chosen")
     eval_every: int = Field(5, ge=1, description="steps between evaluations")
     eval_prompts: int = Field(128, ge=2, description="held-out prompts of an evaluation")
-
-
-class Gradients(Config):
-    """Gradients whose samples are weighed."""
-
-    policy: Policy = Field("tiny", description="policy")
-    rewards: list[str] = Field(min_length=1, description="its rewards")
-    families: list[str] = Field(["counts", "bag"], min_length=1, description="families")
-    fitted: list[int] = Field([16], min_length=1, description="completions N that a reward is distilled from")
-    prompts: int = Field(16, ge=1, description="prompts B of a batch of gradients")
-    rows: int = Field(6, ge=3, description="batches")
-    reference: int = Field(
-        3, ge=1, description="batches of rloo that the truth of each row is the mean of, its own too"
-    )
-    batches: list[int] = Field([1, 64], min_length=1, description="batch sizes n at which worth is given")
 
 
 SMOKE = Grid(
@@ -148,7 +132,7 @@ class Settings(Config):
     @cached_property
     def critics(self) -> tuple[enumerated.World, dict]:
         """The enumerated policy, and what is held against its reward."""
-        world = enumerated.make_world()
+        world = enumerated.World()
         return world, enumerated.make_critics(world, self.critic_fitted, self.critic_best)
 
     # ---- language models ----
@@ -258,11 +242,7 @@ def _explained(s: Settings) -> pd.DataFrame:
 
 
 def _worth(s: Settings) -> pd.DataFrame:
-    parts = []
-    for g in s.worth:
-        smooth = [reward for reward in g.rewards if reward in DIFFERENTIABLE]
-        setting = worth.Setting(s.subject(g.policy, g.rewards), g.prompts, g.families, g.fitted, differentiable=smooth)
-        parts.append(worth.worth_table(worth.gradient_rows(setting, g.rows, g.reference), g.batches))
+    parts = [worth_table(gradient_rows(s.subject(g.policy, g.rewards), g), g.batches) for g in s.worth]
     return pd.concat(parts, ignore_index=True)
 
 

@@ -14,31 +14,32 @@ are still unbiased (`grade.experiments.moments`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
+from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.any_reward.measure.explained import own_tokens, scored_completions
 from grade.experiments.any_reward.measure.parts import fitted_ascent
-from grade.experiments.any_reward.measure.rewards import Subject
+from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Policy, Subject
 from grade.experiments.measured import progress
 from grade.experiments.moments import moments, sketch, worth_interval
-from grade.gradients.distilled.learner import DistilledGradient, Sample
+from grade.gradients.distilled.learner import Sample
 from grade.gradients.distilled.store import Fit, Store
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.losses import gae, token_rewards
-from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph
 from grade.gradients.rollout import condition
 from grade.models.head import wide
-from grade.models.prompts import PromptBatch
 from grade.models.scoring import score_hidden
 from grade.stats import Interval
 
@@ -47,20 +48,27 @@ SKETCH = 2**15
 GAE_LAMBDA = 0.95
 VALUE_PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
 """Ridge penalties of the value, in units of the features' mean square."""
-STE = RelaxationConfig(estimator="ste", tau=2.0)
-STE_HOPS = 1
+WEIGHTS = (0.3, 1.0)
+"""Weights of the residual in the corrected form."""
+
+
+class Gradients(Config):
+    """Gradients whose samples are weighed."""
+
+    policy: Policy = Field("tiny", description="policy")
+    rewards: list[str] = Field(min_length=1, description="its rewards")
+    families: list[str] = Field(["counts", "bag"], min_length=1, description="families")
+    fitted: list[int] = Field([16], min_length=1, description="completions N that a reward is distilled from")
+    prompts: int = Field(16, ge=1, description="prompts B of a batch of gradients")
+    rows: int = Field(6, ge=3, description="batches")
+    reference: int = Field(
+        3, ge=1, description="batches of rloo that the truth of each row is the mean of, its own too"
+    )
+    batches: list[int] = Field([1, 64], min_length=1, description="batch sizes n at which worth is given")
 
 
 class Name(NamedTuple):
-    """What a gradient is of.
-
-    Attributes:
-        reward: Name.
-        estimator: ``rloo``, ``ppo``, ``st``, ``ste_tau2_hops1``, ``plugin`` or ``corrected``.
-        family: Of the distilled reward; empty without one.
-        fitted: N completions of the fit; 0 without one.
-        weight: Of the residual.
-    """
+    """What a gradient is of; ``family`` and ``fitted`` (N) of the distilled reward, ``weight`` of the residual."""
 
     reward: str
     estimator: str
@@ -70,59 +78,10 @@ class Name(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What gradients are taken of.
-
-    Attributes:
-        subject: Policy, fixed, with rewards and prompts. The first prompts are those of the fits.
-        batch: Prompts B of a row.
-        families: Names.
-        fitted: Sizes N of the fits, multiples of G.
-        weights: Of the residual.
-        differentiable: Rewards through which `st` and `ste` go.
-    """
-
-    subject: Subject
-    batch: int
-    families: Sequence[str]
-    fitted: Sequence[int]
-    weights: Sequence[float] = (0.3, 1.0)
-    differentiable: Sequence[str] = ()
-
-    @property
-    def config(self) -> MethodConfig:
-        """Settings of the learner whose losses are used."""
-        return MethodConfig(
-            method="distilled", num_generations=self.subject.group, max_completion_length=self.subject.length,
-            min_completion_length=self.subject.min_length, distil_families=list(self.families),
-        )  # fmt: skip
-
-    @property
-    def size(self) -> int:
-        """Completions of a row."""
-        return self.batch * self.subject.group
-
-    @property
-    def prompts(self) -> PromptBatch:
-        """Prompts of the gradients: none that a fit has seen."""
-        used = max(self.fitted) // self.subject.group
-        if len(self.subject.prompts) < used + self.batch:
-            raise InputError("prompts", len(self.subject.prompts), f"at least {used + self.batch}: fits and a row")
-        return self.subject.prompts[slice(used, None)]
-
-
-@dataclass(frozen=True)
 class Rows:
-    """Repeated gradients.
+    """Repeated gradients [R, P], `rloo`'s by reward as ``reference``, and the fits by reward, family and N.
 
-    Attributes:
-        gradients: [R, P] each.
-        reference: `rloo` by reward [R, P], each row the mean of ``reference_size`` completions.
-        size: Completions of a row.
-        reference_size: Completions of a row of the reference.
-        fits: The distilled rewards by reward, family and N.
-        policy: Name.
-        stage: ``untrained`` or ``trained``.
+    ``size`` and ``reference_size`` are the completions of which a row is the mean.
     """
 
     gradients: dict[Name, Tensor]
@@ -134,41 +93,102 @@ class Rows:
     stage: str = ""
 
 
-@torch.no_grad()
-def fitted_rewards(
-    setting: Setting, learner: DistilledGradient, seed: int
-) -> tuple[dict[tuple[str, str, int], Fit], dict[tuple[str, int], Tensor]]:
-    """Distil every reward from completions of the first prompts, and fit its value function.
+class Batches:
+    """Random batches of prompts that no fit has seen, and the gradients of their completions, all from one graph.
 
-    Returns:
-        Fits by reward, family and N, and weights [D + 1] of values by reward and N.
+    Rewards are distilled from completions of the first prompts, and value functions are fitted on the same.
     """
-    most, group = max(setting.fitted), setting.subject.group
-    rewards, features, seen = scored_completions(setting.subject, learner.families, most, seed)
-    tokens = own_tokens(seen)
-    states = torch.cat([part.states.predicting for part in seen])
-    mask = torch.cat([part.mask for part in seen])
-    fits: dict[tuple[str, str, int], Fit] = {}
-    values: dict[tuple[str, int], Tensor] = {}
-    for reward, scores in rewards.items():
-        for name, family in learner.families.items():
-            store, before = Store({name: family}, group, most), 0
-            for n in sorted(setting.fitted):
-                store.add({name: features[name][before:n]}, scores[before:n], tokens[before:n])
-                fit, before = store.fit(0), n
-                if fit is not None:
-                    fits[reward, name, n] = fit
-        values |= {(reward, n): value_weights(states[:n], mask[:n], scores[:n]) for n in setting.fitted}
-    return fits, values
+
+    def __init__(self, subject: Subject, sizes: Gradients, seed: int = 0) -> None:
+        self.subject, self.sizes = subject, sizes
+        used = max(sizes.fitted) // subject.group
+        if len(subject.prompts) < used + sizes.prompts:
+            raise InputError("prompts", len(subject.prompts), f"at least {used + sizes.prompts}: fits and a row")
+        self.prompts = subject.prompts[slice(used, None)]
+        self.learner = subject.learner(distil_families=sizes.families)
+        self.fits: dict[tuple[str, str, int], Fit] = {}
+        self.values: dict[tuple[str, int], Tensor] = {}
+        self._fit(seed)
+
+    @torch.no_grad()
+    def _fit(self, seed: int) -> None:
+        sizes, families = sorted(self.sizes.fitted), self.learner.families
+        rewards, features, seen = scored_completions(self.subject, families, sizes[-1], seed)
+        tokens = own_tokens(seen)
+        states = torch.cat([part.states.predicting for part in seen])
+        mask = torch.cat([part.mask for part in seen])
+        for reward, scores in rewards.items():
+            for name, family in families.items():
+                store = Store({name: family}, self.subject.group, sizes[-1])
+                for before, n in zip([0, *sizes], sizes, strict=False):
+                    store.add({name: features[name][before:n]}, scores[before:n], tokens[before:n])
+                    if (fit := store.fit(0)) is not None:
+                        self.fits[reward, name, n] = fit
+            for n in self.sizes.fitted:
+                self.values[reward, n] = value_weights(states[:n], mask[:n], scores[:n])
+
+    def draw(self, generator: torch.Generator, alone: bool = False) -> Iterator[tuple[Name, Tensor]]:
+        """Names and ascent directions [P] of one batch; ``alone``: of `rloo` only."""
+        subject = self.subject
+        chosen = torch.randperm(len(self.prompts), generator=generator, device=generator.device)[: self.sizes.prompts]
+        first = next(iter(subject.rewards))
+        objective = Objective(subject.rewards[first], 0.0)
+        sample = self.learner.scored(self.learner.sample(self.prompts[chosen], generator), objective)
+        seen, lengths = sample.seen, dict(max_new_tokens=subject.length, min_new_tokens=subject.min_length)
+        st = RelaxationConfig(estimator="st", **lengths)
+        graph = ReplayGraph(
+            subject.backbone, condition(subject.backbone, seen.prompts, seen.ids, seen.mask, st, generator)
+        )
+        pulls = {}
+        if not alone and any(reward in DIFFERENTIABLE for reward in subject.rewards):
+            ste = RelaxationConfig(estimator="ste", tau=2.0, **lengths)
+            pulls["st"] = graph.pullback(graph.rollout, st), 0
+            pulls["ste_tau2_hops1"] = graph.pullback(graph.given(ste, generator), ste), 1
+        for reward, model in subject.rewards.items():
+            objective = Objective(model, 0.0)
+            if reward != first:
+                scores = objective.score(subject.backbone, seen.prompts, seen.ids, seen.mask).detach()
+                sample = replace(sample, reward=scores)
+            yield Name(reward, "rloo"), self._parts(graph, sample, None)[1]
+            if alone:
+                continue
+            for n in self.sizes.fitted:
+                yield Name(reward, "ppo", "values_of_states", n), self._ppo(graph, sample, self.values[reward, n])
+            for (of, family, n), fit in self.fits.items():
+                if of == reward:
+                    plug, residual = self._parts(graph, sample, fit)
+                    yield Name(reward, "plugin", family, n, 0.0), plug
+                    for weight in WEIGHTS:
+                        yield Name(reward, "corrected", family, n, weight), plug + weight * residual
+            if reward in DIFFERENTIABLE:
+                _, r, _ = graph.reward(objective)
+                for estimator, (pull, hops) in pulls.items():
+                    v, _, _ = graph.adjoint(r, 0.0, pull, hops)
+                    yield Name(reward, estimator), -graph.parameter_gradient(v)
+
+    def _parts(self, graph: ReplayGraph, sample: Sample, fit: Fit | None) -> list[Tensor]:
+        """Plug-in and residual [P]."""
+        parts = fitted_ascent(self.learner, sample, fit, graph.h.detach().requires_grad_())
+        return [graph.parameter_gradient(part) for part in parts]
+
+    def _ppo(self, graph: ReplayGraph, sample: Sample, weights: Tensor) -> Tensor:
+        """With generalised advantages, not whitened: that would only scale a batch."""
+        seen = sample.seen
+        values = (state_features(seen.states.predicting) @ weights) * seen.mask
+        reward = token_rewards(sample.reward, torch.zeros_like(values), seen.mask, 0.0).to(values.dtype)
+        advantages, _ = gae(reward, values, seen.mask, 1.0, GAE_LAMBDA)
+        leaf = graph.h.detach().requires_grad_()
+        with torch.enable_grad():
+            logps = score_hidden(self.subject.backbone, leaf, seen.ids, seen.mask, ("logps",), 1.0,
+                                 self.subject.min_length).logps  # fmt: skip
+            v = torch.autograd.grad((advantages.detach() * logps).sum(1).mean(), leaf)[0]
+        return graph.parameter_gradient(v)
 
 
 def value_weights(states: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
-    """Ridge regression of rewards on the states before each token: a value function in closed form.
+    """A value function in closed form: weights [D + 1] of a ridge regression of rewards on `state_features`.
 
     The penalty is chosen on the last quarter of the completions.
-
-    Returns:
-        Weights [D + 1] for `state_features`.
     """
     x, valid = state_features(states).double(), mask.bool()
     y = rewards.double().unsqueeze(1).expand(mask.shape)
@@ -191,46 +211,38 @@ def state_features(states: Tensor) -> Tensor:
     return torch.cat([F.layer_norm(states, states.shape[-1:]), states.new_ones(*states.shape[:-1], 1)], -1)
 
 
-def gradient_rows(setting: Setting, rows: int, reference_batches: int, seed: int = 0) -> Rows:
-    """Draw R rows.
-
-    Returns:
-        The gradients, through a sketch of `SKETCH` numbers, and the fits.
-    """
-    subject = setting.subject
-    learner = DistilledGradient(setting.config, subject.backbone)
-    fits, values = fitted_rewards(setting, learner, seed)
+def gradient_rows(subject: Subject, sizes: Gradients, seed: int = 0) -> Rows:
+    """R batches of gradients, through a sketch of `SKETCH` numbers."""
+    batches = Batches(subject, sizes, seed)
     project = sketch(sum(p.numel() for p in subject.backbone.trainable_parameters()), SKETCH)
-    found: dict[Name, list[Tensor]] = {}
-    reference: dict[str, list[Tensor]] = {name: [] for name in subject.rewards}
-    for row in progress(range(rows), "batches of gradients"):
+    gradients: dict[Name, list[Tensor]] = defaultdict(list)
+    reference: dict[str, list[Tensor]] = defaultdict(list)
+    for row in progress(range(sizes.rows), "batches of gradients"):
         generator = torch.Generator(subject.backbone.device).manual_seed(1_000_003 * (seed + 1) + row)
         total = dict.fromkeys(subject.rewards, 0.0)
-        for name, gradient in _row(setting, learner, fits, values, generator):
-            found.setdefault(name, []).append(kept := project(gradient.cpu()))
-            if name.estimator == "rloo":
-                total[name.reward] = total[name.reward] + kept
-        for _ in range(reference_batches - 1):
-            for name, gradient in _row(setting, learner, {}, {}, generator, alone=True):
-                total[name.reward] = total[name.reward] + project(gradient.cpu())
+        for batch in range(sizes.reference):
+            for name, gradient in batches.draw(generator, alone=batch > 0):
+                kept = project(gradient.cpu())
+                if batch == 0:
+                    gradients[name].append(kept)
+                if name.estimator == "rloo":
+                    total[name.reward] = total[name.reward] + kept
         for name, value in total.items():
-            reference[name].append(value / reference_batches)
+            reference[name].append(value / sizes.reference)
+    size = sizes.prompts * subject.group
     return Rows(
-        {name: torch.stack(parts) for name, parts in found.items()},
+        {name: torch.stack(parts) for name, parts in gradients.items()},
         {name: torch.stack(parts) for name, parts in reference.items()},
-        setting.size, reference_batches * setting.size, fits, subject.policy, subject.stage,
+        size, sizes.reference * size, batches.fits, subject.policy, subject.stage,
     )  # fmt: skip
 
 
 def worth_table(rows: Rows, batches: Sequence[int]) -> pd.DataFrame:
-    """What one sample of each estimator is worth, in samples of `rloo`.
+    """What one sample of each estimator is worth, in samples of `rloo`: a row per gradient and n.
 
-    Returns:
-        One row per gradient and n. Columns policy, stage; reward, estimator, family, fitted (N), weight (of the
-        residual); r2 and slope of the fit (NaN without one; r2 out of sample, within prompts); n; worth with low and
-        high (95 %; None: no interval), cosine (expected, at n), cosine_mean (of the estimator's mean with the truth),
-        rloo_cosine (of `rloo` at n), completions (all of the estimator), reference (all of the truth). A gradient of
-        zeros, from a fit that explains nothing, is worth 0.
+    ``fitted`` is N and ``weight`` the residual's; r2 (out of sample, within prompts) and slope are the fit's, NaN
+    without one. Interval of 95 %, None without one; ``cosine`` is expected at n, ``cosine_mean`` that of the
+    estimator's mean with the truth. A gradient of zeros, from a fit that explains nothing, is worth 0.
     """
     truths = {name: moments(r, r, rows.reference_size) for name, r in rows.reference.items()}
     table = []
@@ -247,70 +259,3 @@ def worth_table(rows: Rows, batches: Sequence[int]) -> pd.DataFrame:
                 reference=count * rows.reference_size,
             ))  # fmt: skip
     return pd.DataFrame(table)
-
-
-def _row(
-    setting: Setting, learner: DistilledGradient, fits: Mapping[tuple[str, str, int], Fit],
-    values: Mapping[tuple[str, int], Tensor], generator: torch.Generator, alone: bool = False,
-) -> Iterator[tuple[Name, Tensor]]:  # fmt: skip
-    """Names and gradients [P] of one batch; ``alone``: `rloo` only."""
-    subject, prompts = setting.subject, setting.prompts
-    chosen = torch.randperm(len(prompts), generator=generator, device=generator.device)[: setting.batch]
-    first, *_ = subject.rewards
-    sample = learner.scored(learner.sample(prompts[chosen], generator), Objective(subject.rewards[first], 0.0))
-    seen = sample.seen
-    st = RelaxationConfig(estimator="st", max_new_tokens=subject.length, min_new_tokens=subject.min_length)
-    graph = ReplayGraph(subject.backbone, condition(subject.backbone, seen.prompts, seen.ids, seen.mask, st, generator))
-    pulls = {}
-    if setting.differentiable and not alone:
-        ste = STE.model_copy(update=dict(max_new_tokens=subject.length, min_new_tokens=subject.min_length))
-        pulls["st"] = graph.pullback(graph.rollout, st), 0
-        pulls[f"ste_tau{STE.tau:g}_hops{STE_HOPS}"] = graph.pullback(graph.given(ste, generator), ste), STE_HOPS
-    for reward, model in subject.rewards.items():
-        objective = Objective(model, 0.0)
-        if reward != first:
-            scores = objective.score(subject.backbone, seen.prompts, seen.ids, seen.mask).detach()
-            sample = replace(sample, reward=scores)
-        yield Name(reward, "rloo"), (rloo := _ascent(graph, learner, sample, None)[1])
-        if alone:
-            continue
-        for (of, n), weights in values.items():
-            if of == reward:
-                yield Name(reward, "ppo", "values_of_states", n), _ppo(subject, graph, sample, weights)
-        for (of, family, n), fit in fits.items():
-            if of == reward:
-                yield from _distilled(setting, Name(reward, "", family, n), _ascent(graph, learner, sample, fit), rloo)
-        if reward in setting.differentiable:
-            _, r, _ = graph.reward(objective)
-            for estimator, (pull, hops) in pulls.items():
-                v, _, _ = graph.adjoint(r, 0.0, pull, hops)
-                yield Name(reward, estimator), -graph.parameter_gradient(v)
-
-
-def _distilled(
-    setting: Setting, name: Name, parts: tuple[Tensor, Tensor], rloo: Tensor
-) -> Iterator[tuple[Name, Tensor]]:
-    plug, residual = parts
-    yield name._replace(estimator="plugin", weight=0.0), plug
-    for weight in setting.weights:
-        yield name._replace(estimator="corrected", weight=weight), plug + weight * residual
-
-
-def _ascent(graph: ReplayGraph, learner: DistilledGradient, sample: Sample, fit: Fit | None) -> tuple[Tensor, Tensor]:
-    """Ascent directions [P] of plug-in and residual."""
-    leaf = graph.h.detach().requires_grad_()
-    plug, residual = fitted_ascent(learner, sample, fit, leaf)
-    return graph.parameter_gradient(plug), graph.parameter_gradient(residual)
-
-
-def _ppo(subject: Subject, graph: ReplayGraph, sample: Sample, weights: Tensor) -> Tensor:
-    """Gradient [P] with generalised advantages, not whitened: that would only scale a batch."""
-    seen = sample.seen
-    values = (state_features(seen.states.predicting) @ weights) * seen.mask
-    reward = token_rewards(sample.reward, torch.zeros_like(values), seen.mask, 0.0).to(values.dtype)
-    advantages, _ = gae(reward, values, seen.mask, 1.0, GAE_LAMBDA)
-    leaf = graph.h.detach().requires_grad_()
-    with torch.enable_grad():
-        logps = score_hidden(subject.backbone, leaf, seen.ids, seen.mask, ("logps",), 1.0, subject.min_length).logps
-        v = torch.autograd.grad((advantages.detach() * logps).sum(1).mean(), leaf)[0]
-    return graph.parameter_gradient(v)
