@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grade.errors import InputError
 from grade.experiments import frontier
 from grade.experiments.compare import figures
-from grade.experiments.compare import frontier as stats
+from grade.experiments.compare import metrics as stats
 from grade.experiments.compare.measure import tables as experiment
 from grade.experiments.compare.measure.runs import CURVES, FINALS, Comparison, make_run, search
 from grade.experiments.compare.measure.tables import Settings
@@ -258,18 +258,11 @@ def test_figures_draw_tables():
     runs = [curve(m, 0.1, seed, [0, 2 + seed, 5], [0.5, 0.7, 0.8], [0.5, 0.55, 0.6])
             for m in ("ste", "ppo") for seed in (0, 1)]  # fmt: skip
     table = curves(*runs)
-    fig, axes = plt.subplots(1, 2)
-    figures.plot_frontier(axes, frontier.frontier_table(table, figures.frontier_levels([2.0])), [2.0])
-    assert axes[0].get_xscale() == "linear" and [ax.get_title() for ax in axes][0] == "relaxed gradients"
-    # The other panel's method in grey, the line and the dots.
-    assert [len(ax.lines) for ax in axes] == [3, 3]
-    assert [[t.get_text() for t in ax.get_legend().get_texts()] for ax in axes] == [["ste"], ["ppo"]]
-    fig, axes = plt.subplots(1, 2)
-    figures.plot_gold(axes, table)
-    assert len(fig.legends[0].get_texts()) == 2
-    fig, ax = plt.subplots()
-    assert len(figures.plot_against(ax, table, 0.1).lines) == 2 and ax.get_xlabel() == "completions generated"
-    fig, ax = plt.subplots()
-    figures.plot_gains(ax, {"gain/ste": 0.1, "gain/ppo": 0.2, "gain/ppo_stderr": 0.01}, "gain", ["ste", "ppo", "grpo"])
+    for fig in (figures.frontier_figure(table, [2.0]), figures.gold_figure(table)):
+        assert [ax.get_title() for ax in fig.axes] == ["relaxed gradients", "policy gradients"]
+        assert sorted(text.get_text() for text in fig.legends[0].get_texts()) == ["ppo", "ste"]
+    assert figures.learning_figure(table, 0.1).axes[0].get_xlabel() == "completions generated"
+    gains = {"gain/ste": 0.1, "gain/ppo": 0.2, "gain/ppo_stderr": 0.01}
+    ax = figures.gains_figure(gains, ["ste", "ppo", "grpo"]).axes[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["ppo", "ste"]
     plt.close("all")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
-from grade.experiments.compare import frontier
+from grade.errors import InputError
 from grade.experiments.frontier import estimate_figures, paired_figures, reward_at_kl
 from grade.experiments.measured import Tables
 from grade.stats import Estimate
@@ -15,6 +16,8 @@ from grade.stats import Estimate
 if TYPE_CHECKING:
     from grade.experiments.compare.measure.tables import Settings
 
+QUALITIES = ("reward", "gold", "kl", "perplexity", "distinct1", "distinct2")
+"""Columns of the ends of runs that are averaged over seeds."""
 REFERENCES = ("ste", "reinforce", "rloo", "ppo")
 """Methods that every other one is compared with, where they were run."""
 
@@ -30,14 +33,14 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     s = settings
     curves, finals = (on_reward(tables[name], s.reward) for name in ("curves", "finals"))
     figures = {f"untrained/{name}": value for name, value in tables["untrained"].items()}
-    figures |= frontier.frontier_figures(curves, s.kl_levels)
-    figures |= frontier.final_figures(finals, s.headline_beta)
+    figures |= frontier_figures(curves, s.kl_levels)
+    figures |= final_figures(finals, s.headline_beta)
     figures |= _paired(curves, finals, s)
-    figures |= {f"gold_slope/{row.method}": row.slope for row in frontier.overoptimisation(curves).itertuples()}
+    figures |= {f"gold_slope/{row.method}": row.slope for row in overoptimisation(curves).itertuples()}
     if s.has_second:
         curves, finals = (on_reward(tables[name], s.second_reward) for name in ("curves", "finals"))
-        figures |= frontier.frontier_figures(curves, s.kl_levels, "second/")
-        figures |= frontier.final_figures(finals, s.headline_beta, "second/")
+        figures |= frontier_figures(curves, s.kl_levels, "second/")
+        figures |= final_figures(finals, s.headline_beta, "second/")
     figures |= {name: value for name, value in tables["peer"].items() if not name.startswith("peer/settings/")}
     return figures | {
         f"defects/{name}": value for name, value in tables["defects"].items() if name != "loss_plus_reward_with_kl"
@@ -119,6 +122,53 @@ def peer_table(figures: Mapping[str, Any]) -> pd.DataFrame:
         if method and name != "settings":
             rows.setdefault(method[0], {"method": method[0]})[name] = value
     return pd.DataFrame(list(rows.values()))
+
+
+def frontier_figures(curves: pd.DataFrame, levels: Sequence[float], prefix: str = "") -> dict[str, float]:
+    """Metrics ``frontier/<method>/kl<level>`` with ``_stderr`` and ``_n``: `reward_at_kl` over seeds.
+
+    ``frontier/<method>/kl_reached`` is the largest KL of any run, averaged over seeds: beyond it a method's frontier is
+    flat.
+    """
+    figures: dict[str, float] = {}
+    for level in levels:
+        for method, values in reward_at_kl(curves, level).items():
+            figures |= estimate_figures(f"{prefix}frontier/{method}/kl{level:g}", values.values())
+    reached = curves.groupby(["method", "seed"], sort=False)["kl"].max().groupby("method", sort=False).mean()
+    return figures | {f"{prefix}frontier/{method}/kl_reached": float(value) for method, value in reached.items()}
+
+
+def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[str, float]:
+    """Ends of the runs at one beta: means over seeds with standard errors and n.
+
+    ``gain/<method>`` (held-out reward minus the untrained policy's), ``gold_gain/...``, and under ``final/<method>/``
+    `QUALITIES` and ``samples``.
+    """
+    rows = finals[finals["beta"] == beta]
+    if rows.empty:
+        raise InputError("beta", beta, f"one of {sorted(set(finals['beta']))}")
+    figures: dict[str, float] = {}
+    for method, runs in rows.groupby("method", sort=False):
+        for name in ("gain", "gold_gain"):
+            figures |= estimate_figures(f"{prefix}{name}/{method}", runs[name].dropna())
+        for name in QUALITIES:
+            figures |= estimate_figures(f"{prefix}final/{method}/{name}", runs[name].dropna())
+        figures[f"{prefix}final/{method}/samples"] = int(runs["samples"].iloc[0])
+    return figures
+
+
+def overoptimisation(curves: pd.DataFrame) -> pd.DataFrame:
+    """How far the gold judge follows the trained reward: slope of gold on reward over each method's evaluations.
+
+    A slope of 1 means that every gain is shared, 0 that all of it is an exploit. Each seed gives one slope.
+    """
+    rows = []
+    for method, runs in curves.dropna(subset=["gold"]).groupby("method", sort=False):
+        seeds = [one for _, one in runs.groupby("seed") if len(one) > 1]
+        slopes = [float(np.polyfit(one["reward"], one["gold"], 1)[0]) for one in seeds]
+        if slopes:
+            rows.append((method, *Estimate.of(slopes)))
+    return pd.DataFrame(rows, columns=["method", "slope", "stderr", "n"])
 
 
 def _paired(curves: pd.DataFrame, finals: pd.DataFrame, settings: Settings) -> dict[str, float]:
