@@ -2,12 +2,10 @@
 
 import os
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -41,26 +39,10 @@ def test_make_installs_pinned_versions_by_their_hashes():
     assert asked - set(hashed) == {"torch"}  # whose file depends on the accelerator
 
 
-def test_conda_gives_python_and_pip_and_defers_to_pyproject():
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    *conda, pip = environment["dependencies"]
-    assert [re.split("[=<>]", name)[0] for name in conda] == ["python", "pip"]
-    assert pip == {"pip": ["-c constraints.txt", "-e .[test]"]}
-    assert environment["name"] == PROJECT["name"]
-
-
 def test_continuous_integration_runs_what_a_developer_runs():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert script.read_text().splitlines()[-1] == "make test"
-
-
-def test_make_keeps_bytecode_where_the_shell_wants_none():
-    # Without it every one of some fifty processes compiles torch, transformers and peft anew, 14 s each.
-    show = ["make", "--no-print-directory", "--eval=show: ; @echo [$$PYTHONDONTWRITEBYTECODE]", "show"]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    made = subprocess.run(show, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert made.stdout.strip() == "[]"
 
 
 def test_files_that_pyproject_names_exist():

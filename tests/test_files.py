@@ -417,14 +417,6 @@ def overwrite(path):
         staging.write_text("other")
 
 
-def test_a_living_process_keeps_what_it_is_writing(tmp_path):
-    with atomic(tmp_path / "x") as staging:
-        staging.write_text("mine")
-        assert in_child(partial(overwrite, tmp_path / "x")) == 0
-        assert staging.exists()
-    assert (tmp_path / "x").read_text() == "mine"
-
-
 def test_a_device_or_pipe_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="not a device or a pipe"), atomic(tmp_path / "pipe"):

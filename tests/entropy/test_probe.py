@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_config
 
-from grade.entropy.probe import EntropyProbe, ProbeConfig, ProbeReport
+from grade.entropy.probe import EntropyProbe, ProbeConfig
 from grade.entropy.update import stepped
 from grade.errors import InputError
 from grade.experiments.enumeration import exact_change
@@ -215,29 +215,6 @@ def test_any_loss_can_be_the_update():
     for both in ({}, {"reward": reward, "gradient": gradient}):
         with pytest.raises(ValueError, match="one of them"):
             probe.run(prompts(), **both)
-
-
-def test_a_report_in_words():
-    figures = dict(
-        entropy=3.14159, entropy_per_token=1.5, delta_h1=0.25, delta_h1_stderr=0.0125, delta_h1_forward=-0.5,
-        delta_h1_forward_stderr=0.01, delta_h=0.125, delta_h_stderr=0.03, resampled=0.0, ess=31.4, samples=64.0,
-        delta_h_prefix=0.1, delta_h_prefix_stderr=0.02, delta_h1_momentum=0.2, delta_h1_gradient=0.06,
-        delta_h1_decay=-0.01,
-    )  # fmt: skip
-    modules = {"m.layers.0.q": 0.1, "m.layers.10.q": -0.3}
-    text = ProbeReport(figures, ["too large"], modules, torch.zeros(1, 1), ["unfused"], [], None, None).as_text()
-    assert text.split("\n") == [
-        "entropy 3.142 nats per completion (1.5 per token)",
-        "predicted change +0.25 +- 0.013 (gradients), -0.5 +- 0.01 (forward mode)",
-        "true change      +0.125 +- 0.03 (importance sampling; effective sample size 31 of 64), +0.1 +- 0.02 "
-        "(weights of prefixes)",
-        "of the predicted change: momentum +0.2, gradient +0.06, weight decay -0.01",
-        "largest parts",
-        "  -0.3  m.layers.10.q",
-        "  +0.1  m.layers.0.q",
-        "note: unfused",
-        "warning: too large",
-    ]
 
 
 def test_layers_sum_modules():

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from grade.errors import InputError
 from grade.experiments.any_reward.measure import enumerated, worth
-from grade.experiments.any_reward.measure.explained import explained, explained_table, family_names, scored_completions
+from grade.experiments.any_reward.measure.explained import explained
 from grade.experiments.any_reward.measure.rewards import Folders, load_subject
 from grade.experiments.moments import moments
 from grade.gradients.distilled.families import make_family
@@ -81,36 +80,6 @@ def test_the_corrected_gradient_is_the_naive_one_and_unbiased_with_any_constant_
     assert table.loc[(critic, "corrected"), "bias"] < EXACT  # the learner's own, with its leave-one-out baseline
 
 
-def test_variance_is_that_of_naive_gradients_with_a_leave_one_out_baseline(world, critics, table):
-    fit, noise = critics["counts fitted"], 0.0
-    for prompt, p in enumerate(world.probabilities):
-        pairs, weights = naive_pairs(world, fit, prompt), (p[:, None] * p).flatten().unsqueeze(1)
-        noise += 2 * float((weights * (pairs - (weights * pairs).sum(0)) ** 2).sum()) / len(world.prompts)
-    expected = noise / float(world.truth @ world.truth)
-    assert table.variance["counts fitted", "corrected"] == pytest.approx(expected, rel=1e-9)
-
-
-def naive_pairs(world, fit, prompt):
-    """Mean corrected gradient of each pair of completions [N N, P], the other's ``A_t`` being the baseline."""
-    policy, n = world.backbone, world.probabilities.shape[1]
-    family, own = make_family(fit.family, policy), slice(prompt * n, (prompt + 1) * n)
-    seen, scores, futures = world.seen[own], [], []
-    for row in range(n):
-        one = seen[slice(row, row + 1)]
-        pi = policy.head(predicting_hidden(policy, one.prompts, one.ids)).softmax(-1)[0]
-        s = family.values(fit.all, one)(torch.arange(len(pi))).expand(len(pi), -1)
-        sbar = ((pi * s).sum(1) * one.mask[0]).detach()
-        futures.append(torch.stack([sbar[t + 1 :].sum() for t in range(len(pi))]))
-        logps = pi[torch.arange(len(pi)), one.ids[0]].log() * one.mask[0]
-        parameters = policy.trainable_parameters()
-        scores.append(torch.stack([flatten(torch.autograd.grad(x, parameters, retain_graph=True)) for x in logps]))
-    sums = family.own(fit.all, seen).sum(1)
-    others = (world.rewards[prompt] - sums).unsqueeze(1) + torch.stack(futures)  # [N, T]
-    alone = naive(world, fit, prompt, 0.0).unsqueeze(1)
-    first = alone - torch.einsum("mt,ntp->nmp", others, torch.stack(scores))  # n, with m as its baseline
-    return ((first + first.transpose(0, 1)) / 2).flatten(0, 1)
-
-
 def test_useless_critics_give_rloo_and_a_perfect_one_removes_most_noise(table):
     noise = table.variance
     assert noise["zero", "corrected"] == pytest.approx(noise["none", "rloo"])
@@ -159,17 +128,6 @@ def test_r2_is_that_of_fits_without_the_group_and_its_error_a_jackknife():
     assert math.isnan(nothing.r2) and math.isnan(none)
 
 
-def test_the_table_of_r2(toy):
-    table = explained_table(toy, [16, 48], ["counts", "bag", "trunk"])
-    assert len(table) == 2 * 2 * 3 and set(table.stage) == {"untrained"} and set(table.n) == {16, 48}
-    assert (table.r2 <= 1).all() and family_names(1) == ["counts", "bag", "ngrams", "values", "trunk"]
-    families = {name: make_family(name, toy.backbone) for name in ("counts", "bag")}
-    rewards, features, seen = scored_completions(toy, families, 16)
-    assert len(rewards["bag"]) == len(features["counts"]) == 16 == sum(len(part.ids) for part in seen)
-    again = torch.cat([Objective(toy.rewards["rule"], 0.0).score(toy.backbone, s.prompts, s.ids, s.mask) for s in seen])
-    assert torch.equal(rewards["rule"], again.float())
-
-
 def test_gradients_of_a_row_are_the_learners(rows):
     names = set(rows.gradients)
     assert {(n.reward, n.estimator) for n in names} >= {("bag", "st"), ("bag", "ste_tau2_hops1"), ("rule", "ppo")}
@@ -209,30 +167,3 @@ def test_worth_is_that_of_the_moments_and_a_zero_gradient_is_worth_nothing(rows)
     name = next(n for n in rows.gradients if n.estimator == "plugin")
     zero = worth.Rows({name: torch.zeros(4, 9)}, {name.reward: torch.randn(4, 9)}, 16, 32)
     assert worth.worth_table(zero, [1]).worth.tolist() == [0.0]
-
-
-def test_the_reference_is_the_mean_of_its_batches_and_has_less_noise():
-    generator = torch.Generator().manual_seed(0)
-    mu = torch.zeros(50)
-    mu[0] = 1.0
-    draws = mu + torch.randn(200, 4, 50, generator=generator) / math.sqrt(8)  # rows of 8 samples, four a reference row
-    name = worth.Name("r", "rloo")
-    rows = worth.Rows({name: draws[:, 0]}, {"r": draws.mean(1)}, 8, 32)
-    table = worth.worth_table(rows, [1])
-    assert table.worth.iloc[0] == pytest.approx(1, abs=0.25) and table.low.iloc[0] < 1 < table.high.iloc[0]
-    assert table.rloo_cosine.iloc[0] == pytest.approx(1 / math.sqrt(51), rel=0.15)
-
-
-def test_values_in_closed_form_predict_the_reward():
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(64, 3, 5, generator=generator)
-    mask = torch.ones(64, 3, dtype=torch.long)
-    features = worth.state_features(states)
-    w = torch.tensor([1.0, -2.0, 0.0, 0.0, 0.5, 3.0])
-    fitted = worth.value_weights(states[:, :1], mask[:, :1], (features[:, 0] @ w))
-    assert torch.allclose(features @ fitted, features @ w, atol=0.05)  # the smallest penalty is 1e-3 of the squares
-
-
-def test_bad_input(toy):
-    with pytest.raises(InputError, match="prompts"):
-        worth.Batches(toy, sizes(prompts=len(toy.prompts)))

@@ -13,7 +13,6 @@ from grade.errors import InputError
 from grade.experiments.claims import (
     COLUMNS,
     Claim,
-    claims_table,
     judge,
     read_claims,
     to_markdown,
@@ -21,7 +20,7 @@ from grade.experiments.claims import (
     write_claims,
 )
 from grade.experiments.exp6.claims import exp6_claims
-from grade.experiments.exp6.document import MEASURED_KEYS, seed_000_counts
+from grade.experiments.exp6.document import MEASURED_KEYS
 
 ROW = Claim("000", "4 GB of a|b", "4 GB", 8.192, "MB", "derived", "refuted", "1*64*32000*4\nbytes")
 
@@ -85,62 +84,10 @@ def test_the_csv_reads_back(tmp_path):
     assert [row["found"] for row in rows] == ["8.192", "147456", "none"]
 
 
-def test_figures_are_shown_without_needless_exponents():
-    found = claims_table([dataclasses.replace(ROW, found=x) for x in (147456.0, 41.6667, 1.234567e-7, 0.0)])["found"]
-    assert found.tolist() == ["147456", "41.67", "1.235e-07", "0"]
-
-
 def test_markdown_has_one_line_a_row_and_escapes_bars():
     lines = to_markdown([ROW, ROW]).splitlines()
     assert len(lines) == 4
     assert lines[2] == r"| 000 | 4 GB of a\|b | 4 GB | 8.192 MB | derived | refuted | 1*64*32000*4 bytes |"
-
-
-def test_counts_of_document_000_by_hand():
-    c = seed_000_counts()
-    exact = {
-        "soft_tokens": 1 * 64 * 32_000 * 4,
-        "soft_tokens_bf16": 4_096_000,
-        "soft_tokens_real": 64 * 151_936 * 4,
-        "topk_weights": 65_536,
-        "topk_int64": 65_536 + 131_072,
-        "topk_int32": 131_072,
-        "topk_weights_ratio": 125,
-        "topk_int32_ratio": 62.5,
-        "reward_gathered": 134_217_728,
-        "reward_gathered_and_product": 268_435_456,
-        "reward_gathered_real": 83_886_080,
-        "kv_cache_per_token": 147_456,
-        "kv_cache": 147_456 * 96,
-        "token_forwards_uncached": 4064,
-        "token_forwards_cached": 96,
-        "attention_scores_t128": 1_342_144,
-        "attention_scores_t64": 279_904,
-        "policy_activations": 69_632 * 36 * 2 * 4064,
-        "own_rows_before_gb": 40,
-        "weights_three_copies": 24_134_808_576,
-    }
-    assert {key: c[key] for key in exact} == exact
-    rounded = {  # figures of the facts, to their digits
-        "batch_for_4_gb": 488,
-        "topk_int64_ratio": 41.7,
-        "topk_int64_ratio_real": 198,
-        "topk_int32_ratio_real": 297,
-        "reward_gathered_over_soft_tokens": 16,
-        "token_forwards_ratio": 42,
-        "attention_growth_one_pass": 2.78,
-        "attention_growth_loop": 4.80,
-        "linear_growth_loop": 3.01,
-        "own_rows_after_gb": 7.06,
-        "own_rows_ratio": 5.7,
-        "policy_checkpointed_ratio": 40.6,
-    }
-    for key, value in rounded.items():
-        digits = len(str(value).partition(".")[2])
-        assert round(c[key], digits) == value, key
-    assert c["reward_dense_flops"] / c["reward_sparse_flops"] == 125
-    # Inputs of 4064 steps' tokens, 2560 wide, bfloat16, and all layers of the longest step once.
-    assert c["policy_checkpointed"] == 4064 * 2560 * 2 + 96 * 69_632 * 36 * 2
 
 
 def measurements(**changes: float) -> dict[str, float]:
@@ -209,67 +156,20 @@ def test_bytes_and_seconds_must_be_positive():
 
 
 @pytest.mark.parametrize(
-    ("claim", "expected"),
-    [
-        ("soft_tokens [B,T,V]", "refuted"),
-        ("125x", "partly"),
-        ("ref_logits", "refuted"),
-        ("policy activations take", "confirmed"),
-        ("10-15 GB", "refuted"),
-        ("total peak falls", "partly"),
-        ("halving", "partly"),
-        ("reference activations", "refuted"),
-    ],
-)
-def test_verdicts_of_arithmetic(claim, expected):
-    assert verdict(claim) == expected
-
-
-@pytest.mark.parametrize(
     ("claim", "changes", "expected"),
     [
         ("OOM", {}, "refuted"),
         ("OOM", {"policy_unrolled_bytes": 6e7}, "confirmed"),
-        ("O(BTk)", {}, "refuted"),
-        ("O(BTk)", {"relax_topk_scattered_bytes_per_token": 4097}, "confirmed"),
-        ("O(BTkH)", {}, "refuted"),
-        ("O(BTkH)", {"reward_gather_bytes": 1e6}, "confirmed"),
-        ("reward matmul", {}, "refuted"),
-        ("reward matmul", {"reward_gather_bytes": 1e6}, "partly"),
-        ("reward matmul", {"reward_dense_bytes": 4e9, "reward_gather_bytes": 30e6}, "confirmed"),
         ("KV cache lowers", {}, "confirmed"),
         ("KV cache lowers", {"reference_cached_peak_bytes": 3.1e7}, "refuted"),
-        ("offset", {}, "partly"),
-        ("offset", {"reference_cached_peak_bytes": 3.1e7}, "refuted"),
         ("3-4x faster", {"reference_uncached_seconds": 7.0}, "confirmed"),
         ("3-4x faster", {"reference_uncached_seconds": 40.0}, "partly"),
         ("3-4x faster", {"reference_uncached_seconds": 1.9}, "refuted"),
-        ("~5 GB, 4x", {}, "partly"),
-        ("~5 GB, 4x", {"policy_checkpointed_bytes": 5e8}, "confirmed"),
-        ("~5 GB, 4x", {"policy_checkpointed_bytes": 3e9}, "refuted"),
-        ("recomputes", {}, "confirmed"),
-        ("recomputes", {"checkpointed_over_replay": 7.0}, "confirmed"),
-        ("recomputes", {"policy_checkpointed_bytes": 3e9}, "refuted"),
-        ("accumulation", {}, "partly"),
-        ("accumulation", {"accumulation_rel_error": 0.1}, "refuted"),
-        ("empty_cache", {}, "refuted"),
-        ("empty_cache", {"peak_without_freeing_bytes": 2.0}, "confirmed"),
-        ("(tau 0.5)", {}, "confirmed"),
-        ("(tau 1)", {}, "refuted"),
         ("(tau 2)", {}, "refuted"),
         ("(tau 2)", {"top256_mass_tau2": 0.9991}, "confirmed"),
-        ("train/kl", {}, "partly"),
-        ("train/kl", {"kl_at_init_misaligned": 0.0}, "confirmed"),
-        ("train/kl", {"kl_max_abs_diff": 0.01}, "refuted"),
-        ("train/kl", {"kl_at_init_max": 0.01}, "refuted"),
-        ("in expectation", {"kl_at_init_misaligned": 0.0}, "confirmed"),
-        ("train/reward", {}, "partly"),
-        ("train/reward", {"reward_max_abs_diff": 0.01}, "refuted"),
         ("success 1", {}, "partly"),
         ("success 1", {"policy_checkpointed_bytes": 4.5e8}, "confirmed"),
         ("success 1", {"policy_checkpointed_bytes": 2e9}, "refuted"),
-        ("success 2", {}, "partly"),
-        ("success 2", {"kl_max_abs_diff": 0.01}, "refuted"),
         ("success 3", {}, "partly"),
         ("success 3", {"reward_max_abs_diff": 0.01}, "not testable"),
     ],

@@ -124,14 +124,6 @@ def test_paired_test_by_hand():
         paired({0: 1.0}, {0: 1.0, 1: 2.0})
 
 
-def test_paired_figures_leave_out_what_cannot_be_compared():
-    values = {"ste": {0: 0.3, 1: 0.5}, "rloo": {0: 0.2, 1: 0.2}, "ppo": {}}
-    figures = frontier.paired_figures(values, "rloo", "kl5")
-    assert figures["paired/ste_minus_rloo/kl5"] == pytest.approx(0.2)
-    assert figures["paired/ste_minus_rloo/kl5_stderr"] == pytest.approx(0.1)
-    assert {key.split("/")[1] for key in figures} == {"ste_minus_rloo"}
-
-
 def test_final_figures_are_means_over_seeds_at_one_beta():
     rows = [
         ("ste", beta, seed, 2, 16, 1.0, 0.6, 0.5, 3.0, gain, 0.0, 40.0, 0.5, 0.9)

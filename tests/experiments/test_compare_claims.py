@@ -1,9 +1,7 @@
 """Verdicts follow from the figures; the paper's defects against hand arithmetic."""
 
-import math
 
 import pytest
-import torch
 
 from grade.experiments.compare import paper
 from grade.experiments.compare.claims import compare_claims
@@ -54,12 +52,6 @@ def test_a_comparison_is_decided_from_five_seeds_and_away_from_the_threshold(dif
     assert verdict(words) == "not testable"
 
 
-def test_an_undecided_comparison_still_gives_its_figures_and_the_reason():
-    given = {key.replace("__", "/"): value for key, value in comparison(0.1, 0.02, 2).items()}
-    (claim,) = (c for c in compare_claims(MEASURED | given, 5) if c.found == 0.1)
-    assert claim.note == "± 0.01 over n=2 seeds, paired, p = 0.02; 2 seeds, and a verdict needs 5"
-
-
 def test_a_gain_counts_from_three_standard_errors():
     assert verdict("PPO ends below") == "partly"  # 2 standard errors
     assert verdict("PPO ends below", gain__ppo=0.04) == "refuted"
@@ -84,17 +76,6 @@ def test_advantages_over_the_batch_leak_into_another_completion():
     assert coded.tolist() == pytest.approx([-0.47525] * 7 + [0.52475])
     # Over time the last advantage is 1 - 0.5; before it, 0.99 * 0.5 - 0.5 + 0.9405 * 0.5 = 0.46525, and so on.
     assert meant[-2:].tolist() == pytest.approx([0.46525, 0.5]) and (meant > 0).all()
-
-
-def test_whitening_two_rewards_forgets_how_far_apart_they_are():
-    assert paper.whitened([0.9, 0.1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
-    assert paper.whitened([0.51, 0.5]) == pytest.approx(paper.whitened([0.9, 0.1]))
-    assert math.isnan(paper.whitened([0.7])[0])
-
-
-def test_noise_over_signal_does_not_depend_on_the_scale():
-    rows = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
-    assert defects.relative_variance(100 * rows) == pytest.approx(defects.relative_variance(rows))
 
 
 def test_kl_is_in_the_loss_with_the_weight_that_was_asked_for():

@@ -74,10 +74,6 @@ def test_a_black_box_is_the_same_function_for_both(folder, reward):
         assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["kl"] > 1e-5
 
 
-def test_the_peer_has_one_name():
-    assert peers.PEER == contest.PEER
-
-
 def test_times_to_a_goal_that_all_reach():
     rows = [("ste", 0, 0.0, 0.5), ("ste", 1, 2.0, 0.9), (peers.PEER, 0, 0.0, 0.5), (peers.PEER, 1, 10.0, 0.7)]
     table = pd.DataFrame([(m, 0.1, 0, s, 8 * s, t, r, r, 0.0) for m, s, t, r in rows], columns=list(CURVES))

@@ -67,12 +67,6 @@ def test_an_expectation_by_hand():
     assert expected_values(head, h, values, (1,), torch.tensor([False])).tolist() == got.tolist()
 
 
-def test_a_critic_of_first_order_is_the_slope_times_the_embedding():
-    table, u, rows = randn(V, 3, seed=5), randn(N, 3, seed=6), torch.tensor([7, 0, 2])
-    want = torch.stack([torch.stack([(u[n] * (0.7 * e)).sum() for e in table]) for n in rows])
-    torch.testing.assert_close(embedding_values(table, 0.7, u)(rows), want)
-
-
 def test_a_half_precision_model_has_float32_expectations():
     """bfloat16 products of D = 5 terms are off by 2^-8 of their largest; a softmax in bfloat16 would be off by more."""
     head, h = make_head(dtype=torch.bfloat16), randn(N, D, seed=3, dtype=torch.bfloat16)
@@ -162,11 +156,3 @@ def test_its_tokens_are_exact_samples_and_no_support_is_kept():
         assert torch.equal(got.completion_ids, want.completion_ids)
         assert torch.equal(got.support, got.completion_ids.unsqueeze(-1)) and not got.noise.any()
         torch.testing.assert_close(got.embeds, want.embeds)
-
-
-def test_adjoints_after_the_end_have_no_effect():
-    backbone, prompts, config = gpt2(), make_prompts(), RelaxationConfig(estimator="st", max_new_tokens=6)
-    rollout = sample(backbone, prompts, config, torch.Generator().manual_seed(4))
-    dead, a = rollout.completion_mask == 0, randn(3, 6, 16)
-    v = ReplayGraph(backbone, rollout).pullback(rollout, config)(a)
-    assert dead.any() and not v[dead].any() and (v[~dead].norm(dim=-1) > 0).all()

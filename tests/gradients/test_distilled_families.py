@@ -175,31 +175,7 @@ def test_what_it_likes_is_the_mean_of_its_values(backbone, seen, name):
     assert got.shape == (VOCAB,) and (got - want).abs().max() <= 1e-10 * want.abs().max()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_half_precision_base(name):
-    backbone = make_backbone(dtype=torch.bfloat16)
-    seen = observed(backbone, seed=2)
-    family = make_family(name, backbone)
-    weights, rows = fitted(family, seen), family.rows(seen)
-    assert rows.dtype in (torch.long, torch.float32) and family.gram(rows[:2], rows).dtype == torch.float64
-    assert family.weights(torch.ones(2, 6, dtype=torch.float64), rows).dtype == torch.float32
-    values, own, typical = (
-        every_value(family, weights, seen), family.own(weights, seen), family.typical(weights[:1], seen)
-    )  # fmt: skip
-    for found in (values, own, typical):
-        assert found.dtype == torch.float32 and found.isfinite().all()
-    want = values.gather(2, seen.ids.unsqueeze(2)).squeeze(2) * seen.mask
-    assert (own - want).abs().max() <= 0.02 * values.abs().max()  # values of all tokens are bfloat16 products
-    if family.additive:
-        said = torch.stack([family.predict(weights[b // GROUP], rows[b : b + 1])[0] for b in range(6)])
-        assert (own.sum(1) - said).abs().max() <= 1e-4 * said.abs().max()
-
-
 @pytest.mark.parametrize("name", ["trunk0", "trunk3", "trunk-1", "bags", "trunk1x", ""])
 def test_a_family_that_there_is_not(backbone, name):
     with pytest.raises(InputError, match="distil_families: got .*counts, bag, ngrams, values, trunk, or trunk1 to tr"):
         make_family(name, backbone)
-
-
-def test_the_last_depth_is_named_both_ways(backbone):
-    assert make_family("trunk", backbone).depth == make_family("trunk2", backbone).depth == 2

@@ -367,20 +367,6 @@ def test_a_learner_that_was_restored_takes_the_same_steps(policy, monkeypatch, p
             assert torch.equal(own.figures[name][0], again.figures[name][0]), name
 
 
-def test_a_fit_stays_until_new_completions_are_worth_another(policy, monkeypatch):
-    own = learner(policy, 0.0)
-    take(own, microbatches(seed=50), objective())
-    fit = own.fit
-    with monkeypatch.context() as patch:
-        patch.setattr(type(own.store), "refit_due", False)
-        patch.setattr(own.store, "fit", lambda groups: pytest.fail("fitted again"))
-        take(own, microbatches(), objective())
-    assert own.fit is not fit and torch.equal(own.fit.all, fit.all)
-    monkeypatch.setattr(type(own.store), "refit_due", True)
-    take(own, microbatches(seed=9), objective())
-    assert not torch.equal(own.fit.all, fit.all)
-
-
 @pytest.mark.parametrize("weight", [0.0, "auto"])
 def test_the_gradient_is_added_to_what_is_there(policy, monkeypatch, weight):
     choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))  # with a value from the first step, auto blends parts

@@ -93,19 +93,6 @@ def test_what_a_choice_keeps_of_its_slope_by_hand():
     assert Choice(0.1, -0.4, -2.0, 0.1).explained == 0.0
 
 
-def test_the_penalty_that_explains_most_is_chosen():
-    x, y = data(groups=12, size=20, noise=2.0)
-    gram = x @ x.T
-    spectrum = Spectrum.of(gram)
-    assert spectrum.scale == pytest.approx(float(gram.diagonal().mean()))
-    fits = {share: calibrated(left_out(spectrum, y, GROUP, share * spectrum.scale), y, GROUP) for share in PENALTIES}
-    best = max(fits, key=lambda share: fits[share][0])
-    assert choose(spectrum, y, GROUP) == Choice(best, *fits[best])
-    assert choose(spectrum, y, GROUP, [best]) == choose(spectrum, y, GROUP)
-    assert len({round(r2, 6) for r2, _, _ in fits.values()}) == len(PENALTIES), "the penalty matters here"
-    assert choose(Spectrum.of(9 * gram), 2 * y, GROUP).r2 == pytest.approx(fits[best][0]), "units do not"
-
-
 def test_a_reward_that_is_linear_is_explained_and_one_at_random_is_not():
     x, y = data(groups=40, noise=0.0)
     found = choose(Spectrum.of(x @ x.T), y, GROUP)

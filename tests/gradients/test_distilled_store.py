@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from grade.gradients.distilled import store as store_module
 from grade.gradients.distilled.families import Family, make_family
 from grade.gradients.distilled.ridge import Spectrum, centred, choose
-from grade.gradients.distilled.store import TRUST_STEPS, Evidence, Store, joined
+from grade.gradients.distilled.store import Evidence, Store
 
 GROUP, SIZE, TOKENS = 3, 4, 11
 
@@ -52,22 +52,6 @@ def everything(batches=4):
     x = centred(torch.cat([rows["dense"] for rows, _, _ in parts]), GROUP)
     counts = centred(torch.cat([dense_counts(tokens) for _, _, tokens in parts]), GROUP)
     return {"dense": x, "counts": counts}, centred(torch.cat([rewards for _, rewards, _ in parts]), GROUP)
-
-
-def test_a_gram_matrix_that_grew_by_rows_is_that_of_all_at_once():
-    store, (features, rewards) = filled(), everything()
-    assert len(store) == 24 and store.dropped == 0
-    torch.testing.assert_close(store.rewards, rewards)
-    for name, x in features.items():
-        torch.testing.assert_close(store.grams[name], x @ x.T, rtol=1e-12, atol=1e-12)
-    once = Store(families(), GROUP, 1000)
-    parts = [batch(seed=seed, length=4 + seed) for seed in range(4)]
-    tokens = joined([tokens for _, _, tokens in parts])
-    rows = {"dense": torch.cat([rows["dense"] for rows, _, _ in parts]), "counts": tokens}
-    once.add(rows, torch.cat([rewards for _, rewards, _ in parts]), tokens)
-    for name in features:
-        torch.testing.assert_close(store.grams[name], once.grams[name], rtol=1e-12, atol=1e-12)
-    assert torch.equal(store.tokens, once.tokens)
 
 
 @pytest.mark.parametrize(("window", "kept", "dropped"), [(24, 24, 0), (23, 21, 3), (12, 12, 12), (1, 6, 18)])
@@ -113,27 +97,6 @@ def test_the_family_that_explains_most_is_taken_and_the_first_of_equals():
     assert tied.fit(1).family == "first"
 
 
-@pytest.mark.parametrize(("large", "chosen"), [(600, [1, 2, 3, 4, 5, 6]), (240, [1, 1, 2, 2, 2, 3])])
-def test_it_is_chosen_again_when_a_share_is_new_and_on_the_latest_only(monkeypatch, large, chosen):
-    """3 are new in every batch but the first, which chooses for itself; n^3 / large^2 must be, of n = 60 to 75.
-
-    That is .6 to 1.2 for 600; 4.7 of 63, 5.4 of 66 for 240 (6 are new), and 6.5 of 72 (6 are new), 7.3 of 75 (9 are).
-    """
-    monkeypatch.setattr(store_module, "RECENT", 31)  # 30: whole groups
-    monkeypatch.setattr(store_module, "LARGE", large)
-    sizes, seen = [], []
-    monkeypatch.setattr(
-        store_module, "choose", lambda seen, *rest: sizes.append(len(seen.values)) or choose(seen, *rest)
-    )
-    store = Store({"dense": Family(Base())}, GROUP, 1000)
-    for seed in range(6):
-        rows, rewards, tokens = batch(groups=1 if seed else 20, seed=seed)
-        store.add({"dense": rows["dense"]}, rewards, tokens)
-        store.fit(1)
-        seen.append(len(sizes))
-    assert set(sizes) == {30} and seen == chosen
-
-
 def test_a_batch_is_fitted_with_what_the_batches_before_it_chose(monkeypatch):
     """Its own rewards choose for the next: a choice that has seen a group would bias its gradient."""
     monkeypatch.setattr(store_module, "LARGE", 10**6)
@@ -145,35 +108,7 @@ def test_a_batch_is_fitted_with_what_the_batches_before_it_chose(monkeypatch):
         assert store.fit(2).choice == known[-1]["dense"] != store.choices["dense"]
 
 
-@pytest.mark.parametrize("rewards", [torch.zeros(6), torch.tensor([1.0, 1, 1, 5, 5, 5])], ids=["zero", "by prompt"])
-def test_rewards_that_do_not_differ_within_prompts_are_not_distilled(rewards):
-    store = Store(families(), GROUP, 100)
-    rows, _, tokens = batch()
-    store.add(rows, rewards, tokens)
-    assert store.fit(2) is None and store.best_of(["dense"]) is None
-
-
-def test_one_group_teaches_nothing_of_itself():
-    store = Store(families(), GROUP, 100)
-    store.add(*batch(groups=1))
-    fit = store.fit(1)
-    assert fit.choice.slope == 0 and not fit.all.any() and not fit.without(0, 1).any()
-    assert fit.weights.isfinite().all() and not fit.weights[1].any()
-
-
 # ---- completions that wait ----
-def test_completions_wait_until_they_are_a_share_that_grows_with_what_was_fitted(monkeypatch):
-    """6 a batch; of n the new must be n^3 / 48^2 / 2: 3 of 24, 5.9 of 30, 10.1 of 36; 24 of 48, 30 of 60."""
-    monkeypatch.setattr(store_module, "LARGE", 48)
-    store, waiting = Store(families(), GROUP, 1000), []
-    for seed in range(14):
-        store.append(*batch(seed=seed))
-        waiting.append(len(store) - len(store.rewards))
-        if store.refit_due:
-            store.absorb()
-    assert waiting == [6, 6, 6, 6, 6, 6, 6, 12, 6, 12, 18, 24, 6, 12]
-
-
 @pytest.mark.parametrize("window", [1000, 12])
 def test_what_waited_is_in_the_next_fit_as_if_it_had_not_waited(window):
     eager, late = filled(window), Store(families(), GROUP, window)
@@ -214,17 +149,6 @@ def test_trust_by_hand():
     silent = Evidence()
     silent.add(0 * p, y, 2)
     assert silent.trust == 1.0, "nothing was predicted yet"
-
-
-def test_only_the_latest_batches_count():
-    evidence = Evidence()
-    p = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    for _ in range(5):
-        evidence.add(p, -p, 2)
-    assert evidence.trust == 0.0
-    for _ in range(TRUST_STEPS):
-        evidence.add(p, p, 2)
-    assert evidence.trust == 1.0 and len(evidence.groups) == TRUST_STEPS
 
 
 # ---- checkpoints ----

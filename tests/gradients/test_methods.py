@@ -3,8 +3,7 @@
 import pytest
 
 from grade.errors import InputError
-from grade.gradients.estimators import ESTIMATORS
-from grade.gradients.methods import AUTO, METHODS, OPTIONS, RELAXED, MethodConfig, reads
+from grade.gradients.methods import METHODS, OPTIONS, MethodConfig, reads
 from grade.training.config import GradeConfig
 from grade.training.toy import toy_task
 from grade.training.trainer import GradeTrainer
@@ -22,11 +21,6 @@ def test_a_run_anneals_its_temperature_from_the_first_step(tmp_path):
     assert [row["tau"] for row in trainer.state.log_history if "tau" in row] == [2.0, 1.75, 1.5]
 
 
-def test_every_estimator_is_a_method_and_those_that_redraw_have_no_original():
-    assert {name for name, method in RELAXED.items() if method.engine == "replay"} == set(ESTIMATORS)
-    assert {name for name in RELAXED if name.endswith("_legacy")} == {"ste_legacy", "gumbel_legacy"}
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_setting_that_a_method_does_not_read_is_refused(method):
     other = {"hops": 3, "rao_draws": 2, "residual_weight": 0.5, "epsilon": 0.1, "gamma": 0.9, "baseline_momentum": 0.5}
@@ -39,7 +33,3 @@ def test_a_setting_that_a_method_does_not_read_is_refused(method):
     kept = MethodConfig.values_for(method, other | {"max_completion_length": 7})
     assert kept["method"] == method and kept["max_completion_length"] == 7
     assert {name for name in other if name in kept} == {name for name in other if reads(method, name)}
-
-
-def test_auto_reads_what_grpo_and_distilled_read():
-    assert reads(AUTO, "epsilon") and reads(AUTO, "residual_weight") and not reads(AUTO, "tau_start")

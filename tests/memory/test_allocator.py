@@ -125,15 +125,6 @@ def test_cached_segments_are_released_only_when_the_device_is_full():
     assert CachingAllocator(capacity=2 * MIB).release_cached() == 0
 
 
-def test_a_block_is_freed_once():
-    allocator = CachingAllocator()
-    block = allocator.allocate(1)
-    allocator.free(block)
-    with pytest.raises(ValueError, match="once"):
-        allocator.free(block)
-    assert allocator.release_cached() == SMALL_SEGMENT and allocator.reserved == 0
-
-
 def record(nbytes, birth, death=None, op="mm"):
     return StorageRecord(nbytes, (), torch.float32, op, "", "forward", birth, death)
 
@@ -151,27 +142,6 @@ def test_a_step_by_hand():
     with pytest.raises(DeviceFullError):
         allocate_step(step, capacity=41 * MIB)
     assert allocate_step(step, capacity=42 * MIB).reserved == 42 * MIB  # the 18 are released for the 22
-
-
-def test_a_step_on_the_cache_of_another_can_reserve_more():
-    """The first step: 11 MiB, a segment of 12; 13 MiB, one of 14. 11 are freed, and 12 take their segment.
-
-    The second frees all in between, so it finds 12 and 14 free: 11 take the 12 whole, 13 the 14, and so on. But if it
-    begins with 12 MiB more that stay until its middle, these take the 12, 11 the 14, and 13 need another segment.
-    """
-    once = [record(11 * MIB, 0, 2), record(13 * MIB, 1), record(12 * MIB, 2)]
-    assert [allocate_step(once, steps=n).reserved for n in (1, 2)] == [26 * MIB, 26 * MIB]
-    allocator = CachingAllocator()
-    for block in [allocator.allocate(size * MIB) for size in (12, 14)]:
-        allocator.free(block)
-    for size in (12, 11, 13):
-        allocator.allocate(size * MIB)
-    assert allocator.reserved == (12 + 14 + 14) * MIB
-
-
-def test_what_the_step_replaces_is_not_counted_twice():
-    step = [record(15 * MIB, 0, 1, op="existing"), record(4 * MIB, 1), record(11 * MIB, 2, 3)]
-    assert allocate_step(step).live == 15 * MIB
 
 
 @pytest.mark.parametrize("values", [dict(), dict(method="grpo", num_generations=2), dict(gradient_checkpointing=True)])

@@ -7,9 +7,8 @@ from transformers import LlamaConfig
 from grade.errors import InputError
 from grade.gradients.methods import METHODS, POLICY_GRADIENTS
 from grade.memory.bench import measure
-from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, model_config
-from grade.memory.settings import StepConfig, generator_on
+from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import trace
 
@@ -102,13 +101,6 @@ def test_a_batch_is_of_completions_and_greedy_ones_come_on_top(method, scored):
     assert sizes == scored
 
 
-def test_a_batch_that_is_not_given_is_the_smallest_one():
-    assert StepConfig(method="ste").batch_size == StepConfig(method="remax").batch_size == 1
-    assert StepConfig(method="grpo", num_generations=6).batch_size == 6
-    assert StepConfig(method="ppo", minibatches=3).batch_size == 3
-    assert StepConfig(method="grpo", num_generations=6, minibatches=4).batch_size == 12
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -141,12 +133,3 @@ def test_a_batch_that_is_not_given_is_the_smallest_one():
 def test_settings_that_a_method_does_not_have_are_refused(values, message):
     with pytest.raises(InputError, match=message):
         StepConfig.parse(STEP | values)
-
-
-def test_generators_exist_on_meta_only_while_a_step_is_traced():
-    backbone, _ = build(StepConfig(**STEP))
-    real = torch.Generator
-    with kernels_of("cpu"):
-        assert generator_on(backbone).device.type == "meta"
-        assert type(torch.Generator("cpu")) is real
-    assert torch.Generator is real

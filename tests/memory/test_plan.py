@@ -15,7 +15,6 @@ from grade.memory.plan import (
     every_method,
     parse_bytes,
     plan,
-    remembering,
     single_changes,
     ways_to_run,
 )
@@ -137,13 +136,6 @@ def test_a_batch_that_fits_is_made_of_whole_groups(budget, batch):
     assert most.value == 8
 
 
-def test_single_changes_are_sorted_by_what_they_save():
-    config = StepConfig(**SMALL | {"max_new_tokens": 2, "method": "ste_legacy", "base_copies": 3})
-    found = single_changes(config, trace(config))
-    assert [c.saved for c in found] == sorted((c.saved for c in found), reverse=True)
-    assert {"one base in three roles", "bfloat16 base", "half the batch"} <= {c.name for c in found}
-
-
 def test_single_changes_are_those_that_the_method_has():
     config = StepConfig(model="tiny", prompt_tokens=4, max_new_tokens=16, method="grpo", reward="trunk", batch_size=16)
     asked = []
@@ -156,26 +148,6 @@ def test_single_changes_are_those_that_the_method_has():
     relaxed = StepConfig(**SMALL)
     names = {c.name for c in single_changes(relaxed, fixed_tracer(relaxed.changed(batch_size=64)), fixed_tracer)}
     assert "half the batch" in names and not {"2 minibatches", "KL from the sampled tokens (k3)"} & names
-
-
-def test_a_long_completion_may_leave_half_a_percent_of_the_room():
-    """A parabola of which only the first points are traced: 1,000 + T^2 / 4, for one sequence."""
-
-    def parabola(step):
-        return by_hand(1000, temporary=step.batch_size * step.max_new_tokens**2 // 4)
-
-    for room in (50_000, 400_000):
-        (fit,) = plan(StepConfig(**SMALL | {"batch_size": 1}), room, quantities=("max_new_tokens",), tracer=parabola)
-        longest = int((4 * (room - 1000)) ** 0.5)
-        assert fit.peak <= room and (fit.value == longest if longest < 512 else fit.peak >= 0.995 * room)
-
-
-def test_no_step_is_traced_twice():
-    ASKED.clear()
-    tracer = remembering(fixed_tracer)
-    for _ in range(2):
-        fits = plan(StepConfig(**SMALL), 1234, tracer=tracer)
-    assert len(ASKED) == len(set(ASKED)) > 5 and fits == plan(StepConfig(**SMALL), 1234, tracer=fixed_tracer)
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-3GB", "0GiB"])

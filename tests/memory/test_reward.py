@@ -127,18 +127,6 @@ def test_the_reward_s_layers_are_traced_whole_and_the_policy_s_extrapolated(meth
     assert short.peak == pytest.approx(full.peak, rel=0.005) and short.flops == full.flops
 
 
-def test_texts_are_scored_in_batches_that_hold_them_all(rewards):
-    config = StepConfig(**STEP, method="reinforce", reward=rewards("bert_300"))
-    _, (reward,) = build(config, device="cpu")
-    assert reward._reader.score_texts(130, 3).shape == (130,)  # 64, 64 and 2
-
-
-def test_a_label_costs_nothing(rewards):
-    peaks = {trace(StepConfig(**STEP, method="ppo", batch_size=2, reward=rewards("gpt2") + at)).peak
-             for at in ("", "@LABEL_1")}  # fmt: skip
-    assert len(peaks) == 1
-
-
 def test_a_plan_stops_at_the_reward_s_context(rewards):
     config = StepConfig(**STEP, method="reinforce", reward=rewards("bert"))
     (fit,) = plan(config, 2**40, quantities=("max_new_tokens",))
@@ -168,9 +156,3 @@ def test_rewards_that_cannot_be_traced_are_one_line(method, name, changes, messa
 def test_names_that_are_no_reward_are_refused(reward):
     with pytest.raises(InputError, match=r"reward: got .*'bag' or 'trunk'.*, or hf:<Hugging Face id, or folder"):
         StepConfig.parse(STEP | dict(reward=reward))
-
-
-def test_a_hub_id_may_have_a_label():
-    for spec in ("hf:no/such@POSITIVE", "hf:no/such"):
-        with pytest.raises(InputError, match="reward: got 'hf:no/such"):
-            classifier_config(spec)

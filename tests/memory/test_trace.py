@@ -19,7 +19,7 @@ from grade.memory.records import LiveTracker
 from grade.memory.settings import StepConfig
 from grade.memory.shapes import SHAPES
 from grade.memory.step import build, make_step
-from grade.memory.trace import few_passes, run_tracked, trace, trace_all, trace_layers
+from grade.memory.trace import run_tracked, trace, trace_all
 
 VOCAB = TINY["vocab_size"]
 SMALL = dict(batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
@@ -231,13 +231,3 @@ def test_short_completions_run_every_pass(tokens):
     full, few = trace(config), trace(config, all_passes=False)
     assert (few.peak, few.flops) == (full.peak, full.flops)
     assert (len(few.timeline) == len(full.timeline)) == (tokens <= 5)
-
-
-def test_a_cache_that_grows_is_seen_growing():
-    config = StepConfig(**SAMPLED | dict(max_new_tokens=20), gumbel_topk=8)
-    sizes = []
-    for growing in (False, True):
-        with few_passes(20, growing):
-            tracker = trace_layers(config, LlamaConfig(**TINY), "cuda")
-        sizes.append({r.shape[2] for r in tracker.records if r.tag == "kv cache"})
-    assert sizes[1] == set(range(4, 4 + 20)) > sizes[0]

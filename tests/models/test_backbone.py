@@ -29,8 +29,7 @@ from grade.gradients.replay import replay
 from grade.gradients.rollout import sample
 from grade.gradients.unrolled import unrolled
 from grade.models.adapter import LoraSettings
-from grade.models.backbone import Backbone, load_pretrained
-from grade.models.prompts import position_ids
+from grade.models.backbone import Backbone
 from grade.models.sampling import generate
 
 COMMON = dict(
@@ -66,31 +65,6 @@ def family(request):
     return make_backbone(config, dtype, target_modules=targets or ["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
-def test_logits_are_the_models_own(family):
-    """Embeddings in, head out: the same logits as the whole model gives for ids, with left padding."""
-    prompts = make_prompts()
-    positions = {"position_ids": position_ids(prompts.mask)} if family._takes_positions else {}
-    want = family.model(input_ids=prompts.ids, attention_mask=prompts.mask, **positions).logits
-    got = family.head(family.hidden(family.embed(prompts.ids), prompts.mask))
-    real = prompts.mask.bool()
-    torch.testing.assert_close(got[real], want.to(got.dtype)[real])
-
-
-def test_cached_decoding_equals_one_pass(family):
-    """In the mode used for training: the adapter on, prompts padded on the left."""
-    prompts = make_prompts()
-    ids, _ = generate(family, prompts, 5, torch.Generator().manual_seed(0), stop_early=False)
-    full = torch.cat([prompts.ids, ids], 1)
-    mask = torch.cat([prompts.mask, torch.ones_like(ids)], 1)
-    want = family.head(family.hidden(family.embed(full), mask))
-    cache, p = family.new_cache(), prompts.ids.shape[1]
-    got = [family.head(family.decode(family.embed(prompts.ids), prompts.mask, cache))[:, -1]]
-    for t in range(ids.shape[1] - 1):
-        embeds = family.embed(ids[:, t : t + 1])
-        got.append(family.head(family.decode(embeds, mask[:, : p + t + 1], cache))[:, -1])
-    torch.testing.assert_close(torch.stack(got, 1), want[:, p - 1 : -1])
-
-
 def test_replay_equals_the_unrolled_graph(family):
     prompts, config = make_prompts(2), RelaxationConfig(estimator="gumbel", gumbel_topk=5, max_new_tokens=4)
 
@@ -116,24 +90,10 @@ def test_soft_one_hot_embedding_is_the_tokens_own(family):
     torch.testing.assert_close(rollout.embeds, family.embed(rollout.completion_ids))
 
 
-def test_reference_is_the_bare_base_and_comes_back(backbone):
-    bare = make_backbone(perturb=False)
-    prompts = make_prompts()
-    embeds = backbone.embed(prompts.ids)
-    before = backbone.hidden(embeds, prompts.mask)
-    with backbone.reference():
-        reference = backbone.hidden(embeds, prompts.mask)
-    torch.testing.assert_close(reference, bare.hidden(embeds, prompts.mask))
-    assert not torch.allclose(before, reference)
-    torch.testing.assert_close(backbone.hidden(embeds, prompts.mask), before)
-    assert backbone.trainable_parameters()
-
-
 @pytest.fixture
 def saved(tmp_path):
     """A model on disk, with a tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -229,20 +189,6 @@ def test_the_reference_samples_from_the_base_and_not_from_the_adapter():
     with backbone.reference():
         reference = generate(backbone, prompts, 6, torch.Generator().manual_seed(0))[0]
     assert torch.equal(reference, base) and not torch.equal(policy, base)
-
-
-def test_only_dropout_rates_become_zero(tmp_path):
-    config = tiny_config(attention_dropout=0.5, rms_norm_eps=0.25, initializer_range=0.125)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(tmp_path)
-    loaded = load_pretrained(tmp_path, torch.float32)[0].config
-    assert (loaded.attention_dropout, loaded.rms_norm_eps, loaded.initializer_range) == (0.0, 0.25, 0.125)
-
-
-def _words():
-    from tokenizers import Tokenizer, models
-
-    return Tokenizer(models.WordLevel({str(i): i for i in range(23)}, unk_token="0"))
 
 
 def test_layers_that_do_not_exist_are_answered_with_those_that_do():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from grade.models.noise import NoiseBlocks, gumbel_noise
+from grade.models.noise import NoiseBlocks
 from grade.training.evaluate import evaluate
 from grade.training.toy import toy_task
 
@@ -20,13 +20,6 @@ def drawn(batch_size, ended_after=T):
         draw = noise.rows(start, stop)
         parts.append(torch.stack([draw((stop - start, V)) for _ in range(ended_after)], 1))
     return torch.cat(parts)
-
-
-def test_a_block_is_drawn_as_one_batch_was():
-    generator = torch.Generator().manual_seed(3)
-    sizes = [8, 8, 6]
-    want = [torch.stack([gumbel_noise((size, V), generator) for _ in range(T)], 1) for size in sizes]
-    assert torch.equal(drawn(BLOCK), torch.cat(want))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5, 8, 12, 16, 22, 64])

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from grade.errors import InputError
 from grade.models import prompts as module
 from grade.models.prompts import (
-    PromptBatch,
     check_prompts,
     encode_examples,
     encode_prompts,
@@ -72,12 +71,6 @@ def test_a_prompt_without_tokens_is_refused():
         encode_prompts(no_unknown, ["a", "zzz"], max_prompt_tokens=4)
 
 
-@pytest.mark.parametrize(("texts", "n", "field"), [([], 4, "prompts"), (["a"], 0, "max_prompt_tokens")])
-def test_nothing_to_encode(texts, n, field):
-    with pytest.raises(InputError, match=f"^{field}: "):
-        encode_prompts(word_tokenizer(), texts, n)
-
-
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), min_size=1, max_size=5), st.integers(1, 9))
 def test_ids_under_the_mask_are_the_first_tokens(words, n):
@@ -128,26 +121,6 @@ def test_examples_follow_every_way_to_pick_rows():
     assert twice.ids[:, 0].tolist() == [A, A, B, B, C, C]
     assert twice.examples == (rows[0], rows[0], rows[1], rows[1], rows[2], rows[2])
     assert batch.to("meta").examples == rows
-
-
-def test_a_batch_of_ids_alone_has_no_examples():
-    batch = encode_prompts(word_tokenizer(), ["a", "b"], 4)
-    assert batch.examples is batch[:1].examples is batch.repeat(2).examples is batch.to("cpu").examples is None
-    with pytest.raises(ValueError, match="1 examples for 2 prompts"):
-        PromptBatch(batch.ids, batch.mask, ({"prompt": "a"},))
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), min_size=1, max_size=5),
-    st.integers(1, 9),
-    st.sampled_from(["$A", "<s> $A", "<s> $A </s>"]),
-)
-def test_cut_on_the_right_the_tokens_are_those_of_encode_prompts(words, n, template):
-    texts = [" ".join(w) for w in words]
-    expected = encode_prompts(word_tokenizer(template), texts, n)
-    batch = encode_examples(word_tokenizer(template), [{"prompt": text} for text in texts], n, "right")
-    assert torch.equal(batch.ids, expected.ids) and torch.equal(batch.mask, expected.mask)
 
 
 def test_a_cut_prompt_is_shown_as_the_model_sees_it():
@@ -245,20 +218,6 @@ def test_messages_need_a_chat_template_that_says_something():
         encode_examples(word_tokenizer(), [{"prompt": [USER]}])
     with pytest.raises(InputError, match="prompt in row 0: .*at least one token"):
         encode_examples(word_tokenizer(), [{"prompt": [USER]}], chat_template_kwargs={"chat_template": " "})
-
-
-@pytest.mark.parametrize(
-    ("rows", "limit", "truncation", "message"),
-    [
-        ([], None, "error", "^prompts: got"),
-        ([{"prompt": "a"}], 0, "error", "max_prompt_length: got 0"),
-        ([{"prompt": "a"}], 4, "middle", "truncation: got 'middle'; allowed: one of error, left, right"),
-    ],
-)
-def test_settings_that_are_not_allowed(rows, limit, truncation, message):
-    for encode in encode_examples, check_prompts:
-        with pytest.raises(InputError, match=message):
-            encode(word_tokenizer(), rows, limit, truncation)
 
 
 def test_a_call_of_a_tool_needs_no_content():

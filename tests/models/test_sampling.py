@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from grade.errors import InputError
 from grade.models.noise import gumbel_noise
-from grade.models.sampling import forbid_eos, generate, skinny_products
+from grade.models.sampling import generate, skinny_products
 from grade.models.scoring import predicting_hidden, score
 
 
@@ -106,18 +106,6 @@ def test_products_of_few_rows_are_the_linear_layers(shape, biased, dtype):
         torch.testing.assert_close(F.linear(x, weight, bias=None), F.linear(x, weight))
 
 
-@pytest.mark.parametrize("least", [0, 1, 3])
-def test_exactly_the_first_steps_are_masked(least):
-    logits = torch.zeros(5, 23)
-    masked = forbid_eos(logits, None, torch.arange(5)[:, None], least, tuple(EOS))
-    ends = torch.isin(torch.arange(23), torch.tensor(EOS))
-    assert torch.equal(masked.isneginf(), (torch.arange(5) < least)[:, None] & ends)
-    assert torch.equal(masked[:, ~ends], logits[:, ~ends])
-    some = torch.tensor([EOS[0], 3])  # two candidates, named by their ids
-    assert forbid_eos(logits[:, :2], some, 0, least, tuple(EOS)).isneginf().any(0).tolist() == [least > 0, False]
-    assert not forbid_eos(logits, None, 0, least, ()).isneginf().any()
-
-
 @pytest.mark.parametrize("least", [1, 3])
 def test_a_completion_may_end_right_after_the_least_length(backbone, least):
     def ending(shape):
@@ -135,11 +123,3 @@ def test_a_completion_may_end_right_after_the_least_length(backbone, least):
     assert (logps[:, :least] > free[:, :least]).all()  # the others share what the end would have had
     with pytest.raises(InputError, match=f"at least min_new_tokens = {least + 1}"):
         score(backbone, prompts, ids, mask, min_new_tokens=least + 1)
-
-
-@pytest.mark.parametrize("least", [1, 3])
-def test_scores_of_later_tokens_are_those_without_a_least_length(backbone, least):
-    prompts = make_prompts()
-    ids = torch.randint(13, 23, (3, 6), generator=torch.Generator().manual_seed(0))  # none of them ends a completion
-    logps, free = (score(backbone, prompts, ids, torch.ones_like(ids), min_new_tokens=n).logps for n in (least, 0))
-    assert torch.equal(logps[:, least:], free[:, least:]) and (logps[:, :least] > free[:, :least]).all()

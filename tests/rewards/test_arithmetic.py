@@ -80,12 +80,3 @@ def test_a_prompt_shows_examples_and_may_be_as_long_as_allowed(problems, tokeniz
     assert [tokenizer.decode(ids[mask.bool()]) for ids, mask in rows] == texts
     with pytest.raises(InputError, match=f"max_prompt_tokens: got {longest - 1}; allowed: at least {longest}"):
         problems.prompts(tokenizer, longest - 1)
-
-
-def test_part_of_a_score_is_no_reward(problems, tokenizer, monkeypatch):
-    prompts = problems.prompts(tokenizer, 64)
-    ids, mask = encode(tokenizer, [" 6", " 9", "7"])
-    for score, reward in ((1.0, 1.0), (1, 1.0), (0.99, 0.0), (0.0, 0.0), (2.0, 0.0)):
-        monkeypatch.setattr(problems.dataset, "score_answer", lambda *_, score=score: score, raising=False)
-        got = problems.reward(tokenizer, prompts, ids, mask)
-        assert got.tolist() == [reward] * 3 and got.dtype == torch.float32

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import make_backbone
 
-from grade.errors import InputError
 from grade.rewards.fit import RewardConfig, calibration_error, encode, evaluate_reward, right_pad, train_reward
 from grade.rewards.model import HeadSettings, RewardModel
 
@@ -30,15 +29,6 @@ def backbone():
 
 
 REVIEWS = [review("abcdefghijkl", 1), review("klmno", 0), review("aaab", 1), review("ponmlkjih", 0)]
-
-
-def test_reviews_are_cut_and_must_not_be_empty():
-    assert encode(backbone(), REVIEWS, 3) == [[3, 4, 5], [13, 14, 15], [3, 3, 3], [18, 17, 16]]
-    assert encode(backbone(), REVIEWS[:2], 99) == [list(range(3, 15)), [13, 14, 15, 16, 17]]
-    with pytest.raises(InputError, match="review: got ''"):
-        encode(backbone(), [review("a"), review("")], 3)
-    with pytest.raises(InputError, match="reviews"):
-        encode(backbone(), [], 3)
 
 
 @pytest.mark.parametrize(
