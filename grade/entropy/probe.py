@@ -246,7 +246,7 @@ class EntropyProbe:
         with self._phase("gradients"):
             old = scores_at(self.policy, evaluation, microbatch=size)
             micro = self.config.memory_config.teacher_force_microbatch_size
-            (x,) = prompt_gradients(self.policy, evaluation, [entropy_coefficients(old.logps.sum(-1))], micro)
+            x = prompt_gradients(self.policy, evaluation, entropy_coefficients(old.logps.sum(-1)), micro)
         figures = self._predicted(x, vector) | ({} if y is None else self._ascent(x, y))
         with self._phase("forward mode"):
             terms = directional(self.policy, evaluation, vector.total, size)
@@ -295,7 +295,7 @@ class EntropyProbe:
         scale = {"dr_grpo": group * length, "rloo": group - 1}[self.config.probe_config.update]
         advantages = (rewards - rewards.mean(1, keepdim=True)) / scale
         micro = self.config.memory_config.teacher_force_microbatch_size
-        (y,) = prompt_gradients(self.policy, update, [advantages], micro)
+        y = prompt_gradients(self.policy, update, advantages, micro)
         return y, split_vector(self.policy, -y.mean(0)), rewards  # the loss descends
 
     def _predicted(self, x: Tensor, vector: UpdateVector) -> dict[str, float]:

@@ -20,7 +20,7 @@ d.[v] is a Jacobian-vector product of one forward pass. The baseline b_t does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -165,30 +165,26 @@ def entropy_coefficients(logps: Tensor) -> Tensor:
     return rloo(logps) / logps.shape[1]
 
 
-def prompt_gradients(
-    backbone: Backbone, samples: Samples, coefficients: Sequence[Tensor], microbatch: int = 2
-) -> list[Tensor]:
-    """``sum_g c_ng grad S_ng`` of each prompt n, for each set of coefficients c [B, G] from the same forward passes.
+def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor, microbatch: int = 2) -> Tensor:
+    """``sum_g c_ng grad S_ng`` [B, P] of each prompt n, for coefficients c [B, G].
 
-    Each result is [B, P] in float32 (float64 for a float64 model) on the CPU. The graph of ``microbatch`` completions,
+    In float32 (float64 for a float64 model) on the CPU. The graph of ``microbatch`` completions,
     all of one prompt, exists at once; the parameters' ``.grad`` are not touched.
     """
-    for c in coefficients:
-        if c.shape != samples.ids.shape[:2]:
-            raise ValueError(f"coefficients have shape {list(c.shape)}, not [B, G] = {list(samples.ids.shape[:2])}")
-        if not torch.isfinite(c).all():
-            raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
+    if coefficients.shape != samples.ids.shape[:2]:
+        shapes = f"{list(coefficients.shape)}, not [B, G] = {list(samples.ids.shape[:2])}"
+        raise ValueError(f"coefficients have shape {shapes}")
+    if not torch.isfinite(coefficients).all():
+        raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
     parameters = trained_parameters(backbone)
-    size, batch = sum(p.numel() for p in parameters), len(samples.ids)
-    sums = [torch.zeros(batch, size, dtype=parameters[0].dtype) for _ in coefficients]
-    for n in range(batch):
+    sums = torch.zeros(len(samples.ids), sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    for n, c in enumerate(coefficients):
         one = samples.of_prompts(slice(n, n + 1))
         for rows, prompts, ids, mask in one.microbatches(microbatch, backbone.device):
             logps = score(backbone, prompts, ids, mask, ("logps",), samples.temperature).logps.sum(-1)
-            for i, c in enumerate(coefficients):
-                weights = c[n, rows].to(logps)
-                grads = torch.autograd.grad(logps, parameters, weights, retain_graph=i + 1 < len(coefficients))
-                sums[i][n] += flatten(grads).cpu()
+            weights = c[rows].to(logps)
+            grads = torch.autograd.grad(logps, parameters, weights)
+            sums[n] += flatten(grads).cpu()
             del logps
     return sums
 

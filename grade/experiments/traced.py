@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from grade.gradients.losses import clipped_surrogate, kl_estimate
+from grade.gradients.losses import clipped_surrogate, k3
 from grade.memory.models import build_backbone, model_config, with_layers
 from grade.memory.records import CATEGORIES, LiveTracker
 from grade.memory.settings import Microbatch, TracedConfig, generator_on, phase
@@ -146,8 +146,7 @@ class PolicyStepConfig(TracedConfig):
                 with backbone.checkpointed_layers(self.gradient_checkpointing):
                     new, _ = logps()
                 surrogate = clipped_surrogate(new, old, advantages, 0.2)
-                k3 = kl_estimate(new, ref, "k3")
-                loss = ((self.kl_coef * k3 - surrogate) * mask).sum() / mask.sum()
+                loss = ((self.kl_coef * k3(new, ref) - surrogate) * mask).sum() / mask.sum()
             (loss * scale).backward()
 
         return run

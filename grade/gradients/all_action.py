@@ -34,15 +34,11 @@ def expected_values(
 
     Hidden states are [N, D], expectations [N] in the values' unit, float32 (float64 for a float64 model). ``values``
     are called with row numbers [n] (int64) and give s without gradient: constants, in any unit, finite for forbidden
-    tokens too. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
-    ``where`` is True.
+    tokens too.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        numbers, *early = others
-        if early:
-            columns = torch.tensor(forbidden, device=logits.device)
-            logits[:, columns] = logits[:, columns].masked_fill(early[0].unsqueeze(1), float("-inf"))
+        (numbers,) = others
         p = logits.softmax(-1)
         del logits
         s = values(numbers).to(p.dtype)
@@ -51,7 +47,7 @@ def expected_values(
 
     of_logits.reads = getattr(values, "reads", ())
     numbers = torch.arange(len(hidden), device=hidden.device)
-    return row_values(head, hidden, of_logits, numbers, *([] if where is None or not forbidden else [where]))
+    return row_values(head, hidden, of_logits, numbers, forbidden=forbidden, where=where)
 
 
 def embedding_values(weight: Tensor, scale: float, u: Tensor) -> Values:

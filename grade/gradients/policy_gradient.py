@@ -25,7 +25,7 @@ Left out: entropy bonuses, shuffling between passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -184,24 +184,48 @@ class ClosedFormValues(ValueHead):
         self.linear.bias.copy_(weights[-1:])
 
 
-class PolicyGradient:
-    """One of the methods, with its state between steps: a running baseline or a value head.
+class Learner:
+    """A method that samples completions of a step, has them scored, and updates: what all of these share.
 
-    Args:
-        config: Settings, which name the method.
-        backbone: Policy and reference.
+    Attributes:
+        means: Mean return of each earlier step, if the method reads them.
+        figures: Of the last step, by name.
     """
 
+    value_head: ValueHead | None = None
+
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
-        self.config, self.backbone, self.method = config, backbone, config.policy_gradient
+        self.config, self.backbone = config, backbone
         self.means: list[float] = []
-        self.closed_form = self.method.value_head and config.value_fit == "closed_form"
-        kind = ClosedFormValues if self.closed_form else ValueHead
-        self.value_head = kind(backbone) if self.method.value_head else None
         self.figures: dict[str, list[Tensor]] = {}
 
     def parameters(self) -> list[nn.Parameter]:
         """Trained parameters other than the adapter's."""
+        return []
+
+    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
+        """G completions of each prompt."""
+        return sample_completions(self.backbone, prompts.repeat(self.config.group), self.config, generator)
+
+    def sampled(self, microbatches: Iterable[Microbatch]) -> Iterator[Completions]:
+        """Each microbatch's completions: sampled now, unless they are given."""
+        return (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
+
+    def _note(self, name: str, value: Tensor) -> None:
+        self.figures.setdefault(name, []).append(value)
+
+
+class PolicyGradient(Learner):
+    """One of the methods, with its state between steps: a running baseline or a value head."""
+
+    def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
+        super().__init__(config, backbone)
+        self.method = config.policy_gradient
+        self.closed_form = self.method.value_head and config.value_fit == "closed_form"
+        kind = ClosedFormValues if self.closed_form else ValueHead
+        self.value_head = kind(backbone) if self.method.value_head else None
+
+    def parameters(self) -> list[nn.Parameter]:  # noqa: D102
         return [] if self.value_head is None or self.closed_form else list(self.value_head.parameters())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -221,9 +245,8 @@ class PolicyGradient:
         There is one result per microbatch, under the policy that sampled it.
         """
         self.figures = {}
-        completions = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
-        scale, several = 1 / context.microbatches, self.config.updates > 1
-        if several or self.method.value_head:
+        completions, scale = self.sampled(microbatches), 1 / context.microbatches
+        if self.config.updates > 1 or self.method.value_head:
             steps = self._update_often(completions, objective, context, scale)
         else:
             steps = [self.accumulate(each, objective, scale) for each in completions]
@@ -232,10 +255,6 @@ class PolicyGradient:
             means = torch.stack([-step.loss for step in steps]).sum() * scale
             self.means.append(float(context.total(means)))
         return steps
-
-    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
-        """G completions of each prompt."""
-        return sample_completions(self.backbone, prompts.repeat(self.config.group), self.config, generator)
 
     def accumulate(self, completions: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
         """Add ``scale`` times the gradient of the loss (the negative objective) in one pass; not for ppo.
@@ -300,7 +319,7 @@ class PolicyGradient:
         logps = self._logps(hidden, completions)
         if exact:
             return logps, token_kl(self.backbone, hidden, reference, mask), hidden, reference
-        return logps, losses.kl_estimate(logps, reference, "k3"), hidden, reference
+        return logps, losses.k3(logps, reference), hidden, reference
 
     def _logps(self, hidden: Tensor, completions: Completions) -> Tensor:
         # Under the distribution that was sampled from: no end-of-sequence before min_new_tokens.
@@ -364,9 +383,6 @@ class PolicyGradient:
         loss = sequence_mean(each, seen.completions.mask).mean()
         self._note("value_loss", loss.detach())
         return loss
-
-    def _note(self, name: str, value: Tensor) -> None:
-        self.figures.setdefault(name, []).append(value)
 
 
 def _result(seen: _Experience) -> GradientStep:

@@ -44,7 +44,7 @@ from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.head import EmbeddingTable, kl_divergence, support_logits, token_logps, weighted_embedding
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
-from grade.models.sampling import forbid_eos
+from grade.models.sampling import early_rows, forbid_eos
 from grade.models.sharding import whole
 
 if TYPE_CHECKING:
@@ -232,10 +232,8 @@ class ReplayGraph:
 
     def _dense_pullback(self, rollout: Rollout, config: RelaxationConfig, table: EmbeddingTable) -> Pullback:
         """``D`` of ``e = scale * sum_v pi_v E_v``. Each product recomputes the logits, chunk by chunk: none is kept."""
-        h = self.h
-        steps = torch.arange(h.shape[1], device=h.device).expand(h.shape[:2])
-        early = (steps < config.min_new_tokens).flatten() if config.min_new_tokens else None
-        valid = rollout.completion_mask.unsqueeze(-1)
+        h, valid = self.h, rollout.completion_mask.unsqueeze(-1)
+        early = early_rows(rollout.completion_mask, config.min_new_tokens)
 
         def pull(a: Tensor) -> Tensor:
             leaf = h.detach().requires_grad_()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.models.head import EmbeddingTable, kl_divergence, support_logits, weighted_embedding
+from grade.models.head import EmbeddingTable, kl_divergence, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, forbid_eos, is_eos
 
@@ -180,11 +180,7 @@ class _Loop:
         if not draw:
             draw.extend(self.estimator.draw(allowed.detach(), config, self.generator))
         support, noise = draw
-        if options.compact and options.head_positions == "last":
-            at_support = support_logits(backbone.head, last, support)
-            z = forbid_eos(at_support, support, step, config.min_new_tokens, backbone.eos_token_ids) + noise
-        else:
-            z = allowed.gather(1, support) + noise
+        z = allowed.gather(1, support) + noise
         y = self.estimator.relax(z, config.tau)
         soft = None
         if options.compact:
@@ -214,8 +210,6 @@ class _Loop:
             e = weighted_embedding(table, support.flatten(0, 1), weights.flatten(0, 1))
             return e.view(*support.shape[:2], -1) * scale
         if self.options.reward_embedding == "gathered":
-            if self.soft:  # as in the document's code, which gathers the weights from the dense soft token
-                weights = torch.stack(self.soft, 1).gather(2, support)
             return gathered_embedding(table, support, weights) * scale
         if self.soft:
             soft = torch.stack(self.soft, 1)  # [B, T, V]

@@ -148,7 +148,10 @@ def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tenso
     return F.embedding_bag(support, table.detach(), per_sample_weights=weights.to(table.dtype), mode="sum")
 
 
-def row_values(head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor) -> Tensor:
+def row_values(
+    head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tensor, forbidden: tuple[int, ...] = (),
+    where: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """One number per row of logits, from hidden states; `chunk_rows` rows of logits exist at once.
 
     Differentiable in ``hidden``. As there is one number per row, its gradient [N, D] is computed in the forward pass,
@@ -158,19 +161,24 @@ def row_values(head: Head, hidden: Tensor, of_logits: RowFunction, *others: Tens
     ``of_logits`` is called with logits [n, V], whether a gradient is needed, and the same rows [n, ...] of ``others``,
     which are constants with N rows. It returns values [n] and, if needed, their gradient in the logits [n, V], and may
     overwrite the logits. Other tables that it reads, its attribute ``reads``, are gathered once for all rows if they
-    are sharded. Values are float32 (float64 for a float64 model).
+    are sharded. The logits of ``forbidden`` token ids, which could not be sampled, are -inf in the rows [N] where
+    ``where`` is True. Values are float32 (float64 for a float64 model).
     """
+    if where is None or not forbidden:
+        forbidden = ()
+    else:
+        others = (*others, where)
     with whole(head.weight, *getattr(of_logits, "reads", ())):
-        return _RowValues.apply(hidden, head, of_logits, *others)
+        return _RowValues.apply(hidden, head, of_logits, forbidden, *others)
 
 
 class _RowValues(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Head, of_logits: RowFunction, *others: Tensor):
+    def forward(ctx, hidden: Tensor, head: Head, of_logits: RowFunction, forbidden: tuple[int, ...], *others: Tensor):
         values, slopes, needed = [], [], ctx.needs_input_grad[0]
         rows = chunk_rows(len(head.weight), len(hidden))
         for h, *rest in zip(*(x.split(rows) for x in (hidden, *others)), strict=True):
-            value, slope = _chunk(head, h, of_logits, needed, rest)
+            value, slope = _chunk(head, h, of_logits, needed, forbidden, rest)
             values.append(value)
             slopes.append(slope)
         if needed:
@@ -183,10 +191,15 @@ class _RowValues(torch.autograd.Function):
         return (grad.unsqueeze(-1) * slope).to(slope.dtype), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-def _chunk(head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, rest: list[Tensor]):
+def _chunk(
+    head: Head, hidden: Tensor, of_logits: RowFunction, needed: bool, forbidden: tuple[int, ...], rest: list[Tensor]
+):
     """Values [n] and their gradient in the hidden states [n, D]; a separate function, so that every [n, V] is freed."""
     logits = [head(hidden)]
     inner = head.slope(logits[0]) if needed else 1.0
+    if forbidden:
+        columns, where = torch.tensor(forbidden, device=hidden.device), rest.pop().unsqueeze(1)
+        logits[0][:, columns] = logits[0][:, columns].masked_fill(where, float("-inf"))
     value, grad = of_logits(logits.pop(), needed, rest)  # popped: the callee alone holds them, to drop
     return value, grad.mul_(inner).to(hidden.dtype) @ head.weight if needed else None
 
@@ -220,17 +233,12 @@ def token_logps(
 ) -> Tensor:  # fmt: skip
     """``log softmax(head(h) / t)`` in nats at one token per row, from hidden states; see `row_values`.
 
-    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``, 0 at a forbidden v. In the rows ``where`` [N]
-    the logits of ``forbidden`` token ids, which could not be sampled, are -inf.
+    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``, 0 at a forbidden v.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        token, *rows = others
-        logits.div_(temperature)
-        if rows:
-            columns = torch.tensor(forbidden, device=logits.device)
-            logits[:, columns] = logits[:, columns].masked_fill(rows[0].unsqueeze(1), float("-inf"))
-        logp = logits.log_softmax(-1)
+        (token,) = others
+        logp = logits.div_(temperature).log_softmax(-1)
         del logits
         value = logp.gather(1, token)
         if not needed:
@@ -238,7 +246,7 @@ def token_logps(
         grad = logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
         return value.squeeze(1), grad.div_(temperature)
 
-    return row_values(head, hidden, of_logits, ids.unsqueeze(1), *([] if where is None or not forbidden else [where]))
+    return row_values(head, hidden, of_logits, ids.unsqueeze(1), forbidden=forbidden, where=where)
 
 
 def entropy(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:

@@ -61,12 +61,12 @@ def split_vector(backbone: Backbone, vector: Tensor) -> list[Tensor]:
     return [part.view_as(p).to(p) for p, part in zip(parameters, parts, strict=True)]
 
 
-def trained_parameters(backbone: Backbone, allow_full: bool = False) -> list[nn.Parameter]:
-    """The parameters that are trained: an adapter's only, unless trained weights of the base are accepted as well."""
+def trained_parameters(backbone: Backbone) -> list[nn.Parameter]:
+    """The parameters that are trained, if there are any and they are an adapter's only."""
     named = [(name, p) for name, p in backbone.model.named_parameters() if p.requires_grad]
     base = [name for name, _ in named if "lora_" not in name]
     if not named:
         raise InputError("trained parameters", "none", "a policy with an adapter")
-    if base and not allow_full:
-        raise InputError("trained parameters", base[0], "an adapter's only; allow_full accepts the base's as well")
+    if base:
+        raise InputError("trained parameters", base[0], "an adapter's only")
     return [p for _, p in named]

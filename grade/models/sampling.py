@@ -68,6 +68,13 @@ def forbid_eos(logits: Tensor, ids: Tensor | None, step: int | Tensor, min_new_t
     return logits.masked_fill(ends & early, float("-inf"))
 
 
+def early_rows(mask: Tensor, min_new_tokens: int) -> Tensor | None:
+    """Whether each position of completions, flattened [B T], is before ``min_new_tokens``; None if none can be."""
+    if min_new_tokens == 0:
+        return None
+    return (torch.arange(mask.shape[1], device=mask.device) < min_new_tokens).expand(mask.shape).flatten()
+
+
 def is_eos(ids: Tensor, eos: tuple[int, ...]) -> Tensor:
     """Boolean mask of end-of-sequence tokens, same shape as ``ids``."""
     return torch.isin(ids, torch.tensor(eos, device=ids.device)) if eos else torch.zeros_like(ids, dtype=torch.bool)

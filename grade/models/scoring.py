@@ -19,7 +19,7 @@ from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.head import entropy, kl_divergence, self_certainty, token_logps
 from grade.models.prompts import PromptBatch
-from grade.models.sampling import is_eos
+from grade.models.sampling import early_rows, is_eos
 
 Score = Literal["logps", "entropy", "self_certainty"]
 
@@ -91,12 +91,9 @@ def score_hidden(
     """`score` from the hidden states [B, T, D] of `predicting_hidden`."""
     hidden, eos, scores = hidden.flatten(0, 1), backbone.eos_token_ids, {}
     if "logps" in what:
-        early = None
-        if min_new_tokens > 0 and eos:
-            early = (torch.arange(ids.shape[1], device=ids.device) < min_new_tokens).expand(ids.shape)
-            if (is_eos(ids, eos) & early & mask.bool()).any():
-                raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
-            early = early.flatten()
+        early = early_rows(mask, min_new_tokens)
+        if early is not None and (is_eos(ids, eos) & early.view(ids.shape) & mask.bool()).any():
+            raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
         scores["logps"] = token_logps(backbone.head, hidden, ids.flatten(), temperature, eos, early)
     if "entropy" in what:
         scores["entropy"] = entropy(backbone.head, hidden, temperature)

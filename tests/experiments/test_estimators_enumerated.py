@@ -52,7 +52,7 @@ def test_the_enumerated_gradient_is_the_score_functions_expectation(setting, exa
         embeds = setting.backbone.embed(samples.ids[n])
         values.append(objective.reward(setting.backbone.embed(prompts.ids), prompts, embeds, samples.mask[n]))
     values = torch.stack(values)
-    (grads,) = prompt_gradients(setting.backbone, samples, [p * values.detach()], microbatch=256)
+    grads = prompt_gradients(setting.backbone, samples, p * values.detach(), microbatch=256)
     torch.testing.assert_close(grads.mean(0), exact[reward])
     assert float((p * values).sum(1).std()) > 0 and values.std() > 0.03  # rewards differ, or there is nothing to learn
 

@@ -35,7 +35,7 @@ def step_bytes(batch, group, way, **rest):
 def test_three_ways_give_one_gradient():
     backbone = make_backbone(tiny_gpt2(), target_modules=["c_attn"])  # norms exact in float64
     samples = draw(backbone, make_prompts(), 3, 4, torch.Generator().manual_seed(0))
-    (streamed,) = prompt_gradients(backbone, samples, [entropy_coefficients(sequence_logps(backbone, samples))])
+    streamed = prompt_gradients(backbone, samples, entropy_coefficients(sequence_logps(backbone, samples)))
     for chunk in (None, 1, 2):
         torch.testing.assert_close(held_gradient(backbone, samples, chunk), streamed.mean(0))
 

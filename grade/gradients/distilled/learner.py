@@ -46,11 +46,11 @@ from grade.gradients.distilled.store import Evidence, Fit, Store, joined
 from grade.gradients.losses import rloo
 from grade.gradients.methods import FAMILIES, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.gradients.policy_gradient import Completions, Microbatch, StepContext, penalised, sample_completions
+from grade.gradients.policy_gradient import Completions, Learner, Microbatch, StepContext, penalised
 from grade.models.backbone import Backbone
 from grade.models.head import wide
-from grade.models.parameters import flatten
-from grade.models.prompts import PromptBatch
+from grade.models.parameters import flatten, split_vector
+from grade.models.sampling import early_rows
 from grade.models.scoring import completion_states, predicting_hidden, score_hidden, token_kl
 
 
@@ -69,22 +69,15 @@ class Sample:
     rows: dict[str, Tensor]
 
 
-class DistilledGradient:
+class DistilledGradient(Learner):
     """The method, with everything that it has seen.
-
-    Args:
-        config: Settings.
-        backbone: Policy and reference.
 
     Attributes:
         store: Completions, rewards, fits.
-        figures: Of the last step, by name.
     """
 
-    value_head = None
-
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
-        self.config, self.backbone = config, backbone
+        super().__init__(config, backbone)
         names = config.distil_families or FAMILIES
         self.families: dict[str, Family] = {name: make_family(name, backbone) for name in names}
         self.store = Store(self.families, config.group, config.distil_window)
@@ -92,12 +85,6 @@ class DistilledGradient:
         self.fit: Fit | None = None
         self.intercept, self.trust, self.steps = 0.0, 1.0, 0
         self.last: Observed | None = None
-        self.means: list[float] = []
-        self.figures: dict[str, list[Tensor]] = {}
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """None but the adapter's."""
-        return []
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint."""
@@ -129,8 +116,7 @@ class DistilledGradient:
         another sampler, whose policy is taken for the trained one: the residual's weight assumes its samples.
         """
         self.figures = {}
-        completions = (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
-        samples = [self.scored(each, objective) for each in completions]
+        samples = [self.scored(each, objective) for each in self.sampled(microbatches)]
         start = time.perf_counter()
         self.update_fit(samples, context)
         self._note("distilled/seconds", torch.tensor(time.perf_counter() - start))
@@ -138,10 +124,6 @@ class DistilledGradient:
         self.last = samples[-1].seen
         context.apply()
         return steps
-
-    def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
-        """G completions of each prompt."""
-        return sample_completions(self.backbone, prompts.repeat(self.config.group), self.config, generator)
 
     @torch.no_grad()
     def scored(self, completions: Completions, objective: Objective) -> Sample:
@@ -255,8 +237,8 @@ class DistilledGradient:
         weight = self._weight()
         gradient = plug + weight * residual + penalty
         parameters = self.backbone.trainable_parameters()
-        for p, g in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
-            p.grad = g.view_as(p).to(p.dtype) if p.grad is None else p.grad + g.view_as(p)
+        for p, g in zip(parameters, split_vector(self.backbone, gradient), strict=True):
+            p.grad = g if p.grad is None else p.grad + g
         return weight
 
     @property
@@ -301,10 +283,5 @@ class DistilledGradient:
 
     def _expected(self, hidden: Tensor, values, mask: Tensor) -> Tensor:
         """``sbar`` [b, T] of the distribution that was sampled from."""
-        least, eos, early = self.config.min_completion_length, self.backbone.eos_token_ids, None
-        if least > 0 and eos:
-            early = (torch.arange(mask.shape[1], device=mask.device) < least).expand(mask.shape).flatten()
+        early, eos = early_rows(mask, self.config.min_completion_length), self.backbone.eos_token_ids
         return expected_values(self.backbone.head, hidden.flatten(0, 1), values, eos, early).view(mask.shape) * mask
-
-    def _note(self, name: str, value: Tensor) -> None:
-        self.figures.setdefault(name, []).append(value)

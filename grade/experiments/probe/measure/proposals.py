@@ -44,7 +44,7 @@ class ProbeStepConfig(TracedConfig):
                 if self.way == "streamed":
                     with phase(tracker, "scoring"):
                         logps = sequence_logps(backbone, samples, self.microbatch_size)
-                    prompt_gradients(backbone, samples, [entropy_coefficients(logps)], self.microbatch_size)
+                    prompt_gradients(backbone, samples, entropy_coefficients(logps), self.microbatch_size)
                 else:
                     held_gradient(backbone, samples, self.microbatch_size if self.way == "chunked" else None)
 

@@ -155,7 +155,7 @@ def _effects(s: Settings) -> dict[str, Any]:
     prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
     samples = draw(backbone, prompts, s.measured_group, s.measured_new_tokens, torch.Generator().manual_seed(0))
     coefficients = entropy_coefficients(sequence_logps(backbone, samples, s.microbatch))
-    (streamed,) = prompt_gradients(backbone, samples, [coefficients], s.microbatch)
+    streamed = prompt_gradients(backbone, samples, coefficients, s.microbatch)
     held, ids = proposals.held_gradient(backbone, samples), samples.ids[:, 0]
     return {
         "streamed_grad_rel_diff": float((streamed.mean(0) - held).norm() / held.norm()),

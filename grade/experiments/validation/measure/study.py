@@ -43,7 +43,7 @@ def first_order_table(
     terms = directional(policy, samples, vector, microbatch=256)
     forward = float((p * terms.per_sequence(torch.zeros_like(terms.entropies))).sum(1).mean())
     reverse = float(exact_gradient(policy, prompts, length) @ vector)
-    (x,) = prompt_gradients(policy, samples, [p * sequence_logps(policy, samples, 256)], microbatch=256)
+    x = prompt_gradients(policy, samples, p * sequence_logps(policy, samples, 256), microbatch=256)
     pair = -two_batch(x, vector.expand(2, -1)).value
     rows = [
         dict(eta=eta, exact=exact_change(policy, prompts, length, vector, eta), forward=eta * forward,
@@ -103,7 +103,7 @@ def _completion_gradients(policy: Backbone, samples: Samples) -> Tensor:
     owner = torch.arange(batch).repeat_interleave(n)
     prompts = samples.prompts[owner]
     flat = Samples(prompts, samples.ids.reshape(-1, 1, length), samples.mask.reshape(-1, 1, length))
-    (grads,) = prompt_gradients(policy, flat, [torch.ones(batch * n, 1)], microbatch=1)
+    grads = prompt_gradients(policy, flat, torch.ones(batch * n, 1), microbatch=1)
     return grads.view(batch, n, -1)
 
 
