@@ -15,9 +15,7 @@ from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 
-collect_ignore = [
-    f"training/{name}.py" for name in ("elsewhere_processes", "interrupted", "processes", "runs", "trl_script")
-]
+collect_ignore = [f"training/{name}.py" for name in ("interrupted", "processes", "runs", "trl_script")]
 """Scripts that tests start in processes of their own."""
 
 

@@ -272,11 +272,11 @@ def test_a_mistake_in_the_code_keeps_its_traceback_and_an_error_of_the_file_syst
     def broken(args):
         raise mistake
 
-    monkeypatch.setattr("grade.cli.runs.run_show", broken)
+    monkeypatch.setattr("grade.cli.runs._show", broken)
     for mistake in (TypeError("x"), ValueError("x"), KeyError("x"), AttributeError("x"), RuntimeError("x")):
         with pytest.raises(type(mistake)):
             main(["show", "x"])
-    monkeypatch.setattr("grade.cli.runs.run_show", lambda args: open("no/such/file"))
+    monkeypatch.setattr("grade.cli.runs._show", lambda args: open("no/such/file"))
     assert main(["show", "x"]) == 2
     assert capsys.readouterr().err == "grade show: no/such/file: No such file or directory\n"
     assert "\n" not in file_error(OSError("a\nb")) and len(file_error(EOFError("x" * 10_000))) < 600

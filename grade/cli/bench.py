@@ -12,16 +12,16 @@ from grade.memory.bench import BenchConfig, bench_figures, compare_with_real, re
 from grade.results import environment, write_results
 
 
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["memory"], help="memory: peak of one training step, traced and measured")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to measure")
     parser.add_argument("--output", metavar="FILE", help="default: outputs/<device name>/memory.json")
     parser.add_argument("--metrics", metavar="FILE", help="headline figures go here")
     add_config_options(parser, BenchConfig)
+    parser.set_defaults(execute=_bench)
 
 
-def run_bench(args: argparse.Namespace) -> None:
+def _bench(args: argparse.Namespace) -> None:
     """Measure the standard list of configurations."""
     config, about = BenchConfig.load(args.config, args.set), environment()
     require_device(args.device)

@@ -13,24 +13,26 @@ from grade.results import check_values, write_metrics
 from grade.rewards.gold import GoldJudge
 
 
-def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
+def add_fetch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="one folder a package is made here")
     add_config_options(parser, FetchConfig)
+    parser.set_defaults(execute=_fetch)
 
 
-def run_fetch(args: argparse.Namespace) -> None:
+def _fetch(args: argparse.Namespace) -> None:
     """Download, check and unpack."""
     fetch(FetchConfig.load(args.config, args.set), args.output_dir)
     print(f"wrote {args.output_dir}")
 
 
-def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+def add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw-dir", required=True, metavar="DIR", help="fetched packages")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="one .jsonl a split, and splits.json")
     add_config_options(parser, DataConfig)
+    parser.set_defaults(execute=_data)
 
 
-def run_data(args: argparse.Namespace) -> None:
+def _data(args: argparse.Namespace) -> None:
     """Clean and split."""
     print(json.dumps(prepare_reviews(DataConfig.load(args.config, args.set), args.raw_dir, args.output_dir)))
 
@@ -39,13 +41,14 @@ WORDS = (36, 128, None)
 """Lengths at which the judge is measured: about a prompt and a completion, a paragraph, the whole review."""
 
 
-def add_gold_arguments(parser: argparse.ArgumentParser) -> None:
+def add_gold(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="judge.npz is written here")
     parser.add_argument("--metrics", required=True, metavar="FILE", help="accuracy on the test split")
+    parser.set_defaults(execute=_gold)
 
 
-def run_gold(args: argparse.Namespace) -> None:
+def _gold(args: argparse.Namespace) -> None:
     """Fit on the gold split, measure on the test split."""
     check_file(args.metrics, "--metrics")
     with claimed(args.output_dir, ("judge.npz",), inputs=(args.reviews,)) as output:

@@ -18,15 +18,16 @@ _PEERS = "grade.experiments.compare.measure.peers"
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
 
 
-def add_notebook_arguments(parser: argparse.ArgumentParser) -> None:
+def add_notebook(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebook", help="the source notebook")
     parser.add_argument("output", help="the executed copy")
     parser.add_argument("--params", action="append", default=[], metavar="FILE", help="YAML file of parameters")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="one parameter")
     parser.add_argument("--runs", metavar="DIR", help=RUNS)
+    parser.set_defaults(execute=_notebook)
 
 
-def run_notebook(args: argparse.Namespace) -> None:
+def _notebook(args: argparse.Namespace) -> None:
     """Execute the notebook; an unknown parameter is an error."""
     parameters = {}
     for path in args.params:
@@ -47,15 +48,16 @@ def run_notebook(args: argparse.Namespace) -> None:
     print(f"wrote {args.output}")
 
 
-def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+def add_measure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", help="a folder of grade/experiments")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="measured/ and timings/ are written here")
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file of its parameters")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one value over the files'")
     parser.add_argument("--runs", metavar="DIR", help=RUNS)
+    parser.set_defaults(execute=_measure)
 
 
-def run_measure(args: argparse.Namespace) -> None:
+def _measure(args: argparse.Namespace) -> None:
     """Measure every table of an experiment."""
     name = f"grade.experiments.{args.experiment}.measure.tables"
     try:
@@ -79,12 +81,13 @@ def run_measure(args: argparse.Namespace) -> None:
     print(f"wrote {args.output_dir}")
 
 
-def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
+def add_peers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="metrics.json and curves.csv go here")
     add_config_options(parser, import_module(_PEERS).PeersConfig)
+    parser.set_defaults(execute=_peers)
 
 
-def run_peers(args: argparse.Namespace) -> None:
+def _peers(args: argparse.Namespace) -> None:
     """Train our methods and TRL's GRPOTrainer on the same task, each in a process of its own."""
     measure, peers = import_module(_PEERS), import_module("grade.experiments.compare.peers")
     config = measure.PeersConfig.load(args.config, args.set)

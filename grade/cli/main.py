@@ -1,10 +1,10 @@
 """The command line: ``grade <command>``, or ``python -m grade <command>``.
 
-Each command is a pair of functions, ``add_<command>_arguments`` and ``run_<command>``, in the module that `COMMANDS`
-names, imported only when it is asked for. Bad input is one line on stderr and exit code 2: what a module refuses itself
-(`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`). Any other exception is a mistake in
-the code, with a traceback. typer was tried: it takes 0.1 s to import, prints errors as boxes, and the options that come
-from config classes would still be written here.
+Each command is a function ``add_<command>`` in the module that `COMMANDS` names, imported only when it is asked for: it
+adds the command's options and sets ``execute``, the function that takes them. Bad input is one line on stderr and exit
+code 2: what a module refuses itself (`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`).
+Any other exception is a mistake in the code, with a traceback. typer was tried: it takes 0.1 s to import, prints errors
+as boxes, and the options that come from config classes would still be written here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CHECKOUT = ("repro", "results", "check", "publish", "peers", "measure", "noteboo
 """Commands of the pipeline and the experiments, which are not installed with the library."""
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line: the usage is in ``--help``."""
 
     def error(self, message: str) -> NoReturn:
@@ -80,20 +80,9 @@ def _run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in CHECKOUT and find_spec("grade.experiments") is None:
         _report(argv[0], "needs a checkout of the repository: the installed library has no experiments and no pipeline")
         return 2
-    parser = Parser(prog="grade", description="Reward gradients through generated text.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, (_, text) in COMMANDS.items():
-        sub = commands.add_parser(
-            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        if name in argv:  # importing torch takes seconds: only the command that runs pays for it
-            getattr(import_command(name), f"add_{name}_arguments")(sub)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = parse(argv)
     try:
-        getattr(import_command(args.command), f"run_{args.command}")(args)
+        args.execute(args)
     except InputError as error:
         _report(args.command, error)
         return 2
@@ -110,18 +99,34 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """A command's options, with the command's name and the function that executes it."""
+    parser = _Parser(prog="grade", description="Reward gradients through generated text.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, (_, text) in COMMANDS.items():
+        sub = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        if name in argv:  # importing torch takes seconds: only the command that runs pays for it
+            getattr(_import(COMMANDS[name][0]), f"add_{name}")(sub)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
 def _report(command: str, error: object) -> None:
     rank = os.environ.get("RANK", "0")
     process = f" (process {rank})" if rank != "0" else ""
     print(f"grade {command}{process}: {error}", file=sys.stderr)
 
 
-def import_command(name: str) -> ModuleType:
-    """The module that has a command's two functions."""
+def _import(module: str) -> ModuleType:
     collecting = gc.isenabled()
     gc.disable()  # what is imported stays: searching it for garbage again and again takes a sixth of the time
     try:
-        return importlib.import_module(f"grade.cli.{COMMANDS[name][0]}")
+        return importlib.import_module(f"grade.cli.{module}")
     finally:
         if collecting:
             gc.enable()

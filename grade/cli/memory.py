@@ -19,7 +19,7 @@ ALL = "all"
 """In place of a method's name: every method."""
 
 
-def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+def add_memory(parser: argparse.ArgumentParser) -> None:
     """Add the command's options: one for each plain key of `StepConfig`."""
     for name, field in StepConfig.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
@@ -40,9 +40,10 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all-layers", action="store_true", help="trace every layer instead of extrapolating")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_config_options(parser, StepConfig)
+    parser.set_defaults(execute=_memory)
 
 
-def run_memory(args: argparse.Namespace) -> None:
+def _memory(args: argparse.Namespace) -> None:
     """Trace a step and say what it needs and why."""
     # Here, so that --help starts without models.
     from grade.memory import plan

@@ -20,28 +20,30 @@ REWARD_FILES = ("reward.safetensors", "reward.json")
 """Names that `grade.rewards.model.RewardModel.save` writes."""
 
 
-def add_backbone_arguments(parser: argparse.ArgumentParser) -> None:
+def add_backbone(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw-dir", required=True, metavar="DIR", help="fetched packages")
     parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the model")
     add_config_options(parser, BackboneConfig)
+    parser.set_defaults(execute=_backbone)
 
 
-def run_backbone(args: argparse.Namespace) -> None:
+def _backbone(args: argparse.Namespace) -> None:
     """Convert the base model."""
     config = BackboneConfig.load(args.config, args.set)
     prepare_backbone(config, args.raw_dir, args.reviews, args.output_dir)
     print(f"wrote {args.output_dir}")
 
 
-def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
+def add_pretrain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the model")
     parser.add_argument("--metrics", required=True, metavar="FILE", help="loss on the test split")
     add_config_options(parser, PretrainConfig)
+    parser.set_defaults(execute=_pretrain)
 
 
-def run_pretrain(args: argparse.Namespace) -> None:
+def _pretrain(args: argparse.Namespace) -> None:
     """Train the tiny language model and measure it on the test split."""
     config = PretrainConfig.load(args.config, args.set)
     check_file(args.metrics, "--metrics")
@@ -51,16 +53,17 @@ def run_pretrain(args: argparse.Namespace) -> None:
         print(f"{name} {value:.4g}")
 
 
-def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
+def add_reward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", required=True, choices=get_args(RewardKind), help="bag: embeddings; trunk: all of it")
     parser.add_argument("--backbone", required=True, metavar="DIR", help="folder of the base model")
     parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder of the reward model")
     parser.add_argument("--metrics", required=True, metavar="FILE", help="accuracy on the test split")
     add_config_options(parser, RewardConfig)
+    parser.set_defaults(execute=_reward)
 
 
-def run_reward(args: argparse.Namespace) -> None:
+def _reward(args: argparse.Namespace) -> None:
     """Train on the reward split, stop early on the validation split, measure on the test split."""
     config = RewardConfig.load(args.config, args.set)
     check_file(args.metrics, "--metrics")

@@ -15,15 +15,16 @@ from grade.pipeline.schedule import run
 from grade.results import write_metrics
 
 
-def add_repro_arguments(parser: argparse.ArgumentParser) -> None:
+def add_repro(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help="folder under params/ (default: cpu)")
     parser.add_argument("stages", nargs="*", help="stages to bring up to date, with all that they need (default: all)")
     parser.add_argument("--jobs", type=int, help="stages at once (default: as in the profile's suite.yaml)")
     parser.add_argument("--force", action="store_true", help="run stages that are up to date as well")
     parser.add_argument("--dry", action="store_true", help="only say what would run")
+    parser.set_defaults(execute=_repro)
 
 
-def run_repro(args: argparse.Namespace) -> None:
+def _repro(args: argparse.Namespace) -> None:
     code = run(Path.cwd(), args.profile, args.stages, args.jobs, args.force, args.dry)
     if code:
         raise SystemExit(code)
@@ -40,11 +41,12 @@ def run_repro(args: argparse.Namespace) -> None:
     print(f"To put them into {outputs}/: grade publish {args.profile}")
 
 
-def add_results_arguments(parser: argparse.ArgumentParser) -> None:
+def add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help="whose results (default: cpu)")
+    parser.set_defaults(execute=_results)
 
 
-def run_results(args: argparse.Namespace) -> None:
+def _results(args: argparse.Namespace) -> None:
     """Write a profile's README.md, claims.csv, claims.md and headline.json in the working folder."""
     claims, headline = import_module("grade.experiments.claims"), import_module("grade.experiments.headline")
     report = import_module("grade.experiments.report")
@@ -60,12 +62,13 @@ def run_results(args: argparse.Namespace) -> None:
     print(counts, end="")
 
 
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    add_results_arguments(parser)
+def add_check(parser: argparse.ArgumentParser) -> None:
+    add_results(parser)
     parser.add_argument("--against", default="HEAD", metavar="REV", help="git revision that publishes (default: HEAD)")
+    parser.set_defaults(execute=_check)
 
 
-def run_check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Print one line for each headline figure; exit 1 if one is out of its tolerance."""
     text, holds = _checked(args.profile, args.against)
     print(text)
@@ -86,11 +89,12 @@ def _checked(profile: str, revision: str) -> tuple[str, bool]:
     return headline.as_text(lines), all(line.holds for line in lines)
 
 
-def add_publish_arguments(parser: argparse.ArgumentParser) -> None:
+def add_publish(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help="whose results (default: cpu)")
+    parser.set_defaults(execute=_publish)
 
 
-def run_publish(args: argparse.Namespace) -> None:
+def _publish(args: argparse.Namespace) -> None:
     """Copy the workspace's results into the project, to be committed."""
     names = publish(Path.cwd(), args.profile)
     print(f"wrote {len(names)} results to {suite_values(Path(), args.profile)['outputs']}")

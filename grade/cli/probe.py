@@ -14,7 +14,7 @@ SECTION = "probe"
 """Where the experiment's parameters (``params/<profile>/probe.yaml``) hold the probe's own."""
 
 
-def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
+def add_probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; default: a new one")
     parser.add_argument(
         "--optimizer-state", metavar="FILE",
@@ -22,9 +22,10 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", default="report.json", help="the report (report.json)")
     add_config_options(parser, ProbeRunConfig)
+    parser.set_defaults(execute=_probe)
 
 
-def run_probe(args: argparse.Namespace) -> None:
+def _probe(args: argparse.Namespace) -> None:
     """Predict and verify how the coming optimizer step moves the policy's entropy."""
     config = ProbeRunConfig.load(args.config, args.set, section=SECTION)
     check_file(args.output, "--output")

@@ -26,15 +26,15 @@ HISTORY = {
 WRITTEN = "a file that a training run wrote"
 
 
-def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+def add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder, finished or not")
     parser.add_argument("--step", type=int, metavar="N", help="completions of this step (default: the newest)")
     parser.add_argument("--rows", type=int, default=5, metavar="N", help="completions of each table (default: 5)")
     parser.add_argument("--columns", metavar="NAME,NAME", help="default: prompt, completion, reward and its parts")
+    parser.set_defaults(execute=_show)
 
 
-def run_show(args: argparse.Namespace) -> None:
+def _show(args: argparse.Namespace) -> None:
     """Print a run: its settings, its history, some of its completions with their rewards."""
     if args.rows < 1:
         raise InputError("--rows", args.rows, "at least 1")
@@ -68,15 +68,15 @@ def run_show(args: argparse.Namespace) -> None:
         console.print("\nno completions yet: they are kept with log_completions=true, and by every evaluation")
 
 
-def add_merge_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+def add_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a finished run, of an adapter or of a checkpoint")
     parser.add_argument("out", metavar="OUT", help="folder of the model; must not exist, or be empty")
     parser.add_argument("--dtype", metavar="TYPE",
                         help="of the weights (default: the base's); bfloat16 loses part of the adapter")  # fmt: skip
+    parser.set_defaults(execute=_merge)
 
 
-def run_merge(args: argparse.Namespace) -> None:
+def _merge(args: argparse.Namespace) -> None:
     """Write a plain transformers folder."""
     from grade.training.merge import merge  # here: `show` needs no torch
 

@@ -23,7 +23,7 @@ from grade.training.load import load_task
 from grade.training.run import evaluate_task, train
 
 
-def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", metavar="METHOD",
                         help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder")  # fmt: skip
     parser.add_argument("--reward", action="append", metavar="REWARD",
@@ -35,9 +35,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
                         help="continue an interrupted run; auto: start over if something changed")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="start over where there is an interrupted run")
     add_config_options(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
+    parser.set_defaults(execute=_train)
 
 
-def run_train(args: argparse.Namespace) -> None:
+def _train(args: argparse.Namespace) -> None:
     """Train, one method or all of them."""
     # Every config is checked before the first run starts.
     given = {"output_dir": args.output_dir} | ({"reward": args.reward} if args.reward else {})
@@ -66,14 +67,15 @@ def _silent(_: str) -> None:
     pass
 
 
-def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", required=True, metavar="DIR", help="a trained adapter, DIR/adapter of a run")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts; default: final_eval_prompts")
     parser.add_argument("--output", metavar="FILE", help="also write the metrics here, as JSON")
     add_config_options(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
+    parser.set_defaults(execute=_evaluate)
 
 
-def run_evaluate(args: argparse.Namespace) -> None:
+def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate an adapter with a training run's own settings."""
     config = TrainConfig.load(args.config, args.set)
     if args.output is not None:
@@ -91,7 +93,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
             write_metrics(args.output, metrics)
 
 
-def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, action="append", help="text to complete; may be given several times")
     parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; without it, the base model")
     parser.add_argument("--backbone", default="models/backbone", help="folder or hub id (default: models/backbone)")
@@ -99,9 +101,10 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
     parser.add_argument("--samples", type=int, default=1, help="completions a prompt (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
+    parser.set_defaults(execute=_generate)
 
 
-def run_generate(args: argparse.Namespace) -> None:
+def _generate(args: argparse.Namespace) -> None:
     """Print completions."""
     if args.samples < 1:
         raise InputError("--samples", args.samples, "at least 1")

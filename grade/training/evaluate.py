@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from accelerate.utils import gather_object
 
 from grade.errors import InputError
 from grade.gradients.objective import Objective, sequence_mean
@@ -131,7 +132,6 @@ def evaluate(
     encode: Callable[[Sequence[Mapping[str, Any]]], PromptBatch] | None = None,
     rank: int = 0,
     processes: int = 1,
-    gather: Callable[[list[Any]], list[Any]] = lambda rows: rows,
 ) -> Evaluation:
     """Sample one completion per prompt by ordinary sampling and score it.
 
@@ -151,7 +151,6 @@ def evaluate(
         encode: From rows to prompts, in place of cutting them to ``max_prompt_tokens``.
         rank: This process.
         processes: How many share the work.
-        gather: Joins the lists of all processes.
 
     Returns:
         The values, prompt by prompt, on every process.
@@ -194,7 +193,7 @@ def evaluate(
         parts = {} if scores is None else {name: v.cpu().double().numpy() for name, v in scores.values.items()}
         if number < len(starts):
             own.append((number, Evaluation(before, after, reward, gold, kl, kl_max, parts)))
-    batches = [batch for _, batch in sorted(gather(own), key=lambda pair: pair[0])]
+    batches = [batch for _, batch in sorted(gather_object(own) if processes > 1 else own, key=lambda pair: pair[0])]
     texts = ([text for batch in batches for text in getattr(batch, name)] for name in ("prompts", "completions"))
     values = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("reward", "gold", "kl"))
     parts = {name: np.concatenate([batch.parts[name] for batch in batches]) for name in batches[0].parts}

@@ -43,85 +43,93 @@ _REPLACED = ("adapter", "checkpoint-*", "checkpoints", "completions", "README.md
 """What a run replaces and others could have made. Tables of numbers are left out: a checkout may hold them alone."""
 
 
-@contextmanager
-def locked(output_dir: str | Path, config: TrainConfig) -> Iterator[None]:
-    """Hold a run's folder, which is made; the lock goes with the process, however it ends.
+class RunFolder:
+    """The folder of a run from the command line, and the note in it on what the run is (``run.json``)."""
 
-    Files that a run does not write may be in it, and stay. `InputError` if another run has it, it cannot be written, it
-    is no place for a run (see `grade.files.claimed`), or it holds what a run replaces, of something else than a run.
-    """
-    inputs = [place for spec in _inputs(config).values() for place in _places(spec)]
-    with claimed(output_dir, (), inputs=inputs, option="output_dir", shared=True) as output:
-        if not any((output.path / name).exists() for name in _SIGNS):
-            foreign = sorted({path.name for pattern in _REPLACED for path in output.path.glob(pattern)})
-            if foreign:
-                allowed = f"a folder without {foreign[0]!r}, which a run would replace and no run wrote"
-                raise InputError("output_dir", str(output_dir), allowed)
-        yield
+    def __init__(self, config: TrainConfig) -> None:
+        self.config, self.path = config, Path(config.output_dir)
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder, which is made; the lock goes with the process, however it ends.
 
-def start(config: TrainConfig, resume: Resume, overwrite: bool = False) -> Path | None | Literal["finished"]:
-    """Where a run begins: at a checkpoint, at the beginning (None), or nowhere, because it has finished.
+        Files that a run does not write may be in it, and stay. `InputError` if another run has it, it cannot be
+        written, it is no place for a run (see `grade.files.claimed`), or it holds what a run replaces, of something
+        else than a run.
+        """
+        inputs = [place for spec in _inputs(self.config).values() for place in _places(spec)]
+        with claimed(self.config.output_dir, (), inputs=inputs, option="output_dir", shared=True) as output:
+            if not any((output.path / name).exists() for name in _SIGNS):
+                foreign = sorted({path.name for pattern in _REPLACED for path in output.path.glob(pattern)})
+                if foreign:
+                    allowed = f"a folder without {foreign[0]!r}, which a run would replace and no run wrote"
+                    raise InputError("output_dir", self.config.output_dir, allowed)
+            yield
 
-    Nothing is changed yet, see `begin`. An interrupted run is continued by ``resume`` (yes: the same settings and data;
-    auto: also the same code, or else it starts over) and replaced by ``overwrite``; otherwise it is an error.
-    """
-    folder, now = Path(config.output_dir), about(config)
-    clean(folder)
-    before, checkpoint = _read(folder / RUN_FILE), last_checkpoint(folder)
-    # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
-    finished = before is not None and bool(before.get("finished")) and (folder / RESULTS_FILE).is_file()
-    if checkpoint is None and not finished:
-        before = None  # nothing was trained: a bad start may be mended
-    changed = next((name for name in now["settings"] if before["settings"].get(name) != now["settings"][name]), None) \
-        if before else None  # fmt: skip
-    same = before is not None and changed is None and before["inputs"] == now["inputs"]
-    if resume == "auto" and not (same and before["code"] == now["code"]):
-        resume, overwrite = "no", True
-    if resume != "no" and before is not None:
-        if changed is not None:
-            allowed = f"{before['settings'].get(changed)!r}, as the run was started with, to continue it"
-            raise InputError(changed, now["settings"][changed], allowed)
-        if not same:
-            name = next(name for name in now["inputs"] if before["inputs"].get(name) != now["inputs"][name])
-            raise InputError(name, "another content than before", "what the run was started with, to continue it")
-        return "finished" if finished else checkpoint
-    if checkpoint and before and not finished and not overwrite:
-        allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
-        raise InputError("output_dir", str(folder), allowed)
-    return None
+    def start(self, resume: Resume, overwrite: bool = False) -> Path | None | Literal["finished"]:
+        """Where a run begins: at a checkpoint, at the beginning (None), or nowhere, because it has finished.
 
+        Nothing is changed yet, see `begin`. An interrupted run is continued by ``resume`` (yes: the same settings and
+        data; auto: also the same code, or else it starts over) and replaced by ``overwrite``; otherwise it is an error.
+        """
+        clean(self.path)
+        now, before, checkpoint = about(self.config), self._read(), last_checkpoint(self.path)
+        # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
+        finished = bool(before.get("finished")) and (self.path / RESULTS_FILE).is_file()
+        if not before or checkpoint is None and not finished:  # nothing was trained: a bad start may be mended
+            return None
+        changed, replaced = (
+            [name for name in now[part] if before[part].get(name) != now[part][name]] for part in ("settings", "inputs")
+        )
+        if resume == "auto" and (changed or before["inputs"] != now["inputs"] or before["code"] != now["code"]):
+            return None
+        if resume != "no":
+            for name in changed:
+                allowed = f"{before['settings'].get(name)!r}, as the run was started with, to continue it"
+                raise InputError(name, now["settings"][name], allowed)
+            for name in replaced:
+                raise InputError(name, "another content than before", "what the run was started with, to continue it")
+            return "finished" if finished else checkpoint
+        if checkpoint and not finished and not overwrite:
+            allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
+            raise InputError("output_dir", str(self.path), allowed)
+        return None
 
-def begin(config: TrainConfig) -> None:
-    """Remove an earlier run's checkpoints, and note what this run is: once its inputs are known to be good."""
-    folder = Path(config.output_dir)
-    with writing(folder, "output_dir"):
-        while (checkpoint := last_checkpoint(folder)) is not None:
-            discard(checkpoint)
-        _write(folder, about(config) | {"id": uuid.uuid4().hex[:12]})
+    def begin(self) -> None:
+        """Remove an earlier run's checkpoints, and note what this run is: once its inputs are known to be good."""
+        with writing(self.path, "output_dir"):
+            while (checkpoint := last_checkpoint(self.path)) is not None:
+                discard(checkpoint)
+            self._write(about(self.config) | {"id": uuid.uuid4().hex[:12]})
 
+    def forget(self) -> None:
+        """Remove the note on a run that ended before it wrote anything else, such as one whose reward fails at once."""
+        if {path.name for path in self.path.iterdir()} <= {RUN_FILE, LOCK}:
+            (self.path / RUN_FILE).unlink(missing_ok=True)
 
-def forget(output_dir: str | Path) -> None:
-    """Remove the note on a run that ended before it wrote anything else, such as one whose reward fails at once."""
-    folder = Path(output_dir)
-    if {path.name for path in folder.iterdir()} <= {RUN_FILE, LOCK}:
-        (folder / RUN_FILE).unlink(missing_ok=True)
+    def continue_trackers(self, resumed: bool) -> None:
+        """Let trackers go on with their run where this one is resumed; the user's own environment comes first."""
+        variables = {"TENSORBOARD_LOGGING_DIR": str(self.path / "tensorboard"), "WANDB_RESUME": "allow",
+                     "WANDB_RUN_ID": self._read().get("id"), "DVCLIVE_RESUME": "true" if resumed else ""}  # fmt: skip
+        for name, value in variables.items():
+            if value:
+                os.environ.setdefault(name, value)
 
+    def finish(self) -> None:
+        """Note that the run has finished: its files are complete."""
+        with writing(self.path, "output_dir"):
+            self._write(self._read() | {"finished": True})
 
-def continue_trackers(output_dir: str | Path, resumed: bool) -> None:
-    """Let trackers go on with their run where this one is resumed; the user's own environment comes first."""
-    run = _read(Path(output_dir) / RUN_FILE) or {}
-    variables = {"TENSORBOARD_LOGGING_DIR": str(Path(output_dir) / "tensorboard"), "WANDB_RESUME": "allow",
-                 "WANDB_RUN_ID": run.get("id", ""), "DVCLIVE_RESUME": "true" if resumed else ""}  # fmt: skip
-    for name, value in variables.items():
-        if value:
-            os.environ.setdefault(name, value)
+    def _write(self, run: dict[str, Any]) -> None:
+        write_text(self.path / RUN_FILE, json.dumps(run, indent=1, sort_keys=True) + "\n")
 
-
-def finish(output_dir: str | Path) -> None:
-    """Note that a run has finished: its files are complete."""
-    with writing(output_dir, "output_dir"):
-        _write(Path(output_dir), _read(Path(output_dir) / RUN_FILE) | {"finished": True})
+    def _read(self) -> dict[str, Any]:
+        """The note; empty where there is none that can be read."""
+        try:
+            content = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
+            return content if {"settings", "inputs", "code"} <= set(content) else {}
+        except (OSError, ValueError, TypeError):
+            return {}
 
 
 def not_written(output_dir: str | Path, error: Exception) -> InputError:
@@ -219,15 +227,3 @@ def _digest(files: list[Path], root: Path) -> str:
                 content.seek(-_HASHED_BYTES, 2)
                 digest.update(content.read())
     return digest.hexdigest()
-
-
-def _write(folder: Path, run: dict[str, Any]) -> None:
-    write_text(folder / RUN_FILE, json.dumps(run, indent=1, sort_keys=True) + "\n")
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return content if {"settings", "inputs", "code"} <= set(content) else None
-    except (OSError, ValueError, TypeError):
-        return None

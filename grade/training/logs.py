@@ -6,10 +6,12 @@ as 64.0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from grade.gradients.objective import GradientStep, sequence_mean
@@ -19,27 +21,19 @@ if TYPE_CHECKING:
     from grade.gradients.distilled.learner import DistilledGradient
     from grade.models.backbone import Backbone
     from grade.rewards.rewards import Scores
-    from grade.training.collectives import Collectives
 
 SHOWN = 20
 """Tokens at either end of `token_table`."""
-TRAIN_COLUMNS = {
-    "train/reward": "reward", "train/kl": "kl", "train/loss": "loss", "train/tau": "tau",
-    "train/grad_norm": "grad_norm", "train/residual": "residual", "train/length": "completions/mean_length",
-    "train/learning_rate": "learning_rate",
+FIGURES = ("reward", "kl", "loss", "tau", "grad_norm", "residual", "completions/mean_length", "learning_rate")
+"""Of the Trainer's log, in ``history.csv`` as ``train/<name>`` or as in `RENAMED`."""
+METHOD_FIGURES = (
+    "clip_fraction", "value_loss", "beta", "residual_weight", "sampler/mean_ratio", "sampler/largest_difference",
+)  # fmt: skip
+"""Those that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
+RENAMED = {
+    "completions/mean_length": "length", "sampler/mean_ratio": "sampler_mean_ratio",
+    "sampler/largest_difference": "sampler_largest_difference",
 }  # fmt: skip
-"""Columns of ``history.csv``, and what the Trainer's log calls them."""
-METHOD_COLUMNS = {
-    "train/clip_fraction": "clip_fraction", "train/value_loss": "value_loss", "train/beta": "beta",
-    "train/residual_weight": "residual_weight", "train/sampler_mean_ratio": "sampler/mean_ratio",
-    "train/sampler_largest_difference": "sampler/largest_difference",
-}  # fmt: skip
-"""Columns that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
-EVAL_COLUMNS = {
-    f"val/{name}{column}": f"eval_{name}{logged}"
-    for name, mean in (("reward", "_mean"), ("gold", "_mean"), ("kl", ""))
-    for column, logged in ((mean, ""), ("_stderr", "_stderr"), ("_n", "_n"))
-}
 
 
 class LogBuffer:
@@ -97,15 +91,15 @@ class LogBuffer:
                 row |= {f"rewards/{name}": float(values[i]) for name, values in parts.items()}
                 self.rows.append(row | {name: values[i] for name, values in columns.items()})
 
-    def drain(self, collectives: Collectives) -> dict[str, float]:
-        """The mean of every figure over all processes; no figure is kept."""
+    def drain(self, mean: Callable[[list[Tensor | float]], float]) -> dict[str, float]:
+        """The mean of every figure; no figure is kept."""
         figures, self.figures = self.figures, {}
-        return {name: collectives.mean(values) for name, values in figures.items()}
+        return {name: mean(values) for name, values in figures.items()}
 
-    def drain_rows(self, collectives: Collectives) -> pd.DataFrame:
+    def drain_rows(self) -> pd.DataFrame:
         """The completions of all processes; none is kept."""
         rows, self.rows = self.rows, []
-        return pd.DataFrame(collectives.gather(rows))
+        return pd.DataFrame(gather_object(rows))
 
     def state(self) -> dict[str, Any]:
         """Plain values for `restore`; each number with the type in which it is averaged."""
@@ -153,14 +147,17 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for logged in log_history:
         if "loss" in logged:
             row = {"step": logged["step"], "samples": logged["num_samples"], "seconds": logged["seconds"]}
-            row |= {column: logged.get(name) for column, name in TRAIN_COLUMNS.items()}
-            row |= {column: logged[name] for column, name in METHOD_COLUMNS.items() if name in logged}
             # Sorted, as rows of a checkpoint are.
-            row |= {f"train/{name}": logged[name] for name in sorted(logged) if name.startswith("distilled/")}
+            own = [name for name in METHOD_FIGURES if name in logged]
+            own += [name for name in sorted(logged) if name.startswith("distilled/")]
+            row |= {f"train/{RENAMED.get(name, name)}": logged.get(name) for name in (*FIGURES, *own)}
             row["train/seconds"] = logged["step_time"]
         elif "eval_reward" in logged:
             row = {} if logged["step"] else {"step": 0, "samples": 0, "seconds": 0.0}
-            row |= {column: logged[name] for column, name in EVAL_COLUMNS.items() if name in logged}
+            for name, mean in (("reward", "reward_mean"), ("gold", "gold_mean"), ("kl", "kl")):
+                if f"eval_{name}" in logged:
+                    row[f"val/{mean}"] = logged[f"eval_{name}"]
+                    row |= {f"val/{name}_{part}": logged[f"eval_{name}_{part}"] for part in ("stderr", "n")}
         else:
             continue
         table[logged["step"]] = table.get(logged["step"], {}) | row

@@ -30,10 +30,9 @@ from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
-from grade.training import folder
 from grade.training.card import SAMPLES, command_of, hub_dataset, model_card, without_places
 from grade.training.evaluate import Evaluation
-from grade.training.folder import OPTIMIZER_FILE, last_checkpoint, not_written
+from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, last_checkpoint, not_written
 from grade.training.load import Prompts, Task, load_task
 from grade.training.logs import history_rows
 from grade.training.trainer import GradeTrainer
@@ -71,7 +70,7 @@ class RunResult:
 
 
 def train(
-    config: TrainConfig, log: Callable[[str], None] | None = print, resume: folder.Resume = "no",
+    config: TrainConfig, log: Callable[[str], None] | None = print, resume: Resume = "no",
     overwrite: bool = False,
 ) -> RunResult | None:  # fmt: skip
     """Train one policy, or continue an interrupted run, and write its files to ``config.output_dir``.
@@ -89,9 +88,9 @@ def train(
     Raises:
         InputError: For bad input, or a reward or loss that is not finite; the last checkpoint stands.
     """
-    main = config.process_index == 0
-    with folder.locked(config.output_dir, config) if main else nullcontext():
-        begin = [folder.start(config, resume, overwrite) if main else None]
+    main, folder = config.process_index == 0, RunFolder(config)
+    with folder.locked() if main else nullcontext():
+        begin = [folder.start(resume, overwrite) if main else None]
         if config.world_size > 1:
             broadcast_object_list(begin)
         begin = begin[0]
@@ -101,17 +100,17 @@ def train(
         if config.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1 if task.backbone.hidden_size < SMALLEST_WIDTH else os.cpu_count() or 1)
         if main and begin is None:
-            folder.begin(config)
+            folder.begin()
         if config.trackers:
-            folder.continue_trackers(config.output_dir, begin is not None)
+            folder.continue_trackers(begin is not None)
         try:
             result = run_training(config, task, log, Path(config.output_dir), begin)
             if main and result.interrupted is None:
                 write_run(config.output_dir, config, task, result)
-                folder.finish(config.output_dir)
+                folder.finish()
         except InputError:
             if main:
-                folder.forget(config.output_dir)
+                folder.forget()
             raise
         except OSError as error:
             raise not_written(config.output_dir, error) from error
@@ -281,7 +280,9 @@ class _StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Processes hear of it at different times; all must stop after the same step.
-        if self.trainer.collectives.any(self.received is not None):
+        accelerator = self.trainer.accelerator
+        flag = torch.tensor(int(self.received is not None), device=accelerator.device)
+        if accelerator.reduce(flag, reduction="sum"):
             self.received = self.received or signal.SIGTERM
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"

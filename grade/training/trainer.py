@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -62,7 +63,6 @@ from grade.models.sampling import check_length
 from grade.models.scoring import score
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
-from grade.training.collectives import Collectives
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.folder import PARTIAL, clean, discard, not_written
@@ -170,7 +170,6 @@ class GradeTrainer(Trainer):
             eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
             optimizers=optimizers,
         )  # fmt: skip
-        self.collectives = Collectives(self.accelerator)
         self.add_callback(_StepEnd(self._step_ended))
 
     # ---- data ----
@@ -290,9 +289,9 @@ class GradeTrainer(Trainer):
                 self._clip_grad_norm(self.model)
                 self.optimizer.step()
 
-        collectives, recorded = self.collectives, self.objective.recorded
+        recorded = self.objective.recorded
         recorded.clear()
-        context = StepContext(microbatches, apply, collectives.sum, collectives.gather, self.args.process_index)
+        context = StepContext(microbatches, apply, self._sum, gather_object, self.args.process_index)
         parts = self.learner.step(pending, self.objective, context)
         # Each microbatch's samples are scored first; a greedy baseline's completions come after them.
         scores = recorded[:: max(1, len(recorded) // len(parts))] or [None] * len(parts)
@@ -310,7 +309,7 @@ class GradeTrainer(Trainer):
         args, start, step = self.args, time.perf_counter(), self.state.global_step + 1
         if step != self._published:
             name = self.sampler.publish(self.backbone) if args.process_index == 0 else None
-            self.sampler.use(self.collectives.gather([name])[0])
+            self.sampler.use(gather_object([name])[0])
             self._published = step
         prompts = prompts.repeat(args.group)
         most, least = args.max_completion_length, args.min_completion_length
@@ -330,10 +329,20 @@ class GradeTrainer(Trainer):
         )
         return Completions(prompts, samples.ids, samples.mask, weights)
 
+    def _sum(self, value: Tensor) -> Tensor:
+        return self.accelerator.reduce(value, reduction="sum")
+
+    def _mean(self, values: list[Tensor | float]) -> float:
+        """The mean of values over processes, each of which has equally many."""
+        mean = torch.stack([torch.as_tensor(v).detach().cpu() for v in values]).mean()
+        if self.args.world_size > 1:
+            mean = self.accelerator.reduce(mean.to(self.accelerator.device), reduction="mean")
+        return float(mean)
+
     def _sum_gradients(self) -> None:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
-                p.grad = self.collectives.sum(torch.zeros_like(p) if p.grad is None else p.grad)
+                p.grad = self._sum(torch.zeros_like(p) if p.grad is None else p.grad)
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         """Clip each group of parameters by itself: a value head must not change the policy's step."""
@@ -382,7 +391,7 @@ class GradeTrainer(Trainer):
         if self.kl_target is not None:
             # In double, as KL is: the mean of two processes is then that of one to the last digits.
             self.log_buffer.add({"beta": torch.tensor(self.objective.beta, dtype=torch.float64)})
-            self.objective = replace(self.objective, beta=self.kl_target.update(self.collectives.mean(kl)))
+            self.objective = replace(self.objective, beta=self.kl_target.update(self._mean(kl)))
 
     # ---- log and evaluation ----
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -390,10 +399,10 @@ class GradeTrainer(Trainer):
         args, step = self.args, self.state.global_step
         microbatches = step * args.gradient_accumulation_steps * args.world_size
         if "loss" in logs:
-            logs |= self.log_buffer.drain(self.collectives)
+            logs |= self.log_buffer.drain(self._mean)
             logs |= {"num_samples": microbatches * args.batch_completions, "seconds": self.seconds}
             if args.log_completions:
-                self._write_table(f"completions_{step:05d}", self.log_buffer.drain_rows(self.collectives))
+                self._write_table(f"completions_{step:05d}", self.log_buffer.drain_rows())
         if self.train_dataset is not None:
             self.state.epoch = microbatches * args.batch_prompts / len(self.train_dataset)
         super().log(logs, start_time)
@@ -425,7 +434,6 @@ class GradeTrainer(Trainer):
             max_new_tokens=args.max_completion_length, min_new_tokens=args.min_completion_length,
             scope=args.reward_scope, batch_size=args.per_device_eval_batch_size, kl_prompts=args.kl_eval_prompts,
             noise_block=args.eval_noise_block, encode=self.encode, rank=args.process_index, processes=args.world_size,
-            gather=self.collectives.gather,
         )  # fmt: skip
         if metric_key_prefix == "eval":
             self.evaluations[step] = evaluation

@@ -71,10 +71,10 @@ def default(tmp_path_factory):
 
 
 def needed_code(stage):
-    """Files of grade that a command executes: what its two functions use, a notebook's imports, what is measured."""
+    """Files of grade that a command executes: what its function uses, a notebook's imports, what is measured."""
     words = stage.cmd.split()
     assert words[:3] == ["python", "-m", "grade"]
-    start = used_modules(f"grade.cli.{COMMANDS[words[3]][0]}", {f"run_{words[3]}", f"add_{words[3]}_arguments"})
+    start = used_modules(f"grade.cli.{COMMANDS[words[3]][0]}", {f"add_{words[3]}"})
     if words[3] == "measure":
         start.add(f"grade.experiments.{words[4]}.measure.tables")
     for word in words:

@@ -1,9 +1,10 @@
-"""Train in one process with twice the microbatches, then in two; used by test_processes.py and test_sharded.py, from a
-fresh process.
+"""Train in one process with twice the microbatches, then in two; used by test_processes.py, test_sharded.py and
+test_sampler.py, from a fresh process.
 
     python tests/training/processes.py FOLDER METHOD...
     python tests/training/processes.py FOLDER --reward REWARD METHOD     # two processes only; prints their exit codes
     python tests/training/processes.py FOLDER --sharded METHOD...        # the base divided between two processes
+    python tests/training/processes.py FOLDER --settings JSON            # of one run
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ from grade.models.backbone import Backbone
 from grade.models.scoring import layer_states
 from grade.models.sharding import held_bytes
 from grade.rewards.model import HeadSettings, RewardModel
-from grade.training.config import FSDP2, SHARDING
+from grade.training.config import FSDP2, SHARDING, TrainConfig
 from grade.training.run import train
 from grade.training.trainer import GradeTrainer
 
@@ -58,22 +60,39 @@ def in_two(work, **environment: str) -> list[int]:
 
 def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[str, str], before=lambda: None) -> int:
     """Every method both ways; exit code 1 if a run fails."""
-    for method in methods:
-        for processes in (1, 2):
-            values = common | {"gradient_accumulation_steps": 2 // processes}
-            values |= {"target_kl": 0.5} if method in TARGETED else {}
-            output = root / f"{method}-{processes}"
 
-            # Settings say on which process they are as soon as they are made: so they are made there.
-            def work(values=values, output=output, method=method):
-                before()
-                return train(settings(method, values, output), lambda line: None)
+    def make(method: str, processes: int) -> TrainConfig:
+        values = common | {"gradient_accumulation_steps": 2 // processes}
+        values |= {"target_kl": 0.5} if method in TARGETED else {}
+        before()
+        return settings(method, values, root / f"{method}-{processes}")
 
-            codes = [wait(in_child(work))] if processes == 1 else in_two(work, **environment)
-            if any(codes):
-                print(f"{method} on {processes}: exit codes {codes}")
-                return 1
+    return max(both_ways(partial(make, method), method, environment) for method in methods)
+
+
+def both_ways(make, name: str, environment: dict[str, str]) -> int:
+    """Train on one process, then on two; exit code 1 if one of them fails."""
+    for processes in (1, 2):
+        # Settings say on which process they are as soon as they are made: so they are made there.
+        def work(processes=processes):
+            return train(make(processes), lambda line: None)
+
+        codes = [wait(in_child(work))] if processes == 1 else in_two(work, **environment)
+        if any(codes):
+            print(f"{name} on {processes}: exit codes {codes}")
+            return 1
     return 0
+
+
+def given_settings(root: Path, values: dict) -> int:
+    """One run both ways."""
+
+    def make(processes: int) -> TrainConfig:
+        return TrainConfig.parse(
+            values | {"gradient_accumulation_steps": 2 // processes, "output_dir": f"{root}/{processes}"}
+        )
+
+    return both_ways(make, values["method"], {})
 
 
 def failing(root: Path, values: dict, environment: dict[str, str], before=lambda: None) -> list[int]:
@@ -202,6 +221,8 @@ def main(root: Path, kind: str, *rest: str) -> int:
     """One of the uses above."""
     if kind == "--sharded":
         return sharded(root, list(rest))
+    if kind == "--settings":
+        return given_settings(root, json.loads(rest[0]))
     if kind == "--reward":
         reward, method = rest
         values = toy_project(root) | {"reward": reward, "method": method, "num_generations": 4}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from grade.cli.main import main
 from grade.errors import InputError
 from grade.gradients.methods import METHODS
-from grade.training import folder
+from grade.training.folder import RunFolder
 from grade.training.run import train
 from grade.training.trainer import GradeTrainer
 
@@ -173,7 +173,7 @@ def test_trackers_go_on_with_the_same_run(common, tmp_path, monkeypatch):
 
 def test_a_folder_takes_one_run_at_a_time(common, tmp_path):
     config = settings("ste", common, tmp_path)
-    with folder.locked(tmp_path, config), pytest.raises(InputError, match="a folder that no other run is writing to"):
+    with RunFolder(config).locked(), pytest.raises(InputError, match="a folder that no other run is writing to"):
         train(config, silent)
 
 

@@ -174,13 +174,13 @@ def test_two_processes_ask_for_what_one_asks_for(base, server, tmp_path):
     values = COMMON | OWN["rloo"] | {
         "sampler": server.address, "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
         "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4}, "method": "rloo",
-        "output_dir": str(tmp_path), "save_strategy": "steps",
+        "save_strategy": "steps",
     }  # fmt: skip
     del server.requests[:]
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, str(here / "sampler_processes.py"), json.dumps(values)], capture_output=True, text=True,
-        timeout=280,
+        [sys.executable, str(here / "processes.py"), str(tmp_path), "--settings", json.dumps(values)],
+        capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     asked = [(body["seed"], body["prompt"]) for path, body in server.requests if path == "/v1/completions"]
