@@ -67,7 +67,7 @@ def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[
         before()
         return settings(method, values, root / f"{method}-{processes}")
 
-    return max(both_ways(partial(make, method), method, environment) for method in methods)
+    return int(any(both_ways(partial(make, method), method, environment) for method in methods))
 
 
 def both_ways(make, name: str, environment: dict[str, str]) -> int:

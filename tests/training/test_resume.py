@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from grade.cli.main import main
 from grade.errors import InputError
 from grade.gradients.methods import METHODS
+from grade.training import folder
 from grade.training.folder import RunFolder
 from grade.training.run import train
 from grade.training.trainer import GradeTrainer

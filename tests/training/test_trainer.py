@@ -248,6 +248,20 @@ def test_a_limit_of_zero_does_not_clip(base, tmp_path):
     assert rows[0] == rows[1]
 
 
+def test_the_policy_is_clipped_by_its_own_norm_not_with_the_value_head(base, tmp_path):
+    limit, plain = 1e-3, dict(optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_steps=1)
+    made = trainer(
+        base, tmp_path, method="ppo", num_generations=None, num_iterations=1, max_grad_norm=limit, save_strategy="no",
+        **plain,
+    )  # fmt: skip
+    before = [p.detach().clone() for p in made.backbone.trainable_parameters()]
+    made.train()
+    pairs = zip(made.backbone.trainable_parameters(), before, strict=True)
+    moved = torch.cat([(p.detach() - q).flatten() for p, q in pairs]).norm()
+    assert made.state.log_history[0]["grad_norm"] > limit
+    assert float(moved) == pytest.approx(limit, rel=1e-3)  # float32: a small change of weights of about 0.1
+
+
 def test_a_saved_adapter_loads_from_anywhere(base, tmp_path, monkeypatch):
     made = trainer(base, tmp_path / "run")
     made.train()
