@@ -251,7 +251,8 @@ class EntropyProbe:
         with self._phase("forward mode"):
             terms = directional(self.policy, evaluation, vector.total, size)
         with self._phase("importance sampling"):
-            figures |= self._forward(terms, evaluation)
+            figures |= _mean("delta_h1_forward", terms.per_sequence().mean(1))
+            figures |= _mean("delta_h1_forward_per_token", terms.per_token(evaluation.mask).mean(1))
             figures |= self._true_change(evaluation, old, terms, vector.total, gradients)
             sweep = [self._at_multiple(m, evaluation, old, terms, vector.total)
                      for m in sorted(self.config.probe_config.multiples)]  # fmt: skip
@@ -259,9 +260,13 @@ class EntropyProbe:
         figures |= {} if rewards is None else {"reward_mean": float(rewards.mean())}
         figures |= {f"seconds/{name}": value for name, value in self._seconds.items()}
         figures |= {f"peak_bytes/{name}": value for name, value in self._peaks.items()}
-        modules = self._by_module(x, vector.total)
-        warnings, sequences = self._warnings(figures, rewards), terms.per_sequence()
-        return ProbeReport(figures, warnings, modules, sequences, self._notes(), sweep, evaluation, vector.total)
+        notes = []
+        if self.policy.model.config._attn_implementation == "sdpa":
+            notes = ["forward mode ran torch's unfused attention: fused attention has no forward derivative"]
+        modules, warnings = self._by_module(x, vector.total), self._warnings(figures, rewards)
+        return ProbeReport(
+            figures, warnings, modules, terms.per_sequence(), notes, sweep, evaluation, vector.total
+        )  # fmt: skip
 
     def _draw(self, prompts: PromptBatch, rows: slice, generator: torch.Generator) -> Samples:
         c = self.config
@@ -335,12 +340,6 @@ class EntropyProbe:
             figures["delta_h1_pairs_jackknife_stderr"] = lr * pairs.jackknife
         return figures
 
-    def _forward(self, terms: Directional, evaluation: Samples) -> dict[str, float]:
-        figures = {}
-        for name, values in (("", terms.per_sequence()), ("_per_token", terms.per_token(evaluation.mask))):
-            figures |= _mean(f"delta_h1_forward{name}", values.mean(1))
-        return figures
-
     def _true_change(
         self, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor, gradients: list[Tensor]
     ) -> dict[str, float]:
@@ -372,7 +371,8 @@ class EntropyProbe:
             **({} if change.pareto_k is None else {"pareto_k": change.pareto_k}),
         }
         figures |= self._by_prefix(old, new, terms)
-        if self._low(change.ess, old) and c.importance_sampling.resample_on_low_ess:
+        low = change.ess < c.importance_sampling.ess_threshold * old.logps[..., 0].numel()
+        if low and c.importance_sampling.resample_on_low_ess:
             with after() if real else moved(self.policy, step, 1.0):
                 figures |= self._sampled_anew(evaluation, old)
         return figures
@@ -428,9 +428,6 @@ class EntropyProbe:
             parts[module] = parts.get(module, 0.0) + float(term.sum())
         return parts
 
-    def _low(self, ess: float, old: SampleScores) -> bool:
-        return ess < self.config.importance_sampling.ess_threshold * old.logps[..., 0].numel()
-
     def _warnings(self, figures: dict[str, float], rewards: Tensor | None) -> list[str]:
         texts, share = [], self.config.importance_sampling.ess_threshold
         if figures["ess"] < share * figures["samples"]:
@@ -444,11 +441,6 @@ class EntropyProbe:
         if self.config.probe_config.one_batch:
             texts.append("one batch for update and evaluation: only delta_h1_pairs is free of the bias of common noise")
         return texts
-
-    def _notes(self) -> list[str]:
-        if self.policy.model.config._attn_implementation == "sdpa":
-            return ["forward mode ran torch's unfused attention: fused attention has no forward derivative"]
-        return []
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
-from grade.models.sampling import Decoder, check_finite, check_length, forbid_eos, generate, is_eos
+from grade.models.sampling import Decoder, check_length, check_logits, forbid_eos, generate, is_eos
 from grade.models.server import CompletionsServer, Row
 
 COMPLETIONS = 128
@@ -159,7 +159,7 @@ class _SharedPrompts(Sampler):
             for step in range(most):
                 if going:
                     token, logp = draw(forbid_eos(state.logits(), None, step, least, eos), generator)
-                    check_finite(logp, alive)
+                    check_logits(logp, alive)
                     for values, value in zip((ids, masks, logps), (token, alive, logp), strict=True):
                         values.append(value)
                     alive = alive & ~is_eos(token, eos)

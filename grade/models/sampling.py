@@ -130,7 +130,7 @@ def generate(
                 if logps is not None:
                     values = (plain / temperature).log_softmax(-1)
                     logps.append(values.gather(-1, token.unsqueeze(-1)).squeeze(-1))
-                check_finite(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
+                check_logits(logits.gather(-1, token.unsqueeze(-1)).squeeze(-1), alive)
                 ids.append(token)
                 masks.append(alive)
                 alive = alive & ~is_eos(token, eos)
@@ -142,7 +142,7 @@ def generate(
         return torch.stack(ids, 1), torch.stack(masks, 1).long()  # within: the phase of a traced step is the rollout's
 
 
-def check_finite(largest: Tensor, alive: Tensor) -> None:
+def check_logits(largest: Tensor, alive: Tensor) -> None:
     """Reject NaN and infinity among the largest logits [B] of completions that have not ended: argmax returns NaN."""
     finite = largest.isfinite() | ~alive
     if not finite.all():

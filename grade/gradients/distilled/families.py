@@ -122,9 +122,25 @@ class Family:
 
 
 class _Buckets(Family):
-    """Sparse features: a completion is a list of buckets."""
+    """Sparse features: a completion is a list of buckets, each of its tokens is in one or several."""
 
     size: int
+
+    def buckets(self, ids: Tensor, before: Tensor) -> list[Tensor]:
+        """Of tokens and those that stand before them; the first is the same whatever stands before."""
+        raise NotImplementedError
+
+    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
+        mask = seen.mask.bool()
+        return torch.cat([torch.where(mask, each, -1) for each in self.buckets(seen.ids, _before(seen))], 1)
+
+    def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        fit = seen.fit_numbers(len(weights)).view(seen.ids.shape)
+        return sum(weights[fit, each] for each in self.buckets(seen.ids, _before(seen))) * seen.mask
+
+    def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        tokens = torch.arange(self.backbone.vocab_size, device=weights.device)
+        return weights[0, self.buckets(tokens, tokens)[0]]
 
     def gram(self, new: Tensor, rows: Tensor) -> Tensor:  # noqa: D102
         return torch.from_numpy((self._matrix(new) @ self._matrix(rows).T).toarray())
@@ -151,18 +167,12 @@ class _Counts(_Buckets):
         super().__init__(backbone)
         self.size = backbone.vocab_size
 
-    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
-        return torch.where(seen.mask.bool(), seen.ids, -1)
+    def buckets(self, ids: Tensor, before: Tensor) -> list[Tensor]:  # noqa: D102
+        return [ids]
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
         fit = seen.fit_numbers(len(weights))
         return lambda positions: weights[fit[positions]]
-
-    def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        return weights[seen.fit_numbers(len(weights)), seen.ids.flatten()].view(seen.ids.shape) * seen.mask
-
-    def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        return weights[0]
 
 
 class _NGrams(_Buckets):
@@ -170,14 +180,11 @@ class _NGrams(_Buckets):
 
     size = BUCKETS
 
-    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
-        before = self._before(seen)
-        single, pair = _hash(seen.ids, None, self.size), _hash(seen.ids, before, self.size)
-        mask = seen.mask.bool()
-        return torch.cat([torch.where(mask, single, -1), torch.where(mask, pair, -1)], 1)
+    def buckets(self, ids: Tensor, before: Tensor) -> list[Tensor]:  # noqa: D102
+        return [_hash(ids, None, self.size), _hash(ids, before, self.size)]
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
-        fit, before = seen.fit_numbers(len(weights)), self._before(seen).flatten()
+        fit, before = seen.fit_numbers(len(weights)), _before(seen).flatten()
         tokens = torch.arange(self.backbone.vocab_size, device=seen.ids.device)
         single = weights[:, _hash(tokens, None, self.size)]
 
@@ -187,17 +194,10 @@ class _NGrams(_Buckets):
 
         return values
 
-    def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        fit, ids = seen.fit_numbers(len(weights)).view(seen.ids.shape), seen.ids
-        pair = _hash(ids, self._before(seen), self.size)
-        return (weights[fit, _hash(ids, None, self.size)] + weights[fit, pair]) * seen.mask
 
-    def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        return weights[0, _hash(torch.arange(self.backbone.vocab_size, device=weights.device), None, self.size)]
-
-    @staticmethod
-    def _before(seen: Observed) -> Tensor:
-        return torch.cat([seen.prompts.ids[:, -1:], seen.ids[:, :-1]], 1)
+def _before(seen: Observed) -> Tensor:
+    """The token before each of the completions' [B, T]."""
+    return torch.cat([seen.prompts.ids[:, -1:], seen.ids[:, :-1]], 1)
 
 
 def _hash(ids: Tensor, before: Tensor | None, size: int) -> Tensor:
