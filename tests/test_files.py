@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -339,32 +338,6 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path):
         assert listing(place) == dict.fromkeys("abc", b"new") and not litter(place)
     finally:
         shutil.rmtree(place)
-
-
-@pytest.fixture
-def volume(tmp_path):
-    """A mounted file system of a megabyte."""
-    place = tmp_path / "volume"
-    place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", place], check=True)
-
-
-def test_a_mounted_volume_is_replaced_survives_a_full_disk_and_is_refused_read_only(volume, project, capsys):
-    assert main(command("gold", project, volume)) == 0
-    first = listing(volume)
-    with pytest.raises(OSError, match="No space left on device"):
-        with claimed(volume, ("judge.npz",)) as output, output.replacement() as staging:
-            (staging / "judge.npz").write_bytes(bytes(2**21))
-    assert listing(volume) == first and not litter(volume)
-    subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
-    capsys.readouterr()
-    assert main(command("gold", project, volume)) == 2
-    assert "Read-only file system" in capsys.readouterr().err and listing(volume) == first
-    subprocess.run(["mount", "-o", "remount,rw", volume], check=True)
 
 
 def test_a_model_that_does_not_fit_on_the_disk_leaves_the_old_one(project, tmp_path):

@@ -22,10 +22,6 @@ def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
 @each_notebook
 def test_it_is_stripped(path):
     notebook = nbformat.read(path, as_version=4)
@@ -88,9 +84,3 @@ def test_every_profile_gives_only_parameters_that_the_notebook_has(profile):
         values = profile_values(ROOT, profile, key)
         settings_of(experiment).parse(values, f"{profile}/{key}.yaml")
         check_parameters(ROOT / "notebooks" / f"{experiment}.ipynb", values)
-
-
-@each_notebook
-def test_bookkeeping_is_not_in_the_cells(path):
-    source = "\n".join(cell.source for cell in code(nbformat.read(path, as_version=4)))
-    assert "|=" not in source and "environment()" not in source

@@ -146,18 +146,13 @@ def test_a_hub_that_fails(monkeypatch):
 GOOD = '{"prompt": "a"}\n'
 BAD = {
     "missing.jsonl": (None, "prompts: got .*missing.jsonl'; allowed: a file that exists"),
-    "a missing file": (None, "allowed: a file .*save_to_disk .*hub id"),
     "rows.txt": ("a\n", "prompts: got .*rows.txt'; allowed: a file .*jsonl"),
     "empty.jsonl": ("", "at least one row"),
-    "empty.json": ("[]", "at least one row"),
     "broken.jsonl": (GOOD + '{"prompt": "b"\n', "broken.jsonl, line 2'; allowed: JSON"),
     "cut.json": ('[\n{"prompt": "b"},\n{"prompt": ]', "cut.json'; allowed: JSON.*line 3"),
     "pretty.json": ('{\n"prompt": "b"\n}', "pretty.json, line 1'; allowed: JSON in UTF-8: a list of objects, or"),
     "list.jsonl": (GOOD + '["b"]\n', r"list.jsonl, line 2: got \['b'\]; allowed: an object"),
-    "number.json": ("[3]", "number.json, row 0: got 3; allowed: an object"),
-    "latin.jsonl": (GOOD.encode() + b'{"prompt": "caf\xe9"}\n', "latin.jsonl, line 2'; allowed: JSON in UTF-8"),
     "surrogate.jsonl": ('{"prompt": "\\ud800"}\n', "values that Arrow can hold .UnicodeEncodeError"),
-    "digits.jsonl": ('{"prompt": "a", "n": 1' + "0" * 5000 + "}\n", "digits.jsonl, line 1'; allowed: JSON.*ValueError"),
     "deep.jsonl": ("[" * 100000 + "\n", "deep.jsonl, line 1'; allowed: JSON.*RecursionError"),
     "mixed.jsonl": (
         '{"prompt": "a", "x": 1}\n\n{"prompt": "b", "x": "2"}\n',
@@ -166,7 +161,6 @@ BAD = {
     "columns.jsonl": ('{"question": "a", "answer": 1}\n', r"columns of .*: got \['question', 'answer'\]; .*\"prompt\""),
     "empty.csv": ("", "a table in UTF-8, separated by commas .EmptyDataError"),
     "header.csv": ("prompt,answer\n", "at least one row"),
-    "latin.csv": (b"prompt\ncaf\xe9\n", "a table in UTF-8"),
     "commas.csv": ("prompt\nHello, you\nDear, me\n", "quote a text that holds a comma"),
     "ragged.csv": ("prompt\nHello\nDear, me\n", "a table .*Expected 1 fields in line 3, saw 2"),
     "text.parquet": ("prompt\n", "a parquet file .ArrowInvalid"),

@@ -234,12 +234,6 @@ def test_a_step_that_is_too_large_is_said_to_be():
     assert any("no forward derivative" in text for text in constant.notes)
 
 
-def test_memory_is_profiled_when_asked_for():
-    report = a_probe(memory_config={"profile_memory": True}).run(prompts(), reward)
-    peaks = {k: v for k, v in report.figures.items() if k.startswith("peak_bytes/")}
-    assert len(peaks) == 5 and min(peaks.values()) > 0
-
-
 def test_what_cannot_be_probed_is_refused_and_nothing_changes():
     with pytest.raises(InputError, match="at least 8"):
         a_probe().run(prompts(7), reward)

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from grade.experiments import formulas
 from grade.experiments.formulas import parameter_count
-from grade.memory.shapes import QWEN3_4B, QWEN25_1_5B, QWEN25_3B, QWEN25_7B, SHAPES, SMOLLM2_135M
+from grade.memory.shapes import QWEN3_4B, QWEN25_1_5B, QWEN25_3B, QWEN25_7B, SMOLLM2_135M
 
 
 @pytest.mark.parametrize(
@@ -26,34 +26,6 @@ from grade.memory.shapes import QWEN3_4B, QWEN25_1_5B, QWEN25_3B, QWEN25_7B, SHA
 )
 def test_parameter_count_is_exact(shape, expected):
     assert parameter_count(shape) == expected
-
-
-CONFIGS = {
-    "qwen3-4b": Qwen3Config,
-    "qwen2.5-1.5b": Qwen2Config,
-    "qwen2.5-3b": Qwen2Config,
-    "qwen2.5-7b": Qwen2Config,
-    "smollm2-135m": LlamaConfig,
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_parameter_count_agrees_with_the_real_modules(name):
-    # Two layers of the real width, on the meta device: nothing is allocated.
-    shape = dataclasses.replace(SHAPES[name], layers=2)
-    config = CONFIGS[name](
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
-        tie_word_embeddings=shape.tied,
-    )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) == parameter_count(shape)
 
 
 def test_sizes_are_those_of_real_tensors():

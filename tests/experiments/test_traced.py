@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from grade.experiments import formulas, traced
+from grade.experiments import formulas
 from grade.experiments.caching.measure.inventory import layer_inventory
 from grade.experiments.caching.measure.options import OPTIONS, CachingConfig
 from grade.experiments.formulas import parameter_count
-from grade.experiments.traced import PolicyStepConfig, categories_table, shape_of, timelines_table, zero3_share
+from grade.experiments.traced import PolicyStepConfig, shape_of, timelines_table, zero3_share
 from grade.memory.bench import measure
 from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES
@@ -26,27 +26,11 @@ def hand_trace(timeline=(), layers=2, traced_layers=2, **parts):
     return Trace(sum(parts.values()), categories, {}, "forward", [], list(timeline), layers, traced_layers, 0, 0.0)
 
 
-def test_categories_are_rows_in_the_order_of_traces_and_categories():
-    table = categories_table({"b": hand_trace(weights=3, logits=1), "a": hand_trace(weights=2)})
-    assert table.configuration.tolist() == ["b"] * len(CATEGORIES) + ["a"] * len(CATEGORIES)
-    assert table.category.tolist() == 2 * list(CATEGORIES)
-    assert table.groupby("configuration")["bytes"].sum().to_dict() == {"b": 4, "a": 2}
-
-
 def test_a_short_timeline_is_kept_whole():
     timeline = [("forward", 1), ("forward", 3), ("backward", 2), ("forward", 1)]
     table = timelines_table({"x": hand_trace(timeline)})
     assert list(table.columns) == ["configuration", "phase", "bytes"]
     assert list(zip(table.phase, table["bytes"], strict=True)) == timeline
-
-
-def test_a_long_timeline_keeps_its_peaks_and_its_phases(monkeypatch):
-    monkeypatch.setattr(traced, "MOST_POINTS", 3)
-    timeline = [("forward", n) for n in (1, 5, 2, 3)] + [("backward", 9)] + [("forward", n) for n in (4, 0)]
-    table = timelines_table({"x": hand_trace(timeline)})  # runs of at most 3 of one phase
-    assert list(zip(table.phase, table["bytes"], strict=True)) == [
-        ("forward", 5), ("forward", 3), ("backward", 9), ("forward", 4),
-    ]  # fmt: skip
 
 
 def test_the_timeline_of_an_extrapolated_trace_is_refused():

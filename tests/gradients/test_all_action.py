@@ -140,19 +140,3 @@ def test_a_linear_reward_without_hops_has_the_all_action_gradient(min_new_tokens
     want = flatten(torch.autograd.grad(-total.mean(), backbone.trainable_parameters()))
     got = gradient(backbone, prompts, objective, config, rollout=rollout, hops=0)
     assert (got - want).norm() <= 1e-9 * want.norm()
-
-
-def test_its_tokens_are_exact_samples_and_no_support_is_kept():
-    """With one seed the tokens are those of `ste` on perturbed supports, whatever the settings it does not read."""
-    backbone, prompts = gpt2(), make_prompts()
-
-    def draw(**options):
-        config = RelaxationConfig(max_new_tokens=6, min_new_tokens=2, **options)
-        return sample(backbone, prompts, config, torch.Generator().manual_seed(3))
-
-    want = draw(estimator="ste", gumbel_topk=0)
-    for options in ({}, dict(gumbel_topk=3, support="top_k", tau=0.1)):
-        got = draw(estimator="st", **options)
-        assert torch.equal(got.completion_ids, want.completion_ids)
-        assert torch.equal(got.support, got.completion_ids.unsqueeze(-1)) and not got.noise.any()
-        torch.testing.assert_close(got.embeds, want.embeds)

@@ -86,18 +86,6 @@ def test_the_cheapest_comes_first_and_is_traced():
     assert (9, 10, False, 1, "none") in ASKED
 
 
-def test_what_does_not_fit_comes_last():
-    rows = list(ways(room=1100).values())
-    assert [(row.batch_size, row.max_new_tokens, row.gpu_seconds) for row in rows if row.batch_size is None] == [
-        (None, None, None)
-    ] * sum(row.batch_size is None for row in rows)
-    assert rows[0].batch_size and rows[-1].batch_size is None
-    (none,) = ways_to_run(STEP.changed(adapter="full", engine="checkpointed"), 900, straight, counts=(1,))
-    assert (none.batch_size, none.peak, none.traced) == (None, 1110, False)
-    full = ways_to_run(STEP.changed(adapter="full"), 2000, straight)
-    assert {row.sharding for row in full} == {"none", "ddp"}
-
-
 def test_the_lines_are_near_real_traces():
     """Of four GPUs, where two were traced."""
 

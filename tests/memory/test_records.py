@@ -9,15 +9,6 @@ from grade.memory.compat import alone_among
 from grade.memory.records import LiveTracker
 
 
-def test_of_nested_phases_the_outermost_counts_and_an_error_ends_one():
-    tracker = LiveTracker()
-    with tracker.during("a"), tracker.during("b"), tracker.during("c"):
-        assert tracker.phase == "a"
-    with pytest.raises(KeyError), tracker.during("a"):
-        raise KeyError
-    assert tracker.phase == "forward"
-
-
 def test_within_autograd_the_phase_is_backward_whatever_runs():
     w, tracker = torch.ones(3, requires_grad=True), LiveTracker(round_to=1)
     with tracker, tracker.during("loss"):
@@ -73,31 +64,6 @@ def test_what_autograd_saves_is_marked_and_weights_from_before_are_passed_over()
     with tracker:
         (double * w).sum()  # outside: saved, and not marked
     assert not tracker.records[0].saved and total.requires_grad
-
-
-def test_storages_that_are_resized_directly_are_freed_and_come_again():
-    tracker = LiveTracker(round_to=1)
-    with tracker, tracker.during("rollout"):
-        x, other = torch.zeros(100), torch.zeros(1)
-    storage = x.untyped_storage()
-    storage.resize_(0)
-    tracker.resized(x, "gathered")
-    assert (tracker.current, tracker.peak) == (4, 404)
-    assert (tracker.records[0].death, tracker.records[0].end_phase, tracker.records[0].tag) == (2, "forward", None)
-    tracker.resized(x, "gathered")  # nothing is left to free
-    assert (tracker.current, len(tracker.records)) == (4, 2)
-    storage.resize_(200)
-    tracker.resized(x, "gathered")
-    assert (tracker.current, tracker.live[-1]) == (204, 204)
-    assert [(r.op, r.tag, r.nbytes) for r in tracker.records[1:]] == [
-        ("zeros", None, 4),
-        ("all_gather", "gathered", 200),
-    ]
-    old = torch.zeros(2)
-    tracker.track_existing([old])
-    assert (tracker.records[-1].op, tracker.records[-1].tag) == ("existing", None)
-    del x, storage
-    assert (tracker.current, tracker.records[2].death, len(other)) == (12, 4, 1)
 
 
 def test_products_count_their_operations():

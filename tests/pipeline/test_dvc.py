@@ -148,18 +148,6 @@ def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
                 assert any(covers(path, word) for path in known), f"{name}'s command reads {word}"
 
 
-def test_a_stage_says_what_it_does_and_is_skipped_when_nothing_changed():
-    raw = parse_yaml((ROOT / "dvc.yaml").read_text())["stages"]
-    for entry in raw.values():
-        stage = entry.get("do", entry)
-        assert stage["desc"]
-        assert not {"always_changed", "frozen"} & set(stage)
-
-
-def test_one_line_names_the_profile():
-    assert (ROOT / "dvc.yaml").read_text().count("params/cpu/suite.yaml") == 1  # the line that names the profile
-
-
 # --- outputs ---
 
 

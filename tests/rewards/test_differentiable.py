@@ -96,15 +96,6 @@ def test_gradient_of_replay_is_the_unrolled_graphs(
         assert_close(rewards.score(policy, batch[0], step.completion_ids, step.completion_mask), values[1])
 
 
-@pytest.mark.parametrize("estimator", ["gumbel_rao", "reinmax"])
-def test_redrawing_estimators_run(estimator, make_classifier, policy, tokenizer, batch):
-    reward = EmbeddedClassifier(make_classifier("llama", dtype=torch.float32), tokenizer, policy)
-    config = RelaxationConfig(estimator=estimator, gumbel_topk=20, max_new_tokens=T)
-    replay(policy, batch[0], Objective(Rewards([reward])), config, torch.Generator().manual_seed(4))
-    assert all(torch.isfinite(p.grad).all() for p in policy.trainable_parameters())
-    assert any(p.grad.any() for p in policy.trainable_parameters())
-
-
 def test_special_tokens_surround_the_text_where_the_tokenizer_adds_them(make_classifier, make_policy, batch):
     tokenizer = with_specials()
     policy = make_policy(torch.float64)

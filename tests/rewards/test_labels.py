@@ -10,7 +10,7 @@ from grade.data.base_model import BackboneConfig, tiny_model
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.rewards.fit import RewardConfig, evaluate_reward, r2, train_reward
-from grade.rewards.model import HeadSettings, RewardModel, load_reward
+from grade.rewards.model import load_reward
 
 GOOD, BAD = ("fine", "great", "lovely"), ("poor", "dull", "awful")
 
@@ -67,12 +67,6 @@ def test_a_folder_remembers_that_labels_were_numbers(tmp_path, base):
     (tmp_path / "reward.json").write_text(json.dumps(about | {"labels": "words"}))
     with pytest.raises(InputError, match="labels: got 'words'; allowed: binary or number"):
         load_reward(tmp_path, base)
-
-
-def test_a_folder_of_binary_labels_is_written_and_read_as_before(tmp_path, base):
-    RewardModel("bag", base, HeadSettings()).save(tmp_path)
-    assert set(json.loads((tmp_path / "reward.json").read_text())) == {"kind", "settings", "base"}
-    assert load_reward(tmp_path, base).labels == "binary"
 
 
 def test_r2_and_its_jackknife_by_leaving_each_row_out():

@@ -318,13 +318,6 @@ def test_missing_and_corrupt_files_are_one_clear_error(tmp_path, damage):
         load_reward(tmp_path, backbone)
 
 
-def test_unknown_kind_and_even_kernel_are_refused():
-    with pytest.raises(InputError, match="kind: got 'lstm'; allowed: bag or trunk"):
-        RewardModel("lstm", bare(), HeadSettings())
-    with pytest.raises(InputError, match="kernel"):
-        RewardModel("bag", bare(), HeadSettings(kernel=2))
-
-
 # --- training
 
 
