@@ -84,7 +84,7 @@ def moments(rows: Tensor, reference: Tensor, size: int = 1) -> Moments:
     Returns:
         The moments.
     """
-    check_rows(rows)
+    _check_rows(rows)
     if reference.ndim == 2 and len(reference) != len(rows) or reference.shape[-1] != rows.shape[-1]:
         raise InputError("reference gradient", list(reference.shape), f"[P] or [R, P] with [R, P] = {list(rows.shape)}")
     sets = leave_one_out(len(rows))
@@ -217,8 +217,8 @@ def pair_moments(unbiased: Tensor, relaxed: Tensor, size: int = 1) -> PairMoment
     Returns:
         Their moments, arrays [3].
     """
-    grams = _pair_grams(unbiased, relaxed, 2)
-    return _pair_moments(grams, np.ones((1, len(unbiased))), size, squeeze=True)
+    pair = _pair_moments(_pair_grams(unbiased, relaxed, 2), np.ones((1, len(unbiased))), size)
+    return PairMoments(pair.signal[0], pair.noise[0])
 
 
 def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, folds: int = 4) -> Interval:
@@ -248,7 +248,7 @@ def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, fold
     return interval(blend / parts[:, parts[0].argmax()], geometric=True)
 
 
-def check_rows(rows: Tensor, least: int = 3) -> None:
+def _check_rows(rows: Tensor, least: int = 3) -> None:
     """Reject rows too few or non-finite for an interval."""
     if rows.ndim != 2 or len(rows) < least:
         raise InputError("repeated gradients", list(rows.shape), f"[R, P] with R at least {least}")
@@ -264,14 +264,14 @@ def _off_diagonal(products: np.ndarray, sets: np.ndarray) -> np.ndarray:
 
 def _pair_grams(unbiased: Tensor, relaxed: Tensor, least: int) -> list[np.ndarray]:
     for rows in (unbiased, relaxed):
-        check_rows(rows, least)
+        _check_rows(rows, least)
     if unbiased.shape != relaxed.shape:
         raise InputError("relaxed gradients", list(relaxed.shape), f"the policy gradients' {list(unbiased.shape)}")
     return [gram(unbiased, unbiased), gram(unbiased, relaxed), gram(relaxed, relaxed)]
 
 
-def _pair_moments(grams: list[np.ndarray], sets: np.ndarray, size: int, squeeze: bool = False) -> PairMoments:
+def _pair_moments(grams: list[np.ndarray], sets: np.ndarray, size: int) -> PairMoments:
     signal = np.stack([_off_diagonal(g, sets) for g in grams], -1)
     mean = np.stack([sets @ g.diagonal() / sets.sum(1) for g in grams], -1)
     noise = size * (mean - signal)
-    return PairMoments(signal[0], noise[0]) if squeeze else PairMoments(signal, noise)
+    return PairMoments(signal, noise)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
-from grade.gradients.estimators import EstimatorName, RelaxationConfig
+from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Engine, GradientStep, Objective
 from grade.gradients.replay import replay, replay_inputs
 from grade.gradients.rollout import Rollout, sample
@@ -81,18 +82,9 @@ class Setting:
     relaxation: RelaxationConfig
     seed: int = 0
 
-    def tokens(self, new: int) -> Setting:
-        """The same with another completion length."""
-        changes = {"max_new_tokens": new, "min_new_tokens": min(self.relaxation.min_new_tokens, new)}
+    def relaxed(self, **changes: Any) -> Setting:
+        """The same with other values of the relaxation."""
         return replace(self, relaxation=self.relaxation.model_copy(update=changes))
-
-    def estimator(self, estimator: EstimatorName) -> Setting:
-        """The same with another estimator."""
-        return replace(self, relaxation=self.relaxation.model_copy(update={"estimator": estimator}))
-
-    def at_tau(self, tau: float) -> Setting:
-        """The same at another Gumbel temperature."""
-        return replace(self, relaxation=self.relaxation.model_copy(update={"tau": tau}))
 
     def run(self, engine: Engine) -> tuple[GradientStep, Tensor]:
         """One gradient, flattened, without an optimizer step."""
@@ -118,7 +110,7 @@ def kl_at_start(setting: Setting) -> dict[str, float]:
     largest = 0.0
     for estimator in ("ste", "gumbel"):
         for engine in (unrolled, checkpointed, partial(replay, hops=0)):
-            largest = max(largest, float(setting.estimator(estimator).run(engine)[0].kl.abs().max()))
+            largest = max(largest, float(setting.relaxed(estimator=estimator).run(engine)[0].kl.abs().max()))
     rollout, backbone = setting.rollout(), setting.backbone
     with torch.no_grad(), backbone.reference():
         inputs, mask = replay_inputs(setting.prompts, backbone.embed(setting.prompts.ids), rollout.embeds)

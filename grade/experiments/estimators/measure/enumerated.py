@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 from grade.rewards.model import HeadSettings, RewardModel
-from grade.stats import Interval, interval
+from grade.stats import interval
 
 _HEAD_SCALE = 4.0  # weights of a random head are small: rewards would hardly differ between completions
 
@@ -114,22 +115,21 @@ def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:
     return float(max((rows.along / rows.along_stderr).abs().max(), (rows.bias2 / rows.bias2_stderr).abs().max()))
 
 
-def mse_ratio(rows: Rows, exact: Tensor, reward: str, better: str, worse: str) -> Interval:
-    """Mean squared error of one sample of one estimator over another's, with its interval (geometric)."""
-    first, second = (moments(rows.gradients[reward, name], exact, rows.size).mse() for name in (better, worse))
-    return interval(first / second, geometric=True)
-
-
 def mse_ratio_table(
     rows: Rows, exact: dict[str, Tensor], rewards: Sequence[str], draws: Sequence[int], full: int
 ) -> pd.DataFrame:
     """Mean squared error of `gumbel_rao` over `ste`'s, both at tau 1.
 
-    Columns reward, draws, ratio, low and high (95 %).
+    Columns reward, draws, ratio of one sample's errors, low and high (95 %, geometric).
     """
-    ste, table = Variant("ste", 1.0, full).name, []
+
+    def mse(reward: str, variant: Variant) -> np.ndarray:
+        return moments(rows.gradients[reward, variant.name], exact[reward], rows.size).mse()
+
+    table = []
     for reward in rewards:
+        ste = mse(reward, Variant("ste", 1.0, full))
         for m in draws:
-            ratio = mse_ratio(rows, exact[reward], reward, Variant("gumbel_rao", 1.0, full, draws=m).name, ste)
+            ratio = interval(mse(reward, Variant("gumbel_rao", 1.0, full, draws=m)) / ste, geometric=True)
             table.append(dict(reward=reward, draws=m, ratio=ratio.value, low=ratio.low, high=ratio.high))
     return pd.DataFrame(table)

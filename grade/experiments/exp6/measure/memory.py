@@ -124,12 +124,8 @@ def relaxation_bytes(vocab: int, k: int, tau: float = 1.0, hidden: int = 64) -> 
     ):
         # A product by one, so that the source is an intermediate as in training, not a leaf that counts for free.
         leaf = source.clone().requires_grad_()
-        figures[f"relax_{name}_bytes_per_token"] = kept_bytes(partial(_through, form, leaf))[1]
+        figures[f"relax_{name}_bytes_per_token"] = kept_bytes(lambda form=form, leaf=leaf: form(leaf * 1.0))[1]
     return figures
-
-
-def _through(form: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
-    return form(leaf * 1.0)
 
 
 def reward_embedding_bytes(tokens: int, k: int, hidden: int, vocab: int) -> dict[str, float]:
@@ -152,17 +148,6 @@ def reward_embedding_bytes(tokens: int, k: int, hidden: int, vocab: int) -> dict
         "bag": lambda: weighted_embedding(table, support, weights * 1.0),
     }
     return {f"reward_{name}_bytes": kept_bytes(form)[1] for name, form in forms.items()}
-
-
-def freeing_peaks(setting: Setting) -> dict[str, float]:
-    """Peak live bytes of one whole step (forward and backward) with and without dropping dense lists at once."""
-    figures = {}
-    for name, drop in (("with", True), ("without", False)):
-        options = replace(CHECKPOINTED, drop_lists=drop)
-        with MemoryTracker(round_to=1) as tracker:
-            setting.run(partial(stepwise, options=options))
-        figures[f"peak_{name}_freeing_bytes"] = tracker.peak
-    return figures
 
 
 def reference_forms(setting: Setting) -> dict[str, Callable[[], None]]:
@@ -189,14 +174,20 @@ def reference_forms(setting: Setting) -> dict[str, Callable[[], None]]:
     return {"uncached": uncached, "cached": cached}
 
 
-def reference_peaks(setting: Setting) -> dict[str, float]:
-    """Peak live bytes beyond the weights of the reference over one completion.
+def peaks(setting: Setting) -> dict[str, float]:
+    """Peak live bytes of what runs, beyond what was there before.
 
-    Figures ``reference_<form>_peak_bytes`` for the forms of `reference_forms`.
+    Figures ``peak_<with or without>_freeing_bytes`` of one whole step, dense lists dropped at once or not, and
+    ``reference_<form>_peak_bytes`` for the forms of `reference_forms`.
     """
+    runs: dict[str, Callable[[], object]] = {}
+    for name, drop in (("with", True), ("without", False)):
+        engine = partial(stepwise, options=replace(CHECKPOINTED, drop_lists=drop))
+        runs[f"peak_{name}_freeing_bytes"] = partial(setting.run, engine)
+    runs |= {f"reference_{name}_peak_bytes": form for name, form in reference_forms(setting).items()}
     figures = {}
-    for name, form in reference_forms(setting).items():
+    for name, run in runs.items():
         with MemoryTracker(round_to=1) as tracker:
-            form()
-        figures[f"reference_{name}_peak_bytes"] = tracker.peak
+            run()
+        figures[name] = tracker.peak
     return figures

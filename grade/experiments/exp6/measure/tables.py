@@ -114,7 +114,7 @@ def _hops(s: Settings) -> pd.DataFrame:
         study.hop_errors(s.parity_setting(trained), s.parity_hops).assign(policy=policy, tau=s.parity_tau)
         for policy, trained in (("untrained", False), ("trained", True))
     ]
-    cold = s.parity_setting(trained=True).at_tau(1.0)
+    cold = s.parity_setting(trained=True).relaxed(tau=1.0)
     tables.append(study.hop_errors(cold, [2, 3], ["ste"]).assign(policy="trained", tau=1.0))
     columns = ["policy", "tau", "estimator", "hops", "error", "residual"]
     return pd.DataFrame([row for table in tables for row in table.to_dict("records")])[columns]
@@ -128,8 +128,7 @@ def _bytes(s: Settings) -> dict[str, float]:
         **memory.relaxation_bytes(vocab, min(256, vocab)),
         **memory.reward_embedding_bytes(**REWARD_SIZES),
         **memory.policy_bytes(counted),
-        **memory.freeing_peaks(counted),
-        **memory.reference_peaks(counted),
+        **memory.peaks(counted),
     }
 
 

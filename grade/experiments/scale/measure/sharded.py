@@ -55,7 +55,7 @@ def sharded_memory_table(names: Sequence[str] = tuple(STEPS), processes: int = 2
     the base alone.
     """
     with tempfile.TemporaryDirectory() as place:
-        in_processes(processes, track, place, tuple(names))
+        _in_processes(processes, track, place, tuple(names))
         rows = []
         for name in names:
             traced = trace(STEPS[name], device="cpu", processes=processes)
@@ -100,11 +100,11 @@ def fsdp2_table(steps: int = 5, methods: Sequence[str] = METHODS, dtype: str = "
         common = _project(root) | {"max_steps": steps, "dtype": dtype}
         (root / "runs.json").write_text(json.dumps([_values(method, common) for method in methods]))
         for processes in (1, 2):
-            in_processes(processes, _train, str(root))
+            _in_processes(processes, _train, str(root))
         return pd.DataFrame([_row(method, root) for method in methods])
 
 
-def in_processes(processes: int, work: Callable[..., None], *args: Any) -> None:
+def _in_processes(processes: int, work: Callable[..., None], *args: Any) -> None:
     """Do work in new processes that find each other on this machine, the base divided among them."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import get_args
 
 import pandas as pd
@@ -65,43 +64,37 @@ def _gpus(s: Settings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _sampling(s: Settings) -> pd.DataFrame | None:
+def _sampling(s: Settings) -> pd.DataFrame:
     """Seconds per completion of each sampler; see `sampling.sampling_seconds`."""
     if s.sampling_file:
         return read_table(s.sampling_file.removesuffix(".csv"))
-    return sampling.sampling_seconds(s.sampling_batches, s.sampling_repeats, s.sampling_dir) if s.sampling_dir else None
+    if not s.sampling_dir:
+        return _empty("sampling")
+    return sampling.sampling_seconds(s.sampling_batches, s.sampling_repeats, s.sampling_dir)
 
 
-def _or_empty(name: str, measure: Callable[[Settings], pd.DataFrame | None]) -> Callable[[Settings], pd.DataFrame]:
-    """A table without rows where the settings have none."""
+def _training(s: Settings) -> pd.DataFrame:
+    """The same training with each sampler; see `sampling.training_table`."""
+    if not s.training_seeds:
+        return _empty("training")
+    return sampling.training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
 
-    def table(s: Settings) -> pd.DataFrame:
-        rows = measure(s)
-        return pd.DataFrame(columns=_COLUMNS[name].split()) if rows is None else rows
 
-    return table
+def _empty(name: str) -> pd.DataFrame:
+    """A table without rows, where the settings ask for none."""
+    return pd.DataFrame(columns=_COLUMNS[name].split())
 
 
 TABLES = {
     # In float64, without rounding.
-    "fsdp2": _or_empty("fsdp2", lambda s: sharded.fsdp2_table(s.steps, s.methods, "float64") if s.methods else None),
-    "sharded": _or_empty(
-        "sharded", lambda s: sharded.sharded_memory_table(s.sharded_steps) if s.sharded_steps else None
-    ),
+    "fsdp2": lambda s: sharded.fsdp2_table(s.steps, s.methods, "float64") if s.methods else _empty("fsdp2"),
+    "sharded": lambda s: sharded.sharded_memory_table(s.sharded_steps) if s.sharded_steps else _empty("sharded"),
     "gpus": _gpus,
     "lean": lambda s: lean_table(s.model, s.lean_batch, s.lean_tokens),
-    "law": _or_empty(
-        "law", lambda s: sampling.law_table(s.draws, s.policy_dir, s.samplers) if s.policy_dir else None
-    ),
-    "training": _or_empty(
-        "training",
-        lambda s: sampling.training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
-        if s.training_seeds else None,
-    ),
-}  # fmt: skip
+    "law": lambda s: sampling.law_table(s.draws, s.policy_dir, s.samplers) if s.policy_dir else _empty("law"),
+    "training": _training,
+}
 TIMED = {
-    "fits": _or_empty(
-        "fits", lambda s: fits_table(s.fits_model, s.fits_budget, s.fits_repeats) if s.fits_model else None
-    ),
-    "sampling": _or_empty("sampling", _sampling),
+    "fits": lambda s: fits_table(s.fits_model, s.fits_budget, s.fits_repeats) if s.fits_model else _empty("fits"),
+    "sampling": _sampling,
 }
