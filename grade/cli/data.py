@@ -10,7 +10,6 @@ from grade.data.fetch import FetchConfig, fetch
 from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
 from grade.files import check_file, claimed
 from grade.results import check_values, write_metrics
-from grade.rewards.gold import GoldJudge
 
 
 def add_fetch(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +52,8 @@ def _gold(args: argparse.Namespace) -> None:
     check_file(args.metrics, "--metrics")
     with claimed(args.output_dir, ("judge.npz",), inputs=(args.reviews,)) as output:
         gold, test = load_reviews(args.reviews, "gold"), load_reviews(args.reviews, "test")
+        from grade.rewards.gold import GoldJudge  # here: the other commands start without torch
+
         judge = GoldJudge.fit([r.text for r in gold], [r.label for r in gold])
         metrics = {"fit/n": len(gold)}
         for words in WORDS:

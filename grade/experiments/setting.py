@@ -43,7 +43,7 @@ def load_models(
 
 def make_setting(
     backbone: Backbone, reward_model: RewardModel, texts: Sequence[str], batch: int, prompt: int, new: int, k: int,
-    beta: float = 0.1, tau: float = 1.0, offset: int = 0,
+    beta: float = 0.1, tau: float = 1.0,
 ) -> Setting:  # fmt: skip
     """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens.
 
@@ -51,7 +51,7 @@ def make_setting(
         The setting.
     """
     chosen = []
-    for text in texts[offset:]:
+    for text in texts:
         candidate = prompt_text(text)
         if len(backbone.tokenizer(candidate)["input_ids"]) >= prompt:
             chosen.append(candidate)
