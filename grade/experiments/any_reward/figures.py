@@ -54,7 +54,8 @@ def explained_figure(table: pd.DataFrame) -> Figure:
         sns.heatmap(rows, ax=ax, vmin=0, vmax=1, cmap="viridis", annot=True, fmt=".2f", annot_kws={"fontsize": 7},
                     cbar=False, linewidths=0.5, yticklabels=True)  # fmt: skip
         ax.set(title=policy, xlabel="", ylabel="")
-        ax.tick_params(labelsize=8)
+        ax.tick_params("x", labelsize=8, rotation=45)
+        ax.tick_params("y", labelsize=8, rotation=0)
     fig.suptitle("Variance within prompts that each family explains", x=0.01, ha="left", fontsize=12)
     return fig
 
@@ -63,7 +64,8 @@ def worth_figure(table: pd.DataFrame) -> Figure:
     """What one sample of each estimator is worth, alone and in batches, a panel for each size of the batch."""
     best = best_worths(table).query("estimator != 'rloo'")
     trained = np.where(best["stage"] == "trained", ", trained", "")
-    best = best.assign(place=best["subject"].map(title_of) + trained)
+    ends = {end: best[end].astype(float).fillna(best["worth"]).clip(upper=1e4) for end in ("low", "high")}
+    best = best.assign(place=best["subject"].map(title_of) + trained, **ends)
     colors = {label: color(label.replace("plugin", "plug_in")) for label in best["label"].unique()}
     grid = panels(
         sns.catplot, with_ends(best, "worth"), "What one sample is worth, in samples of rloo (bars: 95 %)", row="n",

@@ -83,9 +83,7 @@ def reaches(curves: pd.DataFrame) -> pd.DataFrame:
     censored: it has the samples of its end, so its ratio is too small, and no KL. A seed whose `rloo` gained nothing
     has no goal and is left out.
 
-    Returns:
-        A row per run: ``method``, ``target_kl``, ``seed``, ``samples``, ``kl`` (NaN if censored), ``reached``,
-        ``baseline_samples``, ``baseline_kl`` and ``baseline_run`` (samples of `rloo`'s whole run).
+    A row per run; ``baseline_...`` are `rloo`'s, ``baseline_run`` the samples of its whole run.
     """
     rows = []
     for (target, seed), runs in curves.sort_values("step", kind="stable").groupby(["target_kl", "seed"], sort=False):
@@ -105,14 +103,11 @@ def reaches(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def ratio_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Samples to `rloo`'s final reward over `rloo`'s own, and the KL there over its KL.
+    """Samples to `rloo`'s final reward over `rloo`'s own, and the KL there over its KL, of the seeds that reached it.
 
-    Returns:
-        A row per ``subject``, ``completions`` (per step; ``most``: whether they are the subject's most), ``target_kl``
-        and ``method``: ``ratio`` (the geometric mean over seeds) with ``low`` and ``high`` (95 %, Student's t);
-        ``of_run``, the same over the samples of `rloo`'s whole run; ``kl_ratio``, ``kl_low``, ``kl_high`` of the seeds
-        that reached it; ``n`` seeds (0 where `rloo` gained nothing), of which ``censored`` never reached it: with any,
-        ratios are lower bounds.
+    Geometric means over seeds, with 95 % intervals (Student's t). ``most``: whether completions per step are the
+    subject's most; ``of_run``: over the samples of `rloo`'s whole run. Of ``n`` seeds (0 where `rloo` gained nothing)
+    ``censored`` never reached it: with any, ratios are lower bounds.
     """
     rows = []
     for subject, completions, most, curves in subjects(runs):
@@ -167,12 +162,7 @@ def several_seeds(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def paired_table(runs: pd.DataFrame, level: float) -> pd.DataFrame:
-    """Rewards at one KL, every method against those that it may be weighed against, seed by seed.
-
-    Returns:
-        ``subject``, ``method``, ``against``, ``difference``, ``stderr``, ``n`` and ``p`` (None where the differences do
-        not vary).
-    """
+    """Rewards at one KL, every method against `ste`, `st` and `rloo`, seed by seed; see `grade.stats.paired`."""
     rows = []
     for subject, curves in main_runs(runs).items():
         curves = several_seeds(curves)

@@ -21,8 +21,7 @@ Values = dict[str, float | int | None]
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    Returns:
-        Names to values; what a table does not hold has no figure. Subjects are named as in `learning.subject_name`.
+    What a table does not hold has no figure. Subjects are named as in `learning.subject_name`.
 
         - ``bias/...``: of the corrected form, with every critic and step: the worst in standard errors, among how many
           tests, its p, n completions per critic; ``bias/exact_worst`` over the gradient; ``law/...``.
@@ -68,12 +67,10 @@ def metrics(tables: Tables, settings: Settings) -> Values:
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> Values:
-    """Figures of seconds.
+    """Figures of seconds: of training, and the fit's share of a step's.
 
-    Returns:
-        ``cost/fit_share_<policy>`` of a step's seconds, and ``cost/fit_share``, that of the policy whose steps are
-        slowest: the fit takes as long on all. ``cost/completions``, the fewest in the store;
-        ``seconds/<subject>/<method>`` of training, with ``_stderr`` and ``_n``.
+    ``cost/fit_share`` is that of the policy whose steps are slowest: the fit takes as long on all.
+    ``cost/completions`` are the fewest in the store.
     """
     cost = tables["fit_cost"]
     sums = cost.groupby("policy", sort=False)[["fit_seconds", "step_seconds"]].sum()

@@ -23,12 +23,9 @@ REFERENCES = ("ste", "reinforce", "rloo", "ppo")
 
 
 def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
-    """Every figure of the experiment but times.
+    """Every figure of the experiment but times; those of the other reward are below ``second/``.
 
-    Returns:
-        Names to values: ``untrained/...``, ``frontier/...``, ``gain/...``, ``gold_gain/...``, ``final/...``,
-        ``paired/...``, ``gold_slope/...``, the same below ``second/`` for the other reward, ``peer/...`` and
-        ``defects/...``. KL is in nats a completion, except for ``defects/kl_*``, in nats a token.
+    KL is in nats per completion, except for ``defects/kl_*``, in nats per token.
     """
     s = settings
     curves, finals = (on_reward(tables[name], s.reward) for name in ("curves", "finals"))
@@ -48,11 +45,7 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
-    """Figures of seconds and memory.
-
-    Returns:
-        ``final/<method>/seconds`` of training with ``_stderr`` and ``_n``, and ``peer/...``.
-    """
+    """Figures of seconds of training, and the peer's of seconds and memory."""
     figures: dict[str, Any] = dict(tables["peer_times"])
     parts = {"": settings.reward} | ({"second/": settings.second_reward} if settings.has_second else {})
     for prefix, reward in parts.items():

@@ -11,11 +11,10 @@ from typing import Any
 
 import pandas as pd
 
+from grade.experiments.compare.measure.peers import PEER
 from grade.experiments.measured import write_environment
 from grade.results import write_history, write_metrics
 
-PEER = "trl_grpo"
-"""The peer's name in the tables."""
 TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",
          "seconds_over_trl", "best_method", "best_over_trl_seconds")  # fmt: skip
 """Names below ``peer/`` of what differs from run to run."""
@@ -55,12 +54,8 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
     The reward to reach lies ``share`` of the way from the untrained policy's to the lowest end of all, so that all
     reach it. Near the ends a policy exploits the reward at a KL of tens of nats, where time says little.
 
-    Returns:
-        ``seconds_per_sample/<method>``, ``peak_mib/<method>``, ``start_mib/<method>``, ``end_reward/<method>``,
-        ``end_kl/<method>``, ``grpo_over_trl_seconds_per_sample``, and, if all gain, ``goal_reward``,
-        ``seconds_to_goal/<method>``, ``samples_to_goal/<method>``, ``kl_at_goal/<method>``, ``best_method`` (the
-        fastest of ours), ``best_over_trl_seconds``, and ``samples_over_trl`` and ``seconds_over_trl`` of the last of
-        ours.
+    ``best_method`` is the fastest of ours; ``samples_over_trl`` and ``seconds_over_trl`` are of the last of ours. A
+    goal is there only if all gain.
     """
     figures: dict[str, Any] = {}
     for cost in costs.itertuples():

@@ -30,6 +30,8 @@ SCORE_ROWS = 64
 """Completions whose features are made at once."""
 DEPTHS = (1, 2, 4, 8)
 """Layers of the trunk families below all layers, where the base has more."""
+COST_STEPS = 3
+"""Real steps that are timed."""
 NOISE = 0.1
 """Of the features that fill a store, in standard deviations: rows that are drawn twice differ."""
 
@@ -132,7 +134,7 @@ def liked_tokens(subject: Subject, completions: int) -> pd.DataFrame:
     return table
 
 
-def fit_cost(subject: Subject, batch: int, completions: int, steps: int) -> pd.DataFrame:
+def fit_cost(subject: Subject, batch: int, completions: int) -> pd.DataFrame:
     """Time the fits of the method `auto` with a store of so many completions, and whole steps of ``batch`` beside them.
 
     A step learns what its completions scored; that it only sometimes fits, and rarely chooses a family, is what makes
@@ -154,7 +156,7 @@ def fit_cost(subject: Subject, batch: int, completions: int, steps: int) -> pd.D
         filled = _drawn_again(sample, batch, noise)
         learner.store.add(filled.rows, filled.reward, own_tokens([filled.seen]))
     rest = []
-    for step in range(steps + 1):
+    for step in range(COST_STEPS + 1):
         own = subject.prompts[torch.arange(step * prompts, (step + 1) * prompts) % len(subject.prompts)]
         start = time.perf_counter()
         learner.step([(own, generator)], objective, context)

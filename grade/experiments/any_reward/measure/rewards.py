@@ -49,6 +49,8 @@ REWARDS: dict[str, tuple[str, ...]] = {
 }
 """Rewards of each policy."""
 DIFFERENTIABLE = ("bag", "trunk1", "trunk4", "trunk")
+GROUP = 4
+"""Completions of a prompt."""
 BATCH_ROWS = 64
 """Completions that are sampled, and texts that are read, at once."""
 SHALLOW_REVIEWS = 600
@@ -59,15 +61,9 @@ _SUM_TOKENS = 6  # of the longest prompt "a+b="
 
 @dataclass(frozen=True)
 class Folders:
-    """Where models, reviews and the judge lie. Empty: what a toy needs is made in memory.
+    """Where a policy's base and reward models, reviews and the judge's file lie; empty: a toy's, made in memory.
 
-    Attributes:
-        base: The policy's base.
-        rewards: The policy's trained reward models, with ``bag`` and ``trunk``.
-        reviews: The review splits.
-        gold: File of the gold judge.
-        other: The base behind `smollm2_trunk`.
-        other_rewards: That base's reward models.
+    ``other`` is the base behind `smollm2_trunk`.
     """
 
     base: str = ""
@@ -80,14 +76,9 @@ class Folders:
 
 @dataclass(frozen=True)
 class Subject:
-    """A policy with its rewards and all of its prompts, in the order of their split.
+    """A policy, ``untrained`` or ``trained``, with its rewards and all of its prompts, in the order of their split.
 
-    Attributes:
-        policy: ``tiny``, ``smollm2`` or ``sums``.
-        stage: ``untrained`` or ``trained``.
-        group: G, completions of a prompt.
-        length: T.
-        min_length: End-of-sequence is not sampled before this many tokens.
+    A prompt has G = ``group`` completions of at most T = ``length`` tokens, and of at least ``min_length``.
     """
 
     policy: str
@@ -109,7 +100,7 @@ class Subject:
 
 
 def load_subject(
-    policy: str, folders: Folders, rewards: Sequence[str], prompt_tokens: int = 12, length: int = 24, group: int = 4,
+    policy: str, folders: Folders, rewards: Sequence[str], prompt_tokens: int = 12, length: int = 24,
     adapter: str = "", trained: Backbone | None = None,
 ) -> Subject:  # fmt: skip
     """Load a policy: the base with a new adapter, with the one in the folder ``adapter``, or ``trained`` itself."""
@@ -129,7 +120,7 @@ def load_subject(
     made = {name: make_reward(name, backbone, folders) for name in rewards}
     prompts = encode_prompts(backbone.tokenizer, texts, prompt_tokens)
     stage = "trained" if adapter or trained is not None else "untrained"
-    return Subject(policy, stage, backbone, made, prompts, group, length, minimum)
+    return Subject(policy, stage, backbone, made, prompts, GROUP, length, minimum)
 
 
 def make_reward(name: str, backbone: Backbone, folders: Folders) -> Reward:

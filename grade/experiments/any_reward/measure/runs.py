@@ -48,6 +48,9 @@ OF_SUMS: dict[str, Any] = {"max_completion_length": ANSWER_TOKENS, "min_completi
 """Instead of the shared settings: completions of `sums` end by themselves."""
 SEARCH_SEEDS = (100, 101, 102, 103, 104)
 """Seeds of the search of learning rates, which no other run has."""
+SEARCHED_RATES = (3.0e-3, 6.0e-3, 1.0e-2, 2.0e-2)
+SEARCH_KL = 10.0
+"""The search's target for KL, in nats per completion."""
 NAMES = ("policy", "trained_on", "method", "target_kl", "seed", "completions", "learning_rate")
 """Columns that name a run."""
 DISTILLED = ("r2", "slope", "trust", "residual_weight")

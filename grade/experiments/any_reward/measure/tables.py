@@ -20,7 +20,9 @@ from grade.experiments.any_reward.measure.runs import (
     COLUMNS,
     DIFFERENTIATING,
     NAMES,
+    SEARCH_KL,
     SEARCH_SEEDS,
+    SEARCHED_RATES,
     Rewards,
     chosen_rates,
     make_run,
@@ -39,7 +41,7 @@ class Grid(Config):
     policy: Policy = Field("tiny", description="policy of all rewards but sums, which has its own")
     rewards: list[str] = Field(min_length=1, description="rewards; the policy of sums is trained on sums")
     methods: list[str] = Field(min_length=1, description="methods; those that a reward does not allow are left out")
-    target_kls: list[float] = Field([10.0], min_length=1, description="in nats a completion")
+    target_kls: list[float] = Field([10.0], min_length=1, description="in nats per completion")
     seeds: list[int] = Field([0, 1], min_length=1, description="one run of each method and target each")
     completions: int = Field(32, ge=2, description="a step")
     steps: int = Field(40, ge=1, description="optimizer steps")
@@ -69,7 +71,6 @@ class Settings(Config):
     )
     prompt_tokens: int = Field(4, ge=1, description="P")
     new_tokens: int = Field(12, ge=1, description="T, the length of every completion")
-    group: int = Field(4, ge=2, description="G, completions of a prompt")
     critic_fitted: int = Field(32, ge=8, multiple_of=4, description="completions of the fitted critics, enumerated")
     critic_best: int = Field(64, ge=8, multiple_of=4, description="completions of the others")
     bias_samples: int = Field(800, ge=160, multiple_of=8, description="completions drawn for each critic")
@@ -94,16 +95,11 @@ class Settings(Config):
         {"rloo": 1.0e-2, "auto": 1.0e-2, "plug_in": 1.0e-2, "ste": 1.0e-2},
         description="method to learning rate, of an earlier search; the others, and those with null, are searched",
     )
-    searched_rates: list[float] = Field(
-        [3.0e-3, 6.0e-3, 1.0e-2, 2.0e-2], min_length=1, description="grid of that search"
-    )
-    search_kl: float = Field(10.0, gt=0, description="its target for KL, in nats a completion")
     headline_kl: float = Field(2.0, gt=0, description="target for KL of the figures of samples; one of the grids'")
     kl_levels: list[float] = Field([0.5, 1.0], min_length=1, description="KL at which rewards are compared")
     headline_level: float = Field(1.0, gt=0, description="one of kl_levels: that of the paired figures")
     cost: dict[Policy, int] = Field({"tiny": 8}, description="policies on which a step is timed: completions a step")
     cost_completions: int = Field(64, ge=8, description="completions in the store then")
-    cost_steps: int = Field(2, ge=1, description="timed steps")
     processes: int = Field(1, ge=1, description="worker processes of one thread each, for training")
 
     @model_validator(mode="after")
@@ -159,8 +155,9 @@ class Settings(Config):
         self, policy: str, rewards: Sequence[str], adapter: str = "", trained: Backbone | None = None
     ) -> Subject:
         """A policy with its rewards."""
-        return load_subject(policy, self.folders[policy], rewards, self.prompt_tokens, self.new_tokens, self.group,
-                            adapter, trained)  # fmt: skip
+        return load_subject(
+            policy, self.folders[policy], rewards, self.prompt_tokens, self.new_tokens, adapter, trained
+        )
 
     # ---- training runs ----
     def bench(self, on_search_prompts: bool = False) -> Rewards:
@@ -192,9 +189,9 @@ class Settings(Config):
         """
         smooth = {True: "trunk", False: "gold"}
         runs = [
-            self.run(self.grids[0], smooth[method in DIFFERENTIATING], method, self.search_kl, seed, rate)
+            self.run(self.grids[0], smooth[method in DIFFERENTIATING], method, SEARCH_KL, seed, rate)
             for method in self.methods if self.chosen_rates.get(method) is None
-            for rate in self.searched_rates for seed in SEARCH_SEEDS
+            for rate in SEARCHED_RATES for seed in SEARCH_SEEDS
         ]  # fmt: skip
         if not runs:
             return pd.DataFrame(columns=list(COLUMNS))
@@ -203,7 +200,7 @@ class Settings(Config):
     @cached_property
     def rates(self) -> dict[str, float]:
         """Method to learning rate."""
-        return self.chosen_rates | chosen_rates(self.searched, self.search_kl)
+        return self.chosen_rates | chosen_rates(self.searched, SEARCH_KL)
 
     @cached_property
     def trained_runs(self) -> pd.DataFrame:
@@ -253,8 +250,8 @@ def _tokens(s: Settings) -> pd.DataFrame:
 
 
 def _fit_cost(s: Settings) -> pd.DataFrame:
-    parts = [explained.fit_cost(s.subject(policy, ["sums" if policy == "sums" else "gold"]), batch, s.cost_completions,
-                                s.cost_steps) for policy, batch in s.cost.items()]  # fmt: skip
+    parts = [explained.fit_cost(s.subject(policy, ["sums" if policy == "sums" else "gold"]), batch, s.cost_completions)
+             for policy, batch in s.cost.items()]  # fmt: skip
     return pd.concat(parts, ignore_index=True)
 
 

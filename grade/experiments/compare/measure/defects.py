@@ -24,11 +24,10 @@ from grade.training.load import Task
 
 
 def relative_variance(gradients: Tensor) -> float:
-    """Trace of the covariance over the squared norm of the mean, of repeated gradients at fixed weights and prompts.
+    """Noise over signal of repeated gradients [M, N]: trace of the covariance over the squared norm of the mean.
 
-    Returns:
-        Noise over signal, the same whatever the scale. The squared mean is corrected for its own noise, and is taken as
-        no smaller than that noise: the figure is at most M, which then says that M repetitions show no signal.
+    The squared mean is corrected for its own noise, and is taken as no smaller than that noise: the figure is at most
+    M, which then says that M repetitions show no signal.
 
     >>> relative_variance(torch.tensor([[1.0], [3.0]]))  # trace 2, squared mean 4 - 2 / 2
     0.6666666865348816
@@ -72,11 +71,7 @@ def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions:
 
 
 def scope_difference(task: Task, n: int, **lengths: int) -> float:
-    """Mean reward of the same completions with the prompt minus without: what the paper's methods were compared over.
-
-    Returns:
-        A difference of rewards.
-    """
+    """Mean reward of the same completions with the prompt minus without: the paper compares across the two."""
     both, alone = (
         evaluate(task.backbone, task.validation_prompts[:n], task.reward_model, kl_prompts=0, scope=scope, **lengths)
         for scope in ("prompt_and_completion", "completion")
@@ -85,11 +80,7 @@ def scope_difference(task: Task, n: int, **lengths: int) -> float:
 
 
 def loss_plus_reward(setting: Setting, beta: float) -> float:
-    """Loss plus reward of one step of `ste`: 0 if KL is not in the loss, whatever the policy.
-
-    Returns:
-        ``beta`` times the mean KL.
-    """
+    """Loss plus reward of one step of `ste`, ``beta`` times the mean KL: 0 if KL is not in the loss."""
     parameters = setting.backbone.trainable_parameters()
     start = [p.detach().clone() for p in parameters]
     generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed)

@@ -44,6 +44,7 @@ from grade.training.load import Task
 from grade.training.run import evaluate_task
 
 PEER = "trl_grpo"
+"""The peer's name in the tables."""
 SAME = (
     "learning_rate", "weight_decay", "max_grad_norm", "max_steps", "per_device_train_batch_size",
     "gradient_accumulation_steps", "max_completion_length", "temperature", "top_p", "top_k", "epsilon", "scale_rewards",

@@ -22,7 +22,7 @@ from grade.training.load import Task
 from grade.training.run import RunResult, evaluate_task
 
 CURVES = ("method", "beta", "seed", "step", "samples", "seconds", "reward", "gold", "kl")
-"""Columns of the evaluations along training; KL in nats a completion, seconds of training alone."""
+"""Columns of the evaluations along training; KL in nats per completion, seconds of training alone."""
 FINALS = (*CURVES, "gain", "gold_gain", "perplexity", "distinct1", "distinct2")
 """Columns of the ends of runs; gains are over the untrained policy."""
 SEARCHED = ("method", "learning_rate", "reward", "kl", "objective")

@@ -37,7 +37,7 @@ class Settings(Config):
     betas: list[float] = Field([0.05], min_length=1, description="weights of KL, in reward per nat and token")
     headline_beta: float = Field(0.05, description="the weight of KL at which ends of runs are tabled; one of betas")
     seeds: list[int] = Field([0, 1], min_length=2, description="one run of each method and beta each")
-    kl_levels: list[float] = Field([0.05, 0.2], min_length=1, description="KL of the table, nats a completion")
+    kl_levels: list[float] = Field([0.05, 0.2], min_length=1, description="KL of the table, nats per completion")
     headline_level: float = Field(0.05, description="KL of the verdicts; one of kl_levels")
     learning_rates: list[float] = Field([1.0e-2], min_length=1, description="grid of the search; one: no search")
     chosen_rates: dict[str, float] | None = Field(
