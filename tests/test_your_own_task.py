@@ -100,9 +100,3 @@ def test_its_commands_run_one_after_the_other(project, capsys):
         changed = ["--backbone", "models/backbone"] if command == "generate" else []
         assert run(line, *changed) == 0, capsys.readouterr().err
     assert (project / "runs/short-merged/config.json").is_file()
-
-
-def test_its_line_for_several_processes_is_the_same_command_behind_accelerate():
-    (line,) = [line for line in COMMANDS if line[0] == "accelerate"]
-    assert line[1:6] == ["launch", "--num_processes", "8", "-m", "grade"]
-    assert line[6:9] == ["train", "--config", "short.yaml"]

@@ -92,15 +92,6 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
         assert not torch.equal(before, head.linear.weight)
 
 
-@pytest.mark.parametrize(("method", "scored"), [("rloo", [4]), ("remax", [4, 2]), ("ppo", [4])])
-def test_a_batch_is_of_completions_and_greedy_ones_come_on_top(method, scored):
-    config, sizes = StepConfig(**STEP, method=method, batch_size=4, num_generations=2), []
-    backbone, others = build(config, device="cpu")
-    others[0].register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    make_step(config, backbone, others).run()
-    assert sizes == scored
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

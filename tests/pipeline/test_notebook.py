@@ -50,24 +50,6 @@ def test_a_parameters_cell_of_anything_else_than_literals_is_refused(tmp_path, s
         default_parameters(write(tmp_path / "n.ipynb", parameters=source))
 
 
-def test_exactly_one_parameters_cell(tmp_path):
-    path = tmp_path / "n.ipynb"
-    for count in (0, 2):
-        cells = [new_code_cell("seed = 0", metadata={"tags": ["parameters"]}) for _ in range(count)]
-        nbformat.write(new_notebook(cells=cells), path)
-        with pytest.raises(InputError, match="exactly one code cell"):
-            default_parameters(path)
-
-
-@pytest.mark.parametrize("content", [None, "not json", "{}"])
-def test_a_file_that_is_no_notebook(tmp_path, content):
-    path = tmp_path / "n.ipynb"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(InputError, match="notebook"):
-        default_parameters(path)
-
-
 def test_good_parameters_are_converted_to_the_type_of_the_default(tmp_path):
     given = {"lr": 1, "seed": 7, "runs": [], "model": "x", "use_kl": False}
     checked = check_parameters(write(tmp_path / "n.ipynb"), given)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from conftest import make_prompts
-from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -110,14 +109,6 @@ def test_a_saved_classifier_is_loaded(tmp_path, make_classifier, policy, tokeniz
     loaded, own = load_classifier(str(tmp_path))
     want = TextClassifier(model, tokenizer).score(policy, *batch)
     assert_close(TextClassifier(loaded, own).score(policy, *batch), want)
-
-
-def test_what_another_task_or_an_older_version_left_in_the_file_is_no_reason(tmp_path, make_classifier, tokenizer):
-    make_classifier("bert", dtype=torch.float32).save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    left = {"lm_head.weight": torch.ones(2, 2), "bert.embeddings.position_ids": torch.arange(4)}
-    save_file(load_file(path) | left, path, metadata={"format": "pt"})
-    load_classifier(str(tmp_path))
 
 
 def base_model(folder, policy, tokenizer):

@@ -146,12 +146,6 @@ def test_a_classifier_object_needs_a_tokenizer(policy, make_classifier):
         make_rewards(model, policy)
 
 
-def test_parts_must_have_one_scope():
-    head = EmbeddingReward(ToyReward(16), "completion", "toy")
-    with pytest.raises(ValueError, match="made for scope 'completion', the others have 'prompt_and_completion'"):
-        Rewards([head])
-
-
 class Brevity(Reward):
     """The recipe of CONTRIBUTING: a reward that is computed from ids."""
 
