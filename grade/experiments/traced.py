@@ -146,7 +146,8 @@ class PolicyStepConfig(TracedConfig):
                 with backbone.checkpointed_layers(self.gradient_checkpointing):
                     new, _ = logps()
                 surrogate = clipped_surrogate(new, old, advantages, 0.2)
-                loss = ((self.kl_coef * k3(new, ref) - surrogate) * mask).sum() / mask.sum()
+                kl = k3(new, ref)
+                loss = ((self.kl_coef * kl - surrogate) * mask).sum() / mask.sum()
             (loss * scale).backward()
 
         return run
