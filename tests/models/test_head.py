@@ -25,6 +25,7 @@ HEADS = {
     "bias": {"bias": True},
     "scaled": {"scale": 0.7},
     "soft cap": {"softcap": 2.0, "scale": 1.3, "bias": True},
+    "soft cap, sampled at 0.7": {"softcap": 2.0, "temperature": 0.7},
 }
 
 

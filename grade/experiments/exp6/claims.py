@@ -76,6 +76,6 @@ def _parity(m: Mapping[str, float]) -> dict[str, Any]:
         # Legacy is too slow to train to the end: what can be shown is that its steps are the same.
         "test/verdict": "partly" if max(reward, kl) <= EQUAL else "not testable",
         "accumulation/verdict": "partly" if m["parity/accumulation_rel_error"] <= ACCUMULATION_EQUAL else "refuted",
-        "kl at start": f"KL at the start: {m['parity/kl_at_init_max']:.2g} aligned, {late:.3g} nats a token with the "
+        "kl at start": f"KL at the start: {m['parity/kl_at_init_max']:.2g} aligned, {late:.3g} nats per token with the "
         "reference one position late, as published",
     }  # fmt: skip
