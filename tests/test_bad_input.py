@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -233,7 +234,11 @@ def snapshot(folder):
     return {path: (a.st_mode, a.st_size, a.st_mtime_ns) for path, a in about.items() if not stat.S_ISDIR(a.st_mode)}
 
 
-@pytest.mark.parametrize("command, more, says, files", CASES, ids=lambda value: str(value)[:60].replace("/", "|"))
+def name_of(value):
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))[:60].replace("/", "|")
+
+
+@pytest.mark.parametrize("command, more, says, files", CASES, ids=name_of)
 def test_it_is_one_line_and_nothing_else(command, more, says, files, project, tmp_path, monkeypatch, capfd):
     folder = tmp_path / "project"
     shutil.copytree(project, folder)

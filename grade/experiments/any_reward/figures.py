@@ -119,6 +119,9 @@ def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | Non
     return grid.figure
 
 
+_RATIOS = (0.05, 20.0)
+
+
 def batches_figure(ratios: pd.DataFrame) -> Figure | None:
     """Samples to `rloo`'s final reward over its own, of `auto`, against completions per step.
 
@@ -128,13 +131,19 @@ def batches_figure(ratios: pd.DataFrame) -> Figure | None:
     table = table[table.groupby("subject")["completions"].transform("nunique") > 1]
     if table.empty:
         return None
-    grid = panels(sns.relplot, table.assign(subject=table["subject"].map(title_of)), "How few samples a step suffice",
+    ends = {end: table[end].astype(float).clip(*_RATIOS) for end in ("low", "high")}
+    table = with_ends(table.assign(subject=table["subject"].map(title_of), **ends), "ratio")
+    grid = panels(sns.relplot, table, "How few samples a step suffice (bars: 95 %, cut at the edges)",
                   kind="line", x="completions", y="ratio", hue="subject", style="subject", markers=True, dashes=False,
-                  palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4)  # fmt: skip
+                  palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4, err_style="bars",
+                  **INTERVAL)  # fmt: skip
     grid.ax.axhline(1, **_LINE)
-    grid.set(xscale="log", yscale="log", xlabel="completions per step", ylabel="samples of auto / of rloo")
+    grid.set(xscale="log", yscale="log", ylim=_RATIOS)
+    grid.set(xlabel="completions per step", ylabel="samples of auto / of rloo")
     sizes = sorted(table["completions"].unique())
-    grid.ax.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+    grid.ax.set_xticks(sizes, [str(size) for size in sizes])
+    grid.ax.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
+    grid.ax.minorticks_off()
     return grid.figure
 
 
