@@ -129,6 +129,10 @@ class Settings(_Loading):
             raise _placed(error, source, sources) from None
         except (ValueError, TypeError, ImportError) as error:  # what the library's own class refuses
             reason = str(error).strip().splitlines()[0]
+            for name, value in values.items():  # transformers' enumerations name the value, not the field
+                if reason.startswith(f"{value} is not a valid "):
+                    allowed = reason.partition("please select ")[2] or reason
+                    raise _placed(InputError(name, value, allowed), source, sources) from None
             raise InputError(source or cls.__name__, dict(values), f"values that fit together ({reason})") from None
 
 

@@ -200,7 +200,7 @@ def test_generate_completes_prompts(project, trained, capsys):
 BAD = {
     "a misspelt key": (["--set", "tau_strat=1.0"], "tau_strat.*did you mean 'tau_start'"),
     "a wrong type": (["--set", "max_steps=two"], "max_steps: got 'two'; allowed: a valid integer"),
-    "tau": (["--set", "tau_start=0.0"], "tau_start: got 0.0; allowed: greater than 0"),
+    "tau": (["--set", "tau_start=0.0"], "tau_start: got 0.0; allowed: greater than or equal to 0.0001"),
     "K > V": (["--set", "gumbel_topk=100000"], "gumbel_topk: got 100000; allowed: 0 .* to 300"),
     "hops": (["--set", "hops=-1"], "hops: got -1"),
     "B": (["--set", "per_device_train_batch_size=0"], "per_device_train_batch_size: got 0"),

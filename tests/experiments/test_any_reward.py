@@ -219,7 +219,7 @@ def test_written_tables_give_every_kind_of_figure(tables):
 def test_every_figure_is_drawn(tables, tmp_path):
     runs = tables["runs"]
     sizes = pd.DataFrame({"subject": ["rule"] * 2, "method": ["auto"] * 2, "completions": [4, 8], "ratio": [0.5, 0.7],
-                          "n": [2, 2]})  # fmt: skip
+                          "low": [0.1, 0.6], "high": [9.0, 0.8], "n": [2, 2]})  # fmt: skip
     drawn = [
         figures.law_figure(tables["law"]), figures.explained_figure(tables["explained"]),
         figures.worth_figure(tables["worth"]), figures.learning_figure(runs, 2.0),
