@@ -3,7 +3,7 @@
 Every component owns its config class (a `Config` with a description on each field) beside the code it configures.
 Where a dataclass is needed, because a library's own is extended, `Settings` gives it the same strictness.
 This module only reads: YAML files in order, later ones over earlier ones, then ``key=value`` overrides. The reader is
-DVC's own, ruamel.yaml (YAML 1.2), so a file means the same to both. pydantic-settings was tried: its errors and its
+DVC's own, ruamel.yaml (YAML 1.2), so a file means the same to both. pydantic-settings does not fit: its errors and its
 sources are its own, and what is here would stay.
 """
 

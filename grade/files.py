@@ -1,6 +1,6 @@
 """Files and folders that a command writes: checked before it computes, one writer at a time, whole or not there.
 
-What must survive a kill is made beside its place and renamed into it (`atomic`). Tried instead: atomicwrites, which is
+What must survive a kill is made beside its place and renamed into it (`atomic`). Not used: atomicwrites, which is
 not maintained and knows no folders.
 """
 

@@ -3,8 +3,8 @@
 Each command is a function ``add_<command>`` in the module that `COMMANDS` names, imported only when it is asked for: it
 adds the command's options and sets ``execute``, the function that takes them. Bad input is one line on stderr and exit
 code 2: what a module refuses itself (`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`).
-Any other exception is a mistake in the code, with a traceback. typer was tried: it takes 0.1 s to import, prints errors
-as boxes, and the options that come from config classes would still be written here.
+Any other exception is a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import, prints
+errors as boxes, and the options that come from config classes would still be written here.
 """
 
 from __future__ import annotations

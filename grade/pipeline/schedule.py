@@ -1,7 +1,7 @@
 """``grade repro``: the stages of a profile side by side, each in a ``dvc repro --single-item`` of its own.
 
 Small matrices gain nothing from a second thread, and two stages on one core each take half the time of one after the
-other on two. ``make -j`` was tried: it knows neither DVC's graph nor which chain of stages is the longest. What has
+other on two. ``make -j`` does not fit: it knows neither DVC's graph nor which chain of stages is the longest. What has
 changed, what is cached and what a kill leaves behind is DVC's business.
 """
 
