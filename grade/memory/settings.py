@@ -29,7 +29,7 @@ from grade.gradients.methods import (
     MethodName,
     reads,
 )
-from grade.models.lora import LoraSettings
+from grade.models.parameters import LoraSettings
 from grade.models.prompts import PromptBatch
 from grade.rewards.model import RewardKind
 

@@ -34,8 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from grade.errors import InputError, reading
-from grade.models.fingerprint import fingerprint, same_base
-from grade.models.lora import MOST_RANKS, LoraSettings
+from grade.models.parameters import MOST_RANKS, LoraSettings, fingerprint, same_base
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 BASE_FILE = "base_fingerprint.json"

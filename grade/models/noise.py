@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -36,39 +36,35 @@ class NoiseBlocks:
     """
 
     def __init__(self, generator: torch.Generator, prompts: int, vocab_size: int, draws: int, size: int) -> None:
-        self._device, self._vocab_size, self._draws, self._size = generator.device, vocab_size, draws, size
-        self._lengths = [min(size, prompts - start) for start in range(0, prompts, size)]
-        self._states = [generator.get_state()]  # at the beginning of the first blocks
-        self._used: dict[int, tuple[torch.Generator, int]] = {}  # generators within blocks, and how often they drew
+        self._device, self._starts = generator.device, [generator.get_state()]
+        self._prompts, self._vocab_size, self._draws, self._size = prompts, vocab_size, draws, size
+        self._open: dict[int, Iterator[Tensor]] = {}  # blocks that are being read
 
     def rows(self, start: int, stop: int) -> Draw:
         """Noise [stop - start, V] of the prompts at these places, for one token after the other from the first on."""
-        blocks = range(start // self._size, (stop - 1) // self._size + 1)
-        generators = [self._at(block) for block in blocks]  # finding a block's beginning uses up the earlier ones
-        self._used |= {block: (generator, 0) for block, generator in zip(blocks, generators, strict=True)}
+        first, last = start // self._size, (stop - 1) // self._size
+        while len(self._starts) <= last:  # a block begins where the one before it ends
+            block = len(self._starts) - 1
+            for _ in self._open.pop(block, self._block(block)):
+                pass
+        blocks = {block: self._block(block) for block in range(first, last + 1)}
+        self._open |= blocks
 
         def draw(shape: tuple[int, ...]) -> Tensor:
-            first = blocks[0] * self._size
-            noise = torch.cat([self._draw(block) for block in blocks])[start - first : stop - first]
+            noise = torch.cat([next(block) for block in blocks.values()])
+            noise = noise[start - first * self._size : stop - first * self._size]
             if noise.shape != shape:
                 raise ValueError(f"noise of shape {tuple(noise.shape)} for logits of shape {shape}")
             return noise
 
         return draw
 
-    def _draw(self, block: int) -> Tensor:
-        generator, drawn = self._used[block]
-        self._used[block] = (generator, drawn + 1)
-        return gumbel_noise((self._lengths[block], self._vocab_size), generator)
-
-    def _at(self, block: int) -> torch.Generator:
-        while len(self._states) <= block:
-            last = len(self._states) - 1
-            if last not in self._used:
-                self._used[last] = (self._at(last), 0)
-            while self._used[last][1] < self._draws:
-                self._draw(last)
-            self._states.append(self._used.pop(last)[0].get_state())
+    def _block(self, block: int) -> Iterator[Tensor]:
+        """Noise of a block, token by token."""
         generator = torch.Generator(self._device)
-        generator.set_state(self._states[block])
-        return generator
+        generator.set_state(self._starts[block])
+        length = min(self._size, self._prompts - block * self._size)
+        for _ in range(self._draws):
+            yield gumbel_noise((length, self._vocab_size), generator)
+        if len(self._starts) == block + 1:
+            self._starts.append(generator.get_state())

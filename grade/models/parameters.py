@@ -1,15 +1,56 @@
-"""Trainable parameters as one vector: listed, flattened, split, moved along a direction, put back."""
+"""What is trained, and on what: settings of the adapter, its parameters as one vector, a fingerprint of frozen weights.
+
+The fingerprint says what an adapter or a reward was trained on, and is cheap for a model of any size. Names and shapes
+of all tensors are hashed, and of each tensor 64 elements at fixed places. A base may be loaded in another type than the
+one it was trained in, so the elements are rounded first: to bfloat16, which is the same from float64, float32 and
+bfloat16, and to float16, which is the same from float64, float32 and float16. Two fingerprints are compared in the
+roundings that both have. A base in bfloat16 and one in float16 have none in common; then names and shapes decide.
+
+Needs neither peft nor transformers, which take seconds to import.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from grade.config import Config
 from grade.errors import InputError
-from grade.models.backbone import Backbone
+
+MOST_RANKS = 16384
+"""Largest rank: the width of the widest public models. A matrix has no higher one, and memory for more is not there."""
+_ELEMENTS, _STRIDE = 64, 2_654_435_761
+"""A prime far above any width (2^32 over the golden ratio): the places fall into all rows and columns."""
+_KEPT = "_whole_fingerprint"
+"""Attribute of a module whose weights are no longer all here."""
+_ROUNDINGS = {"bfloat16": (torch.bfloat16, torch.float16), "float16": (torch.float16, torch.bfloat16)}
+"""For each rounding its type, and the type that has lost digits which it needs."""
+
+
+class LoraSettings(Config):
+    """Settings of the trained adapter (Hu et al. 2021, arXiv:2106.09685)."""
+
+    r: int = Field(16, ge=1, le=MOST_RANKS, description="rank")
+    alpha: int = Field(32, ge=1, description="scale is alpha / r")
+    dropout: float = Field(0.0, ge=0, le=0, description="must be 0: a dropout mask is not part of a sample")
+    target_modules: list[str] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj"], description="names of the linear layers that get an adapter"
+    )
+
+
+def trained_parameters(policy: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained, if there are any and they are an adapter's only."""
+    named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+    base = [name for name, _ in named if "lora_" not in name]
+    if base or not named:
+        raise InputError("trained parameters", base[0] if base else "none", "an adapter's only")
+    return [p for _, p in named]
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
@@ -18,6 +59,15 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor:
     Not `torch.nn.utils.parameters_to_vector`, which takes views and so raises for gradients that are transposed.
     """
     return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def split_vector(policy: nn.Module, vector: Tensor) -> list[Tensor]:
+    """A vector [P] in the order of `trained_parameters`, cut and shaped like each, in its type and on its device."""
+    parameters = trained_parameters(policy)
+    sizes = [p.numel() for p in parameters]
+    if vector.shape != (sum(sizes),):
+        raise ValueError(f"update vector has shape {list(vector.shape)}, not [{sum(sizes)}]: one number per parameter")
+    return [part.view_as(p).to(p) for p, part in zip(parameters, vector.split(sizes), strict=True)]
 
 
 @torch.no_grad()
@@ -38,12 +88,12 @@ def restoring(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def moved(backbone: Backbone, vector: Tensor, eta: float) -> Iterator[None]:
+def moved(policy: nn.Module, vector: Tensor, eta: float) -> Iterator[None]:
     """Within this context the parameters are ``theta + eta v``; afterwards they are theta again, bit by bit.
 
     v [P] is in the order of `trained_parameters`.
     """
-    parameters, parts = trained_parameters(backbone), split_vector(backbone, vector)
+    parameters, parts = trained_parameters(policy), split_vector(policy, vector)
     with restoring(parameters):
         with torch.no_grad():
             for p, part in zip(parameters, parts, strict=True):
@@ -51,22 +101,40 @@ def moved(backbone: Backbone, vector: Tensor, eta: float) -> Iterator[None]:
         yield
 
 
-def split_vector(backbone: Backbone, vector: Tensor) -> list[Tensor]:
-    """A vector [P] in the order of `trained_parameters`, cut and shaped like each, in its type and on its device."""
-    parameters = trained_parameters(backbone)
-    size = sum(p.numel() for p in parameters)
-    if vector.shape != (size,):
-        raise ValueError(f"update vector has shape {list(vector.shape)}, not [{size}]: one number per parameter")
-    parts = vector.split([p.numel() for p in parameters])
-    return [part.view_as(p).to(p) for p, part in zip(parameters, parts, strict=True)]
+@torch.no_grad()
+def fingerprint(module: nn.Module) -> dict[str, str]:
+    """SHA-256 of the frozen weights of a base, or of a part of one; LoRA layers on it are passed over.
+
+    ``shapes`` and, of the sampled elements, ``bfloat16`` and ``float16`` as far as its type allows; nothing for weights
+    on the meta device.
+    """
+    if (kept := getattr(module, _KEPT, None)) is not None:
+        return dict(kept)
+    frozen = [(name, p) for name, p in module.named_parameters() if ".lora_" not in f".{name}"]
+    named = sorted((name.replace(".base_layer.", "."), p) for name, p in frozen)
+    types = {p.dtype for _, p in named}
+    if any(p.is_meta for _, p in named):
+        return {}
+    content = {"shapes": json.dumps([[name, list(p.shape)] for name, p in named]).encode()}
+    places = torch.arange(_ELEMENTS) * _STRIDE
+    samples = [p.flatten()[(places % p.numel()).to(p.device)].float().cpu() for _, p in named if p.numel()]
+    for name, (dtype, coarser) in _ROUNDINGS.items():
+        if coarser not in types:
+            content[name] = torch.cat([torch.zeros(0), *samples]).to(dtype).view(torch.int16).numpy().tobytes()
+    return {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
 
 
-def trained_parameters(backbone: Backbone) -> list[nn.Parameter]:
-    """The parameters that are trained, if there are any and they are an adapter's only."""
-    named = [(name, p) for name, p in backbone.model.named_parameters() if p.requires_grad]
-    base = [name for name, _ in named if "lora_" not in name]
-    if not named:
-        raise InputError("trained parameters", "none", "a policy with an adapter")
-    if base:
-        raise InputError("trained parameters", base[0], "an adapter's only")
-    return [p for _, p in named]
+def keep_fingerprint(module: nn.Module) -> None:
+    """Remember the fingerprint of a module whose weights do not change any more, for when they are not all here."""
+    setattr(module, _KEPT, fingerprint(module))
+
+
+def same_base(stored: dict[str, str], here: dict[str, str]) -> bool:
+    """Whether two fingerprints agree in all that both have.
+
+    >>> same_base({"shapes": "a", "bfloat16": "b"}, {"shapes": "a", "float16": "c"})
+    True
+    >>> same_base({"shapes": "a", "bfloat16": "b"}, {"shapes": "a", "bfloat16": "c"})
+    False
+    """
+    return all(stored[key] == here[key] for key in stored.keys() & here.keys())

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from grade.errors import InputError
-from grade.models.fingerprint import keep_fingerprint
+from grade.models.parameters import keep_fingerprint
 
 _aten = torch.ops.aten
 _STAYS_SHARDED = (_aten.detach.default, _aten.alias.default)

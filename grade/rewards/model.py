@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from grade.config import Config
 from grade.errors import InputError, reading, require_file
 from grade.files import atomic, write_text
-from grade.models.fingerprint import fingerprint, same_base
+from grade.models.parameters import fingerprint, same_base
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone

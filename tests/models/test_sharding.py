@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CohereConfig, PhiConfig
 
 from grade.models import sharding
-from grade.models.fingerprint import fingerprint
+from grade.models.parameters import fingerprint
 from grade.models.sampling import generate
 from grade.models.sharding import RowShards, ShardedTable, held_bytes, whole
 

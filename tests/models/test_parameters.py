@@ -6,7 +6,7 @@ from conftest import tiny_config, tiny_gpt2
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from grade.models.fingerprint import fingerprint, same_base
+from grade.models.parameters import fingerprint, same_base
 
 
 def bare(seed=0, config=None):
