@@ -32,10 +32,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from grade.errors import InputError
 from grade.gradients.losses import rloo
 from grade.models.backbone import Backbone
+from grade.models.head import entropy
 from grade.models.parameters import flatten, split_vector, trained_parameters
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import predicting_hidden, score, score_hidden
+from grade.models.scoring import completion_logps, hidden_logps, predicting_hidden
 
 ROWS = 64
 """Rows of logits, with their tangents, computed at once."""
@@ -138,9 +139,10 @@ def scores_at(
     logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
         hidden = functional_call(module, replaced, (prompts, ids))
-        scores = score_hidden(backbone, hidden, ids, mask, ("logps", "entropy"), samples.temperature)
-        logps.view(-1, ids.shape[1])[rows] = scores.logps.double().cpu()
-        entropies.view(-1, ids.shape[1])[rows] = scores.entropy.double().cpu()
+        chosen = hidden_logps(backbone, hidden, ids, mask, samples.temperature)
+        every = entropy(backbone.head, hidden.flatten(0, 1), samples.temperature).view(mask.shape) * mask
+        logps.view(-1, ids.shape[1])[rows] = chosen.double().cpu()
+        entropies.view(-1, ids.shape[1])[rows] = every.double().cpu()
     return SampleScores(logps, entropies)
 
 
@@ -149,7 +151,7 @@ def sequence_logps(backbone: Backbone, samples: Samples, microbatch: int = 8) ->
     """``S = sum_t log pi(y_t)`` [B, G] in nats, float64 on the CPU, at the samples' temperature."""
     total = torch.zeros(samples.ids.shape[:2], dtype=torch.float64)
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
-        logps = score(backbone, prompts, ids, mask, ("logps",), samples.temperature).logps
+        logps = completion_logps(backbone, prompts, ids, mask, samples.temperature)
         total.view(-1)[rows] = logps.sum(-1).double().cpu()
     return total
 
@@ -181,7 +183,7 @@ def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor,
     for n, c in enumerate(coefficients):
         one = samples.of_prompts(slice(n, n + 1))
         for rows, prompts, ids, mask in one.microbatches(microbatch, backbone.device):
-            logps = score(backbone, prompts, ids, mask, ("logps",), samples.temperature).logps.sum(-1)
+            logps = completion_logps(backbone, prompts, ids, mask, samples.temperature).sum(-1)
             weights = c[rows].to(logps)
             grads = torch.autograd.grad(logps, parameters, weights)
             sums[n] += flatten(grads).cpu()

@@ -20,9 +20,9 @@ from grade.memory.shapes import ModelShape
 from grade.memory.trace import Trace
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
-from grade.models.head import certainty_of_logits
+from grade.models.head import certainty_of_logits, self_certainty
 from grade.models.prompts import PromptBatch
-from grade.models.scoring import predicting_hidden, score
+from grade.models.scoring import hidden_logps, predicting_hidden
 
 MOST_POINTS = 1000
 """Points of a timeline: as many as a figure of its width can show."""
@@ -132,8 +132,11 @@ class PolicyStepConfig(TracedConfig):
         def logps(certain: bool = False) -> tuple[Tensor, Tensor | None]:
             if self.logits != "chunked":
                 return self._dense(backbone, prompts, ids, certain)
-            scores = score(backbone, prompts, ids, mask, ("logps", "self_certainty") if certain else ("logps",))
-            return scores.logps, scores.self_certainty
+            hidden = predicting_hidden(backbone, prompts, ids)
+            scores = hidden_logps(backbone, hidden, ids, mask)
+            if not certain:
+                return scores, None
+            return scores, self_certainty(backbone.head, hidden.flatten(0, 1)).view(mask.shape) * mask
 
         def run(tracker: LiveTracker | None) -> None:
             with self.casting(backbone):

@@ -38,10 +38,10 @@ from grade.gradients import losses
 from grade.gradients.methods import MethodConfig, Returns
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
-from grade.models.head import wide
+from grade.models.head import self_certainty, wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import completion_certainty, predicting_hidden, score_hidden, token_kl
+from grade.models.scoring import completion_certainty, hidden_logps, predicting_hidden, token_kl
 
 CLOSED_FORM_PENALTY = 0.1
 """Ridge penalty of `ClosedFormValues` a token, in units of a normalised state's mean square, 1."""
@@ -325,7 +325,7 @@ class PolicyGradient(Learner):
         # Under the distribution that was sampled from: no end-of-sequence before min_new_tokens.
         least = self.config.min_completion_length
         ids, mask = completions.ids, completions.mask
-        return score_hidden(self.backbone, hidden, ids, mask, ("logps",), min_new_tokens=least).logps
+        return hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=least)
 
     @torch.no_grad()
     def _experience(
@@ -344,8 +344,8 @@ class PolicyGradient(Learner):
     def _reward(self, completions: Completions, objective: Objective, hidden: Tensor | None = None) -> Tensor:
         prompts, ids, mask = completions.prompts, completions.ids, completions.mask
         if self.config.self_certainty_reward:
-            scores = score_hidden(self.backbone, hidden, ids, mask, ("self_certainty",))
-            return completion_certainty(scores.self_certainty, mask)
+            values = self_certainty(self.backbone.head, hidden.flatten(0, 1)).view(mask.shape)
+            return completion_certainty(values * mask, mask)
         return objective.score(self.backbone, prompts, ids, mask)
 
     @torch.no_grad()

@@ -6,44 +6,79 @@ another distribution.
 
 An engine with other kernels, another type or rounding samples a policy q that is not quite the policy p that is
 trained. The log-probabilities that it reports tell how far apart they are (`Samples.mismatch`).
+
+A server speaks the OpenAI completions protocol with token ids, as vLLM's does (``return_token_ids``, ``logprobs``), and
+loads an adapter from a folder that it can read, under a new name (``/v1/load_lora_adapter``). Start vLLM so that it
+allows this:
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve <base> --enable-lora --max-lora-rank <r> \
+        --logprobs-mode processed_logprobs --generation-config vllm
+
+By default vLLM reports log-probabilities before temperature and minimum length, which are another distribution's.
+Every sampling parameter is sent, since a server may have other defaults. ``ignore_eos`` with the policy's own
+``stop_token_ids`` makes the ends ours. A server gives all prompts of one request the same seed, and the n completions
+of a prompt seeds that it counts up; so a request has one prompt.
+
+Left out: streaming, and whole weights instead of an adapter. httpx's own retries are for connections only, so a busy
+server is asked again here.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import shutil
+import ssl
 import tempfile
-from collections.abc import Sequence
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+import httpx
 import torch
-import torch.nn.functional as F
+from pydantic import BaseModel, FiniteFloat, StrictInt, ValidationError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grade.errors import InputError
+from grade.files import writing
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
-from grade.models.sampling import Decoder, check_length, check_logits, forbid_eos, generate, is_eos
-from grade.models.server import CompletionsServer, Row
+from grade.models.sampling import check_length, generate
 
-COMPLETIONS = 128
-"""Most completions of a prompt in one request to a server."""
-BLOCK = 256
-"""Tokens in a block of `draw`: about the square root of a vocabulary."""
+COMPLETIONS, CONNECTIONS = 128, 64
+"""Most completions of a prompt in one request to a server, and requests under way at the same time; it batches them."""
+BUSY = (429, 502, 503, 504)
+"""Statuses of a server that may answer later."""
+WAITS = (0.5, 2.0)
+"""Seconds before the second and the third attempt, the last one."""
+KEY = "VLLM_API_KEY"
+"""Environment variable with the key that the server was started with, if it asks for one."""
+NEUTRAL = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True,
+    "return_tokens_as_token_ids": True, "skip_special_tokens": False, "add_special_tokens": False, "stream": False,
+}  # fmt: skip
+"""Parameters of every request: the policy itself, unchanged, and tokens instead of text."""
+LOCAL = ("own", "shared")
+"""Samplers of this process: `generate`, and the same with ``shared``."""
+
+Row = tuple[list[int], list[float]]
+"""A completion's tokens and their log-probabilities."""
 
 
-@dataclass(frozen=True)
-class Mismatch:
+class Mismatch(NamedTuple):
     """How far the sampler's policy q is from the trained one, p, on the sampled tokens.
 
-    Attributes:
-        mean_ratio: Mean of ``p / q``; its expectation is 1, because the tokens are q's.
-        largest_difference: Largest ``|log p - log q|`` in nats.
+    The mean of ``p / q``, whose expectation is 1, because the tokens are q's, and the largest ``|log p - log q|`` in
+    nats.
     """
 
     mean_ratio: float
@@ -61,14 +96,10 @@ class Mismatch:
             raise InputError("sampler: largest difference", largest, allowed)
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Completions of B prompts.
+class Samples(NamedTuple):
+    """Completions of B prompts: ids, mask and the log-probability of each token under the sampler in nats, each [B, T].
 
-    Attributes:
-        ids: Token ids [B, T].
-        mask: [B, T], 1 up to and including the first end-of-sequence token, then 0.
-        logps: Log-probability of each token under the sampler [B, T] in nats, 0 where masked.
+    The mask is 1 up to and including the first end-of-sequence token; where it is 0, log-probabilities are 0.
     """
 
     ids: Tensor
@@ -82,9 +113,10 @@ class Samples:
 
 
 class Sampler:
-    """Draws completions of the policy. Subclasses implement `_sample`; `publish` and `use` are for other processes."""
+    """Draws completions of the policy in this process; `publish` and `use` are for other ones (`_ServerSampler`)."""
 
-    name: str = ""
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def sample(
         self, backbone: Backbone, prompts: PromptBatch, max_new_tokens: int, generator: torch.Generator,
@@ -93,24 +125,22 @@ class Sampler:
         """One completion of each of B prompts, [B, T'] with T' <= ``max_new_tokens``.
 
         The policy is ``softmax(logits / temperature)`` with its head's temperature, without end-of-sequence before
-        ``min_new_tokens``. The generator is the source of the noise, or of its seed.
-
-        Raises:
-            InputError: If lengths do not fit the model, or the sampler fails or returns what the policy could not have
-                written.
+        ``min_new_tokens``. The generator is the source of the noise, or of its seed. `InputError` says that lengths do
+        not fit the model, or that the sampler fails or returns what the policy could not have written.
         """
-        if max_new_tokens < 1:
-            raise InputError("max_new_tokens", max_new_tokens, "at least 1")
         if not 0 <= min_new_tokens <= max_new_tokens:
             raise InputError("min_new_tokens", min_new_tokens, f"0 to max_new_tokens = {max_new_tokens}")
         check_length(backbone, prompts.ids.shape[1] + max_new_tokens)
-        with torch.no_grad():
-            return self._sample(backbone, prompts, max_new_tokens, generator, min_new_tokens)
+        return self._sample(backbone, prompts, max_new_tokens, generator, min_new_tokens)
 
     def _sample(
         self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
     ) -> Samples:
-        raise NotImplementedError
+        logps: list[Tensor] = []
+        ids, mask = generate(
+            backbone, prompts, most, generator, min_new_tokens=least, logps=logps, shared=self.name == "shared"
+        )
+        return Samples(ids, mask, torch.stack(logps, 1) * mask)
 
     def publish(self, backbone: Backbone) -> Any:
         """Hand the present adapter to the sampler, once before the samples of a step, in one process of several.
@@ -125,99 +155,125 @@ class Sampler:
         """Give back what the sampler holds for this run."""
 
 
-class OwnSampler(Sampler):
-    """`grade.models.sampling.generate`, with the log-probabilities of its tokens."""
-
-    name = "own"
-
-    def _sample(
-        self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
-    ) -> Samples:
-        logps: list[Tensor] = []
-        ids, mask = generate(backbone, prompts, most, generator, min_new_tokens=least, logps=logps)
-        return Samples(ids, mask, torch.stack(logps, 1) * mask)
+class _Logprobs(BaseModel):
+    token_logprobs: list[FiniteFloat]
+    tokens: list[str] | None = None
 
 
-class _SharedPrompts(Sampler):
-    """Less to compute than `generate`: a prompt is read once for its group, a token costs one random number.
+class _Choice(BaseModel):
+    index: int
+    logprobs: _Logprobs
+    token_ids: list[StrictInt] | None = None
+    prompt_token_ids: list[int] | None = None
 
-    `generate` reads each prompt as often as it has completions, and draws Gumbel noise for the whole vocabulary,
-    because the relaxed methods need it. A sampler of plain completions needs neither. The completions have the same
-    distribution; they are other ones for the same seed, so this is a choice of its own. A prompt's completions must
-    follow each other in the batch, as in a group; each has its own copy of the cache, so no memory is saved.
+
+class _Answer(BaseModel):
+    choices: list[_Choice]
+
+
+class CompletionsServer:
+    """A server at an address, which is asked up to three times."""
+
+    def __init__(self, address: str, timeout: float = 600.0, waits: tuple[float, ...] = WAITS) -> None:
+        self.address, self.timeout, self.waits = _address_of(address), timeout, waits
+
+    @cached_property
+    def _client(self) -> httpx.Client:
+        # A transport of its own: no proxy of the environment, and no connection outlives its answer.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.HTTPTransport(verify=ssl.create_default_context(), limits=limits)
+        return httpx.Client(transport=transport, timeout=self.timeout)
+
+    def post(self, path: str, body: dict[str, Any]) -> str:
+        """The text of an answer with status 200. After a time-out, which was all the time there is, nobody asks again.
+
+        Raises:
+            InputError: With the address and the last failure: its kind, or the status and the beginning of the answer.
+        """
+        field, key = f"sampler: POST {self.address}{path}", os.environ.get(KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for wait in (*self.waits, None):
+            try:
+                answer = self._client.post(self.address + path, json=body, headers=headers)
+                if answer.status_code == 200:
+                    return answer.text
+                failure, again = f"status {answer.status_code}: {answer.text}", answer.status_code in BUSY
+            except httpx.TimeoutException:
+                failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
+                raise InputError(field, failure, allowed) from None
+            except httpx.RequestError as error:
+                failure, again = f"{type(error).__name__}: {error}", True
+            if wait is None or not again:
+                break
+            time.sleep(wait)
+        raise InputError(field, failure[:300], "an answer with status 200")
+
+    def load(self, name: str, folder: str) -> None:
+        """Load an adapter under a name."""
+        try:
+            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        except InputError as error:
+            needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, and sampler_folder that it can read"
+            raise InputError(error.field, error.value, f"{error.allowed}: vLLM needs {needs}") from None
+
+    def unload(self, name: str) -> None:
+        """Unload an adapter."""
+        self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def complete(self, requests: list[dict[str, Any]]) -> list[Row]:
+        """The ``n`` completions of each request in turn: ``prompt``, ``n``, ``seed`` and what is not neutral."""
+        pool = ThreadPoolExecutor(min(len(requests), CONNECTIONS))
+        try:
+            return [row for rows in pool.map(self._complete, requests) for row in rows]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _complete(self, request: dict[str, Any]) -> list[Row]:
+        text, n, field = self.post("/v1/completions", NEUTRAL | request), request["n"], f"sampler {self.address}"
+        try:
+            choices = sorted(_Answer.model_validate_json(text).choices, key=lambda choice: choice.index)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            allowed = f"{n} choices, each with token ids (vLLM >= 0.10.2) and log-probabilities ({reason})"
+            raise InputError(field, first["input"], allowed) from None
+        if [choice.index for choice in choices] != list(range(n)):
+            raise InputError(field, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}")
+        rows = []
+        for choice in choices:
+            if choice.prompt_token_ids not in (None, request["prompt"]):
+                allowed = "the prompt's tokens as they were sent"
+                raise InputError(field, f"prompt_token_ids {choice.prompt_token_ids}", allowed)
+            ids = choice.token_ids
+            if ids is None:  # written "token_id:5" beside the log-probabilities
+                written = [re.fullmatch(r"token_id:(\d+)", token) for token in choice.logprobs.tokens or [""]]
+                if not all(written):
+                    allowed = "a server with return_token_ids, as vLLM >= 0.10.2 has"
+                    raise InputError(field, "text without token ids", allowed)
+                ids = [int(number[1]) for number in written]
+            rows.append((ids, choice.logprobs.token_logprobs))
+        return rows
+
+
+def _address_of(text: str) -> str:
+    """The address of a server without a slash or ``/v1`` at its end; one with a password is refused, as logs show it.
+
+    >>> _address_of("http://127.0.0.1:8000/v1/")
+    'http://127.0.0.1:8000'
     """
-
-    name = "shared"
-
-    def _sample(
-        self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
-    ) -> Samples:
-        eos, alive, going = backbone.eos_token_ids, prompts.mask.new_ones(len(prompts), dtype=torch.bool), True
-        ids, masks, logps = [], [], []
-        with backbone.merged():
-            state = _shared_decoder(backbone, prompts)
-            for step in range(most):
-                if going:
-                    token, logp = draw(forbid_eos(state.logits(), None, step, least, eos), generator)
-                    check_logits(logp, alive)
-                    for values, value in zip((ids, masks, logps), (token, alive, logp), strict=True):
-                        values.append(value)
-                    alive = alive & ~is_eos(token, eos)
-                    going = bool(alive.any())
-                # As in `generate`: all processes of a sharded base take part in each pass.
-                if step + 1 == most or not backbone.anywhere(going):
-                    break
-                state.advance(backbone.embed(token))
-        mask = torch.stack(masks, 1).long()
-        return Samples(torch.stack(ids, 1), mask, torch.stack(logps, 1) * mask)
-
-
-def _shared_decoder(backbone: Backbone, prompts: PromptBatch) -> Decoder:
-    """A decoder with a row for each prompt that reads equal prompts in a row once."""
-    keys = torch.cat([prompts.ids * prompts.mask, prompts.mask], 1)
-    _, place = torch.unique_consecutive(keys, return_inverse=True, dim=0)
-    first = torch.cat([place.new_ones(1), place.diff()]).nonzero().squeeze(1)
-    state = Decoder(backbone, prompts[first])
-    if len(first) < len(prompts):
-        state.cache.batch_select_indices(place)
-        state.mask, state.last = prompts.mask, state.last[place]
-    return state
-
-
-def draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A token of each row's softmax by inverse transform [B], and its log-probability [B], from logits [B, V].
-
-    With weights ``w_v = exp(l_v)``, cumulative sums ``c`` of whole blocks of tokens and u uniform in [0, 1), the block
-    is the first with ``c > u C``, C the sum of all; what is left of u within the block then chooses the token in the
-    same way. Blocks, because a cumulative sum over the vocabulary takes three times as long as the weights do.
-    Log-probabilities are not finite where the logits are not.
-
-    >>> logits = torch.tensor([[0.0, float("-inf"), 0.0]]).expand(1000, 3)
-    >>> tokens, logps = draw(logits, torch.Generator().manual_seed(0))
-    >>> sorted(set(tokens.tolist())), round(float(logps[0].exp()), 6)
-    ([0, 2], 0.5)
-    """
-    batch, vocab = logits.shape
-    largest = logits.amax(-1, keepdim=True)
-    weights = (logits - largest).exp_()
-    if vocab % BLOCK:
-        weights = F.pad(weights, (0, -vocab % BLOCK))
-    blocks = weights.view(batch, -1, BLOCK)
-    sums = blocks.sum(-1).double()
-    ends = sums.cumsum(-1)
-    total = ends[:, -1:]
-    u = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=logits.device) * total
-    block = torch.searchsorted(ends, u, right=True).clamp(max=ends.shape[1] - 1)
-    size = sums.gather(1, block)
-    inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1).double().cumsum(-1)
-    rest = (u - ends.gather(1, block) + size) / size * inside[:, -1:]
-    token = (block * BLOCK + torch.searchsorted(inside, rest, right=True)).clamp(max=vocab - 1)
-    logp = logits.gather(-1, token) - largest - total.log().to(logits.dtype)
-    return token.squeeze(-1), logp.squeeze(-1)
+    try:
+        url = urlsplit(text)  # stricter than httpx.URL about ports and brackets
+        valid = url.scheme in ("http", "https") and url.hostname and url.port != 0 and "@" not in url.netloc
+        valid = valid and not (url.query or url.fragment) and text.isascii() and " " not in text and text.isprintable()
+    except ValueError:
+        valid = False
+    if not valid:
+        raise InputError("sampler", text, "own, shared, or the address of a server: http://host:port")
+    return text.rstrip("?#").rstrip("/").removesuffix("/v1")
 
 
 class _ServerSampler(Sampler):
-    """A server's completions (`grade.models.server`).
+    """A server's completions.
 
     For each step the adapter is saved to a folder of its own, in ``folder`` or else a temporary one, that the server
     can read under the same path; it is loaded under a new name, and the one before it is unloaded.
@@ -225,7 +281,7 @@ class _ServerSampler(Sampler):
 
     def __init__(self, address: str, timeout: float = 600.0, folder: str | Path | None = None) -> None:
         self.server = CompletionsServer(address, timeout)
-        self.name = self.server.address
+        super().__init__(self.server.address)
         self.folder = None if folder is None else Path(folder).absolute()
         self.model: str | None = None
         self._loaded: tuple[str, Path] | None = None
@@ -233,14 +289,12 @@ class _ServerSampler(Sampler):
     def publish(self, backbone: Backbone) -> str:  # noqa: D102
         # A name of its own each time: a server may keep what it has loaded under a name, or an earlier run its own.
         name = f"grade-{secrets.token_hex(8)}"
-        try:
+        with writing(str(self.folder), "sampler_folder"):
             if self.folder is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
             place = Path(tempfile.mkdtemp(prefix="grade-adapter-", dir=self.folder))
             place.chmod(0o755)  # the server may be another user's
             backbone.save_adapter(place)
-        except OSError as error:
-            raise InputError("sampler_folder", str(self.folder), f"a folder to write to ({error.strerror})") from None
         try:
             self.server.load(name, str(place))
         except InputError:
@@ -278,7 +332,39 @@ class _ServerSampler(Sampler):
             for start in range(0, count, COMPLETIONS):
                 n = min(COMPLETIONS, count - start)
                 requests.append({"prompt": prompt, "n": n, "seed": seed_of(generator)} | settings)
-        return _samples_of(self.name, self.server.complete(requests), backbone, most, least)
+        rows = [self._checked(row, backbone, most, least) for row in self.server.complete(requests)]
+        ids = [torch.tensor(tokens) for tokens, _ in rows]
+        columns = [ids, [torch.ones_like(tokens) for tokens in ids]]
+        columns.append([torch.tensor(values, dtype=wide(backbone.dtype)) for _, values in rows])
+        return Samples(*(pad_sequence(column, batch_first=True).to(backbone.device) for column in columns))
+
+    def _checked(self, row: Row, backbone: Backbone, most: int, least: int) -> Row:
+        """A completion that the policy could have written, cut after its first end-of-sequence token."""
+        (ids, logps), tokenizer, eos = row, backbone.tokenizer, backbone.eos_token_ids
+        known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
+        foreign = [token for token in ids if not 0 <= token < known]
+        end = next((n for n, token in enumerate(ids) if token in eos), None)
+        ends = ", ".join(map(str, sorted(eos))) or "none"
+        rules = (
+            (len(ids) != len(logps), f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token"),
+            (not 1 <= len(ids) <= most, f"{len(ids)} tokens", f"completions of 1 to {most} tokens"),
+            (foreign, (foreign or [None])[0], f"token ids of the policy's tokenizer, 0 to {known - 1}"),
+            (
+                end is not None and end < least,
+                f"an end-of-sequence after {end} tokens",
+                f"none before {least} tokens",
+            ),
+            (
+                end is None and len(ids) < most,
+                f"a completion that stops after {len(ids)} tokens",
+                f"{most} tokens, or an end-of-sequence of the policy ({ends})",
+            ),
+        )
+        for wrong, value, allowed in rules:
+            if wrong:
+                raise InputError(f"sampler {self.name}", value, allowed)
+        stop = len(ids) if end is None else end + 1
+        return ids[:stop], logps[:stop]
 
 
 def seed_of(generator: torch.Generator) -> int:
@@ -286,53 +372,9 @@ def seed_of(generator: torch.Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def _samples_of(name: str, rows: Sequence[Row], backbone: Backbone, most: int, least: int) -> Samples:
-    """Completions of another engine as tensors on the policy's device, cut after the first end-of-sequence token.
-
-    Raises:
-        InputError: For a completion that the policy could not have written in ``least`` to ``most`` tokens.
-    """
-    tokenizer, eos = backbone.tokenizer, set(backbone.eos_token_ids)
-    known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
-    kept = [_checked(name, row, known, eos, most, least) for row in rows]
-    shape = (len(kept), max(len(ids) for ids, _ in kept))
-    ids, mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    logps = torch.zeros(shape, dtype=wide(backbone.dtype))
-    for n, (tokens, values) in enumerate(kept):
-        ids[n, : len(tokens)], mask[n, : len(tokens)] = torch.tensor(tokens), 1
-        logps[n, : len(tokens)] = torch.tensor(values, dtype=logps.dtype)
-    return Samples(ids.to(backbone.device), mask.to(backbone.device), logps.to(backbone.device))
-
-
-def _checked(name: str, row: Row, known: int, eos: set[int], longest: int, shortest: int) -> Row:
-    ids, logps = row
-    field = f"sampler {name}"
-    if len(ids) != len(logps):
-        raise InputError(field, f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token")
-    if not 1 <= len(ids) <= longest:
-        raise InputError(field, f"{len(ids)} tokens", f"completions of 1 to {longest} tokens")
-    for token in ids:
-        if not 0 <= token < known:
-            raise InputError(field, token, f"token ids of the policy's tokenizer, 0 to {known - 1}")
-    end = next((n for n, token in enumerate(ids) if token in eos), None)
-    if end is not None and end < shortest:
-        raise InputError(field, f"an end-of-sequence after {end} tokens", f"none before {shortest} tokens")
-    if end is None and len(ids) < longest:
-        ends = ", ".join(map(str, sorted(eos))) or "none"
-        allowed = f"{longest} tokens, or an end-of-sequence of the policy ({ends})"
-        raise InputError(field, f"a completion that stops after {len(ids)} tokens", allowed)
-    stop = len(ids) if end is None else end + 1
-    return ids[:stop], logps[:stop]
-
-
-_LOCAL = {"own": OwnSampler, "shared": _SharedPrompts}
-LOCAL = tuple(_LOCAL)
-"""Samplers of this process."""
-
-
 def make_sampler(name: str, timeout: float = 600.0, folder: str | Path | None = None) -> Sampler:
     """The sampler of a name: own, shared, or a server's address with its time limit and the folder for adapters."""
-    return _LOCAL[name]() if name in _LOCAL else _ServerSampler(name, timeout, folder)
+    return Sampler(name) if name in LOCAL else _ServerSampler(name, timeout, folder)
 
 
 def known_sampler(name: str) -> str:

@@ -1,15 +1,13 @@
-"""Scores of given completions: log-probability, entropy, self-certainty and KL of every token, and hidden states.
+"""Given completions: log-probability and KL of every token, and hidden states.
 
-One teacher-forced pass, then the head in row chunks, so no [B, T, V] tensor exists. Used without gradient to score
-(old policy, reference, Intuitor's reward) and with gradient in a policy-gradient update. The scores of token t are
-those of the distribution that *predicts* it.
+One teacher-forced pass, then the head in row chunks (`grade.models.head`), so no [B, T, V] tensor exists. The scores of
+token t are those of the distribution that *predicts* it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,26 +15,9 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.models.backbone import Backbone
-from grade.models.head import entropy, kl_divergence, self_certainty, token_logps
+from grade.models.head import kl_divergence, token_logps
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import early_rows, is_eos
-
-Score = Literal["logps", "entropy", "self_certainty"]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The requested scores, each [B, T] in nats, 0 where masked; the others are None.
-
-    Attributes:
-        logps: Log-probability of each token.
-        entropy: Entropy of its distribution.
-        self_certainty: ``KL(U || p)`` of its distribution.
-    """
-
-    logps: Tensor | None = None
-    entropy: Tensor | None = None
-    self_certainty: Tensor | None = None
 
 
 def check_shapes(prompts: PromptBatch, ids: Tensor, mask: Tensor) -> None:
@@ -53,53 +34,31 @@ def predicting_hidden(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> 
     return backbone.hidden(backbone.embed(inputs), mask)[:, prompts.ids.shape[1] - 1 :]
 
 
-def score(
-    backbone: Backbone,
-    prompts: PromptBatch,
-    ids: Tensor,
-    mask: Tensor,
-    what: tuple[Score, ...] = ("logps",),
-    temperature: float = 1.0,
+def completion_logps(
+    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, temperature: float = 1.0,
     min_new_tokens: int = 0,
-) -> Scores:
-    """Score completions [B, T] under the policy (within `Backbone.reference`: under the base).
+) -> Tensor:  # fmt: skip
+    """Log-probability of each token of completions [B, T] in nats, 0 where masked; from one pass of the policy.
 
-    Each score takes a pass over the head, and has a gradient where grad mode is on. Of ``softmax(logits / t)`` at
-    sampling temperature t; before ``min_new_tokens`` tokens, log-probabilities are those of the distribution without
-    end-of-sequence, as in sampling. Entropy and self-certainty always use the whole distribution.
-
-    Raises:
-        ValueError: If shapes do not fit.
-        InputError: If the temperature is not positive, or a completion ends too early.
+    Within `Backbone.reference` the base's. With a gradient where grad mode is on. Of ``softmax(logits / t)`` at
+    sampling temperature t; before ``min_new_tokens`` tokens, of the distribution without end-of-sequence, as sampled.
     """
     check_shapes(prompts, ids, mask)
     if not 0 < temperature < float("inf"):
         raise InputError("temperature", temperature, "a finite number above 0")
     hidden = predicting_hidden(backbone, prompts, ids)
-    return score_hidden(backbone, hidden, ids, mask, what, temperature, min_new_tokens)
+    return hidden_logps(backbone, hidden, ids, mask, temperature, min_new_tokens)
 
 
-def score_hidden(
-    backbone: Backbone,
-    hidden: Tensor,
-    ids: Tensor,
-    mask: Tensor,
-    what: tuple[Score, ...],
-    temperature: float = 1.0,
-    min_new_tokens: int = 0,
-) -> Scores:
-    """`score` from the hidden states [B, T, D] of `predicting_hidden`."""
-    hidden, eos, scores = hidden.flatten(0, 1), backbone.eos_token_ids, {}
-    if "logps" in what:
-        early = early_rows(mask, min_new_tokens)
-        if early is not None and (is_eos(ids, eos) & early.view(ids.shape) & mask.bool()).any():
-            raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
-        scores["logps"] = token_logps(backbone.head, hidden, ids.flatten(), temperature, eos, early)
-    if "entropy" in what:
-        scores["entropy"] = entropy(backbone.head, hidden, temperature)
-    if "self_certainty" in what:
-        scores["self_certainty"] = self_certainty(backbone.head, hidden, temperature)
-    return Scores(**{name: values.view(mask.shape) * mask for name, values in scores.items()})
+def hidden_logps(
+    backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0, min_new_tokens: int = 0
+) -> Tensor:
+    """`completion_logps` from the hidden states [B, T, D] of `predicting_hidden`."""
+    eos, early = backbone.eos_token_ids, early_rows(mask, min_new_tokens)
+    if early is not None and (is_eos(ids, eos) & early.view(ids.shape) & mask.bool()).any():
+        raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
+    logps = token_logps(backbone.head, hidden.flatten(0, 1), ids.flatten(), temperature, eos, early)
+    return logps.view(mask.shape) * mask
 
 
 def token_kl(backbone: Backbone, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ from grade.models.adapter import check_saved, write_fingerprint
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.samplers import make_sampler, seed_of
 from grade.models.sampling import check_length
-from grade.models.scoring import score
+from grade.models.scoring import completion_logps
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
@@ -318,7 +318,7 @@ class GradeTrainer(Trainer):
         samples = self.sampler.sample(self.backbone, prompts, most, own, least)
         seconds = time.perf_counter() - start
         with torch.no_grad():
-            logps = score(self.backbone, prompts, samples.ids, samples.mask, min_new_tokens=least).logps
+            logps = completion_logps(self.backbone, prompts, samples.ids, samples.mask, min_new_tokens=least)
         policies = samples.mismatch(logps)
         policies.check(args.sampler_max_difference, self.sampler.name)
         figures = {"mean_ratio": policies.mean_ratio, "largest_difference": policies.largest_difference,

@@ -153,9 +153,9 @@ def test_streamed_gradients_are_those_of_one_graph(microbatch):
     parameters = trained_parameters(backbone)
     for n in range(3):
         many = PromptBatch(samples.prompts.ids[[n] * 4], samples.prompts.mask[[n] * 4])
-        from grade.models.scoring import score
+        from grade.models.scoring import completion_logps
 
-        s = score(backbone, many, samples.ids[n], samples.mask[n]).logps.sum(1)
+        s = completion_logps(backbone, many, samples.ids[n], samples.mask[n]).sum(1)
         for weights, got in zip((c, other), estimate, strict=True):
             grads = torch.autograd.grad((weights[n] * s).sum(), parameters, retain_graph=True)
             torch.testing.assert_close(got[n], torch.cat([g.flatten() for g in grads]))

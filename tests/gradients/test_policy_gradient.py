@@ -14,9 +14,9 @@ from grade.gradients import losses
 from grade.gradients.methods import GROUPED, MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
-from grade.models.head import CHUNK_ROWS
+from grade.models.head import CHUNK_ROWS, self_certainty
 from grade.models.prompts import PromptBatch
-from grade.models.scoring import predicting_hidden, score, sequence_kl
+from grade.models.scoring import completion_logps, predicting_hidden, sequence_kl
 from grade.training.config import TrainConfig
 
 BETA, T = 0.3, 2
@@ -239,7 +239,7 @@ def test_whitening_keeps_the_balance_of_reward_and_kl():
         backbone.zero_grad(set_to_none=True)
         own.step([batch], objective(), StepContext(1, lambda: None))
         found[whiten] = gradient(backbone)
-    logps = score(backbone, batch.prompts, batch.ids, batch.mask).logps
+    logps = completion_logps(backbone, batch.prompts, batch.ids, batch.mask)
     reward = objective().score(backbone, batch.prompts, batch.ids, batch.mask)
     kl = sequence_kl(backbone, batch.prompts, batch.ids, batch.mask).detach()
     rewards = losses.token_rewards(reward, kl, batch.mask, BETA)
@@ -255,7 +255,8 @@ def test_self_certainty_as_the_reward():
     own = learner(backbone, "grpo", max_completion_length=5, self_certainty_reward=True)
     batch = sampled(backbone, own, 2)
     (step,) = own.step([batch], objective(), StepContext(1, lambda: None))
-    want = score(backbone, batch.prompts, batch.ids, batch.mask, ("self_certainty",)).self_certainty
+    want = self_certainty(backbone.head, predicting_hidden(backbone, batch.prompts, batch.ids).flatten(0, 1))
+    want = want.view(batch.mask.shape) * batch.mask
     torch.testing.assert_close(step.reward, (want.sum(1) / batch.mask.sum(1)).detach())
 
 
@@ -268,7 +269,7 @@ def test_the_running_baseline_is_of_earlier_steps_only():
         (step,) = own.step([sampled(backbone, own)], objective(), StepContext(1, lambda: None))
         found.append(gradient(backbone))
     assert own.means == [pytest.approx(-float(step.loss))] * 2
-    logps = score(backbone, *(lambda c: (c.prompts, c.ids, c.mask))(sampled(backbone, own))).logps
+    logps = completion_logps(backbone, *(lambda c: (c.prompts, c.ids, c.mask))(sampled(backbone, own)))
     shift = flat_grad(own.means[0] * logps.sum(1).mean(), backbone)
     torch.testing.assert_close(found[1] - found[0], shift)
 
@@ -280,12 +281,12 @@ def test_min_new_tokens_scores_what_was_sampled():
     logits = backbone.head(predicting_hidden(backbone, batch.prompts, batch.ids))
     logits[:, :3, 1] = -torch.inf
     want = logits.log_softmax(-1).gather(2, batch.ids.unsqueeze(2)).squeeze(2) * batch.mask
-    got = score(backbone, batch.prompts, batch.ids, batch.mask, min_new_tokens=3).logps
+    got = completion_logps(backbone, batch.prompts, batch.ids, batch.mask, min_new_tokens=3)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(flat_grad(got.sum(), backbone), flat_grad(want.sum(), backbone))
     ended = torch.ones_like(batch.ids)  # end-of-sequence at once
     with pytest.raises(InputError, match="one that ends early.*at least min_new_tokens = 3"):
-        score(backbone, batch.prompts, ended, batch.mask, min_new_tokens=3)
+        completion_logps(backbone, batch.prompts, ended, batch.mask, min_new_tokens=3)
 
 
 @pytest.mark.parametrize("method", ["rloo", "ppo"])

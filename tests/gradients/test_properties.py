@@ -26,7 +26,7 @@ from grade.gradients.unrolled import unrolled
 from grade.models import sampling
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, generate
-from grade.models.scoring import score, sequence_kl
+from grade.models.scoring import completion_logps, sequence_kl
 
 T, BETA = 4, 0.3
 ENDS = torch.tensor(EOS)
@@ -128,12 +128,11 @@ def assert_same_rows(values, alone):
 @given(groups(least=1), paddings(), st.sampled_from([(1.0, 0), (0.7, 1)]))
 def test_scores_and_kl_of_a_padded_batch_are_those_of_each_row_alone(rows, padding, how):
     temperature, least = how
-    all_scores = ("logps", "entropy", "self_certainty")
 
+    @torch.no_grad()
     def values(c):
-        with torch.no_grad():
-            scores = score(policy(), c.prompts, c.ids, c.mask, all_scores, temperature, least)
-        return [*(getattr(scores, name) for name in all_scores), sequence_kl(policy(), c.prompts, c.ids, c.mask)]
+        logps = completion_logps(policy(), c.prompts, c.ids, c.mask, temperature, least)
+        return [logps, sequence_kl(policy(), c.prompts, c.ids, c.mask)]
 
     alone = zip(*(values(batch(row)) for row in rows), strict=True)
     for together, each in zip(values(batch(flat(rows), **padding)), alone, strict=True):
@@ -157,7 +156,7 @@ def test_sampling_on_the_cache_has_the_log_probabilities_that_scoring_has(rows, 
             want = logits(batch(row))[0]
             assert_equal(got[: len(want)], want)
     logps = together.gather(2, c.ids.unsqueeze(2)).squeeze(2) * c.mask
-    assert_equal(logps, score(policy(), c.prompts, c.ids, c.mask).logps.detach())
+    assert_equal(logps, completion_logps(policy(), c.prompts, c.ids, c.mask).detach())
 
 
 def learned(microbatches, config):

@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from grade.errors import InputError
 from grade.models.head import Head
 from grade.models.prompts import PromptBatch
-from grade.models.samplers import BLOCK, Mismatch, Samples, draw, make_sampler
-from grade.models.sampling import forbid_eos
-from grade.models.scoring import score
-from grade.models.server import CompletionsServer
+from grade.models.samplers import CompletionsServer, Mismatch, Samples, make_sampler
+from grade.models.sampling import BLOCK, draw, forbid_eos
+from grade.models.scoring import completion_logps
 from grade.stats import chi_square
 
 NAMES = ("own", "shared", "server")
@@ -106,7 +105,7 @@ def test_log_probabilities_are_those_of_the_tokens(name, served):
     samples = the(name, served).sample(backbone, prompts, 8, generator(), 3)
     assert samples.ids.shape == samples.mask.shape == samples.logps.shape and samples.mask.sum(1).min() >= 4
     assert samples.mask.sum(1).min() < 8  # some end
-    own = score(backbone, prompts, samples.ids, samples.mask, min_new_tokens=3).logps.detach()
+    own = completion_logps(backbone, prompts, samples.ids, samples.mask, min_new_tokens=3).detach()
     # float32 in another order of sums.
     torch.testing.assert_close(samples.logps.float(), own, atol=1e-5, rtol=1e-5)
     found = samples.mismatch(own)
@@ -138,7 +137,7 @@ def test_shared_prompts_are_read_once_and_copied(served):
     finally:
         del backbone.decode
     assert rows == [(3, 6), (6, 1), (6, 1), (6, 1)]
-    own = score(backbone, prompts, samples.ids, samples.mask, min_new_tokens=4).logps
+    own = completion_logps(backbone, prompts, samples.ids, samples.mask, min_new_tokens=4)
     torch.testing.assert_close(samples.logps, own.detach(), atol=1e-5, rtol=1e-5)  # float32 in another order of sums
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from grade.errors import InputError
 from grade.models.noise import gumbel_noise
 from grade.models.sampling import generate, skinny_products
-from grade.models.scoring import predicting_hidden, score
+from grade.models.scoring import completion_logps, predicting_hidden
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
@@ -117,9 +117,9 @@ def test_a_completion_may_end_right_after_the_least_length(backbone, least):
     ids, mask = generate(backbone, prompts, 8, ending, min_new_tokens=least)
     assert mask.sum(1).tolist() == [least + 1] * 3  # with the end itself
     assert torch.isin(ids[:, least], torch.tensor(EOS)).all()
-    logps = score(backbone, prompts, ids, mask, min_new_tokens=least).logps
-    free = score(backbone, prompts, ids, mask).logps
+    logps = completion_logps(backbone, prompts, ids, mask, min_new_tokens=least)
+    free = completion_logps(backbone, prompts, ids, mask)
     assert torch.equal(logps[:, least], free[:, least])  # nothing is forbidden there
     assert (logps[:, :least] > free[:, :least]).all()  # the others share what the end would have had
     with pytest.raises(InputError, match=f"at least min_new_tokens = {least + 1}"):
-        score(backbone, prompts, ids, mask, min_new_tokens=least + 1)
+        completion_logps(backbone, prompts, ids, mask, min_new_tokens=least + 1)

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from grade.errors import InputError
 from grade.experiments.intuitor.measure.study import chunked_over_vocabulary
 from grade.experiments.traced import saved_bytes
-from grade.models.head import CHUNK_ROWS, Head, certainty_of_logits, self_certainty
+from grade.models.head import CHUNK_ROWS, Head, certainty_of_logits, entropy, self_certainty
 from grade.models.sampling import generate
-from grade.models.scoring import completion_certainty, completion_states, pool, predicting_hidden, score
-
-WHAT = ("logps", "entropy", "self_certainty")
+from grade.models.scoring import completion_certainty, completion_logps, completion_states, pool, predicting_hidden
 
 
 def completions(batch=3, new=4):
@@ -38,16 +36,16 @@ def dense(backbone, prompts, ids):
 def test_scores_are_those_of_the_distribution_that_predicts_the_token(temperature):
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions()
     logp = (dense(backbone, prompts, ids) / temperature).log_softmax(-1)
-    want = {
-        "logps": logp.gather(2, ids.unsqueeze(2)).squeeze(2),
-        "entropy": -(logp.exp() * logp).sum(-1),
-        "self_certainty": -logp.mean(-1) - torch.tensor(float(VOCAB), dtype=logp.dtype).log(),
-    }
+    hidden = predicting_hidden(backbone, prompts, ids).flatten(0, 1)
+    cases = (
+        (completion_logps(backbone, prompts, ids, mask, temperature), logp.gather(2, ids.unsqueeze(2)).squeeze(2)),
+        (entropy(backbone.head, hidden, temperature).view(mask.shape) * mask, -(logp.exp() * logp).sum(-1)),
+        (self_certainty(backbone.head, hidden, temperature).view(mask.shape) * mask, -logp.mean(-1) - math.log(VOCAB)),
+    )
     parameters = backbone.trainable_parameters()
-    for name in WHAT:
-        got = getattr(score(backbone, prompts, ids, mask, (name,), temperature), name)
-        torch.testing.assert_close(got, want[name] * mask)
-        grads = [torch.autograd.grad((x * mask).sum(), parameters, retain_graph=True) for x in (got, want[name])]
+    for got, want in cases:
+        torch.testing.assert_close(got, want * mask)
+        grads = [torch.autograd.grad((x * mask).sum(), parameters, retain_graph=True) for x in (got, want)]
         torch.testing.assert_close(*grads)
 
 
@@ -67,7 +65,7 @@ def test_the_first_token_is_predicted_by_the_last_of_the_prompt():
 def test_what_does_not_fit_is_refused(batch, temperature, error, named):
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions(batch)
     with pytest.raises(error, match=named):
-        score(backbone, prompts, ids, mask, temperature=temperature)
+        completion_logps(backbone, prompts, ids, mask, temperature=temperature)
 
 
 def a_head(vocab=50, dim=6, softcap=None, dtype=torch.float64):

@@ -33,7 +33,7 @@ from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, generate, skinny_products
-from grade.models.scoring import score
+from grade.models.scoring import completion_logps
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BOUND = 1e-8
@@ -272,7 +272,7 @@ def _examine(kind: str, dtype: torch.dtype) -> Row:
     want = _oracle(backbone, prompts, completions)
     got = (
         _decoded(backbone, prompts, completions),
-        score(backbone, prompts, completions, completions**0).logps.detach(),
+        completion_logps(backbone, prompts, completions, completions**0).detach(),
     )
     return Row(kind, max(float((values.detach() - want).abs().max()) for values in got))
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from grade.gradients.policy_gradient import Completions, StepContext
 from grade.gradients.replay import replay
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.samplers import OwnSampler, Sampler, seed_of
+from grade.models.samplers import Sampler, make_sampler, seed_of
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig
 from grade.training.run import train
@@ -125,7 +124,7 @@ def test_a_step_is_the_methods_gradient_of_those_completions(method, microbatche
     """Of all of its microbatches, however many the batch is divided into."""
     plain = dict(optim="sgd", learning_rate=0.5, max_grad_norm=0.0, max_steps=1, lr_scheduler_type="constant")
     plain["gradient_accumulation_steps"] = microbatches
-    made, other = (trainer(base, tmp_path, method, Recorded(OwnSampler()), **plain) for _ in range(2))
+    made, other = (trainer(base, tmp_path, method, Recorded(make_sampler("own")), **plain) for _ in range(2))
     start = adapter(made)
     made.train()
     gradient = by_hand(other, made.sampler.kept)
@@ -145,7 +144,7 @@ def test_distilled_learns_from_given_completions_what_it_learns_from_its_own(bas
             generator = torch.Generator().manual_seed(step)
             microbatch = (prompts, generator)
             if given:
-                samples = OwnSampler().sample(made.backbone, prompts.repeat(2), 5, generator, 1)
+                samples = make_sampler("own").sample(made.backbone, prompts.repeat(2), 5, generator, 1)
                 microbatch = Completions(prompts.repeat(2), samples.ids, samples.mask)
             learner.step([microbatch], made.objective, StepContext(1, lambda: None))
         gradients.append(torch.cat([p.grad.flatten() for p in made.backbone.trainable_parameters()]))
@@ -208,14 +207,15 @@ def test_another_policy_is_refused_and_nothing_is_updated(base, server, tmp_path
 def test_importance_weights_reach_the_gradient(base, tmp_path):
     """The trainer's weights are those of the two policies' log-probabilities; here a sampler that reports others."""
 
-    class Off(OwnSampler):
+    class Off(Sampler):
         def sample(self, *args):
             samples = super().sample(*args)
             shift = torch.linspace(-0.4, 0.3, samples.logps.shape[1])
-            return replace(samples, logps=(samples.logps + shift) * samples.mask)
+            return samples._replace(logps=(samples.logps + shift) * samples.mask)
 
     for level in ("token", "sequence"):
-        made = trainer(base, tmp_path, "rloo", Recorded(Off()), importance_sampling=level, importance_sampling_cap=1.2)
+        importance = dict(importance_sampling=level, importance_sampling_cap=1.2)
+        made = trainer(base, tmp_path, "rloo", Recorded(Off("own")), **importance)
         seen = []
         made.learner.step = lambda given, *rest, seen=seen, step=made.learner.step: (
             seen.extend(given), step(given, *rest)

@@ -51,7 +51,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
 from grade.models.sampling import early_rows
-from grade.models.scoring import completion_states, predicting_hidden, score_hidden, token_kl
+from grade.models.scoring import completion_states, hidden_logps, predicting_hidden, token_kl
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class DistilledGradient(Learner):
         whole, backbone, group = sample.seen, self.backbone, self.config.group
         seen, mask = whole[rows], whole.mask[rows]
         least = self.config.min_completion_length
-        logps = score_hidden(backbone, hidden, seen.ids, mask, ("logps",), min_new_tokens=least).logps
+        logps = hidden_logps(backbone, hidden, seen.ids, mask, min_new_tokens=least)
         kl = token_kl(backbone, hidden, seen.states.predicting, mask)
         returns = penalised(sample.reward[rows], kl, mask, objective.beta).detach()
         returns = returns.unsqueeze(1).expand(mask.shape)

@@ -40,7 +40,7 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph
 from grade.gradients.rollout import condition
 from grade.models.head import wide
-from grade.models.scoring import score_hidden
+from grade.models.scoring import hidden_logps
 from grade.stats import Interval
 
 SKETCH = 2**15
@@ -179,8 +179,7 @@ class Batches:
         advantages, _ = gae(reward, values, seen.mask, 1.0, GAE_LAMBDA)
         leaf = graph.h.detach().requires_grad_()
         with torch.enable_grad():
-            logps = score_hidden(self.subject.backbone, leaf, seen.ids, seen.mask, ("logps",), 1.0,
-                                 self.subject.min_length).logps  # fmt: skip
+            logps = hidden_logps(self.subject.backbone, leaf, seen.ids, seen.mask, 1.0, self.subject.min_length)
             v = torch.autograd.grad((advantages.detach() * logps).sum(1).mean(), leaf)[0]
         return graph.parameter_gradient(v)
 

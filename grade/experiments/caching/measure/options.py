@@ -25,7 +25,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import token_logps
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
-from grade.models.scoring import predicting_hidden, score
+from grade.models.scoring import completion_logps, predicting_hidden
 
 Option = Literal["selected", "clone", "activations", "dual", "hybrid", "stored"]
 OPTIONS: dict[Option, str] = {
@@ -79,7 +79,7 @@ def update(
         with phase(tracker, "reference"):
             ref, held = _reference(backbone, prompts, ids, option, stored)
         with backbone.checkpointed_layers(option in ("hybrid", "stored")):
-            new = score(backbone, prompts, ids, mask).logps
+            new = completion_logps(backbone, prompts, ids, mask)
     k3 = (ref - new).exp() - (ref - new) - 1
     (kl_coef * k3 - new).mean().backward()
     del held  # what the option keeps, it keeps until here
@@ -105,7 +105,7 @@ def _reference(backbone: Backbone, prompts: PromptBatch, ids: Tensor, option: Op
             selected = token_logps(backbone.head, hidden.flatten(0, 1), ids.flatten()).view(ids.shape)
         return selected, hidden
     with torch.no_grad(), backbone.reference():
-        return score(backbone, prompts, ids, torch.ones_like(ids)).logps, None
+        return completion_logps(backbone, prompts, ids, torch.ones_like(ids)), None
 
 
 def _both(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def compare_options(
     ``grad_rel_diff`` against the option ``selected``.
     """
     with torch.no_grad(), backbone.reference():
-        stored = score(backbone, prompts, ids, torch.ones_like(ids)).logps
+        stored = completion_logps(backbone, prompts, ids, torch.ones_like(ids))
     parameters, rows, expected = backbone.trainable_parameters(), [], None
     for option in progress(["selected", *[o for o in OPTIONS if o != "selected"]], "options"):
         times = []
@@ -218,9 +218,9 @@ def reference_that_keeps_its_adapter(backbone: Backbone, prompts: PromptBatch, i
     ``kl_to_base`` and ``kl_to_itself``: mean k3 estimates in nats per token.
     """
     mask = torch.ones_like(ids)
-    new, itself = (score(backbone, prompts, ids, mask).logps for _ in range(2))
+    new, itself = (completion_logps(backbone, prompts, ids, mask) for _ in range(2))
     with backbone.reference():
-        base = score(backbone, prompts, ids, mask).logps
+        base = completion_logps(backbone, prompts, ids, mask)
     return {
         name: float(((ref - new).exp() - (ref - new) - 1).mean())
         for name, ref in (("kl_to_base", base), ("kl_to_itself", itself))

@@ -16,7 +16,7 @@ from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
-from grade.models.scoring import score
+from grade.models.scoring import completion_logps
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
@@ -56,7 +56,7 @@ def reference_nats(
         prompts = encode_prompts(backbone.tokenizer, chunk, max_prompt_tokens).to(backbone.device)
         ids, mask = generate(backbone, prompts, max_new_tokens, generator, min_new_tokens=min_new_tokens)
         with backbone.reference():
-            logps = score(backbone, prompts, ids, mask).logps
+            logps = completion_logps(backbone, prompts, ids, mask)
         nats.append(-logps.sum(-1).double().cpu())
         tokens.append(mask.sum(-1).double().cpu())
     return torch.cat(nats).numpy(), torch.cat(tokens).numpy()

@@ -24,7 +24,7 @@ from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone, load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.models.samplers import LOCAL, Sampler, make_sampler
-from grade.models.scoring import predicting_hidden, score
+from grade.models.scoring import completion_logps, predicting_hidden
 from grade.stats import chi_square, interval, paired
 from grade.training.config import TrainConfig
 from grade.training.load import load_task
@@ -69,7 +69,7 @@ def law_table(
             samples = sampler.sample(backbone, prompts, 2, generator)
             counts += np.bincount(samples.ids[:, 1][samples.mask[:, 1].bool()].numpy(), minlength=len(expected))
             with torch.no_grad():
-                logps = score(backbone, prompts, samples.ids, samples.mask).logps
+                logps = completion_logps(backbone, prompts, samples.ids, samples.mask)
             mismatches.append(samples.mismatch(logps))
         sampler.close()
         ratio, largest = np.mean([f.mean_ratio for f in mismatches]), max(f.largest_difference for f in mismatches)
