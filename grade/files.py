@@ -6,6 +6,8 @@ not maintained and knows no folders.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,6 +21,7 @@ from filelock import FileLock, Timeout
 from grade.errors import InputError, file_error, is_file_error
 
 OPTION = "--output-dir"
+MANIFEST = "manifest.json"
 LOCK, _STAGING = ".lock", ".staging"
 _KEPT = ("lost+found", ".gitignore", ".gitkeep")
 """Names that a file system or git puts into empty folders; they stay where they are."""
@@ -57,6 +60,41 @@ def write_text(path: str | Path, text: str) -> None:
     """Replace a file's content in one step; see `atomic`."""
     with atomic(path) as staging:
         staging.write_text(text, encoding="utf-8", newline="")
+
+
+def write_manifest(folder: Path) -> None:
+    """Write down size and SHA-256 of a folder's files, except texts for people (``.md``): its last file."""
+    names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".md"]
+    content = {name: _size_and_sha256(folder / name) for name in names if name != MANIFEST}
+    write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def damaged_file(folder: Path) -> str | None:
+    """The first file of a folder that is not what its manifest says, or the manifest itself; None: all are whole."""
+    try:
+        content = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return MANIFEST
+    for name, about in content.items():
+        if _size_and_sha256(folder / name) != about:
+            return name
+    return None if content else MANIFEST
+
+
+def check_whole(folder: Path, field: str) -> None:
+    """Reject a folder with a file that is not what its manifest says; one without a manifest was written by others."""
+    if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder)):
+        raise InputError(field, str(folder), f"a folder that is what its {MANIFEST} says; {damaged} is damaged")
+
+
+def sha256_of(path: Path) -> str:
+    """A file's hash, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size_and_sha256(path: Path) -> list[int | str]:
+    return [path.stat().st_size, sha256_of(path)] if path.is_file() else []
 
 
 def remove(path: Path) -> None:

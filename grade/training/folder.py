@@ -1,42 +1,38 @@
 """A run's folder: one run at a time, what it was started with, whether it may be continued, its checkpoints.
 
-A checkpoint is whole or not there: written in a folder beside it and renamed, renamed before it is removed.
+A checkpoint is a folder with a manifest, which is written last; what a kill or a damaged disk left is passed over.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import uuid
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
 from transformers.trainer_utils import sort_checkpoints
 
 import grade
-from grade.errors import InputError, file_error, reading, require_file
-from grade.files import LOCK, claimed, write_text, writing
+from grade.errors import InputError, file_error
+from grade.files import LOCK, MANIFEST, claimed, damaged_file, sha256_of, write_text, writing
 from grade.training.config import TrainConfig
 
+logger = logging.getLogger(__name__)
+
 RUN_FILE, RESULTS_FILE, OPTIMIZER_FILE = "run.json", "metrics.json", "optimizer.pt"
-PARTIAL = ".partial"
-"""Where a checkpoint is written."""
-_OLD = ".old"
 Resume = Literal["no", "yes", "auto"]
 
 _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base_name", "samples", "log_completions",
          "dataloader_num_workers", "ddp_timeout", "eval_on_start", "local_rank")  # fmt: skip
 _FREE_PREFIXES = ("save_", "hub_", "push_", "log_", "trackio_")
 """Settings that change no result."""
-_HASHED_BYTES = 2**20
 _SIGNS = ("run.json", "history.csv")
 """One of these is in every folder that a run has begun or finished in."""
 _REPLACED = ("adapter", "checkpoint-*", "checkpoints", "completions", "README.md")
@@ -72,8 +68,8 @@ class RunFolder:
         Nothing is changed yet, see `begin`. An interrupted run is continued by ``resume`` (yes: the same settings and
         data; auto: also the same code, or else it starts over) and replaced by ``overwrite``; otherwise it is an error.
         """
-        clean(self.path)
-        now, before, checkpoint = about(self.config), self._read(), last_checkpoint(self.path)
+        self.about = now = _about(self.config)
+        before, checkpoint = self._read(), last_checkpoint(self.path)
         # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
         finished = bool(before.get("finished")) and (self.path / RESULTS_FILE).is_file()
         if not before or checkpoint is None and not finished:  # nothing was trained: a bad start may be mended
@@ -98,9 +94,9 @@ class RunFolder:
     def begin(self) -> None:
         """Remove an earlier run's checkpoints, and note what this run is: once its inputs are known to be good."""
         with writing(self.path, "output_dir"):
-            while (checkpoint := last_checkpoint(self.path)) is not None:
-                discard(checkpoint)
-            self._write(about(self.config) | {"id": uuid.uuid4().hex[:12]})
+            for checkpoint in sort_checkpoints(str(self.path)):
+                shutil.rmtree(checkpoint)
+            self._write(self.about | {"id": uuid.uuid4().hex[:12]})
 
     def forget(self) -> None:
         """Remove the note on a run that ended before it wrote anything else, such as one whose reward fails at once."""
@@ -140,40 +136,18 @@ def not_written(output_dir: str | Path, error: Exception) -> InputError:
     return InputError("output_dir", str(output_dir), allowed)
 
 
-def clean(output_dir: str | Path) -> None:
-    """Remove what a killed run left half written."""
-    for name in (PARTIAL, _OLD):
-        shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
-
-
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a run, if there is one."""
-    folders = sort_checkpoints(str(output_dir)) if Path(output_dir).is_dir() else []
-    return Path(folders[-1]) if folders else None
+    """The newest whole checkpoint of a run, if there is one; damaged ones are passed over with a warning."""
+    for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
+        damaged = damaged_file(folder)
+        if damaged is None:
+            return folder
+        if damaged != MANIFEST:  # a checkpoint without one was never finished
+            logger.warning(f"{folder / damaged} is damaged: {folder.name} is not used")
+    return None
 
 
-def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, if it is there: renamed first, so that nobody sees half of one."""
-    if checkpoint.exists():
-        old = checkpoint.with_name(_OLD)
-        os.replace(checkpoint, old)
-        shutil.rmtree(old)
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
-    """Load the saved ``state_dict`` of an adapter's optimizer, without executing code from the file."""
-    with reading("optimizer state", path, "AdamW's state_dict for this adapter"):
-        with warnings.catch_warnings():  # of a pickle that torch did not write, which is refused
-            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
-            optimizer.load_state_dict(torch.load(require_file(path), weights_only=True))
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                for name, value in optimizer.state.get(p, {}).items():
-                    if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
-                        raise ValueError(f"{name} of shape {list(value.shape)} for {list(p.shape)}")
-
-
-def about(config: TrainConfig) -> dict[str, Any]:
+def _about(config: TrainConfig) -> dict[str, Any]:
     """Settings that decide a run's result, and hashes of its inputs and of this package's code."""
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
@@ -215,15 +189,5 @@ def _fingerprint(spec: str) -> str:
 
 
 def _digest(files: list[Path], root: Path) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(root) if file != root else ''} {size}\n".encode())
-        with open(file, "rb") as content:
-            if size <= 64 * _HASHED_BYTES:
-                digest.update(content.read())
-            else:  # weights of gigabytes: beginning and end
-                digest.update(content.read(_HASHED_BYTES))
-                content.seek(-_HASHED_BYTES, 2)
-                digest.update(content.read())
-    return digest.hexdigest()
+    content = [f"{file.relative_to(root) if file != root else ''} {sha256_of(file)}\n" for file in files]
+    return hashlib.sha256("".join(content).encode()).hexdigest()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from grade.errors import InputError, reading
-from grade.files import claimed
+from grade.files import check_whole, claimed
 from grade.models.adapter import ADAPTER_FILES, load_adapter
 from grade.models.backbone import DTYPES, errors_only
 from grade.models.compatibility import check_loaded
@@ -31,6 +31,7 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> t
     if dtype is not None and dtype not in DTYPES:
         raise InputError("dtype", dtype, ", ".join(DTYPES))
     adapter = _adapter_folder(Path(source))
+    check_whole(adapter, "adapter")
     with reading("adapter", adapter, "a folder whose adapter_config.json names its base"):
         base = json.loads((adapter / ADAPTER_FILES[0]).read_text(encoding="utf-8"))["base_model_name_or_path"]
     allowed = "a base to be named in adapter_config.json, by a Hugging Face id or a folder with safetensors weights"

@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, TrainerCallback
 
 from grade.errors import InputError
-from grade.files import atomic, write_text, writing
+from grade.files import MANIFEST, atomic, write_manifest, write_text, writing
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
@@ -179,13 +179,15 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
             task.backbone.save_adapter(adapter)
             if last is not None:
                 _copy(last, adapter, [OPTIMIZER_FILE])
+            write_manifest(adapter)
             card = _card(config, result, f"{name}/adapter", ".")  # over PEFT's empty one
             (adapter / "README.md").write_text(card, encoding="utf-8")
         with atomic(output / "checkpoints") as checkpoints:
             checkpoints.mkdir()
-            for earlier in sorted(set(output.glob("checkpoint-*")) - {last}):
+            for earlier in sorted({path.parent for path in output.glob(f"checkpoint-*/{MANIFEST}")} - {last}):
                 kept = checkpoints / f"step-{earlier.name.removeprefix('checkpoint-')}"
                 _copy(earlier, kept, [*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE])
+                write_manifest(kept)
         for file, timed in (("history.csv", False), ("timings.csv", True)):
             parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]
             write_history(output / file, parts)

@@ -17,7 +17,7 @@ noise there.
 
 A checkpoint is the Trainer's (adapter, optimizer, schedule, generators, ``trainer_state.json`` with the history) and
 what continues a run with the same bits: the learner's state, that of beta's controller, the seconds so far and the
-figures since the last row of the log. It is written beside its place and then renamed.
+figures since the last row of the log. Its manifest is written last.
 
 Left out: streaming datasets, training without an adapter.
 """
@@ -28,7 +28,6 @@ import copy
 import json
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -46,10 +45,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import TrainOutput, sort_checkpoints, speed_metrics
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints, speed_metrics
 
 from grade.errors import InputError, reading
-from grade.files import atomic, write_text
+from grade.files import atomic, check_whole, remove, write_manifest, write_text
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.losses import importance_weights
 from grade.gradients.methods import AUTO, DISTILLED, OPTIONS, RELAXED, reads
@@ -65,7 +64,7 @@ from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import PARTIAL, clean, discard, not_written
+from grade.training.folder import last_checkpoint, not_written
 from grade.training.kl_target import KLTarget
 from grade.training.load import make_policy, place
 from grade.training.logs import LogBuffer, token_table
@@ -164,7 +163,6 @@ class GradeTrainer(Trainer):
         self._pending: list[Microbatch] = []
         self._place, self._started, self.seconds = 0, 0.0, 0.0  # microbatch in the step, the step's start
         self._published = -1  # the step whose adapter the sampler has
-        self._staging: str | None = None
         super().__init__(
             model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
@@ -204,7 +202,7 @@ class GradeTrainer(Trainer):
         """Train, or continue.
 
         Args:
-            resume_from_checkpoint: A checkpoint's folder; True: the newest in ``output_dir``.
+            resume_from_checkpoint: A checkpoint's folder; True: the newest whole one in ``output_dir``.
             *args: As in ``Trainer.train``.
             **kwargs: As in ``Trainer.train``.
 
@@ -213,6 +211,8 @@ class GradeTrainer(Trainer):
         """
         if resume_from_checkpoint:
             self.args.eval_on_start = False  # its row is in the history
+        if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
+            resume_from_checkpoint = str(newest)
         self._place, self._published = 0, -1
         self._pending.clear()
         try:
@@ -463,43 +463,27 @@ class GradeTrainer(Trainer):
                 table.to_parquet(file, index=False)
 
     # ---- checkpoints ----
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._staging or super()._get_output_dir(trial)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        output, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
-        staging, saves = output / PARTIAL, self.args.should_save
+        args, output = self.args, Path(self.args.output_dir)
+        folder, limit = output / f"checkpoint-{self.state.global_step}", args.save_total_limit
+        args.save_total_limit = None  # older ones go once this one is whole
         try:
-            if saves:
-                clean(output)
-                staging.mkdir(parents=True)
+            if args.should_save:
+                remove(folder)  # of a run that was resumed from an earlier one
             self.accelerator.wait_for_everyone()
-            self._staging = str(staging)
             super()._save_checkpoint(model, trial)
-            if saves:
-                self._save_state(staging / name)
-                if self.state.best_global_step:  # by its final place: the Trainer has only seen the folder beside it
-                    self.state.best_model_checkpoint = str(output / f"checkpoint-{self.state.best_global_step}")
-                    self.state.save_to_json(str(staging / name / "trainer_state.json"))
+            if args.should_save:
+                self._save_state(folder)
             self.accelerator.wait_for_everyone()  # every process has written its generators
-            if saves:
-                discard(output / name)  # of a run that was resumed from an earlier one
-                os.replace(staging / name, output / name)
-                staging.rmdir()
-                self._rotate(output)
+            if args.should_save:
+                write_manifest(folder)
+                rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint)
         except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             raise not_written(output, error) from error
         finally:
-            self._staging = None
+            args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
-
-    def _rotate(self, output: Path) -> None:
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        folders = sort_checkpoints(str(output))
-        for folder in folders[:-limit] if limit and limit > 0 else []:
-            if folder != best:
-                discard(Path(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -519,6 +503,7 @@ class GradeTrainer(Trainer):
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_whole(Path(resume_from_checkpoint), "resume_from_checkpoint")
         check_saved(self.backbone.peft, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 

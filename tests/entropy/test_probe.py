@@ -7,6 +7,7 @@ import torch
 from conftest import make_backbone, make_prompts, tiny_config
 
 from grade.entropy.probe import EntropyProbe, ProbeConfig
+from grade.entropy.run import ProbeRunConfig, make_optimizer
 from grade.entropy.update import stepped
 from grade.errors import InputError
 from grade.experiments.enumeration import exact_change
@@ -253,3 +254,16 @@ def test_what_cannot_be_probed_is_refused_and_nothing_changes():
         group = "probe_config" if field == "block_size" else field
         with pytest.raises(InputError, match=field):
             settings(**{group: values})
+
+
+def test_an_optimizers_state_that_does_not_fit_is_one_line(tmp_path):
+    """torch takes one of another shape, and fails or broadcasts in the next step."""
+    probe = a_probe()
+    state = probe.optimizer.state_dict()
+    first = next(iter(state["state"].values()))
+    first["exp_avg"] = first["exp_avg"][:1]
+    for name, message in (("shape", "exp_avg of shape"), ("junk", "optimizer state: got")):
+        torch.save(state, tmp_path / "shape")
+        (tmp_path / "junk").write_bytes(b"not a checkpoint")
+        with pytest.raises(InputError, match=message):
+            make_optimizer(ProbeRunConfig(), probe.policy, tmp_path / name)

@@ -1,4 +1,4 @@
-"""A checkpoint's adapter: its base's fingerprint travels with it, and what does not fit does not resume."""
+"""What a checkpoint and a saved adapter hold is what was written, and belongs to its base."""
 
 import json
 import shutil
@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from grade.errors import InputError
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.models.backbone import Backbone
-from grade.training.folder import load_optimizer
-from grade.training.run import train
+from grade.training.folder import last_checkpoint
+from grade.training.load import load_task
+from grade.training.merge import merge
+from grade.training.run import run_training, train
 
 sys.path.insert(0, str(Path(__file__).parent))
 from runs import settings, toy_project  # noqa: E402
@@ -42,27 +43,6 @@ def test_every_saved_adapter_has_the_fingerprint_of_its_base_and_sorted_settings
         assert targets == sorted(targets) and len(targets) > 1
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\x80\x02."])
-def test_an_optimizers_state_that_cannot_be_read_is_one_line(tmp_path, content):
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
-    (tmp_path / "optimizer.pt").write_bytes(content)
-    with pytest.raises(InputError, match="optimizer state"):
-        load_optimizer(optimizer, tmp_path / "optimizer.pt")
-
-
-def test_an_optimizers_state_of_another_shape_is_refused(tmp_path):
-    """torch takes it, and fails or broadcasts in the next step."""
-    saved, other = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(n))]) for n in (2, 1))
-    saved.param_groups[0]["params"][0].grad = torch.ones(2)
-    saved.step()
-    torch.save(saved.state_dict(), tmp_path / "optimizer.pt")
-    with pytest.raises(InputError, match=r"exp_avg of shape \[2\] for \[1\]"):
-        load_optimizer(other, tmp_path / "optimizer.pt")
-    again = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
-    load_optimizer(again, tmp_path / "optimizer.pt")
-    assert again.state_dict()["state"][0]["exp_avg"].tolist() == saved.state_dict()["state"][0]["exp_avg"].tolist()
-
-
 def test_a_runs_adapter_does_not_go_on_another_base(run, tmp_path):
     folder, common = run
     backbone = Backbone.load(common["model"], adapter=folder / "adapter")
@@ -75,33 +55,70 @@ def test_a_runs_adapter_does_not_go_on_another_base(run, tmp_path):
         Backbone.load(tmp_path / "base", adapter=folder / "adapter")
 
 
-def lacking(folder):
-    tensors = load_file(folder / ADAPTER_FILES[1])
-    tensors.pop(min(tensors))
-    save_file(tensors, folder / ADAPTER_FILES[1])
+def flipped(file, other):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
-def another_base(folder):
-    prints = json.loads((folder / BASE_FILE).read_text())
-    (folder / BASE_FILE).write_text(json.dumps(dict.fromkeys(prints, "0")))
+def removed(file, other):
+    file.unlink()
 
 
-def pickled(folder):
-    torch.save(load_file(folder / ADAPTER_FILES[1]), folder / "adapter_model.bin")
-    (folder / ADAPTER_FILES[1]).unlink()
+def of_another_step(file, other):
+    shutil.copy2(other, file)
+
+
+def cut(file, other):
+    file.write_bytes(file.read_bytes()[:-1])
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
-    [(lacking, "it lacks .*lora_A"), (another_base, "a base with other weights"), (pickled, "is pickled")],
-)
-def test_a_checkpoint_that_does_not_fit_is_not_resumed(run, tmp_path, spoil, message):
+    ("name", "spoil"),
+    [
+        ("adapter_model.safetensors", flipped), ("optimizer.pt", flipped), ("scheduler.pt", removed),
+        ("scheduler.pt", of_another_step), ("trainer_state.json", of_another_step), ("rng_state.pth", flipped),
+        ("grade_state.json", cut), (BASE_FILE, cut), (ADAPTER_FILES[0], removed),
+    ],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_passed_over_and_its_file_is_named(run, tmp_path, caplog, name, spoil):
+    folder, _ = run
+    shutil.copytree(folder, tmp_path / "run")
+    spoil(tmp_path / "run" / "checkpoint-4" / name, folder / "checkpoint-2" / name)
+    assert last_checkpoint(tmp_path / "run").name == "checkpoint-2"
+    assert [f"checkpoint-4/{name} is damaged" in record.message for record in caplog.records] == [True]
+
+
+def test_a_run_goes_on_from_its_newest_whole_checkpoint_to_the_same_bits(run, tmp_path):
     folder, common = run
     shutil.copytree(folder, tmp_path / "run")
-    for name in ("adapter", "metrics.json", "checkpoints"):  # as if the run had died after step 2
-        path = tmp_path / "run" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    spoil(tmp_path / "run" / "checkpoint-2")
-    with pytest.raises(InputError, match=f"adapter: got .*{message}"):
-        train(settings("ste", common, tmp_path / "run"), silent, "yes")
+    damaged = tmp_path / "run" / "checkpoint-4"
+    flipped(damaged / "optimizer.pt", None)
+    config = settings("ste", common, tmp_path / "run")
+    with pytest.raises(InputError, match="resume_from_checkpoint: got .* optimizer.pt is damaged"):
+        run_training(config, load_task(config), None, tmp_path / "run", damaged)
+    (tmp_path / "run" / "metrics.json").unlink()  # as if the run had been killed at the end
+    assert train(config, silent, "yes").step == 4
+    for file in ("adapter/adapter_model.safetensors", "adapter/optimizer.pt", "history.csv", "metrics.json"):
+        assert (tmp_path / "run" / file).read_bytes() == (folder / file).read_bytes(), file
+
+
+def test_a_damaged_adapter_is_not_exported(run, tmp_path):
+    folder, _ = run
+    for name in ADAPTER_FILES:
+        shutil.copytree(folder, tmp_path / name)
+        flipped(tmp_path / name / "adapter" / name, None)
+        with pytest.raises(InputError, match=f"adapter: got .* {name} is damaged"):
+            merge(tmp_path / name, tmp_path / "merged")
+
+
+def test_an_unfinished_checkpoint_is_none(run, tmp_path):
+    """Its manifest is written last."""
+    folder, common = run
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "run" / "metrics.json").unlink()
+    for step in (2, 4):
+        (tmp_path / "run" / f"checkpoint-{step}" / "manifest.json").unlink()
+    assert last_checkpoint(tmp_path / "run") is None
+    assert train(settings("ste", common, tmp_path / "run"), silent, "yes").step == 4
+    assert last_checkpoint(tmp_path / "run").name == "checkpoint-4"

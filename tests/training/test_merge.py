@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from grade.errors import InputError
+from grade.files import write_manifest
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.training.load import name_base
@@ -163,6 +164,8 @@ def test_a_base_with_other_tensors_than_the_adapters_is_refused(bases, tmp_path,
 def test_a_run_that_has_not_finished_names_its_newest_checkpoint(tmp_path):
     for step in (2, 10):
         (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "run" / f"checkpoint-{step}" / "weights").touch()
+        write_manifest(tmp_path / "run" / f"checkpoint-{step}")
     with pytest.raises(InputError, match="newest checkpoint of this unfinished run is .*checkpoint-10$"):
         merge(tmp_path / "run", tmp_path / "out")
 
