@@ -20,7 +20,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from grade.errors import InputError, reading
 from grade.files import check_whole
-from grade.models.parameters import MOST_RANKS, LoraSettings, fingerprint, same_base
+from grade.models.parameters import MOST_RANKS, LoraSettings, fingerprint, restoring, same_base
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 BASE_FILE = "base_fingerprint.json"
@@ -70,44 +70,31 @@ _OTHER_LAYERS = "layers other than the head and the embedding: policy, reference
 def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: int) -> PeftModel:
     """Put a new adapter on a frozen base, which is changed in place; the wrapped model is in eval mode.
 
-    Dropout is set to 0. The seed is of the initialisation, and leaves the global state alone.
-
-    Raises:
-        InputError: If a layer does not exist or may not be adapted, or a setting is not supported.
+    Dropout is set to 0. The seed is of the initialisation, and leaves the global state alone. A layer that does not
+    exist or may not be adapted, or a setting that is not supported, is an `InputError`.
     """
-    refuse_adapted(model)
     config = copy.deepcopy(lora)
     if isinstance(lora, LoraSettings):
         config = LoraConfig(
             r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
             task_type="CAUSAL_LM",
         )  # fmt: skip
+    refuse_adapted(model)
     _check_settings(config, "lora", _INITIAL[:-1])
     _check_targets(model, config)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft still reads a property that transformers has renamed.
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        # peft says that it corrects its own default for GPT-2's layers, as it does.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)
+    linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+    targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
+    allowed = f"names of this model's linear layers ({', '.join(linear)})"
+    known = reading("lora.target_modules", f"{targets}", allowed, ValueError)
+    with known, torch.random.fork_rng(devices=[]), _wrapping(model):
         torch.manual_seed(seed)
-        try:
-            with _bare_after_errors(model):
-                return _checked(get_peft_model(model, config))
-        except InputError:
-            raise
-        except ValueError as error:
-            linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
-            allowed = f"names of linear layers of this model ({', '.join(linear)})"
-            targets = config.target_modules
-            shown = sorted(targets) if isinstance(targets, set) else targets
-            raise InputError("lora.target_modules", shown, allowed) from error
+        return _checked(get_peft_model(model, config))
 
 
 def continued_adapter(model: PeftModel) -> PeftModel:
     """Make the active adapter of a wrapped model, whose base is frozen, trainable again; it is in eval mode.
 
-    Raises:
-        InputError: If the adapter is of another kind than LoRA, adapts what may not be adapted, or is merged.
+    An adapter of another kind than LoRA, one that adapts what may not be adapted or is merged is an `InputError`.
     """
     for config in model.peft_config.values():  # an adapter that is not active may have changed the base as well
         _check_settings(config)
@@ -123,16 +110,13 @@ def continued_adapter(model: PeftModel) -> PeftModel:
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     """Put an adapter that `Backbone.save_adapter` or PEFT saved on a frozen base, which is changed in place.
 
-    The wrapped model is trainable and in eval mode.
-
-    Raises:
-        InputError: If the adapter is missing, pickled, damaged, of another kind or base, or does not fit.
+    The wrapped model is trainable and in eval mode. An adapter that is missing, pickled, damaged, of another kind or
+    base, or that does not fit is an `InputError`.
     """
     refuse_adapted(model)
     _check_files(model, folder)
-    # PEFT warns of what is checked here; with re and safetensors it raises many types that mean the same to the user.
-    quiet, fits = warnings.catch_warnings(action="ignore"), reading("adapter", folder, _FITS, Exception)
-    with fits, _bare_after_errors(model), quiet:
+    # With re and safetensors PEFT raises many types that mean the same to the user.
+    with reading("adapter", folder, _FITS, Exception), _wrapping(model):
         config = PeftConfig.from_pretrained(str(folder))
         known = {field.name for field in dataclasses.fields(config)}
         for name, value in json.loads((Path(folder) / ADAPTER_FILES[0]).read_text("utf-8")).items():
@@ -200,10 +184,11 @@ def _place(model: PeftModel, folder: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def _bare_after_errors(model: PreTrainedModel) -> Iterator[None]:
-    """After an error within this context the model is without adapter layers again, as before."""
+def _wrapping(model: PreTrainedModel) -> Iterator[None]:
+    """PEFT without its warnings, of what is checked here; after an error the model has no adapter layers again."""
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     except Exception:
         for name, layer in _lora_layers(model):
             parent, _, key = name.rpartition(".")
@@ -222,6 +207,9 @@ def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[
     for rank in (config.r, *config.rank_pattern.values()):
         if not isinstance(rank, int) or not 1 <= rank <= MOST_RANKS:
             raise InputError(f"{prefix}: r", rank, f"a whole number from 1 to {MOST_RANKS}")
+    for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
+        if not math.isfinite(alpha):
+            raise InputError(f"{prefix}: lora_alpha", alpha, "a finite number")
     if config.init_lora_weights not in initial:
         allowed = f"{', '.join(map(str, initial))} (others change the base, which is the reference, or need data)"
         raise InputError(f"{prefix}: init_lora_weights", config.init_lora_weights, allowed)
@@ -246,18 +234,16 @@ def _check_files(model: PreTrainedModel, folder: str | Path) -> None:
 
     One that plain PEFT wrote has no fingerprint, and fits any base of its shape.
     """
-    folder = Path(folder)
-    if not (folder / ADAPTER_FILES[0]).is_file():
-        raise InputError("adapter", str(folder), "a folder with adapter_config.json, as saved by training")
-    if not (folder / ADAPTER_FILES[1]).is_file():
-        pickled = "; adapter_model.bin is pickled, and loading it could run code"
-        hint = pickled if (folder / "adapter_model.bin").is_file() else ""
-        raise InputError("adapter", str(folder), f"a folder with {ADAPTER_FILES[1]}{hint}")
+    for name in ADAPTER_FILES:
+        if not (Path(folder) / name).is_file():
+            allowed = f"a folder with {name} (an adapter_model.bin is pickled: loading it could run code)"
+            raise InputError("adapter", str(folder), allowed)
     check_whole(folder, "adapter")
-    if not (folder / BASE_FILE).is_file():
+    place = Path(folder) / BASE_FILE
+    if not place.is_file():
         return
     with reading("adapter", folder, f"a {BASE_FILE} as written by training, or none"):
-        stored = dict(json.loads((folder / BASE_FILE).read_text(encoding="utf-8")))
+        stored = dict(json.loads(place.read_text(encoding="utf-8")))
     if not same_base(stored, fingerprint(model)):
         base = model.config._name_or_path or type(model).__name__
         allowed = f"{_FITS}: it was trained on a base with other weights than {base} ({BASE_FILE})"
@@ -269,42 +255,32 @@ def _check_tensors(model: PeftModel, folder: str | Path) -> None:
     own = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
     with reading("adapter", folder, _FITS):
         saved = load_file(Path(folder) / ADAPTER_FILES[1])
-    reasons = [f"{name} has no place in the base" for name in sorted(saved.keys() - own.keys())]
-    reasons += [f"it lacks {name}" for name in sorted(own.keys() - saved.keys())]
-    for name in sorted(saved.keys() & own.keys()):
-        if saved[name].shape != own[name].shape:
-            reasons.append(f"{name} has shape {list(saved[name].shape)}, not {list(own[name].shape)}")
-        elif not saved[name].isfinite().all():
-            reasons.append(f"{name} is not finite")
-    if reasons:
-        raise InputError("adapter", str(folder), f"{_FITS} ({reasons[0]})")
+    for name in sorted(saved.keys() | own.keys()):
+        here, there = (list(tensors[name].shape) if name in tensors else "nothing" for tensors in (own, saved))
+        if here != there:
+            raise InputError("adapter", str(folder), f"{_FITS} ({name}: {there} in the file, {here} in the model)")
+        if not saved[name].isfinite().all():
+            raise InputError("adapter", str(folder), f"{_FITS} ({name} is not finite)")
 
 
 def _checked(peft: PeftModel) -> PeftModel:
     """The wrapped model in eval mode, if each adapted weight belongs to one layer only and is no one else's."""
-    model, owners = peft.get_base_model(), defaultdict(set)
-    for module in model.modules():
-        for child in (*module._parameters.values(), *module._modules.values()):
-            owners[id(child)].add(id(module))
+    model = peft.get_base_model()
+    children = ({*module._parameters.values(), *module._modules.values()} for module in model.modules())
+    owners = Counter(id(child) for own in children for child in own if child is not None)
     vocabulary = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
+    alone = "layers with weights of their own: an adapter on weights that layers share would change them all"
     for name, layer in _lora_layers(model):
         base = layer.get_base_layer()
+        weight = id(getattr(base, "weight", None))
         rules = (
             (isinstance(layer, Linear | Embedding), "linear layers, not parameters such as fused experts"),
-            (
-                id(getattr(base, "weight", None)) not in vocabulary,
-                _OTHER_LAYERS,
-            ),
-            (
-                len(owners[id(base)]) < 2 and len(owners[id(getattr(base, "weight", None))]) < 2,
-                "layers with weights of their own: an adapter on weights that layers share would change them all",
-            ),
+            (weight not in vocabulary, _OTHER_LAYERS),
+            (owners[id(base)] < 2 and owners[weight] < 2, alone),
         )
         for holds, allowed in rules:
             if not holds:
                 raise InputError("lora.target_modules", name, allowed)
-        if not all(map(math.isfinite, layer.scaling.values())):
-            raise InputError("adapter: lora_alpha", max(layer.lora_alpha.values()), "a finite number")
     for config in peft.peft_config.values():
         for key in ("target_modules", "exclude_modules"):  # a set's order, and so the file, changes between processes
             if isinstance(getattr(config, key), set):
@@ -320,11 +296,12 @@ def _check_folding(peft: PeftModel) -> None:
         return
     if _folds(peft, [layer for _, layer in layers]):
         return
-    kinds = sorted({name.rsplit(".", 1)[-1] for name, _ in layers})
-    by_kind = {kind: [layer for name, layer in layers if name.endswith(f".{kind}")] for kind in kinds}
-    wrong = [kind for kind in kinds if not _folds(peft, by_kind[kind])]
+    by_kind = defaultdict(list)
+    for name, layer in layers:
+        by_kind[name.rsplit(".", 1)[-1]].append(layer)
+    wrong = [kind for kind in sorted(by_kind) if not _folds(peft, by_kind[kind])]
     allowed = "layers that the model calls: where it reads their weights itself, sampling would differ from training"
-    raise InputError("lora.target_modules", wrong or kinds, allowed)
+    raise InputError("lora.target_modules", wrong or sorted(by_kind), allowed)
 
 
 @torch.no_grad()
@@ -337,9 +314,13 @@ def _folds(peft: PeftModel, layers: list[LoraLayer]) -> bool:
     def logits() -> Tensor:
         return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.double()
 
-    factors = [(layer, *pair) for _, layer in _lora_layers(peft) for pair in _factors(layer)]
-    before = [(p, p.clone()) for _, a, b, _ in factors for p in (a, b)]
-    try:
+    factors = []  # layer, A, B and scale of each active adapter
+    for _, layer in _lora_layers(peft):
+        linear = {name: (a.weight, layer.lora_B[name].weight) for name, a in layer.lora_A.items()}
+        tables = {name: (a, layer.lora_embedding_B[name]) for name, a in layer.lora_embedding_A.items()}
+        pairs = linear | tables
+        factors += [(layer, *pairs[name], layer.scaling[name]) for name in layer.active_adapters if name in pairs]
+    with restoring([p for _, a, b, _ in factors for p in (a, b)]):
         for layer, a, b, scale in factors:
             size = _NOISE * layer.get_base_layer().weight.double().square().mean().sqrt() * (layer in layers)
             for p, factor in ((a, b.shape[1] ** -0.5), (b, size / scale if scale else 0.0)):
@@ -349,19 +330,5 @@ def _folds(peft: PeftModel, layers: list[LoraLayer]) -> bool:
             inside = logits()
         with peft.disable_adapter():
             effect = (beside - logits()).norm()
-    finally:
-        for p, value in before:
-            p.copy_(value)
     rounding = 1e3 * torch.finfo(table.dtype).eps * beside.norm()
     return not (inside - beside).norm() > _SHARE * effect + rounding
-
-
-def _factors(layer: LoraLayer) -> list[tuple[nn.Parameter, nn.Parameter, float]]:
-    """A, B and scale of each active adapter of a layer."""
-    factors = []
-    for name in layer.active_adapters:
-        if name in layer.lora_A:
-            factors.append((layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]))
-        elif name in layer.lora_embedding_A:
-            factors.append((layer.lora_embedding_A[name], layer.lora_embedding_B[name], layer.scaling[name]))
-    return factors

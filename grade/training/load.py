@@ -142,8 +142,6 @@ def name_base(backbone: Backbone, name: str | None = None) -> None:
     if name is None and source and Path(source).is_dir():
         source = str(Path(source).resolve())
     config.base_model_name_or_path = source
-    if isinstance(config.target_modules, set):  # its order, and so a checkpoint's file, changes from process to process
-        config.target_modules = sorted(config.target_modules)
 
 
 def _default_lora(model: PreTrainedModel) -> LoraSettings | LoraConfig:
