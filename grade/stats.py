@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
 import numpy as np
-from scipy import stats
 from scipy.stats import t as student
 from torch import Tensor
 
@@ -37,7 +36,7 @@ def paired(a: Mapping[int, float], b: Mapping[int, float]) -> Paired:
     if not difference.stderr:
         return Paired(difference, None, None)
     t = difference.mean / difference.stderr
-    return Paired(difference, t, float(2 * stats.t.sf(abs(t), len(seeds) - 1)))
+    return Paired(difference, t, float(2 * student.sf(abs(t), len(seeds) - 1)))
 
 
 def jackknife_stderr(without: np.ndarray | Tensor) -> float:
@@ -66,7 +65,6 @@ def interval(values: np.ndarray, geometric: bool = False) -> Interval:
 
     A geometric one is computed on the logarithm, for ratios; it has no interval if a value is not positive.
 
-
     >>> x = np.array([1.0, 2.0, 6.0])                      # the mean: its jackknife is s / sqrt(n)
     >>> mean = interval(np.array([3.0, 4.0, 3.5, 1.5]))
     >>> mean.value, bool(np.isclose(mean.stderr, x.std(ddof=1) / 3**0.5))
@@ -82,20 +80,6 @@ def interval(values: np.ndarray, geometric: bool = False) -> Interval:
     ends = (scale[0] - reach, scale[0] + reach)
     low, high = (float(np.exp(np.clip(end, -700, 700))) if geometric else float(end) for end in ends)
     return Interval(value, low, high, stderr, rows)
-
-
-def tensor_spread(norms: Tensor) -> float:
-    """The GRADE paper's "gradient variance": sd over parameter tensors of their gradients' norms, mean over steps.
-
-    It measures how unequal the norms of different layers are, not the gradient's variance: it is not 0 for an exact
-    gradient.
-    """
-    return float(norms.double().std(1, correction=0).mean())
-
-
-def leave_one_out(rows: int) -> np.ndarray:
-    """[1 + R, R]: all rows, then all but one."""
-    return np.concatenate([np.ones((1, rows)), 1 - np.eye(rows)])
 
 
 class Estimate(NamedTuple):
@@ -134,31 +118,3 @@ def ratio_estimate(numerator: np.ndarray, denominator: np.ndarray) -> tuple[floa
     ratio = numerator.sum() / denominator.sum()
     rest = numerator - ratio * denominator
     return float(ratio), float(rest.std(ddof=1) / np.sqrt(len(rest)) / denominator.mean())
-
-
-def fitted_exponent(tokens: Iterable[float], seconds: Iterable[float]) -> float:
-    """Exponent p of ``seconds ~ tokens^p`` by least squares on logarithms.
-
-    >>> round(fitted_exponent([16, 32, 64], [1.0, 4.0, 16.0]), 6)
-    2.0
-    """
-    slope, _ = np.polyfit(np.log(np.asarray(list(tokens), float)), np.log(np.asarray(list(seconds), float)), 1)
-    return float(slope)
-
-
-def chi_square(counts: np.ndarray, probabilities: np.ndarray, least: float = 5.0) -> float:
-    """P of a chi-square test of counts; values that are expected less than ``least`` times are one cell.
-
-    >>> round(chi_square(np.array([48, 52]), np.array([0.5, 0.5])), 3)     # (2^2 + 2^2) / 50 = 0.16, one degree
-    0.689
-    """
-    counts, expected = np.asarray(counts, dtype=float), np.asarray(probabilities, dtype=float) * np.sum(counts)
-    if counts[expected == 0].any():
-        return 0.0
-    small = expected < least
-    if small.any():
-        counts = np.append(counts[~small], counts[small].sum())
-        expected = np.append(expected[~small], expected[small].sum())
-    used = expected > 0
-    statistic = np.sum((counts[used] - expected[used]) ** 2 / expected[used])
-    return float(stats.chi2.sf(statistic, used.sum() - 1))

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.stats import Interval, interval, leave_one_out
+from grade.stats import Interval, interval
 
 _CHUNK = 2**16
 """Columns of gradients that are converted to float64 at once."""
@@ -87,7 +87,7 @@ def moments(rows: Tensor, reference: Tensor, size: int = 1) -> Moments:
     _check_rows(rows)
     if reference.ndim == 2 and len(reference) != len(rows) or reference.shape[-1] != rows.shape[-1]:
         raise InputError("reference gradient", list(reference.shape), f"[P] or [R, P] with [R, P] = {list(rows.shape)}")
-    sets = leave_one_out(len(rows))
+    sets = _leave_one_out(len(rows))
     own = gram(rows, rows)
     norm2, square = _off_diagonal(own, sets), sets @ own.diagonal() / sets.sum(1)
     if reference.ndim == 1:
@@ -231,7 +231,7 @@ def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, fold
         The ratio with its interval (geometric).
     """
     grams, rows = _pair_grams(unbiased, relaxed, 3 * folds), len(unbiased)
-    sets = leave_one_out(rows)
+    sets = _leave_one_out(rows)
     along, square = 0.0, 0.0
     for fold in range(folds):
         held = (np.arange(rows) % folds == fold).astype(float)
@@ -275,3 +275,8 @@ def _pair_moments(grams: list[np.ndarray], sets: np.ndarray, size: int) -> PairM
     mean = np.stack([sets @ g.diagonal() / sets.sum(1) for g in grams], -1)
     noise = size * (mean - signal)
     return PairMoments(signal, noise)
+
+
+def _leave_one_out(rows: int) -> np.ndarray:
+    """[1 + R, R]: all rows, then all but one."""
+    return np.concatenate([np.ones((1, rows)), 1 - np.eye(rows)])

@@ -9,11 +9,11 @@ segments, not the live bytes. The rules are those of ``c10/cuda/CUDACachingAlloc
   2 MiB;
 - a block is split if at least 512 bytes (small pool) or more than 1 MiB (large pool) remain;
 - a freed block merges with its free neighbours in the segment;
-- segments without a block in use are returned to the driver only when a new one does not fit.
+- a segment is kept.
 
-Left out: other streams (each has blocks of its own, and those of a collective are freed when its stream is done),
-``expandable_segments`` and the other settings of ``PYTORCH_CUDA_ALLOC_CONF``, garbage collection, and the driver's own
-granularity.
+Left out: a full device, which returns unused segments; other streams (each has blocks of its own, and those of a
+collective are freed when its stream is done); ``expandable_segments`` and the other settings of
+``PYTORCH_CUDA_ALLOC_CONF``; garbage collection; the driver's own granularity.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from grade.memory.models import model_config
 from grade.memory.records import StorageRecord
@@ -55,10 +56,6 @@ channels (``NCCL_MAX_CTAS``; https://docs.nvidia.com/deeplearning/nccl/user-guid
 allocator. NCCL may choose fewer channels, and takes more buffers where it also uses trees."""
 
 
-class DeviceFullError(Exception):
-    """No segment of that size fits, not even after all cached ones are released."""
-
-
 @dataclass(slots=True, eq=False)
 class _Block:
     """A part of a segment."""
@@ -71,8 +68,11 @@ class _Block:
     after: _Block | None = None
 
 
+_order = attrgetter("size", "address")
+
+
 class CachingAllocator:
-    """The allocator of one device and one stream, whose segments take at most ``capacity`` bytes together.
+    """The allocator of one device and one stream.
 
     ``allocated`` are bytes of blocks in use, ``reserved`` those of segments, as ``torch.cuda`` counts them.
 
@@ -82,26 +82,23 @@ class CachingAllocator:
     (1024, 2097152)
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
-        self._end = 0
-        # By pool: sizes and addresses of free blocks, in order, and the blocks by address.
-        self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._free: dict[int, _Block] = {}
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.peak_allocated = 0
+        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by pool, in `_order`
 
     def allocate(self, nbytes: int) -> _Block:
         """A block for that many bytes, to be given to `free`."""
         size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_SIZE
-        block = self._best_fit(size, small) or self._new_segment(size, small)
+        place = bisect_left(self._free[small], (size, 0), key=_order)
+        block = self._free[small].pop(place) if place < len(self._free[small]) else self._new_segment(size, small)
         rest = block.size - size
         if rest >= MIN_BLOCK if small else rest > SMALL_SIZE:
             remaining = _Block(block.address + size, rest, small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = remaining
             block.after, block.size = remaining, size
-            self._insert(remaining)
+            insort(self._free[small], remaining, key=_order)
         block.used = True
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -109,64 +106,27 @@ class CachingAllocator:
 
     def free(self, block: _Block) -> None:
         """Give a block back; it merges with free neighbours."""
-        if not block.used:
-            raise ValueError("a block can be freed once")
+        free = self._free[block.small]
         block.used = False
         self.allocated -= block.size
-        before, after = block.before, block.after
-        if after is not None and not after.used:
-            self._take(after)
-            block.size, block.after = block.size + after.size, after.after
-            if block.after is not None:
-                block.after.before = block
-        if before is not None and not before.used:
-            self._take(before)
-            before.size, before.after = before.size + block.size, block.after
-            if before.after is not None:
-                before.after.before = before
-            block = before
-        self._insert(block)
-
-    def release_cached(self) -> int:
-        """Return every segment without a block in use to the driver, as ``torch.cuda.empty_cache``; the bytes."""
-        whole = [b for b in self._free.values() if b.before is None and b.after is None]
-        for block in whole:
-            self._take(block)
-            self.reserved -= block.size
-        return sum(block.size for block in whole)
-
-    def _best_fit(self, size: int, small: bool) -> _Block | None:
-        order = self._order[small]
-        place = bisect_left(order, (size, 0))
-        if place == len(order):
-            return None
-        _, address = order.pop(place)
-        return self._free.pop(address)
+        for low, high in ((block, block.after), (block.before, block)):
+            if low is None or high is None or low.used or high.used:
+                continue
+            neighbour = high if low is block else low
+            del free[bisect_left(free, _order(neighbour), key=_order)]
+            low.size, low.after = low.size + high.size, high.after
+            if low.after is not None:
+                low.after.before = low
+            block = low
+        insort(free, block, key=_order)
 
     def _new_segment(self, size: int, small: bool) -> _Block:
         if small:
             segment = SMALL_SEGMENT
         else:
             segment = LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
-        if self.capacity is not None and self.reserved + segment > self.capacity:
-            self.release_cached()
-            if self.reserved + segment > self.capacity:
-                raise DeviceFullError(f"{segment} bytes more than {self.reserved} of {self.capacity}")
         self.reserved += segment
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        block = _Block(self._end, segment, small)
-        self._end += segment
-        return block
-
-    def _insert(self, block: _Block) -> None:
-        insort(self._order[block.small], (block.size, block.address))
-        self._free[block.address] = block
-
-    def _take(self, block: _Block) -> None:
-        """Remove a block from the free ones."""
-        order = self._order[block.small]
-        del order[bisect_left(order, (block.size, block.address))]
-        del self._free[block.address]
+        return _Block(self.reserved - segment, segment, small)
 
 
 @dataclass(frozen=True)
@@ -183,24 +143,20 @@ class Reserved:
         return 1 - self.live / self.reserved if self.reserved else 0.0
 
 
-def allocate_step(
-    records: Iterable[StorageRecord], steps: int = 2, capacity: int | None = None, workspace: int = 0
-) -> Reserved:
+def allocate_step(records: Iterable[StorageRecord], steps: int = 2, workspace: int = 0) -> Reserved:
     """Run a step's allocations and frees (all layers, in order of allocation) through the allocator.
 
     Storages that existed before come first and stay, then ``workspace`` bytes. The step is repeated on the cache that
     the one before has left, as in training: a cache of another history can make the second step reserve more.
     """
-    allocator, records = CachingAllocator(capacity), list(records)
-    stay = [r for r in records if r.op == "existing" and (r.death is None or r.death >= len(records))]
-    for record in (r for r in stay if r.nbytes):
-        allocator.allocate(record.nbytes)  # never freed: their blocks need no name
-    if workspace:
-        allocator.allocate(workspace)
-    staying = {record.birth for record in stay}
-    made = [r for r in records if r.birth not in staying and r.nbytes]
-    peak = max((_run(allocator, made) for _ in range(steps)), default=0)
-    return Reserved(sum(r.nbytes for r in stay) + workspace + peak, allocator.peak_allocated, allocator.peak_reserved)
+    allocator, records = CachingAllocator(), list(records)
+    stays = {r.birth: r.op == "existing" and (r.death is None or r.death >= len(records)) for r in records}
+    fixed = [r.nbytes for r in records if stays[r.birth]] + [workspace]
+    for nbytes in filter(None, fixed):
+        allocator.allocate(nbytes)  # never freed: their blocks need no name
+    made = [r for r in records if not stays[r.birth] and r.nbytes]
+    peak = max(_run(allocator, made) for _ in range(steps))
+    return Reserved(sum(fixed) + peak, allocator.peak_allocated, allocator.reserved)
 
 
 def _run(allocator: CachingAllocator, records: list[StorageRecord]) -> int:

@@ -12,12 +12,12 @@ from conftest import EOS, VOCAB, make_backbone, make_prompts, tiny_config
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
+from grade.experiments.scale.measure.sampling import chi_square
 from grade.models.head import Head
 from grade.models.prompts import PromptBatch
 from grade.models.samplers import CompletionsServer, Mismatch, Samples, make_sampler
 from grade.models.sampling import BLOCK, draw, forbid_eos
 from grade.models.scoring import completion_logps
-from grade.stats import chi_square
 
 NAMES = ("own", "shared", "server")
 ALL_CASES = bool(os.environ.get("GRADE_ALL_CASES"))

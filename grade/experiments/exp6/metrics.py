@@ -7,7 +7,6 @@ import pandas as pd
 
 from grade.experiments.exp6.measure.tables import LAST_POSITION, TAUS, Settings
 from grade.experiments.measured import Tables
-from grade.stats import fitted_exponent
 
 HOPS = 2  # the feedback hops of the headline error, those of the training runs
 
@@ -50,6 +49,11 @@ def timed_metrics(tables: Tables, settings: Settings) -> dict[str, float]:
         **{f"speed/reference_{form}_seconds": value for form, value in tables["reference_seconds"].items()},
         **{f"train/{name}/seconds": value for name, value in by_name.items()},
     }
+
+
+def fitted_exponent(tokens: pd.Series, seconds: pd.Series) -> float:
+    """Exponent p of ``seconds ~ tokens^p`` by least squares on logarithms."""
+    return float(np.polyfit(np.log(tokens.astype(float)), np.log(seconds.astype(float)), 1)[0])
 
 
 def run_metrics(runs: pd.DataFrame) -> dict[str, float]:

@@ -17,7 +17,6 @@ from grade.gradients.policy_gradient import PolicyGradient
 from grade.gradients.replay import replay
 from grade.models.parameters import flatten
 from grade.models.prompts import encode_prompts
-from grade.stats import tensor_spread
 from grade.training.config import TrainConfig
 from grade.training.evaluate import evaluate
 from grade.training.load import Task
@@ -63,7 +62,7 @@ def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions:
         if i == 1:
             # LoRA's A gets no gradient while B is 0: only tensors that have one count.
             norms = torch.stack([p.grad.norm() for p in parameters])
-            spread = tensor_spread(norms[norms > 0].unsqueeze(0))
+            spread = norms[norms > 0].unsqueeze(0).double().std(1, correction=0)  # the paper's "variance"
         if i > 0:
             rows.append(flatten(p.grad for p in parameters))
     backbone.zero_grad(set_to_none=True)

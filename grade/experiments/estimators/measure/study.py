@@ -34,7 +34,7 @@ from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.rewards.model import load_reward
-from grade.stats import interval, tensor_spread
+from grade.stats import interval
 from grade.training.toy import toy_reviews
 
 UNBIASED = "rloo"
@@ -153,7 +153,8 @@ def spread_table(rows: Rows) -> pd.DataFrame:
     for (reward, name), gradients in rows.gradients.items():
         m = moments(gradients, gradients, rows.size)
         variance = m.noise[0] / rows.size
-        table.append(dict(reward=reward, estimator=name, tensor_spread=tensor_spread(rows.norms[reward, name]),
-                          sd=math.sqrt(variance), norm=math.sqrt(m.norm2[0] + variance),
+        spread = float(rows.norms[reward, name].double().std(1, correction=0).mean())
+        table.append(dict(reward=reward, estimator=name, tensor_spread=spread, sd=math.sqrt(variance),
+                          norm=math.sqrt(m.norm2[0] + variance),
                           relative=variance / m.norm2[0] if m.norm2[0] > 0 else np.inf))  # fmt: skip
     return pd.DataFrame(table)

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 from peft import LoraConfig
+from scipy.stats import chi2
 
 from grade.errors import InputError
 from grade.experiments.measured import progress
@@ -25,7 +26,7 @@ from grade.models.backbone import Backbone, load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.models.samplers import LOCAL, Sampler, make_sampler
 from grade.models.scoring import completion_logps, predicting_hidden
-from grade.stats import chi_square, interval, paired
+from grade.stats import interval, paired
 from grade.training.config import TrainConfig
 from grade.training.load import load_task
 from grade.training.run import run_training
@@ -223,3 +224,21 @@ def _of_peer(model: str, backbone: Backbone, prompts: PromptBatch, folder: str) 
             raise InputError("trl", "completions of another length", f"{len(ids)} of {COMPLETION} tokens")
 
     return work
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray, least: float = 5.0) -> float:
+    """P of a chi-square test of counts; values that are expected less than ``least`` times are one cell.
+
+    >>> round(chi_square(np.array([48, 52]), np.array([0.5, 0.5])), 3)     # (2^2 + 2^2) / 50 = 0.16, one degree
+    0.689
+    """
+    counts, expected = np.asarray(counts, dtype=float), np.asarray(probabilities, dtype=float) * np.sum(counts)
+    if counts[expected == 0].any():
+        return 0.0
+    small = expected < least
+    if small.any():
+        counts = np.append(counts[~small], counts[small].sum())
+        expected = np.append(expected[~small], expected[small].sum())
+    used = expected > 0
+    statistic = np.sum((counts[used] - expected[used]) ** 2 / expected[used])
+    return float(chi2.sf(statistic, used.sum() - 1))
