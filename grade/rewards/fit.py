@@ -2,8 +2,7 @@
 
 Training texts are beginnings of reviews of random length, so that one model is calibrated from a few words to
 ``max_tokens``. The base is causal, so one pass gives the masked mean at *every* prefix: the means at a few prefix
-lengths are kept (n * lengths * D numbers), and training a head on them takes seconds. Only a `bag` with a convolution
-has no such features: it sees crops from anywhere in a review, redrawn in each epoch.
+lengths are kept (n * lengths * D numbers), and training a head on them takes seconds.
 
 A review's label is 0 or 1, or any number:
 
@@ -23,17 +22,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grade.config import SEEDS, Config
 from grade.errors import InputError
-from grade.rewards.model import HeadSettings, Labels, RewardKind, RewardModel, table_moments
+from grade.rewards.model import HeadSettings, Labels, RewardKind, RewardModel
 from grade.stats import jackknife_stderr
 
 if TYPE_CHECKING:
@@ -111,13 +111,17 @@ def train_reward(
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         model = RewardModel(kind, backbone, settings, config.labels)
-        start = time.perf_counter()
-        make = _crop_problem if model.convolves else _prefix_problem
-        batch_logits, validation_logits = make(model, config, settings, train, validation, generator)
+        start, size = time.perf_counter(), config.feature_batch_size
+        lengths = _prefix_lengths(settings.min_tokens, settings.max_tokens)
+        features = _prefix_means(model, encode(backbone, train, settings.max_tokens), lengths, size)
+        # Validation is cut like training: a longer prefix would cost a longer pass.
+        held_lengths = sorted({min(n, settings.max_tokens) for n in config.eval_tokens})
+        held_features = _prefix_means(model, encode(backbone, validation, settings.max_tokens), held_lengths, size)
+        model.standardise(features.flatten(0, 1).mean(0), features.flatten(0, 1).std(0))
         featured = time.perf_counter()
-        labels, validation_labels = _label_tensor(train, model), _label_tensor(validation, model)
+        labels, held_labels = _label_tensor(train, model), _label_tensor(validation, model)
         model.standardise_labels(labels)
-        report = _fit(model, settings, batch_logits, labels, validation_logits, validation_labels, generator)
+        report = _fit(model, settings, features, labels, held_features, held_labels, generator)
     report |= {
         "train_n": len(train),
         "validation_n": len(validation),
@@ -138,7 +142,8 @@ def evaluate_reward(
     The length L is part of a measure's name, as in ``accuracy_L`` and ``accuracy_L_stderr``.
     """
     labels = _label_tensor(reviews, model)
-    logits = _prefix_logits(model, encode(model.backbone, reviews, max(lengths)), lengths, batch_size)
+    features = _prefix_means(model, encode(model.backbone, reviews, max(lengths)), lengths, batch_size)
+    logits = model.pooled_logits(features)
     report: dict[str, float] = {"n": len(reviews)}
     for column, length in zip(logits.T, lengths, strict=True):
         for name, value in _measures(model, column, labels).items():
@@ -166,17 +171,15 @@ def right_pad(sequences: Sequence[Sequence[int]], device: torch.device | str = "
             [7, 0]]), tensor([[1, 1],
             [1, 0]]))
     """
-    longest = max(map(len, sequences))
-    ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sequences], device=device)
-    mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences], device=device)
-    return ids, mask
+    rows = [torch.tensor(s, device=device) for s in sequences]
+    return pad_sequence(rows, True), pad_sequence([torch.ones_like(row) for row in rows], True)
 
 
 @torch.no_grad()
 def _prefix_means(
     model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
 ) -> Tensor:
-    """Pooled features [n, lengths, D] of the first tokens of each sequence, for a model that does not convolve."""
+    """Pooled features [n, lengths, D] of the first tokens of each sequence."""
     parts = []
     for start in range(0, len(sequences), batch_size):
         batch = [s[: max(lengths)] for s in sequences[start : start + batch_size]]
@@ -187,71 +190,6 @@ def _prefix_means(
     if not torch.isfinite(features).all():
         raise InputError(f"{model.kind} reward features", "NaN or infinity", "a base with finite values (try float32)")
     return features
-
-
-@torch.no_grad()
-def _prefix_logits(
-    model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
-) -> Tensor:
-    """Log-odds [n, lengths] of the first tokens of each sequence; one pass for all lengths where that is possible."""
-    if not model.convolves:
-        return model.pooled_logits(_prefix_means(model, sequences, lengths, batch_size))
-    columns = []
-    for length in lengths:
-        batches = [sequences[i : i + batch_size] for i in range(0, len(sequences), batch_size)]
-        padded = [right_pad([s[:length] for s in batch], model.backbone.device) for batch in batches]
-        columns.append(torch.cat([model.logits_of_ids(ids, mask) for ids, mask in padded]))
-    return torch.stack(columns, 1)
-
-
-BatchLogits = Callable[[Tensor], Tensor]
-ValidationLogits = Callable[[], Tensor]
-
-
-def _crop_problem(
-    model: RewardModel, config: RewardConfig, settings: FitSettings, train: Sequence[LabelledText],
-    validation: Sequence[LabelledText], generator: torch.Generator,
-) -> tuple[BatchLogits, ValidationLogits]:  # fmt: skip
-    """Logits of random crops, one length a batch: no padding is computed."""
-    model.standardise(*table_moments(model.backbone))
-    # Crops come from the first part of a review: the rest of a very long one would cost more to read than it teaches.
-    sequences = encode(model.backbone, train, 4 * settings.max_tokens)
-    held_out = encode(model.backbone, validation, max(config.eval_tokens))
-
-    def batch_logits(rows: Tensor) -> Tensor:
-        length = int(torch.randint(settings.min_tokens, settings.max_tokens + 1, (), generator=generator))
-        shift = torch.rand(len(rows), generator=generator).tolist()
-        chosen = [sequences[i] for i in rows.tolist()]
-        starts = [int(u * (max(0, len(s) - length) + 1)) for u, s in zip(shift, chosen, strict=True)]
-        crops = [s[a : a + length] for s, a in zip(chosen, starts, strict=True)]
-        return model.logits_of_ids(*right_pad(crops, model.backbone.device))
-
-    def validation_logits() -> Tensor:
-        return _prefix_logits(model, held_out, config.eval_tokens, 4 * config.feature_batch_size)
-
-    return batch_logits, validation_logits
-
-
-def _prefix_problem(
-    model: RewardModel, config: RewardConfig, settings: FitSettings, train: Sequence[LabelledText],
-    validation: Sequence[LabelledText], generator: torch.Generator,
-) -> tuple[BatchLogits, ValidationLogits]:  # fmt: skip
-    """Logits of cached features at random prefixes."""
-    lengths = _prefix_lengths(settings.min_tokens, settings.max_tokens)
-    sizes = config.feature_batch_size
-    features = _prefix_means(model, encode(model.backbone, train, settings.max_tokens), lengths, sizes)
-    # Validation is cut like training: a longer prefix would cost a longer pass.
-    held_lengths = sorted({min(n, settings.max_tokens) for n in config.eval_tokens})
-    held_out = encode(model.backbone, validation, settings.max_tokens)
-    held_features = _prefix_means(model, held_out, held_lengths, sizes)
-    rows = features.flatten(0, 1)
-    model.standardise(rows.mean(0), rows.std(0))
-
-    def batch_logits(rows: Tensor) -> Tensor:
-        prefix = torch.randint(len(lengths), (len(rows),), generator=generator)
-        return model.pooled_logits(features[rows, prefix])
-
-    return batch_logits, lambda: model.pooled_logits(held_features)
 
 
 def _prefix_lengths(shortest: int, longest: int) -> list[int]:
@@ -265,10 +203,10 @@ def _prefix_lengths(shortest: int, longest: int) -> list[int]:
 
 
 def _fit(
-    model: RewardModel, settings: FitSettings, batch_logits: BatchLogits, labels: Tensor,
-    validation_logits: ValidationLogits, validation_labels: Tensor, generator: torch.Generator,
+    model: RewardModel, settings: FitSettings, features: Tensor, labels: Tensor, held_features: Tensor,
+    held_labels: Tensor, generator: torch.Generator,
 ) -> dict[str, float]:  # fmt: skip
-    """Minimise the loss with AdamW; leave the model with its best weights, in eval mode."""
+    """Minimise the loss at random prefixes with AdamW; leave the model with its best weights, in eval mode."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     held_out = "validation_mse" if model.labels == "number" else "validation_log_loss"
     best: dict[str, Any] = {held_out: math.inf}
@@ -276,7 +214,8 @@ def _fit(
     for epoch in range(1, settings.epochs + 1):
         model.train()
         for rows in torch.randperm(len(labels), generator=generator).split(settings.batch_size):
-            loss = _loss(model, batch_logits(rows), labels[rows])
+            prefix = torch.randint(features.shape[1], (len(rows),), generator=generator)
+            loss = _loss(model, model.pooled_logits(features[rows, prefix]), labels[rows])
             if not torch.isfinite(loss):
                 raise InputError(f"{model.kind} reward loss", float(loss.detach()), "a finite loss (try a smaller lr)")
             optimizer.zero_grad()
@@ -284,10 +223,10 @@ def _fit(
             optimizer.step()
         model.eval()
         with torch.no_grad():
-            logits = validation_logits()  # [n, lengths]
-        loss = float(_loss(model, logits, validation_labels[:, None].expand_as(logits)))
+            logits = model.pooled_logits(held_features)  # [n, lengths]
+        loss = float(_loss(model, logits, held_labels[:, None].expand_as(logits)))
         if loss < best[held_out]:
-            name, measure = next(iter(_measures(model, logits[:, -1], validation_labels).items()))
+            name, measure = next(iter(_measures(model, logits[:, -1], held_labels).items()))
             best = {"best_epoch": epoch, held_out: loss, f"validation_{name}": measure}
             weights = {k: v.clone() for k, v in model.state_dict().items()}
         elif epoch - best.get("best_epoch", 0) >= settings.patience:

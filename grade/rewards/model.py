@@ -6,8 +6,7 @@ Two kinds behind one interface:
   Linear-Tanh-Linear;
 - ``bag``: no transformer, only the frozen embedding table: masked mean of the standardised embeddings, then linear
   (or Linear-Tanh-Linear). Nearly free to run, and linear in each embedding up to the sigmoid, so the gradient at one
-  token says what another token would score. With ``channels`` a small convolution and a GELU come before the mean:
-  more accurate on text, but the gradient at a token then says almost nothing about other tokens.
+  token says what another token would score.
 
 The documents' head has two outputs and a softmax; one output and a sigmoid is the same function. Pooled vectors are
 standardised with constants of the training set, kept as buffers. A base in float64 is pooled and scored in float64,
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -50,8 +48,6 @@ _NORM_TOLERANCE = 1e-2
 class HeadSettings(Config):
     """Sizes of the head that is trained on top of the frozen base."""
 
-    channels: int = Field(0, ge=0, description="bag: width of a token-level transform, 0 = none; trunk: not used")
-    kernel: int = Field(1, ge=1, le=15, description="bag: tokens that the transform sees (odd)")
     pooling: Literal["mean", "root"] = Field(
         "mean", description="bag: mean, or root = mean * sqrt(n / 48) over n tokens; trunk: always mean"
     )
@@ -74,7 +70,7 @@ class RewardModel(nn.Module):
         labels: ``binary`` or ``number``: what it learns, and so what it gives.
 
     Raises:
-        InputError: For an unknown kind, unknown labels or an even kernel.
+        InputError: For an unknown kind or unknown labels.
     """
 
     def __init__(self, kind: RewardKind, backbone: Backbone, settings: HeadSettings, labels: Labels = "binary") -> None:
@@ -82,8 +78,6 @@ class RewardModel(nn.Module):
         for name, value, known in (("kind", kind, RewardKind), ("labels", labels, Labels)):
             if value not in get_args(known):
                 raise InputError(name, value, " or ".join(get_args(known)))
-        if settings.kernel % 2 == 0:
-            raise InputError("kernel", settings.kernel, "an odd number of tokens, so that the window has a centre")
         self.kind, self.settings, self.labels = kind, settings, labels
         # In a tuple, so that the backbone does not become a submodule: its weights are not this model's.
         self._backbone = (backbone,)
@@ -93,10 +87,6 @@ class RewardModel(nn.Module):
         if labels == "number":
             self.register_buffer("label_mean", torch.zeros(()))
             self.register_buffer("label_std", torch.ones(()))
-        if self.convolves:
-            self.project = nn.Linear(size, settings.kernel * settings.channels, bias=False)
-            self.bias = nn.Parameter(torch.zeros(settings.channels))
-            size = settings.channels
         layers: list[nn.Module] = [nn.Dropout(settings.dropout)]
         if settings.hidden:
             layers += [nn.Linear(size, settings.hidden), nn.Tanh(), nn.Dropout(settings.dropout)]
@@ -104,11 +94,6 @@ class RewardModel(nn.Module):
         self.head = nn.Sequential(*layers, nn.Linear(size, 1))
         self.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
         self.eval()
-
-    @property
-    def convolves(self) -> bool:
-        """Whether tokens are transformed before they are pooled."""
-        return self.kind == "bag" and self.settings.channels > 0
 
     @property
     def backbone(self) -> Backbone:
@@ -134,26 +119,11 @@ class RewardModel(nn.Module):
 
     def logits(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """The head's outputs [B], for binary labels log-odds of a positive review; arguments as in `forward`."""
-        return self.pooled_logits(self.pool(embeds, mask))
-
-    def pool(self, embeds: Tensor, mask: Tensor) -> Tensor:
-        """One vector for each sequence, [B, D] or with a convolution [B, channels]; arguments as in `forward`."""
-        if self.convolves:
-            return self._mix(self._project(embeds), mask)
-        return self.mean_pool(self.token_features(embeds, mask), mask)
+        return self.pooled_logits(self.mean_pool(self.token_features(embeds, mask), mask))
 
     def pooled_logits(self, pooled: Tensor) -> Tensor:
-        """The head's outputs [B] for pooled vectors from `pool`."""
-        if not self.convolves:
-            pooled = (pooled.to(self.center.dtype) - self.center) / self.spread
-        return self.head(pooled).squeeze(-1)
-
-    def logits_of_ids(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Log-odds [B] of token ids [B, L], for training: a convolution transforms each distinct token once."""
-        if not self.convolves:
-            return self.logits(self.backbone.embed(ids), mask)
-        distinct, inverse = ids.unique(return_inverse=True)
-        return self.pooled_logits(self._mix(self._project(self.backbone.embed(distinct))[inverse], mask))
+        """The head's outputs [B] for pooled vectors [B, D] from `mean_pool`."""
+        return self.head((pooled.to(self.center.dtype) - self.center) / self.spread).squeeze(-1)
 
     @torch.no_grad()
     def score_ids(self, ids: Tensor, mask: Tensor, batch_size: int = 64) -> Tensor:
@@ -172,22 +142,6 @@ class RewardModel(nn.Module):
         with self.backbone.reference():
             return self.backbone.hidden(embeds.to(self.backbone.dtype), mask)
 
-    def _project(self, embeds: Tensor) -> Tensor:
-        """[..., D] -> [..., kernel * channels]: each token's share in the windows that it is part of."""
-        return self.project((embeds.to(self.center.dtype) - self.center) / self.spread)
-
-    def _mix(self, shares: Tensor, mask: Tensor) -> Tensor:
-        """Convolution and masked pooling: [B, L, kernel * channels] -> [B, channels].
-
-        Shares of padding are zeroed before they are added to a neighbour's window: as if the sequence ended there.
-        """
-        kept = mask.bool().unsqueeze(-1)
-        reach = self.settings.kernel // 2
-        shares = F.pad(shares.masked_fill(~kept, 0), (0, 0, reach, reach))
-        length = mask.shape[1]
-        windows = sum(part[:, i : i + length] for i, part in enumerate(shares.chunk(self.settings.kernel, dim=-1)))
-        return self.mean_pool(F.gelu(windows + self.bias), mask)
-
     def mean_pool(self, features: Tensor, mask: Tensor) -> Tensor:
         """Masked mean [B, D] of features [B, L, D]; times ``sqrt(n / 48)`` with ``pooling: root``.
 
@@ -203,7 +157,7 @@ class RewardModel(nn.Module):
         return pooled * (count / _ROOT_TOKENS).sqrt()
 
     def standardise(self, mean: Tensor, std: Tensor) -> None:
-        """Set the constants [D] by which pooled vectors are standardised, or with a convolution embeddings."""
+        """Set the constants [D] by which pooled vectors are standardised."""
         if not (torch.isfinite(mean).all() and torch.isfinite(std).all()):
             raise InputError(f"{self.kind} reward features", "NaN or infinity", "a base with finite embeddings")
         self.center.copy_(mean)
@@ -247,6 +201,7 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
         about = json.loads(require_file(folder / _CONFIG).read_text(encoding="utf-8"))
         state = load_file(require_file(folder / _WEIGHTS))
         kind, settings, labels = about["kind"], about["settings"], about.get("labels", "binary")
+        settings = {name: value for name, value in settings.items() if name in HeadSettings.model_fields}
         base = {**about["base"], "fingerprint": dict(about["base"].get("fingerprint", {}))}  # older folders have none
         base["embedding_rms"] = float(base["embedding_rms"])
     _check_same_base(base, _identity(backbone, kind))
@@ -260,30 +215,24 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
 
 
 @torch.no_grad()
-def table_moments(backbone: Backbone) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [D] over the vocabulary of what the base's layers receive, float64."""
-    total = squares = torch.zeros((), dtype=torch.float64, device=backbone.device)
-    for ids in torch.arange(backbone.vocab_size, device=backbone.device).split(_CHUNK_ROWS):
-        rows = backbone.embed(ids).double()
-        total, squares = total + rows.sum(0), squares + rows.square().sum(0)
-    mean = total / backbone.vocab_size
-    return mean, (squares / backbone.vocab_size - mean.square()).clamp_min(0).sqrt()
-
-
 def _identity(backbone: Backbone, kind: RewardKind) -> dict[str, Any]:
     """What tells bases apart: sizes, the tokenizer's (token, id) pairs, and the weights that the kind reads."""
     tokenizer = None
     if backbone.tokenizer is not None:
         pairs = json.dumps(sorted(backbone.tokenizer.get_vocab().items()), ensure_ascii=True)
         tokenizer = hashlib.sha256(pairs.encode("ascii")).hexdigest()
-    mean, std = table_moments(backbone)
-    read = backbone.embedding if kind == "bag" else backbone.decoder
+    total = squares = torch.zeros((), dtype=torch.float64, device=backbone.device)
+    for ids in torch.arange(backbone.vocab_size, device=backbone.device).split(_CHUNK_ROWS):
+        rows = backbone.embed(ids).double()
+        total, squares = total + rows.sum(0), squares + rows.square().sum(0)
+    mean = total / backbone.vocab_size
+    std = (squares / backbone.vocab_size - mean.square()).clamp_min(0).sqrt()
     return {
         "vocab_size": backbone.vocab_size,
         "hidden_size": backbone.hidden_size,
         "tokenizer": tokenizer,
         "embedding_rms": float((mean.square() + std.square()).mean().sqrt()),
-        "fingerprint": fingerprint(read),
+        "fingerprint": fingerprint(backbone.embedding if kind == "bag" else backbone.decoder),
     }
 
 

@@ -33,7 +33,7 @@ REVIEWS = [review("abcdefghijkl", 1), review("klmno", 0), review("aaab", 1), rev
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("bag", {}), ("bag", {"pooling": "root"}), ("bag", {"channels": 3, "kernel": 3}), ("trunk", {})],
+    [("bag", {}), ("bag", {"pooling": "root"}), ("trunk", {})],
 )
 def test_measures_on_held_out_reviews_are_those_of_the_cut_texts(kind, settings):
     torch.manual_seed(0)
@@ -60,16 +60,6 @@ def test_calibration_error_by_hand():
     # Errors cancel within a bin, not between bins: (-0.49 + 0.59) / 2, (0.49 + 0.61) / 2.
     assert calibration_error(torch.tensor([0.51, 0.59]), torch.tensor([1.0, 0.0])) == pytest.approx(0.05)
     assert calibration_error(torch.tensor([0.51, 0.61]), torch.tensor([1.0, 0.0])) == pytest.approx(0.55)
-
-
-@pytest.mark.parametrize(("settings", "learns"), [({"channels": 4}, True), ({}, False)])
-def test_a_convolution_learns_from_crops_of_anywhere_and_other_heads_from_beginnings(settings, learns):
-    """The telling letter stands beyond the longest crop from the beginning."""
-    train = [review("t" * 12 + ("a" if i % 2 else "b") * 4, i % 2) for i in range(40)]
-    held_out = [review("aaaa", 1), review("bbbb", 0)]
-    fit = dict(min_tokens=4, max_tokens=6, epochs=30, patience=30, lr=0.05, dropout=0.0, batch_size=8, **settings)
-    model, _ = train_reward("bag", RewardConfig.parse({"bag": fit, "eval_tokens": [4]}), backbone(), train, held_out)
-    assert (evaluate_reward(model, held_out, [4])["log_loss_4"] < 0.3) == learns
 
 
 def test_the_report_counts_the_reviews_that_were_read():

@@ -15,13 +15,10 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.fit import FitSettings, RewardConfig, evaluate_reward, train_reward
-from grade.rewards.model import HeadSettings, RewardModel, load_reward, table_moments
+from grade.rewards.model import HeadSettings, RewardModel, load_reward
 
 WORDS = "<pad> good fine great lovely bad poor awful dull the a film plot cast was it of and to in one scene".split()
 CASES = [
-    ("bag", HeadSettings(channels=6, kernel=1, hidden=0)),
-    ("bag", HeadSettings(channels=6, kernel=3, hidden=5, pooling="mean")),
-    ("bag", HeadSettings(channels=4, kernel=5, hidden=0)),
     ("bag", HeadSettings(hidden=0)),
     ("bag", HeadSettings(hidden=5, pooling="root")),
     ("trunk", HeadSettings(hidden=8)),
@@ -71,28 +68,27 @@ def test_padding_does_not_change_the_score(kind, settings, config):
 
 
 @pytest.mark.parametrize(("kind", "settings"), CASES)
-def test_ids_one_hots_and_distinct_tokens_score_alike(kind, settings):
+def test_ids_and_one_hots_score_alike(kind, settings):
     model = build(kind, settings)
     ids, mask, _ = batch()
     one_hot = torch.nn.functional.one_hot(ids, 23).double() @ model.backbone.embedding_weight
     want = model.score_ids(ids, mask, batch_size=2)
     assert_close(model(one_hot, mask), want)
     assert_close(model.logits(one_hot, mask).sigmoid(), want)
-    assert_close(model.logits_of_ids(ids, mask).sigmoid(), want)
     assert not want.requires_grad and want.shape == (3,)
 
 
-def test_scaled_embeddings_are_scored_as_the_layers_receive_them():
+def test_scaled_embeddings_are_known_as_the_layers_receive_them(tmp_path):
     config = Gemma3TextConfig(
         vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=4, max_position_embeddings=64,
     )  # fmt: skip
     backbone = make_backbone(config)
     assert backbone.embedding_scale == pytest.approx(4.0, rel=1e-2)  # sqrt(16), which Gemma rounds to bfloat16
-    mean, std = table_moments(backbone)
+    RewardModel("bag", backbone, HeadSettings()).save(tmp_path)
     table = backbone.embedding_weight.double() * backbone.embedding_scale
-    assert_close(mean, table.mean(0))
-    assert_close(std, table.std(0, correction=0))
+    about = json.loads((tmp_path / "reward.json").read_text())
+    assert about["base"]["embedding_rms"] == pytest.approx(float(table.square().mean().sqrt()), rel=1e-9)
 
 
 @pytest.mark.parametrize(("kind", "settings"), CASES)
@@ -106,9 +102,8 @@ def test_gradient_by_embeddings_is_exact(kind, settings):
     assert (norms[mask[:, 1:6] == 0] == 0).all() and (norms[mask[:, 1:6] == 1] > 0).all()
 
 
-@pytest.mark.parametrize(("channels", "exact"), [(0, True), (6, False)])
-def test_the_gradient_of_a_linear_bag_tells_what_another_token_would_score(channels, exact):
-    model = build("bag", HeadSettings(channels=channels))
+def test_the_gradient_of_a_linear_bag_tells_what_another_token_would_score():
+    model = build("bag", HeadSettings())
     ids, mask, _ = batch()
     embeds = model.backbone.embed(ids).detach().requires_grad_()
     logits = model.logits(embeds, mask)
@@ -119,7 +114,7 @@ def test_the_gradient_of_a_linear_bag_tells_what_another_token_would_score(chann
     predicted = (grad * step).sum((1, 2))
     actual = model.logits(model.backbone.embed(swapped), mask) - logits
     assert actual.abs().min() > 1e-3
-    assert torch.allclose(predicted, actual) == exact
+    assert_close(predicted, actual)
 
 
 @pytest.mark.parametrize(("kind", "settings"), CASES)
@@ -163,15 +158,9 @@ def test_trunk_head_is_the_documents_head_by_hand():
 
 
 def test_bag_by_hand():
-    """kernel 3 on two tokens: window of the first is [0, a, b], of the second [a, b, 0]."""
-    model = build("bag", HeadSettings(channels=4, kernel=3, pooling="root"))
+    model = build("bag", HeadSettings(pooling="root"))
     a, b = model.backbone.embed(torch.tensor([5, 9]))
-    a, b = (a - model.center) / model.spread, (b - model.center) / model.spread
-    w = model.project.weight.view(3, 4, -1)  # the i-th block multiplies the token at offset 1 - i from the centre
-    first = w[0] @ torch.zeros_like(a) + w[1] @ a + w[2] @ b + model.bias
-    second = w[0] @ a + w[1] @ b + w[2] @ torch.zeros_like(a) + model.bias
-    pooled = (torch.nn.functional.gelu(first) + torch.nn.functional.gelu(second)) / 2
-    pooled = pooled * (2 / 48) ** 0.5  # pooling: root
+    pooled = ((a + b) / 2 * (2 / 48) ** 0.5 - model.center) / model.spread
     want = torch.sigmoid(model.head[-1].weight[0] @ pooled + model.head[-1].bias)
     assert_close(model.score_ids(torch.tensor([[5, 9]]), torch.ones(1, 2)), want)
 
@@ -182,7 +171,7 @@ def test_bag_by_hand():
 )
 @pytest.mark.parametrize("kind", ["bag", "trunk"])
 def test_scores_are_float32_or_wider(kind, dtype, want):
-    model = build(kind, HeadSettings(channels=4), dtype)
+    model = build(kind, HeadSettings(), dtype)
     ids, mask, _ = batch()
     score = model.score_ids(ids, mask)
     assert score.dtype == want and ((score > 0) & (score < 1)).all()
@@ -198,7 +187,7 @@ def test_a_constant_feature_is_not_divided_by_0():
 
 
 def test_an_empty_sequence_is_nan_and_not_a_score():
-    model = build("bag", HeadSettings(channels=4))
+    model = build("bag", HeadSettings())
     ids, mask, _ = batch()
     mask[1] = 0
     assert torch.isnan(model.score_ids(ids, mask)).tolist() == [False, True, False]
@@ -217,7 +206,7 @@ def bare(seed=0, words=WORDS, dtype=torch.float32, **changes):
 def test_saved_and_loaded_scores_are_identical(tmp_path, kind, settings):
     backbone = bare()
     model = RewardModel(kind, backbone, FitSettings(**settings.model_dump(), lr=0.5))
-    model.standardise(*table_moments(backbone))
+    model.standardise(torch.linspace(-1, 1, backbone.hidden_size), torch.ones(backbone.hidden_size))
     model.save(tmp_path / "reward")
     assert sorted(p.name for p in (tmp_path / "reward").iterdir()) == ["reward.json", "reward.safetensors"]
     loaded = load_reward(tmp_path / "reward", backbone)
@@ -238,7 +227,7 @@ def test_saved_and_loaded_scores_are_identical(tmp_path, kind, settings):
     ],
 )
 def test_another_base_is_refused_and_says_why(tmp_path, other, message):
-    RewardModel("bag", bare(), HeadSettings(channels=4)).save(tmp_path)
+    RewardModel("bag", bare(), HeadSettings()).save(tmp_path)
     with pytest.raises(InputError, match=f"{message} of the base.*trained on"):
         load_reward(tmp_path, other())
 
@@ -281,14 +270,14 @@ def test_an_adapter_on_the_base_does_not_change_its_fingerprint(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: {k: v for k, v in t.items() if k != "bias"}, "Missing key.*bias"),
+        (lambda t: {k: v for k, v in t.items() if k != "head.1.bias"}, "Missing key.*bias"),
         (lambda t: t | {"more": torch.ones(1)}, "Unexpected key.*more"),
-        (lambda t: t | {"bias": torch.ones(5)}, "size mismatch for bias"),
+        (lambda t: t | {"head.1.bias": torch.ones(5)}, "size mismatch for head.1.bias"),
         (lambda t: t | {"spread": t["spread"] * torch.nan}, "spread is not finite"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
-    RewardModel("bag", bare(), HeadSettings(channels=4)).save(tmp_path)
+    RewardModel("bag", bare(), HeadSettings()).save(tmp_path)
     path = tmp_path / "reward.safetensors"
     save_file(change(load_file(path)), path)
     with pytest.raises(InputError, match=f"reward model: got .*weights in reward.safetensors.*{message}"):
@@ -298,7 +287,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
 @pytest.mark.parametrize("damage", ["missing", "no_weights", "bad_json", "bad_weights", "wrong_shapes", "not_a_dict"])
 def test_missing_and_corrupt_files_are_one_clear_error(tmp_path, damage):
     backbone = bare()
-    RewardModel("bag", backbone, HeadSettings(channels=4)).save(tmp_path)
+    RewardModel("bag", backbone, HeadSettings()).save(tmp_path)
     config, weights = tmp_path / "reward.json", tmp_path / "reward.safetensors"
     if damage == "missing":
         config.unlink()
@@ -312,7 +301,7 @@ def test_missing_and_corrupt_files_are_one_clear_error(tmp_path, damage):
         config.write_text("[1]")
     else:
         about = json.loads(config.read_text())
-        about["settings"]["channels"] = 5
+        about["settings"]["hidden"] = 5
         config.write_text(json.dumps(about))
     with pytest.raises(InputError, match="reward model"):
         load_reward(tmp_path, backbone)
@@ -337,19 +326,19 @@ def reviews(n, seed):
 
 def config(seed=0, **changes):
     fit = dict(
-        channels=8, hidden=0, dropout=0.1, lr=0.02, weight_decay=0.01, epochs=15, patience=5, batch_size=16,
+        hidden=0, dropout=0.1, lr=0.02, weight_decay=0.01, epochs=15, patience=5, batch_size=16,
         min_tokens=4, max_tokens=12,
     )  # fmt: skip
     fit |= changes
     return RewardConfig.parse({"bag": fit, "trunk": fit, "eval_tokens": [4, 12], "feature_batch_size": 7, "seed": seed})
 
 
-@pytest.mark.parametrize(("kind", "channels"), [("bag", 0), ("bag", 8), ("trunk", 0)])
-def test_training_learns_and_leaves_the_base_alone(kind, channels):
+@pytest.mark.parametrize("kind", ["bag", "trunk"])
+def test_training_learns_and_leaves_the_base_alone(kind):
     backbone = bare()
     before = [p.clone() for p in backbone.parameters()]
     state = torch.get_rng_state()
-    model, report = train_reward(kind, config(channels=channels), backbone, reviews(120, 0), reviews(40, 1))
+    model, report = train_reward(kind, config(), backbone, reviews(120, 0), reviews(40, 1))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(before, backbone.parameters(), strict=True))
     test = evaluate_reward(model, reviews(100, 2), [4, 12])
@@ -369,13 +358,10 @@ def test_same_seed_same_model_other_seed_another(kind):
     assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
 
 
-@pytest.mark.parametrize("channels", [0, 8])
-def test_early_stopping_returns_the_best_epoch(channels):
+def test_early_stopping_returns_the_best_epoch():
     """At a far too large rate the first epochs are the best: the returned weights must be those that were reported."""
     validation = reviews(40, 1)
-    model, report = train_reward(
-        "bag", config(lr=3.0, patience=2, channels=channels), bare(), reviews(60, 0), validation
-    )
+    model, report = train_reward("bag", config(lr=3.0, patience=2), bare(), reviews(60, 0), validation)
     assert report["epochs"] == report["best_epoch"] + 2 < 15
     seen = evaluate_reward(model, validation, [4, 12])
     assert (seen["log_loss_4"] + seen["log_loss_12"]) / 2 == pytest.approx(report["validation_log_loss"], rel=1e-5)
