@@ -1,8 +1,8 @@
 """Rewards of a traced step: a head on the policy's base, or a Hugging Face sequence classifier.
 
-A classifier is built from its configuration alone. Its own code runs: `grade.rewards.differentiable` where it has as
-many tokens as the policy (a configuration tells only the size), which relaxed methods need; else
-`grade.rewards.classifier`, and text is taken to be as many of its tokens as of the policy's.
+A classifier is built from its configuration alone. Its own code runs (`grade.rewards.classifier`): on
+embeddings where it has as many tokens as the policy (a configuration tells only the size), which relaxed methods need;
+else on text, which is taken to be as many of its tokens as of the policy's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from grade.memory.settings import CLASSIFIER, classifier_source
 from grade.models.backbone import Backbone, errors_only
 from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
-from grade.rewards.classifier import TextClassifier
-from grade.rewards.differentiable import EmbeddedClassifier, on_the_left, on_the_right
+from grade.rewards.classifier import EmbeddedClassifier, TextClassifier
 from grade.rewards.model import HeadSettings, RewardModel
 
 
@@ -91,7 +90,7 @@ class _ClassifierInPhase(nn.Module, EmbeddedClassifier):
             except ValueError as error:
                 raise InputError("reward", spec, f"a sequence classifier ({str(error)[:100]})") from None
         TextClassifier.__init__(self, model, None, model.config.id2label[0] if model.config.num_labels > 1 else None)
-        self.padding = on_the_left if hasattr(model, "score") else on_the_right  # decoders, encoders
+        self.left = hasattr(model, "score")  # decoders
         self._backbone = (backbone,)  # in a tuple: its weights are not this model's
 
     @property

@@ -191,6 +191,21 @@ def check_prompts(
     return longest
 
 
+def padded(
+    rows: Sequence[Sequence[int]], padding: int = 0, side: str = "right", device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask, int64 [B, L], L the longest row.
+
+    >>> padded([[5, 6], [7]])
+    (tensor([[5, 6],
+            [7, 0]]), tensor([[1, 1],
+            [1, 0]]))
+    """
+    ids = [torch.tensor(row, dtype=torch.int64, device=device) for row in rows]
+    mask = pad_sequence([torch.ones_like(row) for row in ids], True, padding_side=side)
+    return pad_sequence(ids, True, padding, padding_side=side), mask
+
+
 def position_ids(mask: Tensor) -> Tensor:
     """Positions that count tokens, not padding: ``max(cumsum(mask) - 1, 0)``, int64 [B, L].
 
@@ -223,8 +238,7 @@ def _left_padded(tokenizer: Any, rows: list[list[int]], pad_to: int | None = Non
     if pad_to is not None and pad_to < width:
         raise InputError("pad_to", pad_to, f"at least the {width} tokens of the longest prompt")
     padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    ids = pad_sequence([torch.tensor(row) for row in rows], True, padding, padding_side="left")
-    mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in rows], True, padding_side="left")
+    ids, mask = padded(rows, padding, "left")
     more = (0 if pad_to is None else pad_to - width, 0)
     return F.pad(ids, more, value=padding), F.pad(mask, more)
 

@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from grade.config import SEEDS, Config
 from grade.errors import InputError
+from grade.models.prompts import padded
 from grade.rewards.model import HeadSettings, Labels, RewardKind, RewardModel
 from grade.stats import jackknife_stderr
 
@@ -163,18 +163,6 @@ def encode(backbone: Backbone, reviews: Sequence[LabelledText], max_tokens: int)
     return ids
 
 
-def right_pad(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Ids [B, L] and mask [B, L], L the longest sequence; padding ids are 0, the mask decides.
-
-    >>> right_pad([[5, 6], [7]])
-    (tensor([[5, 6],
-            [7, 0]]), tensor([[1, 1],
-            [1, 0]]))
-    """
-    rows = [torch.tensor(s, device=device) for s in sequences]
-    return pad_sequence(rows, True), pad_sequence([torch.ones_like(row) for row in rows], True)
-
-
 @torch.no_grad()
 def _prefix_means(
     model: RewardModel, sequences: Sequence[Sequence[int]], lengths: Sequence[int], batch_size: int
@@ -183,7 +171,7 @@ def _prefix_means(
     parts = []
     for start in range(0, len(sequences), batch_size):
         batch = [s[: max(lengths)] for s in sequences[start : start + batch_size]]
-        ids, mask = right_pad(batch, model.backbone.device)
+        ids, mask = padded(batch, device=model.backbone.device)
         tokens = model.token_features(model.backbone.embed(ids), mask)
         parts.append(torch.stack([model.mean_pool(tokens[:, :n], mask[:, :n]) for n in lengths], 1))
     features = torch.cat(parts)

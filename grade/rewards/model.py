@@ -12,7 +12,7 @@ The documents' head has two outputs and a softmax; one output and a sigmoid is t
 standardised with constants of the training set, kept as buffers. A base in float64 is pooled and scored in float64,
 any other in float32.
 
-Left out: training (`grade.rewards.fit`), and reward models with a base of their own (`grade.rewards.differentiable`).
+Left out: training (`grade.rewards.fit`), and reward models with a base of their own (`grade.rewards.classifier`).
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ from grade.errors import InputError
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope
-from grade.rewards.classifier import TextClassifier, load_classifier, load_tokenizer
-from grade.rewards.differentiable import EmbeddedClassifier
+from grade.rewards.classifier import EmbeddedClassifier, TextClassifier, load_classifier, load_tokenizer
 from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
 from grade.rewards.model import load_reward
 

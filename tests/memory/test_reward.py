@@ -14,8 +14,7 @@ from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 from grade.rewards.base import Reward
-from grade.rewards.classifier import TextClassifier
-from grade.rewards.differentiable import EmbeddedClassifier
+from grade.rewards.classifier import EmbeddedClassifier, TextClassifier
 
 VOCAB, CONTEXT = TINY["vocab_size"], 64
 SIZES = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, bos_token_id=1,

@@ -12,8 +12,7 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import unrolled
 from grade.rewards.base import EmbeddingReward
-from grade.rewards.classifier import TextClassifier
-from grade.rewards.differentiable import EmbeddedClassifier
+from grade.rewards.classifier import EmbeddedClassifier, TextClassifier
 from grade.rewards.rewards import Rewards
 
 KINDS = ["bert", "llama", "gpt2"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import make_backbone
 
-from grade.rewards.fit import RewardConfig, calibration_error, encode, evaluate_reward, right_pad, train_reward
+from grade.models.prompts import padded
+from grade.rewards.fit import RewardConfig, calibration_error, encode, evaluate_reward, train_reward
 from grade.rewards.model import HeadSettings, RewardModel
 
 
@@ -42,7 +43,7 @@ def test_measures_on_held_out_reviews_are_those_of_the_cut_texts(kind, settings)
     names = ("accuracy_{}", "accuracy_{}_stderr", "log_loss_{}", "mean_score_{}", "calibration_error_{}")
     assert set(report) == {"n", *(name.format(n) for name in names for n in (2, 6))} and report["n"] == 4
     for length in (2, 6):
-        scores = model.score_ids(*right_pad(encode(model.backbone, REVIEWS, length))).tolist()
+        scores = model.score_ids(*padded(encode(model.backbone, REVIEWS, length))).tolist()
         right = [(score > 0.5) == bool(label) for score, label in zip(scores, labels, strict=True)]
         nats = [-math.log(score if label else 1 - score) for score, label in zip(scores, labels, strict=True)]
         share = sum(right) / 4

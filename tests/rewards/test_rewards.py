@@ -13,8 +13,7 @@ from grade.errors import InputError
 from grade.gradients.objective import Objective
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import EmbeddingReward, Reward
-from grade.rewards.classifier import TextClassifier
-from grade.rewards.differentiable import EmbeddedClassifier
+from grade.rewards.classifier import EmbeddedClassifier, TextClassifier
 from grade.rewards.functions import FunctionReward
 from grade.rewards.model import HeadSettings, RewardModel
 from grade.rewards.rewards import Rewards, make_reward, make_rewards

@@ -31,10 +31,10 @@ from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, encode_prompts
+from grade.models.prompts import PromptBatch, encode_prompts, padded
 from grade.models.sampling import generate
 from grade.rewards.base import EmbeddingReward, Reward
-from grade.rewards.fit import BagSettings, RewardConfig, right_pad, train_reward
+from grade.rewards.fit import BagSettings, RewardConfig, train_reward
 from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardModel, load_reward
@@ -191,7 +191,7 @@ def read_by(model: RewardModel) -> Callable[..., list[float]]:
         rows = base.tokenizer([p + c for p, c in zip(prompts, completions, strict=True)])["input_ids"]
         values: list[float] = []
         for start in range(0, len(rows), BATCH_ROWS):
-            ids, mask = right_pad(rows[start : start + BATCH_ROWS], base.device)
+            ids, mask = padded(rows[start : start + BATCH_ROWS], device=base.device)
             values += model.score_ids(ids, mask, BATCH_ROWS).tolist()
         return values
 
