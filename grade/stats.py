@@ -103,6 +103,10 @@ class Estimate(NamedTuple):
         stderr = statistics.stdev(numbers) / math.sqrt(n) if n > 1 else None
         return cls(statistics.fmean(numbers), stderr, n)
 
+    def metrics(self, name: str) -> dict[str, float | int | None]:
+        """Mean, standard error and n as flat metrics."""
+        return {name: self.mean, f"{name}_stderr": self.stderr, f"{name}_n": self.n}
+
     def __str__(self) -> str:
         if self.stderr is None:
             return f"{self.mean:.4g} (n={self.n})"

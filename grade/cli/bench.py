@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-from grade.cli.options import add_config_options
+from grade.cli.options import add_config
 from grade.files import check_file, write_text
 from grade.memory.bench import BenchConfig, bench_figures, compare_with_real, require_device, standard_steps
 from grade.results import environment, write_results
 
 
-def add_bench(parser: argparse.ArgumentParser) -> None:
+def add_bench(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("what", choices=["memory"], help="memory: peak of one training step, traced and measured")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to measure")
     parser.add_argument("--output", metavar="FILE", help="default: outputs/<device name>/memory.json")
     parser.add_argument("--metrics", metavar="FILE", help="headline figures go here")
-    add_config_options(parser, BenchConfig)
-    parser.set_defaults(execute=_bench)
+    add_config(parser, BenchConfig)
+    return _bench
 
 
 def _bench(args: argparse.Namespace) -> None:
@@ -28,14 +29,15 @@ def _bench(args: argparse.Namespace) -> None:
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
     target = Path(f"outputs/{name}/memory.json" if args.output is None else args.output)
     check_file(target, "--output")
-    if args.metrics is not None:
+    if args.metrics:
         check_file(args.metrics, "--metrics")
     target.parent.mkdir(parents=True, exist_ok=True)
     rows = compare_with_real(standard_steps(args.device, config), args.device, snapshots=target.parent)
+    content = {"environment": about, "steps": rows}
     # With metrics it is the pipeline's run, whose files are the same bytes the next time: times stand in timings.json.
-    if args.metrics is not None:
+    if args.metrics:
         timed = {f"{row['name']}/seconds": row.pop("seconds") for row in rows if "seconds" in row}
         write_results(args.metrics, bench_figures(rows, args.device, config.time_traces) | timed)
-    content = {"steps": rows} if args.metrics is not None else {"environment": about, "steps": rows}
+        del content["environment"]
     write_text(target, json.dumps(content, indent=1) + "\n")
     print(target)

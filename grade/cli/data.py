@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 
-from grade.cli.options import add_config_options
+from grade.cli.options import add_config, add_paths
 from grade.data.fetch import FetchConfig, fetch
 from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
 from grade.files import check_file, claimed
 from grade.results import check_values, write_metrics
 
+REVIEWS = "review splits"
+WORDS = (36, 128, None)
+"""Lengths at which the judge is measured: about a prompt and a completion, a paragraph, the whole review."""
 
-def add_fetch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="one folder a package is made here")
-    add_config_options(parser, FetchConfig)
-    parser.set_defaults(execute=_fetch)
+
+def add_fetch(parser: argparse.ArgumentParser) -> Callable:
+    add_paths(parser, output_dir="one folder per package is made here")
+    add_config(parser, FetchConfig)
+    return _fetch
 
 
 def _fetch(args: argparse.Namespace) -> None:
@@ -24,11 +29,10 @@ def _fetch(args: argparse.Namespace) -> None:
     print(f"wrote {args.output_dir}")
 
 
-def add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--raw-dir", required=True, metavar="DIR", help="fetched packages")
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="one .jsonl a split, and splits.json")
-    add_config_options(parser, DataConfig)
-    parser.set_defaults(execute=_data)
+def add_data(parser: argparse.ArgumentParser) -> Callable:
+    add_paths(parser, raw_dir="fetched packages", output_dir="one .jsonl per split, and splits.json")
+    add_config(parser, DataConfig)
+    return _data
 
 
 def _data(args: argparse.Namespace) -> None:
@@ -36,15 +40,9 @@ def _data(args: argparse.Namespace) -> None:
     print(json.dumps(prepare_reviews(DataConfig.load(args.config, args.set), args.raw_dir, args.output_dir)))
 
 
-WORDS = (36, 128, None)
-"""Lengths at which the judge is measured: about a prompt and a completion, a paragraph, the whole review."""
-
-
-def add_gold(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--reviews", required=True, metavar="DIR", help="review splits")
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="judge.npz is written here")
-    parser.add_argument("--metrics", required=True, metavar="FILE", help="accuracy on the test split")
-    parser.set_defaults(execute=_gold)
+def add_gold(parser: argparse.ArgumentParser) -> Callable:
+    add_paths(parser, reviews=REVIEWS, output_dir="judge.npz is written here", metrics="accuracy on the test split")
+    return _gold
 
 
 def _gold(args: argparse.Namespace) -> None:
@@ -59,8 +57,7 @@ def _gold(args: argparse.Namespace) -> None:
         for words in WORDS:
             texts = [" ".join(r.text.split()[:words]) for r in test]
             accuracy = judge.accuracy(texts, [r.label for r in test])
-            name = f"accuracy/{words or 'all'}_words"
-            metrics |= {name: accuracy.mean, f"{name}_stderr": accuracy.stderr, f"{name}_n": accuracy.n}
+            metrics |= accuracy.metrics(f"accuracy/{words or 'all'}_words")
             print(f"gold judge, {words or 'all'} words: accuracy {accuracy}")
         check_values(metrics)
         with output.replacement() as staging:

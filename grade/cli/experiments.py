@@ -6,25 +6,24 @@ import argparse
 import gc
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 
-from grade.cli.options import add_config_options
+from grade.cli.options import add_config, add_paths, add_values, print_metrics
 from grade.config import parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.files import check_file, claimed
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
-_PEERS = "grade.experiments.compare.measure.peers"
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
 
 
-def add_notebook(parser: argparse.ArgumentParser) -> None:
+def add_notebook(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("notebook", help="the source notebook")
     parser.add_argument("output", help="the executed copy")
-    parser.add_argument("--params", action="append", default=[], metavar="FILE", help="YAML file of parameters")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="one parameter")
+    add_values(parser, "--params", "NAME=VALUE")
     parser.add_argument("--runs", metavar="DIR", help=RUNS)
-    parser.set_defaults(execute=_notebook)
+    return _notebook
 
 
 def _notebook(args: argparse.Namespace) -> None:
@@ -32,9 +31,7 @@ def _notebook(args: argparse.Namespace) -> None:
     parameters = {}
     for path in args.params:
         parameters |= read_yaml(path)
-    for text in args.set:
-        name, value = parse_assignment(text, "NAME=VALUE")
-        parameters[name] = value
+    parameters |= dict(parse_assignment(text, "NAME=VALUE") for text in args.set)
     if args.runs and "runs_dir" in default_parameters(args.notebook):
         parameters["runs_dir"] = args.runs
     check_file(args.output, "output")
@@ -48,13 +45,12 @@ def _notebook(args: argparse.Namespace) -> None:
     print(f"wrote {args.output}")
 
 
-def add_measure(parser: argparse.ArgumentParser) -> None:
+def add_measure(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("experiment", help="a folder of grade/experiments")
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="measured/ and timings/ are written here")
-    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="YAML file of its parameters")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one value over the files'")
+    add_paths(parser, output_dir="measured/ and timings/ are written here")
+    add_values(parser)
     parser.add_argument("--runs", metavar="DIR", help=RUNS)
-    parser.set_defaults(execute=_measure)
+    return _measure
 
 
 def _measure(args: argparse.Namespace) -> None:
@@ -72,7 +68,9 @@ def _measure(args: argparse.Namespace) -> None:
         if field.endswith(("_dir", "_file")) and value and not os.path.exists(value):
             raise InputError(field, value, "a path that exists, or nothing")
         if field == "model":
-            import_module("grade.memory.models").model_config(value)  # imported here: a notebook starts without models
+            from grade.memory.models import model_config  # here, because a notebook starts without models
+
+            model_config(value)
     if not sys.stderr.isatty():
         os.environ.setdefault("GRADE_PROGRESS", "0")
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
@@ -81,19 +79,22 @@ def _measure(args: argparse.Namespace) -> None:
     print(f"wrote {args.output_dir}")
 
 
-def add_peers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="metrics.json and curves.csv go here")
-    add_config_options(parser, import_module(_PEERS).PeersConfig)
-    parser.set_defaults(execute=_peers)
+def add_peers(parser: argparse.ArgumentParser) -> Callable:
+    from grade.experiments.compare.measure.peers import PeersConfig  # here, because a notebook starts without models
+
+    add_paths(parser, output_dir="metrics.json and curves.csv go here")
+    add_config(parser, PeersConfig)
+    return _peers
 
 
 def _peers(args: argparse.Namespace) -> None:
     """Train our methods and TRL's GRPOTrainer on the same task, each in a process of its own."""
-    measure, peers = import_module(_PEERS), import_module("grade.experiments.compare.peers")
-    config = measure.PeersConfig.load(args.config, args.set)
+    from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
+    from grade.experiments.compare.peers import peer_figures, write_peers
+
+    config = PeersConfig.load(args.config, args.set)
     with claimed(args.output_dir, (), shared=True):
-        curves, costs, settings = measure.compare_peers(config)
-        figures = peers.peer_figures(curves, costs) | settings
-        peers.write_peers(args.output_dir, curves, figures)
-    for name, value in sorted(figures.items()):
-        print(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+        curves, costs, settings = compare_peers(config)
+        figures = peer_figures(curves, costs) | settings
+        write_peers(args.output_dir, curves, figures)
+    print_metrics(figures)

@@ -1,7 +1,7 @@
 """The command line: ``grade <command>``, or ``python -m grade <command>``.
 
 Each command is a function ``add_<command>`` in the module that `COMMANDS` names, imported only when it is asked for: it
-adds the command's options and sets ``execute``, the function that takes them. Bad input is one line on stderr and exit
+adds the command's options and returns the function that executes them. Bad input is one line on stderr and exit
 code 2: what a module refuses itself (`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`).
 Any other exception is a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import, prints
 errors as boxes, and the options that come from config classes would still be written here.
@@ -83,18 +83,15 @@ def _run(argv: list[str]) -> int:
     args = parse(argv)
     try:
         args.execute(args)
-    except InputError as error:
-        _report(args.command, error)
-        return 2
     except KeyboardInterrupt:
         _report(args.command, "interrupted")
         return 130
     except BrokenPipeError:
         raise
     except Exception as error:
-        if not is_file_error(error):
+        if not isinstance(error, InputError) and not is_file_error(error):
             raise
-        _report(args.command, file_error(error))
+        _report(args.command, error if isinstance(error, InputError) else file_error(error))
         return 2
     return 0
 
@@ -109,7 +106,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         if name in argv:  # importing torch takes seconds: only the command that runs pays for it
-            getattr(_import(COMMANDS[name][0]), f"add_{name}")(sub)
+            sub.set_defaults(execute=getattr(_import(COMMANDS[name][0]), f"add_{name}")(sub))
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")

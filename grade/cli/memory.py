@@ -7,10 +7,10 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable
+from typing import Literal, get_args, get_origin
 
-from grade.cli.options import add_config_options
+from grade.cli.options import add_config
 from grade.config import Config
 from grade.errors import InputError
 from grade.memory.settings import Sharding, StepConfig
@@ -19,16 +19,14 @@ ALL = "all"
 """In place of a method's name: every method."""
 
 
-def add_memory(parser: argparse.ArgumentParser) -> None:
+def add_memory(parser: argparse.ArgumentParser) -> Callable:
     """Add the command's options: one for each plain key of `StepConfig`."""
     for name, field in StepConfig.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
-            continue  # lora.*: by --set
-        flag = "--" + name.replace("_", "-")
-        if field.annotation is bool:
-            parser.add_argument(flag, action="store_true", default=None, help=field.description)
-        else:
-            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        flag, kind = f"--{name.replace('_', '-')}", field.annotation
+        if kind is bool:
+            parser.add_argument(flag, action="store_const", const="true", help=field.description)
+        elif not (isinstance(kind, type) and issubclass(kind, Config)):  # lora.*: by --set
+            choices = get_args(kind) if get_origin(kind) is Literal else ()
             metavar = "{" + ",".join(choices) + "}" if choices else name.upper()
             parser.add_argument(flag, metavar=metavar, help=field.description)
     parser.add_argument("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most")
@@ -39,25 +37,27 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="where the step would run")
     parser.add_argument("--all-layers", action="store_true", help="trace every layer instead of extrapolating")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_config_options(parser, StepConfig)
-    parser.set_defaults(execute=_memory)
+    add_config(parser, StepConfig)
+    return _memory
 
 
 def _memory(args: argparse.Namespace) -> None:
     """Trace a step and say what it needs and why."""
     # Here, so that --help starts without models.
+    from tqdm.auto import tqdm
+
     from grade.memory import plan
     from grade.memory.allocator import reserved_by
     from grade.memory.report import Report, methods_json, methods_text
     from grade.memory.trace import Trace, trace
 
-    options = {}
-    for name in StepConfig.model_fields:
-        if (value := getattr(args, name, None)) is not None:
-            options[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    options = {name: value for name in StepConfig.model_fields if (value := getattr(args, name, None)) is not None}
     budget = None if args.fits is None else plan.parse_bytes(args.fits)
     overhead = 0 if args.overhead is None else plan.parse_bytes(args.overhead, "overhead")
-    with _without_gc(), _progress_bar() as bar:
+    quiet = True if os.environ.get("GRADE_PROGRESS") == "0" else None  # None: shown on a terminal only
+    with tqdm(desc="steps traced", unit="", leave=False, disable=quiet) as bar, contextlib.ExitStack() as after:
+        gc.disable()  # searching for garbage takes a tenth of a trace's time, and finds little
+        after.callback(gc.enable)
 
         @plan.remembering
         def known(step: StepConfig, gpus: int, way: plan.Way) -> Trace:
@@ -74,8 +74,7 @@ def _memory(args: argparse.Namespace) -> None:
             if args.fits is not None:
                 raise InputError("fits", args.fits, f"none with --method {ALL}: a budget is for one method")
             batch = options.pop("batch_size", None)
-            if batch is not None:
-                batch = StepConfig.load(options=[f"batch_size={batch}"]).batch_size
+            batch = batch and StepConfig.load(options=[f"batch_size={batch}"]).batch_size
             rows = plan.compare_methods(plan.every_method(args.config, args.set, options, batch), tracer)
             print(json.dumps(methods_json(rows), indent=1) if args.json else methods_text(rows))
             return
@@ -91,21 +90,3 @@ def _memory(args: argparse.Namespace) -> None:
             report["reserved"] = reserved_by(config, "cuda", args.gpus, args.shard)
     report = Report(**report)
     print(json.dumps(report.json(), indent=1) if args.json else report.text())
-
-
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Search nothing for garbage while tracing: it takes a tenth of the time, and leaves little."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _progress_bar() -> Any:
-    """Shows on a terminal how many steps have been traced, and which one is being traced."""
-    from tqdm.auto import tqdm
-
-    quiet = True if os.environ.get("GRADE_PROGRESS") == "0" else None  # None: shown on a terminal only
-    return tqdm(desc="steps traced", unit="", leave=False, disable=quiet)

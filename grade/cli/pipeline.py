@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-from importlib import import_module
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from grade.errors import InputError
@@ -14,14 +14,16 @@ from grade.pipeline.profiles import publish, workspace_of
 from grade.pipeline.schedule import run
 from grade.results import write_metrics
 
+WHOSE = "whose results (default: cpu)"
 
-def add_repro(parser: argparse.ArgumentParser) -> None:
+
+def add_repro(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help="folder under params/ (default: cpu)")
     parser.add_argument("stages", nargs="*", help="stages to bring up to date, with all that they need (default: all)")
     parser.add_argument("--jobs", type=int, help="stages at once (default: as in the profile's suite.yaml)")
     parser.add_argument("--force", action="store_true", help="run stages that are up to date as well")
     parser.add_argument("--dry", action="store_true", help="only say what would run")
-    parser.set_defaults(execute=_repro)
+    return _repro
 
 
 def _repro(args: argparse.Namespace) -> None:
@@ -41,31 +43,33 @@ def _repro(args: argparse.Namespace) -> None:
     print(f"To put them into {outputs}/: grade publish {args.profile}")
 
 
-def add_results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help="whose results (default: cpu)")
-    parser.set_defaults(execute=_results)
+def add_results(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=WHOSE)
+    return _results
 
 
 def _results(args: argparse.Namespace) -> None:
     """Write a profile's README.md, claims.csv, claims.md and headline.json in the working folder."""
-    claims, headline = import_module("grade.experiments.claims"), import_module("grade.experiments.headline")
-    report = import_module("grade.experiments.report")
+    from grade.experiments.claims import to_markdown, verdict_counts, write_claims  # not installed with the library
+    from grade.experiments.headline import headline
+    from grade.experiments.report import join_claims, report
+
     suite = suite_values(Path(), args.profile)
     outputs, notebooks = Path(suite["outputs"]), suite["alone"] | suite["experiments"]
-    rows = report.join_claims(outputs, notebooks)
-    counts = claims.verdict_counts(rows)
+    rows = join_claims(outputs, notebooks)
+    counts = verdict_counts(rows)
     title = "# Claims of the source documents and verdicts"
-    claims.write_claims(outputs / "claims.csv", rows)
-    write_text(outputs / "claims.md", f"{title}\n\n{counts}\n{claims.to_markdown(rows)}")
-    write_text(outputs / "README.md", report.report(outputs, args.profile, notebooks))
-    write_metrics(outputs / "headline.json", headline.headline(outputs))
+    write_claims(outputs / "claims.csv", rows)
+    write_text(outputs / "claims.md", f"{title}\n\n{counts}\n{to_markdown(rows)}")
+    write_text(outputs / "README.md", report(outputs, args.profile, notebooks))
+    write_metrics(outputs / "headline.json", headline(outputs))
     print(counts, end="")
 
 
-def add_check(parser: argparse.ArgumentParser) -> None:
-    add_results(parser)
+def add_check(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=WHOSE)
     parser.add_argument("--against", default="HEAD", metavar="REV", help="git revision that publishes (default: HEAD)")
-    parser.set_defaults(execute=_check)
+    return _check
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -78,20 +82,17 @@ def _check(args: argparse.Namespace) -> None:
 
 def _checked(profile: str, revision: str) -> tuple[str, bool]:
     """The workspace's figures against the published ones; without a workspace, those that ``dvc repro`` left here."""
-    headline = import_module("grade.experiments.headline")
-    outputs, here = suite_values(Path(), profile)["outputs"], Path.cwd()
-    workspace = workspace_of(here, profile)
-    os.chdir(workspace if (workspace / outputs).is_dir() else here)
-    try:
-        lines = headline.check(outputs, revision)
-    finally:
-        os.chdir(here)
-    return headline.as_text(lines), all(line.holds for line in lines)
+    from grade.experiments.headline import as_text, check  # not installed with the library
+
+    outputs, workspace = suite_values(Path(), profile)["outputs"], workspace_of(Path.cwd(), profile)
+    with contextlib.chdir(workspace if (workspace / outputs).is_dir() else Path()):
+        lines = check(outputs, revision)
+    return as_text(lines), all(line.holds for line in lines)
 
 
-def add_publish(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help="whose results (default: cpu)")
-    parser.set_defaults(execute=_publish)
+def add_publish(parser: argparse.ArgumentParser) -> Callable:
+    parser.add_argument("profile", nargs="?", default=DEFAULT_PROFILE, help=WHOSE)
+    return _publish
 
 
 def _publish(args: argparse.Namespace) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 
-from grade.cli.options import add_config_options
+from grade.cli.options import add_config
 from grade.entropy.run import ProbeRunConfig, probe_adapter
 from grade.files import check_file, write_text
 from grade.results import environment
@@ -14,15 +15,15 @@ SECTION = "probe"
 """Where the experiment's parameters (``params/<profile>/probe.yaml``) hold the probe's own."""
 
 
-def add_probe(parser: argparse.ArgumentParser) -> None:
+def add_probe(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; default: a new one")
     parser.add_argument(
         "--optimizer-state", metavar="FILE",
         help="AdamW's state_dict; default: optimizer.pt beside the adapter, or none yet",
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", default="report.json", help="the report (report.json)")
-    add_config_options(parser, ProbeRunConfig)
-    parser.set_defaults(execute=_probe)
+    add_config(parser, ProbeRunConfig)
+    return _probe
 
 
 def _probe(args: argparse.Namespace) -> None:

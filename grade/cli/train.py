@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from grade.cli.options import add_config_options
+from grade.cli.options import add_config
 from grade.config import SEEDS, read_values
 from grade.errors import InputError
 from grade.files import check_file, writing
@@ -23,7 +24,7 @@ from grade.training.load import load_task
 from grade.training.run import evaluate_task, train
 
 
-def add_train(parser: argparse.ArgumentParser) -> None:
+def add_train(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--method", metavar="METHOD",
                         help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder")  # fmt: skip
     parser.add_argument("--reward", action="append", metavar="REWARD",
@@ -34,8 +35,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
                         help="continue an interrupted run; auto: start over if something changed")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="start over where there is an interrupted run")
-    add_config_options(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
-    parser.set_defaults(execute=_train)
+    add_config(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
+    return _train
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -67,12 +68,12 @@ def _silent(_: str) -> None:
     pass
 
 
-def add_evaluate(parser: argparse.ArgumentParser) -> None:
+def add_evaluate(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--adapter", required=True, metavar="DIR", help="a trained adapter, DIR/adapter of a run")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts; default: final_eval_prompts")
     parser.add_argument("--output", metavar="FILE", help="also write the metrics here, as JSON")
-    add_config_options(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
-    parser.set_defaults(execute=_evaluate)
+    add_config(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
+    return _evaluate
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -93,7 +94,7 @@ def _evaluate(args: argparse.Namespace) -> None:
             write_metrics(args.output, metrics)
 
 
-def add_generate(parser: argparse.ArgumentParser) -> None:
+def add_generate(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--prompt", required=True, action="append", help="text to complete; may be given several times")
     parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; without it, the base model")
     parser.add_argument("--backbone", default="models/backbone", help="folder or hub id (default: models/backbone)")
@@ -101,7 +102,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
     parser.add_argument("--samples", type=int, default=1, help="completions a prompt (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
-    parser.set_defaults(execute=_generate)
+    return _generate
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -212,8 +212,7 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
         for name in ("reward", "gold"):
             difference = getattr(after, name) - getattr(before, name)
             if np.isfinite(difference).all():
-                gain = Estimate.of(difference)
-                flat |= {f"gain/{name}": gain.mean, f"gain/{name}_stderr": gain.stderr, f"gain/{name}_n": gain.n}
+                flat |= Estimate.of(difference).metrics(f"gain/{name}")
     if before:
         flat["before/val/kl_max"] = before.kl_max
     if config.method == AUTO:
