@@ -20,7 +20,6 @@ from grade.experiments.claims import (
     write_claims,
 )
 from grade.experiments.exp6.claims import exp6_claims
-from grade.experiments.exp6.document import MEASURED_KEYS
 
 ROW = Claim("000", "4 GB of a|b", "4 GB", 8.192, "MB", "derived", "refuted", "1*64*32000*4\nbytes")
 
@@ -92,7 +91,9 @@ def test_markdown_has_one_line_a_row_and_escapes_bars():
 
 def measurements(**changes: float) -> dict[str, float]:
     """Plausible figures of a small model; names in ``changes`` are keys' last parts."""
-    values = dict.fromkeys(MEASURED_KEYS, 1.0) | {
+    values = {
+        "memory/peak_with_freeing_bytes": 1.0,
+        "memory/peak_without_freeing_bytes": 1.0,
         "memory/relax_vocab_size": 49_152,
         "memory/relax_dense_bytes_per_token": 4 * 4 * 49_152,
         "memory/relax_topk_scattered_bytes_per_token": 4.24 * 49_152,
@@ -139,20 +140,10 @@ def test_every_claim_is_valid_unique_and_of_document_000(tmp_path):
     assert all(claim.note and claim.stated for claim in claims)
 
 
-@pytest.mark.parametrize("key", MEASURED_KEYS)
-def test_each_measured_key_is_required_by_name_and_changes_some_row(key):
+def test_every_figure_changes_some_row():
     values = measurements()
-    without = {k: v for k, v in values.items() if k != key}
-    with pytest.raises(InputError, match=key.replace(".", r"\.")):
-        exp6_claims(without)
-    with pytest.raises(InputError, match=key.replace(".", r"\.")):
-        exp6_claims(values | {key: math.nan})
-    assert exp6_claims(values | {key: values[key] * 3 + 1}) != exp6_claims(values)
-
-
-def test_bytes_and_seconds_must_be_positive():
-    with pytest.raises(InputError, match="policy_replay_bytes"):
-        exp6_claims(measurements(policy_replay_bytes=0))
+    for key in values:
+        assert exp6_claims(values | {key: values[key] * 3 + 1}) != exp6_claims(values), key
 
 
 @pytest.mark.parametrize(

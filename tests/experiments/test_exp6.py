@@ -5,16 +5,18 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from grade.experiments.exp6.measure import runs
 from grade.experiments.exp6.measure import tables as experiment
 from grade.experiments.exp6.metrics import run_metrics
 
 
 @pytest.fixture(scope="module")
-def runs_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    runs.toy_runs(folder, ["ste"])
-    return str(folder)
+def toy():
+    return experiment.Settings()
+
+
+@pytest.fixture(scope="module")
+def runs_dir(toy):
+    return str(toy.runs)
 
 
 def test_tables_do_not_depend_on_what_was_measured_before(runs_dir):
@@ -33,11 +35,11 @@ def test_tables_do_not_depend_on_what_was_measured_before(runs_dir):
     assert first["kept"].groupby("engine").bytes.min()["unrolled"] > first["kept"].bytes.min()
 
 
-def test_runs_are_read_without_their_times(runs_dir):
-    assert not [column for column in runs.curve_table(runs_dir) if "seconds" in column]
-    table = runs.run_table(runs_dir)
-    assert table.run.tolist() == ["ste-0"] and not [column for column in table if "seconds" in column]
-    assert set(runs.text_table(runs_dir, rows=2).run) == {"ste-0"}
+def test_runs_are_read_without_their_times(toy):
+    runs, curves, texts = (experiment.TABLES[name](toy) for name in ("runs", "curves", "texts"))
+    assert not [column for table in (runs, curves) for column in table if "seconds" in column]
+    assert runs.run.tolist() == ["gumbel-0", "ste-0", "ste_trunk-0"] == sorted(set(texts.run))
+    table = runs[runs.run == "ste-0"]
     figures = run_metrics(pd.concat([table, table.assign(run="ste-1")]))
     assert figures["train/ste/seeds"] == 2 and figures["train/ste/seeds_stderr"] == 0
     assert figures["train/ste/val_reward_after"] == pytest.approx(table["reward after"].iloc[0])
