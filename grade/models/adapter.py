@@ -238,7 +238,7 @@ def _check_files(model: PreTrainedModel, folder: str | Path) -> None:
         if not (Path(folder) / name).is_file():
             allowed = f"a folder with {name} (an adapter_model.bin is pickled: loading it could run code)"
             raise InputError("adapter", str(folder), allowed)
-    check_whole(folder, "adapter")
+    check_whole(Path(folder), "adapter")
     place = Path(folder) / BASE_FILE
     if not place.is_file():
         return
