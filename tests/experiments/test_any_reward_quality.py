@@ -8,7 +8,8 @@ import torch
 
 from grade.experiments.any_reward.measure import enumerated, worth
 from grade.experiments.any_reward.measure.explained import explained
-from grade.experiments.any_reward.measure.rewards import Folders, load_subject
+from grade.experiments.any_reward.measure.rewards import Models, load_subject
+from grade.experiments.any_reward.metrics import worst_deviation
 from grade.experiments.moments import moments
 from grade.gradients.distilled.families import make_family
 from grade.gradients.distilled.ridge import Spectrum, centred
@@ -38,7 +39,7 @@ def table(world, critics):
 
 @pytest.fixture(scope="module")
 def toy():
-    return load_subject("tiny", Folders(), ["bag", "rule"], prompt_tokens=4, length=4)
+    return load_subject(Models(new_tokens=4), "tiny", ["bag", "rule"])
 
 
 def sizes(**changes):
@@ -96,7 +97,7 @@ def test_the_sampled_mean_agrees_and_a_wrong_gradient_would_not(world, critics):
     table = enumerated.bias_table(world, chosen, samples=1600, steps=3, step_groups=4)
     assert set(table.critic) == {"none", *chosen, *enumerated.STEPS} and len(table) == 6 * 4
     drawn = table[~table.critic.isin(enumerated.STEPS)]  # three steps have no standard error to speak of
-    worst = enumerated.worst_deviation(drawn)
+    worst = worst_deviation(drawn)
     assert worst["tests"] == 12 and worst["worst"] < 3.5 and worst["p"] > 0.005
     assert drawn.groupby("critic").stderr.first()["counts fitted"] < drawn.groupby("critic").stderr.first()["none"]
     # Along the truth the plug-in alone is far off, by more than these errors.
@@ -158,12 +159,12 @@ def test_rloo_of_a_row_is_the_policy_gradient(toy):
     assert torch.allclose(gradient, exact, atol=1e-5 * float(exact.norm()))
 
 
-def test_worth_is_that_of_the_moments_and_a_zero_gradient_is_worth_nothing(rows):
-    table = worth.worth_table(rows, [1, 64])
+def test_worth_is_that_of_the_moments_and_a_zero_gradient_is_worth_nothing(toy, rows):
+    table = worth.worth_table(toy, sizes(), rows)
     assert len(table) == 2 * len(rows.gradients) and set(table.reference) == {4 * 2 * 16}
     unit = table[(table.estimator == "rloo") & (table.reward == "bag")]
-    truth = moments(rows.reference["bag"], rows.reference["bag"], rows.reference_size)
+    truth = moments(rows.reference["bag"], rows.reference["bag"], 2 * 16)
     assert unit.rloo_cosine.iloc[0] == pytest.approx(truth.cosine(1)[0], nan_ok=True)
     name = next(n for n in rows.gradients if n.estimator == "plugin")
-    zero = worth.Rows({name: torch.zeros(4, 9)}, {name.reward: torch.randn(4, 9)}, 16, 32)
-    assert worth.worth_table(zero, [1]).worth.tolist() == [0.0]
+    zero = worth.Rows({name: torch.zeros(4, 9)}, {name.reward: torch.randn(4, 9)})
+    assert worth.worth_table(toy, sizes(batches=[1]), zero).worth.tolist() == [0.0]

@@ -1,20 +1,22 @@
 """Rewards of every kind, and the policy that is right about some sums."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from grade.errors import InputError
+from grade.experiments.any_reward.measure.explained import scored_completions
 from grade.experiments.any_reward.measure.rewards import (
-    REWARDS,
     BlackBox,
-    Folders,
+    Models,
     Subject,
     length_and_format,
+    load_subject,
     make_reward,
     right_sum,
-    sample_scored,
 )
-from grade.experiments.any_reward.measure.sums import build_sums, load_sums, sums_tokenizer
+from grade.experiments.any_reward.measure.sums import sum_prompts, sums_tokenizer
 from grade.gradients.objective import Objective
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
@@ -22,7 +24,7 @@ from grade.rewards.functions import decode_texts
 from grade.rewards.gold import GoldJudge
 from grade.training.toy import toy_reviews, toy_task
 
-TOY = Folders()
+TOY = Models()
 TEXTS = ["The film was", "This movie was dull and", "Last night's show", "Her new drama was a delight, and"]
 
 
@@ -48,19 +50,19 @@ def whole_texts(policy, batch):
 @pytest.mark.parametrize("name", ["bag", "trunk1", "trunk"])
 def test_rewards_of_embeddings_score_what_they_differentiate(policy, batch, name):
     prompts, ids, mask = batch
-    reward = make_reward(name, policy, TOY)
+    reward = make_reward(TOY, "tiny", name, policy)
     embeds = policy.embed(torch.cat([prompts.ids, ids], 1)).detach().requires_grad_()
     value = reward.differentiable(embeds, torch.cat([prompts.mask, mask], 1))
     torch.testing.assert_close(reward.score(policy, *batch), value.detach())
     (gradient,) = torch.autograd.grad(value.sum(), embeds)
     assert (gradient[3, prompts.ids.shape[1] :].norm(dim=-1) > 0).tolist() == [True] * 5 + [False] * 3
-    again = make_reward(name, policy, TOY).score(policy, *batch)
+    again = make_reward(TOY, "tiny", name, policy).score(policy, *batch)
     torch.testing.assert_close(again, reward.score(policy, *batch), rtol=0, atol=0)
 
 
 def test_another_bases_trunk_reads_the_text_with_its_own_tokenizer(policy, batch):
     other = toy_task(seed=1, kind="trunk")
-    values, base = make_reward("smollm2_trunk", policy, TOY).score(policy, *batch), other.backbone
+    values, base = make_reward(TOY, "tiny", "smollm2_trunk", policy).score(policy, *batch), other.backbone
     for text, value in zip(whole_texts(policy, batch), values, strict=True):
         ids = torch.tensor([base.tokenizer(text)["input_ids"]])  # alone, so without padding
         torch.testing.assert_close(value, other.reward_model(base.embed(ids), torch.ones_like(ids))[0])
@@ -71,9 +73,9 @@ def test_functions_of_text_read_what_they_should(policy, batch, tmp_path):
     reviews = toy_reviews(80, seed=5)
     judge = GoldJudge.fit([r.text for r in reviews], [r.label for r in reviews])
     judge.save(tmp_path / "judge.npz")
-    gold = make_reward("gold", policy, Folders(gold=str(tmp_path / "judge.npz"))).score(policy, *batch)
+    gold = make_reward(Models(gold_file=str(tmp_path / "judge.npz")), "tiny", "gold", policy).score(policy, *batch)
     assert gold.tolist() == pytest.approx(judge.score(whole_texts(policy, batch)))  # prompt and completion
-    rule = make_reward("rule", policy, TOY).score(policy, *batch)
+    rule = make_reward(TOY, "tiny", "rule", policy).score(policy, *batch)
     assert rule.tolist() == pytest.approx(length_and_format(decode_texts(policy.tokenizer, *batch).completions))
 
 
@@ -93,7 +95,7 @@ def test_a_verifier_of_sums_knows_the_answer():
 
 @pytest.mark.parametrize("name", ["bag", "rule"])
 def test_nothing_of_a_black_box_is_seen_but_its_values(policy, batch, name):
-    reward = make_reward(name, policy, TOY)
+    reward = make_reward(TOY, "tiny", name, policy)
     box = BlackBox(reward)
     assert torch.equal(box.score(policy, *batch), reward.score(policy, *batch)) and box.name == name
     assert not box.score(policy, *batch).requires_grad
@@ -103,39 +105,35 @@ def test_nothing_of_a_black_box_is_seen_but_its_values(policy, batch, name):
 
 def test_samples_are_those_of_the_policy_group_by_group(policy):
     prompts = encode_prompts(policy.tokenizer, TEXTS * 9, 8)
-    subject = Subject("tiny", "untrained", policy, {"rule": make_reward("rule", policy, TOY)}, prompts, 2, 5, 5)
-    ids, mask, values = sample_scored(subject, "rule", 70, torch.Generator().manual_seed(0))
-    assert ids.shape == mask.shape == (70, 5) and values.dtype == torch.float32 and mask.all()
+    subject = Subject("tiny", "untrained", policy, {"rule": make_reward(TOY, "tiny", "rule", policy)}, prompts, 2, 5, 5)
+    rewards, _, seen = scored_completions(subject, {}, 70)
+    assert rewards["rule"].dtype == torch.float32 and all(part.mask.all() for part in seen)
     generator, repeated = torch.Generator().manual_seed(0), prompts.repeat(2)
-    for rows in (slice(0, 64), slice(64, 70)):
+    for part, rows in zip(seen, (slice(0, 64), slice(64, 70)), strict=True):
         drawn, valid = generate(policy, repeated[rows], 5, generator, min_new_tokens=5, stop_early=False)
-        assert torch.equal(ids[rows], drawn)
-        assert torch.equal(values[rows], subject.rewards["rule"].score(policy, repeated[rows], drawn, valid))
+        assert torch.equal(part.ids, drawn)
+        scores = subject.rewards["rule"].score(policy, repeated[rows], drawn, valid)
+        assert torch.equal(rewards["rule"][rows], scores)
     for n in (0, 3, 74):
-        with pytest.raises(InputError, match=f"completions: got {n}; allowed: a positive multiple of group = 2, at"):
-            sample_scored(subject, "rule", n, torch.Generator())
+        with pytest.raises(InputError, match=f"completions: got {n}; allowed: a multiple of 2, up to 72"):
+            scored_completions(subject, {}, n)
 
 
 # --- the policy of sums ---
 
 
-def test_the_policy_of_sums_is_right_about_some(tmp_path):
+def test_the_policy_of_sums_is_right_about_some():
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    build_sums(tmp_path / "sums")
+    subject = load_subject(TOY, "sums", ["sums"])
     assert torch.equal(torch.get_rng_state(), state)
-    written = (tmp_path / "sums" / "model.safetensors").stat().st_mtime_ns
-    build_sums(tmp_path / "sums")  # there already
-    assert (tmp_path / "sums" / "model.safetensors").stat().st_mtime_ns == written
-    sums = load_sums(tmp_path / "sums")
-    ids = sums.backbone.tokenizer("12+7=19")["input_ids"]
-    assert ids == sums_tokenizer()("12+7=19")["input_ids"] and sums.backbone.tokenizer.decode(ids) == "12+7=19"
-    for texts, n in ((sums.train, 2000), (sums.heldout, 500)):
+    tokenizer = subject.backbone.tokenizer
+    ids = tokenizer("12+7=19")["input_ids"]
+    assert ids == sums_tokenizer()("12+7=19")["input_ids"] and tokenizer.decode(ids) == "12+7=19"
+    for texts, n in zip(sum_prompts(), (2000, 500), strict=True):
         assert len(texts) == n
-        prompts = encode_prompts(sums.backbone.tokenizer, texts[:256], 6)
-        rewards = {name: make_reward(name, sums.backbone, TOY) for name in REWARDS["sums"]}
-        subject = Subject("sums", "untrained", sums.backbone, rewards, prompts, 4, 3, 0)
-        _, _, values = sample_scored(subject, "sums", 1024, torch.Generator().manual_seed(0))
+        part = replace(subject, prompts=encode_prompts(tokenizer, texts[:256], 6))
+        values = scored_completions(part, {}, 1024)[0]["sums"]
         # What the task is for: neither hopeless nor solved, on prompts that were learned and on others.
         assert 0.05 < values.mean() < 0.95
         assert (values.view(-1, 4).std(1) > 0).any()

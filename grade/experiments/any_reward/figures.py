@@ -10,7 +10,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.experiments.any_reward.learning import main_runs, several_seeds, subject_name
+from grade.experiments.any_reward.learning import main_runs, several_seeds, subject_names
 from grade.experiments.any_reward.metrics import best_worths
 from grade.experiments.frontier import frontier_table
 from grade.plotting import INTERVAL, SERIES, by_method, color, palette, panels, with_ends
@@ -41,22 +41,16 @@ def law_figure(table: pd.DataFrame) -> Figure:
     return fig
 
 
-def explained_figure(table: pd.DataFrame) -> Figure:
-    """R2 of every reward and number of completions (rows), stage and family (columns): a panel for each policy."""
-    wide = {}
-    for policy, cells in table.groupby("policy", sort=False):
-        rows = cells.set_index(["reward", "n", "stage", "family"])["r2"].astype(float)
-        wide[policy] = rows.unstack(["stage", "family"], sort=False)
-    heights = [len(rows) for rows in wide.values()]
-    size = 7, 1.0 + 0.21 * sum(heights) + 1.4 * len(wide)
-    fig, axes = plt.subplots(len(wide), 1, figsize=size, squeeze=False, height_ratios=heights)
-    for ax, (policy, rows) in zip(axes[:, 0], wide.items(), strict=True):
-        sns.heatmap(rows, ax=ax, vmin=0, vmax=1, cmap="viridis", annot=True, fmt=".2f", annot_kws={"fontsize": 7},
-                    cbar=False, linewidths=0.5, yticklabels=True)  # fmt: skip
-        ax.set(title=policy, xlabel="", ylabel="")
-        ax.tick_params("x", labelsize=8, rotation=45)
-        ax.tick_params("y", labelsize=8, rotation=0)
-    fig.suptitle("Variance within prompts that each family explains", x=0.01, ha="left", fontsize=12)
+def explained_figure(table: pd.DataFrame, policy: str) -> Figure:
+    """R2 of every reward and number of completions (rows), stage and family (columns), on one policy."""
+    cells = table.query("policy == @policy").set_index(["reward", "n", "stage", "family"])["r2"].astype(float)
+    cells = cells.unstack(["stage", "family"], sort=False).sort_index(level=["reward", "n"])
+    fig, ax = plt.subplots(figsize=(2.0 + 0.36 * cells.shape[1], 1.8 + 0.2 * len(cells)))
+    sns.heatmap(cells, ax=ax, vmin=0, vmax=1, cmap="viridis", annot=True, fmt=".2f", annot_kws={"fontsize": 7},
+                cbar=False, linewidths=0.5, yticklabels=True)  # fmt: skip
+    ax.set(title=f"Variance within prompts explained, {policy}", xlabel="", ylabel="")
+    ax.tick_params("x", labelsize=8, rotation=45)
+    ax.tick_params("y", labelsize=8, rotation=0)
     return fig
 
 
@@ -79,24 +73,23 @@ def worth_figure(table: pd.DataFrame) -> Figure:
     return grid.figure
 
 
-def learning_figure(runs: pd.DataFrame, target: float, x: str = "samples") -> Figure:
-    """Held-out reward along training and KL beside it, a line of panels for each subject; bands: one standard error.
+def learning_figure(runs: pd.DataFrame, policy: str, target: float, x: str = "samples") -> Figure:
+    """Held-out reward along training and KL beside it, a line of panels for each reward; bands: one standard error.
 
     ``x``: ``samples``, or ``seconds`` where the runs have a column of these.
     """
-    parts = []
-    for name, rows in main_runs(runs[runs["target_kl"] == target]).items():
-        rows = rows.assign(x=rows.groupby(["method", "step"])[x].transform("mean"), subject=title_of(name))
-        parts += [rows.assign(value=rows[column], what=what)
-                  for column, what in (("reward", "held-out reward"), ("kl", "KL, nats per completion"))]  # fmt: skip
-    table = pd.concat(parts, ignore_index=True)
-    title = f"Reward and KL against {'samples' if x == 'samples' else 'time'}; dashed: the target"
+    labels = {"reward": "held-out reward", "kl": "KL, nats"}
+    table = main_runs(runs).query("policy == @policy and target_kl == @target").assign(
+        x=lambda rows: rows.groupby(["subject", "method", "step"])[x].transform("mean"),
+        subject=lambda rows: rows["subject"].map(title_of),
+    ).melt(["subject", "method", "x"], list(labels), var_name="what")  # fmt: skip
+    title = f"Reward and KL (nats per completion) against {'samples' if x == 'samples' else 'time'}; dashed: the target"
     grid = panels(sns.relplot, table, title, x="x", y="value", row="subject", col="what", kind="line", errorbar="se",
-                  height=2.3, aspect=1.7, facet_kws=dict(sharex="row", sharey=False), **by_method(table))  # fmt: skip
+                  height=1.9, aspect=2.0, facet_kws=dict(sharex="row", sharey=False), **by_method(table))  # fmt: skip
     for (subject, what), ax in grid.axes_dict.items():
-        ax.set(title=subject if what == "held-out reward" else "", ylabel=what)
-    for ax in grid.axes[:, 1]:
-        ax.axhline(target, **_LINE)
+        ax.set(title=subject if what == "reward" else "", ylabel=labels[what])
+        if what == "kl":
+            ax.axhline(target, **_LINE)
     grid.set_xlabels("completions" if x == "samples" else "seconds of training")
     return grid.figure
 
@@ -106,8 +99,9 @@ def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | Non
 
     None if no method has two seeds.
     """
-    tables = [frontier_table(rows, np.linspace(0, max(levels), 41)[1:], "target_kl").assign(subject=title_of(name))
-              for name, of_subject in main_runs(runs).items() if len(rows := several_seeds(of_subject))]  # fmt: skip
+    grid = np.linspace(0, max(levels), 41)[1:]
+    tables = [frontier_table(rows, grid, "target_kl").assign(subject=title_of(name))
+              for name, rows in several_seeds(main_runs(runs)).groupby("subject", sort=False)]  # fmt: skip
     if not tables:
         return None
     table = pd.concat(tables, ignore_index=True)
@@ -151,16 +145,13 @@ def tokens_figure(table: pd.DataFrame, shown: int = 12) -> Figure | None:
     """Tokens that a distilled reward likes most and least, so many at either end; None for an empty table."""
     if table.empty:
         return None
+    table = table.assign(subject=list(map(title_of, subject_names(table["policy"], table["reward"]))))
     rows = table[table["rank"].abs() <= shown].sort_values("value", ascending=False)
-    subjects = {(row.policy, row.reward): title_of(subject_name(row.policy, row.reward)) for row in table.itertuples()}
-    rows = rows.assign(
-        token=rows["token"].astype(str).str.replace("$", r"\$"), good=rows["value"] > 0,
-        subject=[subjects[pair] for pair in zip(rows["policy"], rows["reward"], strict=True)],
-    )  # fmt: skip
+    rows = rows.assign(token=rows["token"].astype(str).str.replace("$", r"\$"), good=rows["value"] > 0)
     grid = panels(
         sns.catplot, rows, "Tokens that the reward likes most and least", kind="bar", x="value", y="token", hue="good",
         palette={True: color("good"), False: color("bad")}, legend=False, errorbar=None, col="subject",
-        col_order=list(subjects.values()), sharex=False, sharey=False, height=0.22 * 2 * shown + 1.0, aspect=0.6,
+        col_order=table["subject"].unique(), sharex=False, sharey=False, height=0.22 * 2 * shown + 1.0, aspect=0.6,
     )  # fmt: skip
     grid.set_titles("{col_name}").set_axis_labels("change in the completion's reward", "").tick_params("y", labelsize=8)
     return grid.figure

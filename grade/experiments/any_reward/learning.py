@@ -6,7 +6,7 @@ is the mean of its last two evaluations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -21,30 +21,31 @@ LAST = 2
 """Evaluations that make the end of a run: a single one has the noise of 128 completions."""
 
 
-def subject_name(policy: str, reward: str) -> str:
-    """The short name of a policy and its reward.
+def subject_names(policies: Iterable[str], rewards: Iterable[str]) -> list[str]:
+    """Short names of policies with their rewards.
 
-    >>> [subject_name(*pair) for pair in (("tiny", "gold"), ("smollm2", "rule"), ("tiny", "rule"), ("sums", "sums"))]
-    ['tiny_gold', 'smollm2_rule', 'rule', 'sums']
-    >>> subject_name("tiny", "smollm2_trunk")
-    'text'
+    >>> subject_names(["tiny", "smollm2", "tiny", "sums", "tiny"], ["gold", "rule", "rule", "sums", "smollm2_trunk"])
+    ['tiny_gold', 'smollm2_rule', 'rule', 'sums', 'text']
     """
-    if policy == "smollm2":
-        return f"smollm2_{reward}"
-    return {"smollm2_trunk": "text", "rule": "rule", "sums": "sums"}.get(reward, f"tiny_{reward}")
+    special = {"smollm2_trunk": "text", "rule": "rule", "sums": "sums"}
+    return [f"smollm2_{reward}" if policy == "smollm2" else special.get(reward, f"tiny_{reward}")
+            for policy, reward in zip(policies, rewards, strict=True)]  # fmt: skip
 
 
-def subjects(runs: pd.DataFrame) -> Iterator[tuple[str, int, bool, pd.DataFrame]]:
-    """Name, completions per step, whether these are the subject's most, and the curves of each."""
-    for (policy, reward), rows in runs.groupby(["policy", "trained_on"], sort=False):
-        for completions, curves in rows.groupby("completions", sort=False):
-            most = completions == rows["completions"].max()
-            yield subject_name(policy, reward), int(completions), bool(most), curves.reset_index(drop=True)
+def with_subjects(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs with their ``subject``, and whether their completions per step are the ``most`` of that subject."""
+    runs = runs.assign(subject=subject_names(runs["policy"], runs["trained_on"]))
+    return runs.assign(most=runs["completions"] == runs.groupby("subject")["completions"].transform("max"))
 
 
-def main_runs(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The curves of each subject at the most completions per step."""
-    return {name: curves for name, _, most, curves in subjects(runs) if most}
+def main_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Those at the subject's most completions per step."""
+    return with_subjects(runs).query("most")
+
+
+def several_seeds(runs: pd.DataFrame) -> pd.DataFrame:
+    """Those of methods that a subject has with more than one seed."""
+    return runs[runs.groupby(["subject", "method"])["seed"].transform("nunique") > 1]
 
 
 def first_reach(curve: pd.DataFrame, goal: float, most_kl: float) -> tuple[float, float] | None:
@@ -76,55 +77,39 @@ def _share(start: float, end: float) -> tuple[float, float]:
     return (0.0, zero) if start >= 0 else (zero, 1.0)
 
 
-def reaches(curves: pd.DataFrame) -> pd.DataFrame:
-    """Where each run reaches the final reward of `rloo`'s run of the same seed and target.
+def _reach(run: pd.DataFrame, base: pd.DataFrame) -> dict[str, float]:
+    """Where a run reaches the goal that `rloo`'s run of the same seed sets, over where `rloo` does.
 
     `rloo` itself goes by the same rule: it may have had its final reward before its end. A run that never reaches it is
-    censored: it has the samples of its end, so its ratio is too small, and no KL. A seed whose `rloo` gained nothing
-    has no goal and is left out.
-
-    A row per run; ``baseline_...`` are `rloo`'s, ``baseline_run`` the samples of its whole run.
+    censored: it has the samples of its end, so its ratio is too small, and no KL.
     """
-    rows = []
-    for (target, seed), runs in curves.sort_values("step", kind="stable").groupby(["target_kl", "seed"], sort=False):
-        base = runs[runs["method"] == AGAINST]
-        goal, final_kl = base["reward"].iloc[-LAST:].mean(), base["kl"].iloc[-LAST:].mean()
-        if len(base) < LAST or goal <= base["reward"].iloc[0]:
-            continue
-        whole = float(base["samples"].iloc[-1])
-        own = first_reach(base, goal, KL_MARGIN * final_kl) or (whole, final_kl)
-        for method, run in runs.groupby("method", sort=False):
-            place = first_reach(run, goal, KL_MARGIN * final_kl)
-            samples, kl = place or (float(run["samples"].max()), np.nan)
-            rows.append((method, target, seed, samples, kl, place is not None, *own, whole))
-    columns = ["method", "target_kl", "seed", "samples", "kl", "reached", "baseline_samples", "baseline_kl",
-               "baseline_run"]  # fmt: skip
-    return pd.DataFrame(rows, columns=columns)
+    goal, final_kl, whole = base["reward"].iloc[-LAST:].mean(), base["kl"].iloc[-LAST:].mean(), base["samples"].iloc[-1]
+    samples, kl = first_reach(base, goal, KL_MARGIN * final_kl) or (whole, final_kl)
+    own_samples, own_kl = first_reach(run, goal, KL_MARGIN * final_kl) or (run["samples"].max(), np.nan)
+    return dict(ratio=own_samples / samples, of_run=own_samples / whole, kl_ratio=own_kl / kl)
 
 
 def ratio_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Samples to `rloo`'s final reward over `rloo`'s own, and the KL there over its KL, of the seeds that reached it.
 
     Geometric means over seeds, with 95 % intervals (Student's t). ``most``: whether completions per step are the
-    subject's most; ``of_run``: over the samples of `rloo`'s whole run. Of ``n`` seeds (0 where `rloo` gained nothing)
-    ``censored`` never reached it: with any, ratios are lower bounds.
+    subject's most; ``of_run``: over the samples of `rloo`'s whole run. Of ``n`` seeds (without those whose `rloo`
+    gained nothing, which set no goal) ``censored`` never reached it: with any, ratios are lower bounds.
     """
-    rows = []
-    for subject, completions, most, curves in subjects(runs):
-        if AGAINST not in set(curves["method"]):
-            continue
-        table = reaches(curves)
-        for target, method in curves[["target_kl", "method"]].drop_duplicates().itertuples(index=False):
-            one = table[(table["method"] == method) & (table["target_kl"] == target)]
-            reached = one[one["reached"].astype(bool)]  # without rows the column has no type
-            ratio = geometric(one["samples"] / one["baseline_samples"])
-            of_run = geometric(one["samples"] / one["baseline_run"])
-            kl = geometric(reached["kl"] / reached["baseline_kl"])
-            rows.append((subject, completions, most, target, method, *ratio[:3], of_run.value, *kl[:3], len(one),
-                         len(one) - len(reached)))  # fmt: skip
-    columns = ["subject", "completions", "most", "target_kl", "method", "ratio", "low", "high", "of_run", "kl_ratio",
-               "kl_low", "kl_high", "n", "censored"]  # fmt: skip
-    return pd.DataFrame(rows, columns=columns)
+    table = []
+    keys = ["subject", "completions", "most", "target_kl"]
+    for place, curves in with_subjects(runs).sort_values("step", kind="stable").groupby(keys, sort=False):
+        seeds = {seed: run for (method, seed), run in curves.groupby(["method", "seed"]) if method == AGAINST}
+        goals = {seed: base for seed, base in seeds.items()
+                 if len(base) >= LAST and base["reward"].iloc[-LAST:].mean() > base["reward"].iloc[0]}  # fmt: skip
+        for method, of_method in curves.groupby("method", sort=False) if seeds else ():
+            each = [_reach(run, goals[seed]) for seed, run in of_method.groupby("seed", sort=False) if seed in goals]
+            each = pd.DataFrame(each, columns=["ratio", "of_run", "kl_ratio"])
+            ratio, kl = geometric(each["ratio"]), geometric(each["kl_ratio"].dropna())
+            table.append(dict(zip(keys, place, strict=True), method=method, ratio=ratio.value, low=ratio.low,
+                              high=ratio.high, of_run=geometric(each["of_run"]).value, kl_ratio=kl.value, kl_low=kl.low,
+                              kl_high=kl.high, n=len(each), censored=len(each) - kl.rows))  # fmt: skip
+    return pd.DataFrame(table)
 
 
 def geometric(ratios: Sequence[float]) -> Interval:
@@ -142,34 +127,22 @@ def geometric(ratios: Sequence[float]) -> Interval:
     return interval(np.exp(np.concatenate([[logs.mean()], without])), geometric=True)
 
 
-def ends(curves: pd.DataFrame) -> pd.DataFrame:
-    """Ends of runs: ``method``, ``target_kl``, ``seed``, ``reward``, ``gold``, ``kl`` and ``gain``.
-
-    All are means of the last evaluations; the gain is over the untrained policy's reward.
-    """
-    rows = []
-    for names, run in curves.sort_values("step").groupby(["method", "target_kl", "seed"], sort=False):
-        last = run.iloc[-LAST:]
-        gain = last["reward"].mean() - run["reward"].iloc[0]
-        rows.append((*names, *(float(last[name].mean()) for name in ("reward", "gold", "kl")), gain))
-    return pd.DataFrame(rows, columns=["method", "target_kl", "seed", "reward", "gold", "kl", "gain"])
-
-
-def several_seeds(curves: pd.DataFrame) -> pd.DataFrame:
-    """The runs of methods with more than one seed."""
-    seeds = curves.groupby("method")["seed"].nunique()
-    return curves[curves["method"].isin(seeds.index[seeds > 1])]
+def ends(runs: pd.DataFrame) -> pd.DataFrame:
+    """Ends of runs with subjects: means of the last ``reward``, ``gold`` and ``kl``, and the reward's ``gain``."""
+    keys = ["subject", "method", "target_kl", "seed"]
+    curves = runs.sort_values("step", kind="stable").groupby(keys, sort=False)
+    table = curves.tail(LAST).groupby(keys, sort=False)[["reward", "gold", "kl"]].mean()
+    return table.assign(gain=table["reward"] - curves["reward"].first()).reset_index()
 
 
 def paired_table(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     """Rewards at one KL, every method against `ste`, `st` and `rloo`, seed by seed; see `grade.stats.paired`."""
     rows = []
-    for subject, curves in main_runs(runs).items():
-        curves = several_seeds(curves)
-        rewards = reward_at_kl(curves, level, "target_kl") if len(curves) else {}
-        for against in ("ste", "st", AGAINST):
-            for method, mine in rewards.items():
-                if method != against and len(set(mine) & set(rewards.get(against, {}))) > 1:
-                    test = paired(mine, rewards[against])
+    for subject, curves in several_seeds(main_runs(runs)).groupby("subject", sort=False):
+        rewards = reward_at_kl(curves, level, "target_kl")
+        for against in (method for method in ("ste", "st", AGAINST) if method in rewards):
+            for method in rewards:
+                if method != against and len(rewards[method].keys() & rewards[against].keys()) > 1:
+                    test = paired(rewards[method], rewards[against])
                     rows.append((subject, method, against, *test.difference, test.p))
     return pd.DataFrame(rows, columns=["subject", "method", "against", "difference", "stderr", "n", "p"])

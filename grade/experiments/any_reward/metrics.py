@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy.stats import norm
 
 from grade.experiments.any_reward import learning
-from grade.experiments.any_reward.learning import subject_name
-from grade.experiments.any_reward.measure.enumerated import worst_deviation
 from grade.experiments.any_reward.measure.tables import Settings
 from grade.experiments.frontier import estimate_figures, reward_at_kl
-from grade.experiments.measured import Tables
+from grade.experiments.measured import Tables, figures_of
 from grade.gradients.distilled.families import ADDITIVE
 
 Values = dict[str, float | int | None]
@@ -21,7 +21,7 @@ Values = dict[str, float | int | None]
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    What a table does not hold has no figure. Subjects are named as in `learning.subject_name`.
+    What a table does not hold has no figure. Subjects are named as in `learning.subject_names`.
 
         - ``bias/...``: of the corrected form, with every critic and step: the worst in standard errors, among how many
           tests, its p, n completions per critic; ``bias/exact_worst`` over the gradient; ``law/...``.
@@ -36,33 +36,21 @@ def metrics(tables: Tables, settings: Settings) -> Values:
           ``paired/<subject>/<method>_minus_<other>`` at KL ``headline_level``.
     """
     figures = _bias(tables) | _explained(tables["explained"]) | _worth(tables["worth"])
-    for row in learning.ratio_table(tables["runs"]).itertuples():
-        if row.method == learning.AGAINST:
-            continue
-        prefix = "" if row.most else f"batch_{row.completions}/"
-        prefix += "" if row.target_kl == settings.headline_kl else f"target_{row.target_kl:g}/"
-        prefix += "" if row.method == "auto" else f"{row.method}/"
-        samples, kl = (f"{prefix}{name}_over_rloo/{row.subject}" for name in ("samples", "kl"))
-        figures[f"{samples}_n"] = row.n
-        if row.n:
-            figures |= {samples: row.ratio, f"{samples}_low": row.low, f"{samples}_high": row.high,
-                        f"{samples}_censored": row.censored, f"{samples}_of_run": row.of_run, kl: row.kl_ratio,
-                        f"{kl}_low": row.kl_low, f"{kl}_high": row.kl_high}  # fmt: skip
-    for name, curves in learning.main_runs(tables["runs"]).items():
-        at_target = learning.ends(curves[curves["target_kl"] == settings.headline_kl])
-        for method, rows in at_target.groupby("method", sort=False):
-            for what in ("reward", "gain", "gold", "kl"):
-                if len(values := rows[what].dropna()):
-                    figures |= estimate_figures(f"end/{name}/{method}/{what}", values)
-        curves = learning.several_seeds(curves)
-        for level in settings.kl_levels if len(curves) else ():
+    figures |= _ratios(tables["runs"], settings.headline_kl)
+    runs = learning.main_runs(tables["runs"])
+    ends = learning.ends(runs[runs["target_kl"] == settings.headline_kl])
+    ends = ends.melt(["subject", "method"], ["reward", "gain", "gold", "kl"]).dropna()
+    for key, values in ends.groupby(["subject", "method", "variable"])["value"]:
+        figures |= estimate_figures("/".join(("end", *key)), values)
+    for subject, curves in learning.several_seeds(runs).groupby("subject"):
+        for level in settings.kl_levels:
             for method, values in reward_at_kl(curves, level, "target_kl").items():
-                figures |= estimate_figures(f"reward_at_kl/{name}/{level:g}/{method}", values.values())
-    for row in learning.paired_table(tables["runs"], settings.headline_level).itertuples():
-        key = f"paired/{row.subject}/{row.method}_minus_{row.against}"
-        figures |= {key: row.difference, f"{key}_n": row.n}
-        more = {f"{key}_stderr": row.stderr, f"{key}_p": row.p}
-        figures |= {name: value for name, value in more.items() if not pd.isna(value)}
+                figures |= estimate_figures(f"reward_at_kl/{subject}/{level:g}/{method}", values.values())
+    pairs = learning.paired_table(tables["runs"], settings.headline_level)
+    key = "paired/{subject}/{method}_minus_{against}"
+    figures |= figures_of(pairs, key, {"": "difference", "_n": "n"})
+    for name in ("stderr", "p"):
+        figures |= figures_of(pairs.dropna(subset=name), key, {f"_{name}": name})
     return {key: _finite(value) for key, value in figures.items()}
 
 
@@ -78,9 +66,10 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     figures = {f"cost/fit_share_{policy}": share for policy, share in shares.items()}
     figures["cost/fit_share"] = shares[cost.loc[cost["step_seconds"].idxmax(), "policy"]]
     figures["cost/completions"] = int(cost["completions"].min())
-    for name, curves in learning.main_runs(tables["run_seconds"]).items():
-        for method, runs in curves[curves["target_kl"] == settings.headline_kl].groupby("method", sort=False):
-            figures |= estimate_figures(f"seconds/{name}/{method}", runs.groupby("seed")["seconds"].max())
+    runs = learning.main_runs(tables["run_seconds"])
+    seconds = runs[runs["target_kl"] == settings.headline_kl].groupby(["subject", "method", "seed"])["seconds"].max()
+    for (subject, method), values in seconds.groupby(level=["subject", "method"]):
+        figures |= estimate_figures(f"seconds/{subject}/{method}", values)
     return {key: _finite(value) for key, value in figures.items()}
 
 
@@ -96,33 +85,58 @@ def best_worths(table: pd.DataFrame) -> pd.DataFrame:
     best = pd.concat([table[~distilled], best]).sort_index()
     labels = [row.estimator + (f"_w{row.weight:g}" if row.estimator == "corrected" and row.weight != 1 else "")
               + (f"_{row.fitted}" if row.fitted else "") for row in best.itertuples()]  # fmt: skip
-    return best.assign(subject=list(map(subject_name, best["policy"], best["reward"])), label=labels)
+    return best.assign(subject=learning.subject_names(best["policy"], best["reward"]), label=labels)
+
+
+def _prefix(table: pd.DataFrame) -> np.ndarray:
+    return np.where(table["stage"] == "trained", "trained/", "")
 
 
 def _explained(table: pd.DataFrame) -> Values:
     """R2; a trained policy's below ``trained/``."""
-    figures: Values = {}
-    for (policy, stage, reward), rows in table.groupby(["policy", "stage", "reward"], sort=False):
-        key = ("trained/" if stage == "trained" else "") + f"explained/{subject_name(policy, reward)}"
-        for row in rows.itertuples():
-            figures |= {f"{key}/{row.family}_{row.n}": row.r2, f"{key}/{row.family}_{row.n}_stderr": row.r2_stderr}
-        known = rows.dropna(subset=["r2"])
-        best = known.loc[known.groupby("n")["r2"].idxmax()]
-        figures |= {f"{key}/best_{row.n}": row.r2 for row in best.itertuples()}
-        something = best[best["r2"] > 2 * best["r2_stderr"]]
-        figures[f"{key}/from_n"] = int(something["n"].min()) if len(something) else None
-    return figures
+    subjects = learning.subject_names(table["policy"], table["reward"])
+    table = table.assign(key=_prefix(table) + pd.Series([f"explained/{subject}" for subject in subjects]))
+    known = table.dropna(subset=["r2"])
+    best = known.loc[known.groupby(["key", "n"])["r2"].idxmax()]
+    something = best[best["r2"] > 2 * best["r2_stderr"]].groupby("key")["n"].min()
+    return (
+        figures_of(table, "{key}/{family}_{n}", {"": "r2", "_stderr": "r2_stderr"})
+        | figures_of(best, "{key}/best_{n}", {"": "r2"})
+        | {f"{key}/from_n": something.get(key) for key in table["key"].unique()}
+    )
 
 
 def _worth(table: pd.DataFrame) -> Values:
-    figures: Values = {}
-    for row in best_worths(table).itertuples():
-        key = ("trained/" if row.stage == "trained" else "") + ("worth" if row.n == 1 else f"worth_at_{row.n}")
-        key += f"/{row.subject}/{row.label}"
-        figures |= {key: row.worth, f"{key}_low": row.low, f"{key}_high": row.high}
-        if row.n == 1 and row.estimator != "rloo":
-            figures[f"{key}_cosine"] = row.cosine_mean
-    return figures
+    best = best_worths(table)
+    best = best.assign(key=_prefix(best) + best["n"].map(lambda n: "worth" if n == 1 else f"worth_at_{n}"))
+    key = "{key}/{subject}/{label}"
+    cosines = figures_of(best.query("n == 1 and estimator != 'rloo'"), key, {"_cosine": "cosine_mean"})
+    return figures_of(best, key, {"": "worth", "_low": "low", "_high": "high"}) | cosines
+
+
+def _ratios(runs: pd.DataFrame, headline_kl: float) -> Values:
+    table = learning.ratio_table(runs).query("method != @learning.AGAINST")
+    prefixes = [("" if row.most else f"batch_{row.completions}/")
+                + ("" if row.target_kl == headline_kl else f"target_{row.target_kl:g}/")
+                + ("" if row.method == "auto" else f"{row.method}/") for row in table.itertuples()]  # fmt: skip
+    table, samples = table.assign(prefix=prefixes), "{prefix}samples_over_rloo/{subject}"
+    known = table[table["n"] > 0]
+    of_samples = {"": "ratio", "_low": "low", "_high": "high", "_censored": "censored", "_of_run": "of_run"}
+    return (
+        figures_of(table, samples, {"_n": "n"})
+        | figures_of(known, samples, of_samples)
+        | figures_of(known, "{prefix}kl_over_rloo/{subject}", {"": "kl_ratio", "_low": "kl_low", "_high": "kl_high"})
+    )
+
+
+def worst_deviation(table: pd.DataFrame) -> dict[str, float]:
+    """The largest deviation of the table of bias: worst, in standard errors, of how many tests, and its p.
+
+    p is the probability of one as large among so many independent ones (fewer are independent: critics see the same
+    completions).
+    """
+    worst, tests = float(table["z"].abs().max()), len(table)
+    return dict(worst=worst, tests=tests, p=float(1 - (1 - 2 * norm.sf(worst)) ** tests))
 
 
 def _bias(tables: Tables) -> Values:
@@ -130,18 +144,15 @@ def _bias(tables: Tables) -> Values:
     worst = worst_deviation(bias)
     corrected = exact[exact["estimator"] == "corrected"]
     gap = law["gain"] / law["law"]
-    figures: Values = {
+    fitted = exact[exact["critic"].str.endswith("fitted") & exact["additive"]]
+    fitted = fitted.assign(name=fitted["critic"].str.removesuffix(" fitted") + "/" + fitted["estimator"])
+    rloo = exact[exact["estimator"] == "rloo"].iloc[:1].assign(name="rloo")
+    return {
         "bias/corrected_worst_in_stderr": worst["worst"], "bias/tests": worst["tests"], "bias/p": worst["p"],
         "bias/n": int(bias["n"].min()), "bias/exact_worst": corrected["bias"].max(),
         "bias/critics": corrected["critic"].nunique(), "law/gain_over_law_low": gap.min(),
         "law/gain_over_law_high": gap.max(), "law/best_gain": law["gain"].max(), "law/best_r2": law["r2"].max(),
-    }  # fmt: skip
-    fitted = exact[exact["critic"].str.endswith("fitted") & exact["additive"]]
-    rloo = exact[exact["estimator"] == "rloo"].iloc[:1].assign(critic="rloo")
-    for row in pd.concat([fitted, rloo]).itertuples():
-        key = "bias/rloo" if row.critic == "rloo" else f"bias/{row.critic.removesuffix(' fitted')}/{row.estimator}"
-        figures |= {f"{key}/{name}": getattr(row, name) for name in ("bias", "variance", "mse")}
-    return figures
+    } | figures_of(pd.concat([fitted, rloo]), "bias/{name}", ["bias", "variance", "mse"])  # fmt: skip
 
 
 def _finite(value: Any) -> float | int | None:

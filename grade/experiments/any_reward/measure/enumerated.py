@@ -1,10 +1,10 @@
 """Gradients of distilled rewards where every completion can be enumerated: bias and variance without sampling noise.
 
 In float64, on the tiny random GPT-2 of `grade.experiments.enumeration`. A reward is a table: one number for each prompt
-and completion, of which a share adds up over tokens. The losses are the learner's own (`measure.parts`). Their gradient
-with respect to hidden states, times the Jacobian of each completion's states, is each completion's gradient, so
-expectations over all groups of two completions (every pair, with its probability) are sums: the leave-one-out baseline
-is enumerated as well.
+and completion, of which a share adds up over tokens. The losses are the learner's own (`explained.ascent`). Their
+gradient with respect to hidden states, times the Jacobian of each completion's states, is each completion's gradient,
+so expectations over all groups of two completions (every pair, with its probability) are sums: the leave-one-out
+baseline is enumerated as well.
 
 The Monte-Carlo test draws completions with the learner's sampler, in groups of four, and holds the mean gradient along
 fixed directions against the exact one. It also covers a whole step, in which the critic is fitted on the step's own
@@ -19,11 +19,9 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from scipy.stats import norm
 from torch import Tensor
 
-from grade.experiments.any_reward.measure.explained import own_tokens
-from grade.experiments.any_reward.measure.parts import ascent, fitted_ascent
+from grade.experiments.any_reward.measure.explained import ascent, fitted_ascent, own_tokens
 from grade.experiments.enumeration import completion_logps, every_completion, random_prompts, tiny_policy
 from grade.experiments.measured import progress
 from grade.gradients.distilled.families import ADDITIVE, Observed, make_family
@@ -52,7 +50,7 @@ _CHUNK = 512
 """Completions whose Jacobians are gathered at once."""
 
 
-class World:
+class World(Reward):
     """The tiny policy, all N completions of its B prompts, and a random reward of which a share adds up over tokens.
 
     Attributes:
@@ -61,6 +59,8 @@ class World:
         jacobian: Of the predicting hidden states by the parameters [B N, T D, P].
         truth: Gradient [P] of ``mean over prompts of sum_y pi(y) R(y)``.
     """
+
+    name = "table"
 
     def __init__(self, additive: float = 0.5) -> None:
         self.backbone = policy = tiny_policy()
@@ -83,6 +83,10 @@ class World:
             h = predicting_hidden(policy, one.prompts, one.ids).flatten()
             rows.append(torch.stack([flatten(torch.autograd.grad(x, parameters, retain_graph=True)) for x in h]))
         self.jacobian = torch.stack(rows)
+
+    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """Rewards [B]."""
+        return self.rewards.flatten()[self.find(prompts, ids, mask)]
 
     def learner(self, group: int = GROUP) -> DistilledGradient:
         """The method with groups of this size."""
@@ -109,7 +113,24 @@ class World:
     def drawn(self, learner: DistilledGradient, groups: int, generator: torch.Generator) -> Sample:
         """Groups of completions, of one prompt after the other, with the learner's own sampler."""
         prompts = self.prompts[torch.arange(groups) % BATCH]
-        return learner.scored(learner.sample(prompts, generator), Objective(TableReward(self), 0.0))
+        return learner.scored(learner.sample(prompts, generator), Objective(self))
+
+    def fit(self, family: str, n: int, seed: int = 1) -> Fit | None:
+        """A reward distilled from n completions with the learner's own store; None if their rewards do not differ."""
+        prompts = torch.arange(n // GROUP) % BATCH
+        generator, made = torch.Generator().manual_seed(seed), make_family(family, self.backbone)
+        drawn = torch.multinomial(self.probabilities[prompts], GROUP, True, generator=generator)
+        sample = self.scored(prompts, drawn)
+        store = Store({family: made}, GROUP, n)
+        store.add({family: made.rows(sample.seen)}, sample.reward, own_tokens([sample.seen]))
+        return store.fit(0)
+
+    def r2(self, fit: Fit) -> float:
+        """``1 - Var(R - S) / Var(R)`` within prompts under the policy, S the sum of a completion's own values."""
+        values = make_family(fit.family, self.backbone).own(fit.all, self.seen).sum(1).view(self.rewards.shape)
+        p, both = self.probabilities, (self.rewards - values, self.rewards)
+        left, whole = ((p * (x - (p * x).sum(1, keepdim=True)) ** 2).sum() for x in both)
+        return float(1 - left / whole)
 
     def leaf(self, sample: Sample) -> Tensor:
         """The hidden states of completions [n, T, D], to be differentiated."""
@@ -124,32 +145,24 @@ class World:
         chunks = zip(states.split(_CHUNK), rows.split(_CHUNK), strict=True)
         return torch.cat([(v.unsqueeze(1) @ jacobian[at]).squeeze(1) for v, at in chunks])
 
-
-class TableReward(Reward):
-    """A reward of the enumerated completions."""
-
-    name = "table"
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B]."""
-        return self.world.rewards.flatten()[self.world.find(prompts, ids, mask)]
-
-
-def fitted(world: World, family: str, n: int, seed: int = 1) -> Fit | None:
-    """A reward distilled from n completions with the learner's own store; None if their rewards do not differ."""
-    prompts = torch.arange(n // GROUP) % BATCH
-    generator = torch.Generator().manual_seed(seed)
-    sample = world.scored(prompts, torch.multinomial(world.probabilities[prompts], GROUP, True, generator=generator))
-    made = make_family(family, world.backbone)
-    store = Store({family: made}, GROUP, n)
-    store.add({family: made.rows(sample.seen)}, sample.reward, own_tokens([sample.seen]))
-    return store.fit(0)
+    def pair_moments(self, fit: Fit | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """Expectation [P] and variance of one sample (trace, within prompts) of each estimator, over all pairs."""
+        n = self.probabilities.shape[1]
+        pairs = torch.cartesian_prod(torch.arange(n), torch.arange(n)).repeat(BATCH, 1)
+        sample = self.scored(torch.arange(BATCH).repeat_interleave(n * n), pairs)
+        plug, residual = (self.gradients(sample, part * len(sample.reward)).view(BATCH, n * n, 2, -1).mean(2)
+                          for part in fitted_ascent(self.learner(2), sample, fit, self.leaf(sample)))  # fmt: skip
+        p = (self.probabilities.unsqueeze(2) * self.probabilities.unsqueeze(1)).view(BATCH, n * n, 1)
+        moments = {}
+        for name, weight in ({"plugin": 0.0, "weight0.3": 0.3, "corrected": 1.0} if fit else {"rloo": 1.0}).items():
+            gradients = plug + weight * residual
+            means = (p * gradients).sum(1, keepdim=True)
+            # A group's variance times its two completions: independent samples of one prompt would average to it.
+            moments[name] = means.mean((0, 1)), 2 * (p * (gradients - means) ** 2).sum((1, 2)).mean()
+        return moments
 
 
-def scaled(fit: Fit, factor: float) -> Fit:
+def _scaled(fit: Fit, factor: float) -> Fit:
     """A fit times a factor, its slope included, which is then 1."""
     return Fit(fit.family, factor * fit.all, Choice(fit.choice.penalty, fit.choice.r2, 1.0, 0.0))
 
@@ -164,45 +177,36 @@ def make_critics(world: World, n: int = 64, best: int = 1024) -> dict[str, Fit]:
     critics: dict[str, Fit] = {}
     generator = torch.Generator().manual_seed(1)
     for family in FAMILIES:
-        small, large = fitted(world, family, n), fitted(world, family, best, seed=2)
+        small, large = world.fit(family, n), world.fit(family, best, seed=2)
         if small is not None and small.choice.slope > 0:
             critics[f"{family} fitted"] = small
         if large is None or family not in ADDITIVE:
             continue
         noise = torch.randn(large.weights.shape, generator=generator, dtype=large.weights.dtype)
         random = Fit(family, noise / noise.norm() * large.all.norm(), Choice(large.choice.penalty, 0.0, 1.0, 0.0))
-        critics |= {f"{family} random": random, f"{family} adversarial": scaled(large, -3.0),
-                    f"{family} huge": scaled(random, 1000.0), "zero": scaled(random, 0.0)}  # fmt: skip
+        critics |= {f"{family} random": random, f"{family} adversarial": _scaled(large, -3.0),
+                    f"{family} huge": _scaled(random, 1000.0), "zero": _scaled(random, 0.0)}  # fmt: skip
     return critics
-
-
-def critic_r2(world: World, fit: Fit) -> float:
-    """``1 - Var(R - S) / Var(R)`` within prompts under the policy, S the sum of a completion's own values, as it is."""
-    values = make_family(fit.family, world.backbone).own(fit.all, world.seen).sum(1).view(world.rewards.shape)
-    p = world.probabilities
-    left, whole = ((p * (x - (p * x).sum(1, keepdim=True)) ** 2).sum() for x in (world.rewards - values, world.rewards))
-    return float(1 - left / whole)
 
 
 def exact_table(world: World, critics: Mapping[str, Fit]) -> pd.DataFrame:
     """Exact bias and variance of every estimator with every critic, over all pairs of completions of a prompt.
 
-    A row per critic and estimator (`rloo` once, without critic): r2 (see `critic_r2`; NaN without); bias,
+    A row per critic and estimator (`rloo` once, without critic): r2 (see `World.r2`; NaN without); bias,
     ``|E g - mu| / |mu|``; variance of one sample and mse, bias squared plus variance, both over ``|mu|^2``; cosine of
     the expectation with mu; gain, the variance of `rloo` over this.
     """
-    table, base = [], _pair_moments(world, None)["rloo"]
+    table, norm2 = [], world.truth.square().sum()
+    base = world.pair_moments()
     for name, fit in {"none": None, **critics}.items():
-        estimators = {"rloo": base} if fit is None else _pair_moments(world, fit)
         additive = fit is not None and fit.family in ADDITIVE
-        r2 = critic_r2(world, fit) if additive else math.nan
-        for estimator, (mean, noise) in estimators.items():
-            norm2 = world.truth.square().sum()
+        about = dict(critic=name, family=fit.family if fit else "", additive=additive,
+                     r2=world.r2(fit) if additive else math.nan)  # fmt: skip
+        for estimator, (mean, noise) in (world.pair_moments(fit) if fit else base).items():
             bias2 = (mean - world.truth).square().sum() / norm2
-            table.append(dict(
-                critic=name, family=fit.family if fit else "", additive=additive, r2=r2, estimator=estimator,
-                bias=float(bias2.sqrt()), variance=float(noise / norm2), mse=float(bias2 + noise / norm2),
-                gain=float(base[1] / noise) if noise > 0 else math.inf,
+            table.append(about | dict(
+                estimator=estimator, bias=float(bias2.sqrt()), variance=float(noise / norm2),
+                mse=float(bias2 + noise / norm2), gain=float(base["rloo"][1] / noise) if noise > 0 else math.inf,
                 cosine=float(F.cosine_similarity(mean, world.truth, 0)),
             ))  # fmt: skip
     return pd.DataFrame(table)
@@ -215,12 +219,12 @@ def law_table(
     table = []
     for share in shares:
         world = World(share)
-        base = _pair_moments(world, None)["rloo"][1]
+        base = world.pair_moments()["rloo"][1]
         for family in families:
-            best = fitted(world, family, n)
+            best = world.fit(family, n)
             for scale in scales:
-                fit = scaled(best, scale)
-                noise, r2 = _pair_moments(world, fit)["corrected"][1], critic_r2(world, fit)
+                fit = _scaled(best, scale)
+                noise, r2 = world.pair_moments(fit)["corrected"][1], world.r2(fit)
                 table.append(dict(share=share, family=family, scale=scale, r2=r2, gain=float(base / noise),
                                   law=1 / (1 - r2) if r2 < 1 else math.inf))  # fmt: skip
     return pd.DataFrame(table)
@@ -252,38 +256,10 @@ def bias_table(
     table = []
     for critic, (n, drawn) in draws.items():
         bias, stderr = (drawn.mean(0) - world.truth @ axes) / size, drawn.std(0) / size / len(drawn) ** 0.5
-        table += [dict(critic=critic, direction=k, bias=float(b), stderr=float(s), z=float(b / s), n=n)
-                  for k, (b, s) in enumerate(zip(bias, stderr, strict=True))]  # fmt: skip
-    return pd.DataFrame(table)
-
-
-def worst_deviation(table: pd.DataFrame) -> dict[str, float]:
-    """The largest deviation of `bias_table`: worst, in standard errors, of how many tests, and its p.
-
-    p is the probability of one as large among so many independent ones (fewer are independent: critics see the same
-    completions).
-    """
-    worst, tests = float(table.z.abs().max()), len(table)
-    return dict(worst=worst, tests=tests, p=float(1 - (1 - 2 * norm.sf(worst)) ** tests))
-
-
-def _pair_moments(world: World, fit: Fit | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """Expectation [P] and variance of one sample (trace, within prompts) of each estimator, over all pairs."""
-    n = world.probabilities.shape[1]
-    pairs = torch.cartesian_prod(torch.arange(n), torch.arange(n)).repeat(BATCH, 1)
-    sample = world.scored(torch.arange(BATCH).repeat_interleave(n * n), pairs)
-    parts = fitted_ascent(world.learner(2), sample, fit, world.leaf(sample))
-    plug, residual = (
-        world.gradients(sample, part * len(sample.reward)).view(BATCH, n * n, 2, -1).mean(2) for part in parts
-    )
-    p = (world.probabilities.unsqueeze(2) * world.probabilities.unsqueeze(1)).view(BATCH, n * n, 1)
-    moments = {}
-    for name, weight in ({"plugin": 0.0, "weight0.3": 0.3, "corrected": 1.0} if fit else {"rloo": 1.0}).items():
-        gradients = plug + weight * residual
-        means = (p * gradients).sum(1, keepdim=True)
-        # A group's variance times its two completions: independent samples of one prompt would average to it.
-        moments[name] = means.mean((0, 1)), 2 * (p * (gradients - means) ** 2).sum((1, 2)).mean()
-    return moments
+        columns = dict(bias=bias, stderr=stderr, z=bias / stderr)
+        columns = {name: values.tolist() for name, values in columns.items()}
+        table.append(pd.DataFrame(dict(critic=critic, direction=range(len(bias)), **columns, n=n)))
+    return pd.concat(table, ignore_index=True)
 
 
 def _step(world: World, step: str, groups: int, axes: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,7 +1,11 @@
-"""What a fit explains, which tokens it says a reward likes, and what it costs in a training step.
+"""Fits of a policy's completions: what they explain, which tokens a reward likes, what a fit costs; their gradients.
 
-Completions of a policy are scored by every reward, and every family is fitted on the first n of them. A prompt's
-completions are predicted by the fit without them (`grade.gradients.distilled.ridge.left_out`).
+Completions are scored by every reward, and every family is fitted on the first n of them. A prompt's completions are
+predicted by the fit without them (`grade.gradients.distilled.ridge.left_out`).
+
+`grade.gradients.distilled.learner` makes a step of sampling, fitting and losses. To measure gradients (`ascent`),
+completions, fits and hidden states come from outside, and the losses end at the hidden states: one graph then serves
+many fits.
 """
 
 from __future__ import annotations
@@ -9,25 +13,28 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from grade.experiments.any_reward.measure.rewards import BATCH_ROWS, Subject, sample_scored
+from grade.errors import InputError
+from grade.experiments.any_reward.measure.rewards import BATCH_ROWS, Subject
 from grade.gradients.distilled.families import Family, Observed, layers_of, make_family
-from grade.gradients.distilled.learner import Sample
+from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out
-from grade.gradients.distilled.store import LARGE, Store
+from grade.gradients.distilled.store import LARGE, Fit, Store
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import StepContext
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import generate
 from grade.models.scoring import completion_states
 from grade.stats import jackknife_stderr
 from grade.training.logs import token_table
 
-SCORE_ROWS = 64
-"""Completions whose features are made at once."""
 DEPTHS = (1, 2, 4, 8)
 """Layers of the trunk families below all layers, where the base has more."""
 COST_STEPS = 3
@@ -36,44 +43,60 @@ NOISE = 0.1
 """Of the features that fill a store, in standard deviations: rows that are drawn twice differ."""
 
 
-def family_names(layers: int) -> list[str]:
-    """Every family of a base with so many layers.
-
-    >>> family_names(4)
-    ['counts', 'bag', 'ngrams', 'values', 'trunk1', 'trunk2', 'trunk']
-    """
-    return ["counts", "bag", "ngrams", "values", *(f"trunk{d}" for d in DEPTHS if d < layers), "trunk"]
-
-
+@torch.no_grad()
 def scored_completions(
     subject: Subject, families: Mapping[str, Family], n: int, seed: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Observed]]:
-    """Completions of the first n / G prompts.
+    """Completions of the first n / G prompts, in parts of `BATCH_ROWS`.
 
-    Returns:
-        Rewards [n] by name, features of each family [n, ...], and the completions in parts of `SCORE_ROWS`.
+    Rewards [n] in float32 by name, features of each family [n, ...], and the completions.
     """
     backbone, group = subject.backbone, subject.group
-    first, *others = subject.rewards
-    ids, mask, reward = sample_scored(subject, first, n, torch.Generator(backbone.device).manual_seed(seed))
-    prompts = subject.prompts[slice(0, n // group)].repeat(group)
+    if n % group or not 0 < n <= group * len(subject.prompts):
+        raise InputError("completions", n, f"a multiple of {group}, up to {group * len(subject.prompts)}")
+    generator = torch.Generator(backbone.device).manual_seed(seed)
+    prompts = subject.prompts[slice(n // group)].repeat(group)
     depths = sorted({family.depth for family in families.values() if family.depth is not None})
-    seen, rows = [], {name: [] for name in families}
-    rewards: dict[str, list[Tensor]] = {first: [reward]} | {name: [] for name in others}
-    for part in (slice(start, start + SCORE_ROWS) for start in range(0, n, SCORE_ROWS)):
-        own = prompts[part], ids[part], mask[part]
-        seen.append(Observed(*own, completion_states(backbone, *own, depths)))
-        for name in others:
-            rewards[name].append(Objective(subject.rewards[name], 0.0).score(backbone, *own).detach().float())
+    seen, rewards, rows = [], defaultdict(list), defaultdict(list)
+    for start in range(0, n, BATCH_ROWS):
+        batch = prompts[slice(start, start + BATCH_ROWS)]
+        ids, mask = generate(backbone, batch, subject.length, generator, min_new_tokens=subject.min_length,
+                             stop_early=False)  # fmt: skip
+        seen.append(Observed(batch, ids, mask, completion_states(backbone, batch, ids, mask, depths)))
+        for name, reward in subject.rewards.items():
+            rewards[name].append(Objective(reward).score(backbone, batch, ids, mask).float())
         for name, family in families.items():
             rows[name].append(family.rows(seen[-1]))
-    return ({name: torch.cat(parts) for name, parts in rewards.items()},
-            {name: torch.cat(parts) for name, parts in rows.items()}, seen)  # fmt: skip
+    return *({name: torch.cat(parts) for name, parts in each.items()} for each in (rewards, rows)), seen
 
 
 def own_tokens(seen: Sequence[Observed]) -> Tensor:
-    """Tokens [n, T] of completions in parts, -1 where masked."""
+    """Tokens [n, T] for a `Store`: -1 where masked."""
     return torch.cat([torch.where(part.mask.bool(), part.ids, -1) for part in seen])
+
+
+def fitted_ascent(
+    learner: DistilledGradient, sample: Sample, fit: Fit | None, hidden: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`ascent` with a reward distilled from other completions; without one the residual is `rloo`'s."""
+    groups = len(sample.reward) // learner.config.group
+    # The learner takes the fit without a prompt's own completions; of a fit on others, that is the fit itself.
+    learner.fit = fit and replace(fit, weights=fit.weights[:1].expand(1 + groups, -1))
+    return ascent(learner, sample, hidden)
+
+
+def ascent(learner: DistilledGradient, sample: Sample, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascent directions of plug-in and residual with the learner's own fit, by the hidden states [B, T, D] (a leaf).
+
+    Their sum is unbiased if the family is additive, and `rloo`'s otherwise.
+    """
+    rows = slice(0, len(sample.reward))
+    (*losses, _), _ = learner.losses_from(hidden, sample, rows, 0, Objective(None, 0.0))  # type: ignore[arg-type]
+    plug, residual = (
+        -torch.autograd.grad(loss, hidden, retain_graph=True)[0] if loss.requires_grad else torch.zeros_like(hidden)
+        for loss in losses
+    )
+    return plug, residual
 
 
 @torch.no_grad()
@@ -84,13 +107,14 @@ def explained_table(subject: Subject, sizes: Sequence[int], families: Sequence[s
     prompts, predictions held); slope of the reward on its prediction; penalty that was chosen. NaN for a reward that
     never differs within a prompt.
     """
-    names = families or family_names(layers_of(subject.backbone))
+    depths = [f"trunk{depth}" for depth in DEPTHS if depth < layers_of(subject.backbone)]
+    names = families or ["counts", "bag", "ngrams", "values", *depths, "trunk"]
     made = {name: make_family(name, subject.backbone) for name in names}
     rewards, rows, seen = scored_completions(subject, made, max(sizes))
-    tokens, table = own_tokens(seen), []
+    table = []
     for name, family in made.items():
         store = Store({name: family}, subject.group, max(sizes))
-        store.add({name: rows[name]}, next(iter(rewards.values())), tokens)  # the Gram matrix is the same for all
+        store.add({name: rows[name]}, next(iter(rewards.values())), own_tokens(seen))  # the Gram matrix is one for all
         for n in sizes:
             spectrum = Spectrum.of(store.grams[name][:n, :n])
             for reward, values in rewards.items():
@@ -114,18 +138,17 @@ def explained(spectrum: Spectrum, rewards: Tensor, group: int) -> tuple[Choice, 
 
 
 def liked_tokens(subject: Subject, completions: int) -> pd.DataFrame:
-    """Tokens that the first reward likes most and least, distilled from the policy's completions.
+    """Tokens that the only reward likes most and least, distilled from the policy's completions.
 
     Columns policy, reward, and those of `grade.training.logs.token_table`; tokens are Python literals.
     """
-    (name, reward), learner = next(iter(subject.rewards.items())), subject.learner(residual_weight="auto")
+    ((name, reward),) = subject.rewards.items()
+    learner, context = subject.learner(residual_weight="auto"), StepContext(1, apply=lambda: None)
     generator = torch.Generator(subject.backbone.device).manual_seed(0)
     prompts = min(BATCH_ROWS, completions) // subject.group
-    samples = []
-    for start in range(0, completions // subject.group, prompts):
-        own = subject.prompts[torch.arange(start, start + prompts) % len(subject.prompts)]
-        samples.append(learner.scored(learner.sample(own, generator), Objective(reward, 0.0)))
-    learner.update_fit(samples, StepContext(1, apply=lambda: None))
+    samples = [learner.scored(learner.sample(_prompts(subject, start, prompts), generator), Objective(reward))
+               for start in range(0, completions // subject.group, prompts)]  # fmt: skip
+    learner.update_fit(samples, context)
     learner.last = samples[-1].seen
     table = token_table(subject.backbone, learner)
     table["token"] = [repr(token) for token in table["token"]]  # spaces can be seen, line ends do no harm
@@ -139,9 +162,8 @@ def fit_cost(subject: Subject, batch: int, completions: int) -> pd.DataFrame:
 
     A step learns what its completions scored; that it only sometimes fits, and rarely chooses a family, is what makes
     it cheap. So learning is timed over as many batches as lie between two choices, and all else in a step over a few
-    real ones, of which the first is not timed. The store is filled with features and rewards of one batch, drawn again
-    and again with some noise, and so are the batches: their sizes are those of real ones, and nothing else about them
-    takes time.
+    real ones, of which the first is not timed. The store and these batches repeat the completions of one batch, with
+    random rewards and some noise in their features: only their sizes take time.
 
     Columns policy, batch, completions (in the store after it), fitted, chosen (whether family and penalty were chosen
     anew), fit_seconds (adding, predicting, fitting), step_seconds (these, and the mean of all else but the
@@ -150,19 +172,17 @@ def fit_cost(subject: Subject, batch: int, completions: int) -> pd.DataFrame:
     learner, objective = subject.learner(residual_weight="auto"), Objective(next(iter(subject.rewards.values())))
     generator = torch.Generator(subject.backbone.device).manual_seed(0)
     prompts, context = batch // subject.group, StepContext(1, apply=lambda: None)
-    sample = learner.scored(learner.sample(subject.prompts[slice(0, prompts)], generator), objective)
+    sample = learner.scored(learner.sample(_prompts(subject, 0, prompts), generator), objective)
     noise = torch.Generator().manual_seed(0)
     for _ in range(math.ceil(completions / batch)):
         filled = _drawn_again(sample, batch, noise)
         learner.store.add(filled.rows, filled.reward, own_tokens([filled.seen]))
     rest = []
     for step in range(COST_STEPS + 1):
-        own = subject.prompts[torch.arange(step * prompts, (step + 1) * prompts) % len(subject.prompts)]
         start = time.perf_counter()
-        learner.step([(own, generator)], objective, context)
+        learner.step([(_prompts(subject, step * prompts, prompts), generator)], objective, context)
         rest.append(time.perf_counter() - start - float(learner.figures["distilled/seconds"][0]))
-        for p in subject.backbone.trainable_parameters():
-            p.grad = None
+        subject.backbone.zero_grad(set_to_none=True)
     table = []
     for _ in range(math.ceil(LARGE / batch)):
         drawn = _drawn_again(sample, batch, noise)
@@ -173,6 +193,11 @@ def fit_cost(subject: Subject, batch: int, completions: int) -> pd.DataFrame:
                           chosen=learner.store.choices is not choices, fit_seconds=seconds,
                           step_seconds=seconds + statistics.fmean(rest[1:])))  # fmt: skip
     return pd.DataFrame(table)
+
+
+def _prompts(subject: Subject, start: int, n: int) -> PromptBatch:
+    """N of the prompts, which repeat."""
+    return subject.prompts[torch.arange(start, start + n) % len(subject.prompts)]
 
 
 def _drawn_again(sample: Sample, n: int, generator: torch.Generator) -> Sample:

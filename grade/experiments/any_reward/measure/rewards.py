@@ -4,35 +4,36 @@
 |---|---|
 | ``bag``, ``trunk`` | the trained reward models on the policy's embeddings: differentiable |
 | ``trunk1``, ``trunk4`` | a head on the mean hidden state after so many layers, trained here: differentiable |
-| ``smollm2_trunk`` | another base's trunk, which reads the text with its own tokenizer |
+| ``smollm2_trunk`` | SmolLM2's trunk, which reads the text with its own tokenizer |
 | ``gold`` | the gold judge on the text of prompt and completion |
 | ``rule`` | `length_and_format` of the completion |
-| ``sums`` | 1 where the completion is the sum that the prompt asks for |
+| ``sums`` | 1 where the completion is the sum that the prompt asks for; of the policy of sums alone |
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+from pydantic import Field
 from torch import Tensor
 
+from grade.config import Config
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
-from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, load_sums
+from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, build_sums, sum_prompts
 from grade.experiments.shallow import ShallowReward, layer_count
 from grade.experiments.training_runs import judged_by
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
-from grade.gradients.objective import Objective
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_prompts, padded
-from grade.models.sampling import generate
 from grade.rewards.base import EmbeddingReward, Reward
 from grade.rewards.fit import BagSettings, RewardConfig, train_reward
 from grade.rewards.functions import FunctionReward
@@ -42,12 +43,7 @@ from grade.rewards.verifiers import exact_answer
 from grade.training.toy import toy_reviews, toy_task
 
 Policy = Literal["tiny", "smollm2", "sums"]
-REWARDS: dict[str, tuple[str, ...]] = {
-    "tiny": ("bag", "trunk1", "trunk", "smollm2_trunk", "gold", "rule"),
-    "smollm2": ("bag", "trunk1", "trunk4", "trunk", "gold", "rule"),
-    "sums": ("sums",),
-}
-"""Rewards of each policy."""
+RewardName = Literal["bag", "trunk1", "trunk4", "trunk", "smollm2_trunk", "gold", "rule", "sums"]
 DIFFERENTIABLE = ("bag", "trunk1", "trunk4", "trunk")
 GROUP = 4
 """Completions of a prompt."""
@@ -59,19 +55,28 @@ _TOY_TOKENS = 12  # of a toy review that a toy's reward learns from
 _SUM_TOKENS = 6  # of the longest prompt "a+b="
 
 
-@dataclass(frozen=True)
-class Folders:
-    """Where a policy's base and reward models, reviews and the judge's file lie; empty: a toy's, made in memory.
+class Models(Config):
+    """Where models and data lie, and lengths; what has no folder is a toy's, made in memory."""
 
-    ``other`` is the base behind `smollm2_trunk`.
-    """
+    tiny_dir: str = Field("", description="folder of the tiny language model; empty: the toy task's")
+    tiny_rewards_dir: str = Field("", description="folder of its reward models")
+    smollm2_dir: str = Field("", description="folder of SmolLM2, policy and other base of smollm2_trunk; empty: a toy")
+    smollm2_rewards_dir: str = Field("", description="folder of its reward models")
+    gold_file: str = Field("", description="the gold judge")
+    reviews_dir: str = Field("", description="folder of the review splits")
+    prompt_tokens: int = Field(4, ge=1, description="P")
+    new_tokens: int = Field(12, ge=1, description="T, the length of every completion")
 
-    base: str = ""
-    rewards: str = ""
-    reviews: str = ""
-    gold: str = ""
-    other: str = ""
-    other_rewards: str = ""
+    def base(self, policy: str) -> str:
+        """Folder of a policy; that of sums is trained when it is first asked for."""
+        return _sums_folder().name if policy == "sums" else getattr(self, f"{policy}_dir")
+
+
+@functools.cache
+def _sums_folder() -> tempfile.TemporaryDirectory:
+    folder = tempfile.TemporaryDirectory()
+    build_sums(folder.name)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -100,44 +105,68 @@ class Subject:
 
 
 def load_subject(
-    policy: str, folders: Folders, rewards: Sequence[str], prompt_tokens: int = 12, length: int = 24,
-    adapter: str = "", trained: Backbone | None = None,
-) -> Subject:  # fmt: skip
+    models: Models, policy: str, rewards: Sequence[str], adapter: str = "", trained: Backbone | None = None
+) -> Subject:
     """Load a policy: the base with a new adapter, with the one in the folder ``adapter``, or ``trained`` itself."""
-    minimum = length
+    length = minimum = models.new_tokens
+    prompt_tokens, folder = models.prompt_tokens, models.base(policy)
     if policy == "sums":
-        texts, length, minimum, prompt_tokens = load_sums(folders.base).train, ANSWER_TOKENS, 0, _SUM_TOKENS
+        texts, length, minimum, prompt_tokens = sum_prompts()[0], ANSWER_TOKENS, 0, _SUM_TOKENS
     else:
-        reviews = load_reviews(folders.reviews, "policy") if folders.reviews else toy_reviews(256, seed=1)
+        reviews = load_reviews(models.reviews_dir, "policy") if models.reviews_dir else toy_reviews(256, seed=1)
         texts = [prompt_text(review.text) for review in reviews]
     if trained is not None:
         backbone = trained
-    elif folders.base:
-        lora = None if adapter else LoraSettings()
-        backbone = Backbone.load(Path(folders.base), lora=lora, adapter=adapter or None)
+    elif folder:
+        backbone = Backbone.load(folder, lora=None if adapter else LoraSettings(), adapter=adapter or None)
     else:
         backbone = toy_task().backbone
-    made = {name: make_reward(name, backbone, folders) for name in rewards}
+    made = {name: make_reward(models, policy, name, backbone) for name in rewards}
     prompts = encode_prompts(backbone.tokenizer, texts, prompt_tokens)
     stage = "trained" if adapter or trained is not None else "untrained"
     return Subject(policy, stage, backbone, made, prompts, GROUP, length, minimum)
 
 
-def make_reward(name: str, backbone: Backbone, folders: Folders) -> Reward:
+def make_reward(models: Models, policy: str, name: str, backbone: Backbone) -> Reward:
     """A reward of a policy by name. It reads the policy's base, never its adapter."""
-    if name in ("bag", "trunk"):
-        return EmbeddingReward(_trained(name, backbone, folders), name=name)
+    if name == "sums":
+        return FunctionReward(right_sum, name)
+    if name == "rule":
+        return FunctionReward(length_and_format, name)
+    if name == "gold":
+        if models.gold_file:
+            return FunctionReward(judged_by(GoldJudge.load(models.gold_file)), name)
+        reviews = toy_reviews(200, seed=4)
+        return FunctionReward(judged_by(GoldJudge.fit([r.text for r in reviews], [r.label for r in reviews])), name)
+    if name == "smollm2_trunk":
+        if not models.smollm2_dir:
+            return FunctionReward(_read_by(toy_task(seed=1, kind="trunk").reward_model), name)
+        other = Backbone.load(models.smollm2_dir, device=backbone.device)
+        model = load_reward(Path(models.smollm2_rewards_dir) / "trunk", other).to(other.device)
+        return FunctionReward(_read_by(model), name)
     if name in ("trunk1", "trunk4"):
-        return EmbeddingReward(_shallow(int(name.removeprefix("trunk")), backbone, folders), name=name)
-    functions: dict[str, Callable[[], Callable[..., list[float]]]] = {
-        "smollm2_trunk": lambda: read_by(_other_trunk(backbone, folders)),
-        "gold": lambda: judged_by(_judge(folders)),
-        "rule": lambda: length_and_format,
-        "sums": lambda: right_sum,
-    }
-    if name not in functions:
-        raise InputError("reward", name, f"one of {', '.join((*DIFFERENTIABLE, *functions))}")
-    return FunctionReward(functions[name](), name)
+        return EmbeddingReward(_shallow(models, int(name.removeprefix("trunk")), backbone), name=name)
+    folder = getattr(models, f"{policy}_rewards_dir")
+    model = load_reward(Path(folder) / name, backbone) if folder else _toy_model(name, backbone)
+    return EmbeddingReward(model, name=name)
+
+
+def _shallow(models: Models, depth: int, backbone: Backbone) -> ShallowReward:
+    if depth >= (layers := layer_count(backbone)):
+        raise InputError("reward", f"trunk{depth}", f"fewer layers than the base's {layers}: all of them are `trunk`")
+    if not models.reviews_dir:
+        return ShallowReward(backbone, depth, toy_reviews(80, seed=2), toy_reviews(20, seed=3), _TOY_TOKENS)
+    data = load_reviews(models.reviews_dir, "reward")
+    size = min(SHALLOW_REVIEWS, len(data) * 4 // 5)
+    return ShallowReward(backbone, depth, data[:size], data[size : size + size // 4])
+
+
+def _toy_model(kind: str, backbone: Backbone) -> RewardModel | ShallowReward:
+    train, held = toy_reviews(200, seed=2), toy_reviews(80, seed=3)
+    if kind == "trunk":
+        return ShallowReward(backbone, layer_count(backbone), train, held, _TOY_TOKENS)
+    fit = BagSettings(epochs=5, lr=1e-2, batch_size=32, min_tokens=_TOY_TOKENS, max_tokens=2 * _TOY_TOKENS)
+    return train_reward("bag", RewardConfig(bag=fit, eval_tokens=[_TOY_TOKENS]), backbone, train, held)[0]
 
 
 class BlackBox(Reward):
@@ -183,7 +212,7 @@ def right_sum(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> l
     return exact_answer()(completions=completions, answer=[int(sum_[1]) + int(sum_[2]) for sum_ in asked])
 
 
-def read_by(model: RewardModel) -> Callable[..., list[float]]:
+def _read_by(model: RewardModel) -> Callable[..., list[float]]:
     """A reward model as a function of text: it reads prompt and completion with its own base's tokenizer."""
     base = model.backbone
 
@@ -196,60 +225,3 @@ def read_by(model: RewardModel) -> Callable[..., list[float]]:
         return values
 
     return other_trunk
-
-
-@torch.no_grad()
-def sample_scored(
-    subject: Subject, reward: str, n: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Completions of the first n / G prompts, `BATCH_ROWS` at a time: ids and mask [n, T], rewards [n] in float32."""
-    group = subject.group
-    if n < 1 or n % group or n > group * len(subject.prompts):
-        allowed = f"a positive multiple of group = {group}, at most {group * len(subject.prompts)}"
-        raise InputError("completions", n, f"{allowed} ({len(subject.prompts)} prompts)")
-    repeated, objective = subject.prompts[slice(n // group)].repeat(group), Objective(subject.rewards[reward])
-    parts = []
-    for start in range(0, n, BATCH_ROWS):
-        batch = repeated[slice(start, start + BATCH_ROWS)]
-        ids, mask = generate(subject.backbone, batch, subject.length, generator, min_new_tokens=subject.min_length,
-                             stop_early=False)  # fmt: skip
-        parts.append((ids, mask, objective.score(subject.backbone, batch, ids, mask).float()))
-    ids, mask, rewards = (torch.cat(part) for part in zip(*parts, strict=True))
-    return ids, mask, rewards
-
-
-def _trained(kind: str, backbone: Backbone, folders: Folders) -> RewardModel | ShallowReward:
-    """The trained reward model ``bag`` or ``trunk``; of a toy it is trained here."""
-    if folders.rewards:
-        return load_reward(Path(folders.rewards) / kind, backbone)
-    train, held = toy_reviews(200, seed=2), toy_reviews(80, seed=3)
-    if kind == "trunk":
-        return ShallowReward(backbone, layer_count(backbone), train, held, _TOY_TOKENS)
-    fit = BagSettings(epochs=5, lr=1e-2, batch_size=32, min_tokens=_TOY_TOKENS, max_tokens=2 * _TOY_TOKENS)
-    return train_reward("bag", RewardConfig(bag=fit, eval_tokens=[_TOY_TOKENS]), backbone, train, held)[0]
-
-
-def _shallow(depth: int, backbone: Backbone, folders: Folders) -> ShallowReward:
-    layers = layer_count(backbone)
-    if depth >= layers:
-        raise InputError("reward", f"trunk{depth}", f"fewer layers than the base's {layers}: all of them are `trunk`")
-    if not folders.reviews:
-        return ShallowReward(backbone, depth, toy_reviews(80, seed=2), toy_reviews(20, seed=3), _TOY_TOKENS)
-    data = load_reviews(folders.reviews, "reward")
-    size = min(SHALLOW_REVIEWS, len(data) * 4 // 5)
-    return ShallowReward(backbone, depth, data[:size], data[size : size + size // 4])
-
-
-def _other_trunk(backbone: Backbone, folders: Folders) -> RewardModel:
-    """A trunk reward on another base, which has another tokenizer."""
-    if not folders.other:
-        return toy_task(seed=1, kind="trunk").reward_model
-    other = Backbone.load(folders.other, device=backbone.device)
-    return load_reward(Path(folders.other_rewards) / "trunk", other).to(other.device)
-
-
-def _judge(folders: Folders) -> GoldJudge:
-    if folders.gold:
-        return GoldJudge.load(folders.gold)
-    reviews = toy_reviews(200, seed=4)
-    return GoldJudge.fit([r.text for r in reviews], [r.label for r in reviews])

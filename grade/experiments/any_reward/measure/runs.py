@@ -17,35 +17,33 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
+from pydantic import Field
 
-from grade.errors import InputError
-from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, REWARDS, BlackBox, Folders, make_reward
-from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, load_sums
+from grade.config import Config
+from grade.experiments.any_reward.measure.rewards import BlackBox, Models, Policy, RewardName, make_reward
+from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, sum_prompts
 from grade.experiments.frontier import mixed_reward
 from grade.experiments.measured import published_text, read_csv
 from grade.experiments.training_runs import FIXED, SETTINGS, Bench, Run, hold_out, train_all
+from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.base import Reward
 from grade.training.load import Task
 
-METHODS: dict[str, dict[str, Any]] = {
-    "rloo": SETTINGS["rloo"],
-    "grpo": SETTINGS["grpo"],
+Method = Literal["rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto"]
+OWN: dict[Method, dict[str, Any]] = {
     "ppo": {"num_generations": 4},
-    "ste": SETTINGS["ste"],
     "st": {"hops": 1},
     "plug_in": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": 0.0},
     "corrected": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": 1.0},
     "auto": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": "auto"},
 }
-"""Methods by label; ``method`` where the trainer's name is another."""
+"""Settings of the methods that `SETTINGS` has not; ``method`` where the trainer's name is another."""
 DIFFERENTIATING = ("ste", "st")
 """Methods that see the reward itself; all others see its values only."""
-OF_SUMS: dict[str, Any] = {"max_completion_length": ANSWER_TOKENS, "min_completion_length": 0}
-"""Instead of the shared settings: completions of `sums` end by themselves."""
 SEARCH_SEEDS = (100, 101, 102, 103, 104)
 """Seeds of the search of learning rates, which no other run has."""
 SEARCHED_RATES = (3.0e-3, 6.0e-3, 1.0e-2, 2.0e-2)
@@ -61,26 +59,42 @@ COLUMNS = (*NAMES, "step", "samples", "seconds", "reward", "gold", "kl", *DISTIL
 one that explains most."""
 
 
+class Grid(Config):
+    """Training runs: every method on every reward at every target for KL, seed by seed."""
+
+    policy: Policy = Field("tiny", description="policy of all rewards but sums, which has its own")
+    rewards: list[RewardName] = Field(min_length=1, description="rewards; the policy of sums is trained on sums")
+    methods: list[Method] = Field(min_length=1, description="methods; those that a reward does not allow are left out")
+    target_kls: list[float] = Field([10.0], min_length=1, description="in nats per completion")
+    seeds: list[int] = Field([0, 1], min_length=1, description="one run of each method and target each")
+    completions: int = Field(32, ge=2, description="a step")
+    steps: int = Field(40, ge=1, description="optimizer steps")
+    rate_factor: float = Field(1.0, gt=0, description="times the learning rates that were chosen")
+    eval_every: int = Field(5, ge=1, description="steps between evaluations")
+    eval_prompts: int = Field(128, ge=2, description="held-out prompts of an evaluation")
+
+
 @dataclass(frozen=True)
 class Rewards(Bench):
     """A bench with every reward of each policy, as its method may see it."""
 
-    folders: Mapping[str, Folders] = field(default_factory=dict)
+    models: Models = field(default_factory=Models)
     made: dict[tuple[str, str], Reward] = field(default_factory=dict)
 
     def load(self, policy: str) -> Task:
         """A policy with its judge and prompts."""
         if policy != "sums":
             return super().load(policy)
-        sums = load_sums(self.bases[policy])
-        train, search = hold_out(sums.train)
-        return Task(sums.backbone, None, None, train, search if self.on_search_prompts else sums.heldout)
+        train, held_out = sum_prompts()
+        train, search = hold_out(train)
+        backbone = Backbone.load(self.bases[policy], lora=LoraSettings())
+        return Task(backbone, None, None, train, search if self.on_search_prompts else held_out)
 
     def reward(self, run: Run, backbone: Backbone) -> Reward:
         """The reward, or its values alone."""
         key = run.policy, run.reward
         if key not in self.made:
-            self.made[key] = make_reward(run.reward, backbone, self.folders[run.policy])
+            self.made[key] = make_reward(self.models, *key, backbone)
         return self.made[key] if run.names["method"] in DIFFERENTIATING else BlackBox(self.made[key])
 
     def evaluated(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,39 +106,40 @@ class Rewards(Bench):
 
 
 def make_run(
-    policy: str, reward: str, method: str, target_kl: float, seed: int, learning_rate: float, completions: int,
-    values: Mapping[str, Any],
-) -> Run:  # fmt: skip
-    """One run; ``values`` are fields of `TrainConfig`, of which the sums and the method set some themselves."""
-    if reward not in REWARDS[policy]:
-        raise InputError("reward", reward, f"for {policy} one of {', '.join(REWARDS[policy])}")
-    if method not in METHODS:
-        raise InputError("method", method, f"one of {', '.join(METHODS)}")
-    if method in DIFFERENTIATING and reward not in DIFFERENTIABLE:
-        raise InputError("reward", reward, f"for {method} one of {', '.join(DIFFERENTIABLE)}")
-    names = dict(zip(NAMES, (policy, reward, method, float(target_kl), seed, completions, learning_rate), strict=True))
-    own = {"beta": 0.1, "per_device_eval_batch_size": 128, "eval_noise_block": 128, "method": method}
-    own |= FIXED | dict(values) | (OF_SUMS if policy == "sums" else {}) | METHODS[method]
-    own |= {"target_kl": float(target_kl), "seed": seed, "learning_rate": learning_rate,
-            "per_device_train_batch_size": completions}  # fmt: skip
-    return Run(names, own, policy, reward)
+    models: Models, grid: Grid, reward: str, method: Method, target_kl: float, seed: int, learning_rate: float
+) -> Run:
+    """One run with the sizes of a grid."""
+    policy = "sums" if reward == "sums" else grid.policy
+    names = (policy, reward, method, float(target_kl), seed, grid.completions, learning_rate)
+    least, most = (0, ANSWER_TOKENS) if policy == "sums" else (models.new_tokens, models.new_tokens)
+    values = FIXED | {
+        "beta": 0.1, "per_device_eval_batch_size": 128, "eval_noise_block": 128, "method": method,
+        "max_prompt_length": models.prompt_tokens, "max_completion_length": most, "min_completion_length": least,
+        "max_steps": grid.steps, "eval_steps": grid.eval_every, "eval_prompts": grid.eval_prompts,
+        "final_eval_prompts": grid.eval_prompts, "kl_eval_prompts": grid.eval_prompts, "target_kl": float(target_kl),
+        "seed": seed, "learning_rate": learning_rate, "per_device_train_batch_size": grid.completions,
+    } | SETTINGS.get(method, {}) | OWN.get(method, {})  # fmt: skip
+    return Run(dict(zip(NAMES, names, strict=True)), values, policy, reward)
 
 
 def run_all(bench: Bench, runs: Sequence[Run], finished: pd.DataFrame, processes: int = 1) -> pd.DataFrame:
     """`COLUMNS` of all runs, in their order; those in a table of finished ones are not trained again."""
-    known = _by_run(finished)
-    todo = [run for run in runs if _key(run) not in known]
-    if todo:
-        known |= _by_run(train_all(bench, todo, processes)[0])
-    return pd.concat([known[_key(run)] for run in runs], ignore_index=True)[list(COLUMNS)]
+
+    def by_run(table: pd.DataFrame) -> dict[tuple, pd.DataFrame]:
+        return {(*names, rows["step"].max()): rows for names, rows in table.groupby(list(NAMES), sort=False)}
+
+    keys = [(*run.names.values(), run.values["max_steps"]) for run in runs]
+    known = by_run(finished)
+    if todo := [run for key, run in zip(keys, runs, strict=True) if key not in known]:
+        known |= by_run(train_all(bench, todo, processes)[0])
+    return pd.concat([known[key] for key in keys], ignore_index=True)[list(COLUMNS)]
 
 
 def published_runs(folder: str) -> pd.DataFrame:
     """`COLUMNS` of the runs in a folder of results as git has it; without times where it has none."""
-    texts = {name: published_text(f"{folder}/{name}.csv") for name in
-             ("measured/search", "measured/runs", "timings/run_seconds")}  # fmt: skip
-    search, runs, seconds = (read_csv(io.StringIO(text)) if text else pd.DataFrame(columns=[*NAMES, "step"])
-                             for text in texts.values())  # fmt: skip
+    texts = [published_text(f"{folder}/{name}.csv")
+             for name in ("measured/search", "measured/runs", "timings/run_seconds")]  # fmt: skip
+    search, runs, seconds = (read_csv(io.StringIO(text or ",".join([*NAMES, "step"]))) for text in texts)
     runs = runs.merge(seconds, on=[*NAMES, "step"], how="left")
     return pd.concat([search, runs], ignore_index=True).reindex(columns=list(COLUMNS))
 
@@ -134,7 +149,7 @@ def chosen_rates(table: pd.DataFrame, level: float) -> dict[str, float]:
 
     At an evaluation the best mixture of two policies so far counts, the untrained one among them, whose KL is at most
     the level. The average rewards a rate that learns early as well as one that learns much, and has less noise than
-    the last evaluation alone.
+    the last evaluation alone. Of equal rates the highest.
     """
     best: dict[str, tuple[float, float]] = {}
     for (method, rate), seeds in table.groupby(["method", "learning_rate"], sort=False):
@@ -144,11 +159,3 @@ def chosen_rates(table: pd.DataFrame, level: float) -> dict[str, float]:
             learned.append(statistics.fmean(mixed_reward(kl[:n], reward[:n], level) for n in range(2, len(kl) + 1)))
         best[method] = max(best.get(method, (-math.inf, 0.0)), (statistics.fmean(learned), rate))
     return {method: rate for method, (_, rate) in best.items()}
-
-
-def _by_run(table: pd.DataFrame) -> dict[tuple, pd.DataFrame]:
-    return {(*names, rows["step"].max()): rows for names, rows in table.groupby(list(NAMES), sort=False)}
-
-
-def _key(run: Run) -> tuple:
-    return *run.names.values(), run.values["max_steps"]

@@ -10,21 +10,16 @@ A prompt is "a+b=" and a completion has `ANSWER_TOKENS` tokens at most: the digi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from grade.data.base_model import save_model
 from grade.data.tiny_lm import PretrainConfig, fit, new_model
-from grade.files import atomic
-from grade.models.adapter import LoraSettings
-from grade.models.backbone import Backbone
 
 ANSWER_TOKENS = 3
 """T: two digits and the end."""
@@ -36,37 +31,9 @@ HELD_OUT = 0.2
 """Share of the pairs that are neither learned nor trained on."""
 STEPS, BATCH = 400, 128
 """Optimizer steps, and lines per step: about ten seconds on one core."""
-_FILE = "sums.json"
 
 
-@dataclass(frozen=True)
-class Sums:
-    """The policy with a fresh adapter, and prompts "a+b=" in random order; the base has not seen those held out."""
-
-    backbone: Backbone
-    train: list[str]
-    heldout: list[str]
-
-
-def build_sums(folder: str | Path, steps: int = STEPS) -> None:
-    """Train the policy and write its folder, unless it is there; ``sums.json`` in it holds the prompts."""
-    if (Path(folder) / _FILE).is_file():
-        return
-    train, heldout = split_pairs()
-    model, tokenizer = _trained(train, steps)
-    prompts = {name: [f"{a}+{b}=" for a, b in pairs] for name, pairs in (("train", train), ("heldout", heldout))}
-    with atomic(folder) as staging:
-        save_model(model, tokenizer, staging)
-        (staging / _FILE).write_text(json.dumps(prompts) + "\n", encoding="utf-8")
-
-
-def load_sums(folder: str | Path) -> Sums:
-    """The policy from its folder, with a new adapter, and the prompts."""
-    prompts = json.loads((Path(folder) / _FILE).read_text(encoding="utf-8"))
-    return Sums(Backbone.load(folder, lora=LoraSettings()), prompts["train"], prompts["heldout"])
-
-
-def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def sum_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """All pairs of summands in random order: those to learn and train on, and those held out."""
     size = LARGEST + 1
     order = np.random.default_rng(0).permutation(size * size)
@@ -75,16 +42,10 @@ def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     return pairs[cut:], pairs[:cut]
 
 
-def lines(pairs: Sequence[tuple[int, int]], n: int) -> list[str]:
-    """N lines "a+b=c" of random pairs; c is wrong in a share of them: the sum plus or minus 1 or 10, never negative."""
-    rng = np.random.default_rng((0, 1))  # not the split's
-    chosen, wrong = rng.integers(len(pairs), size=n), rng.random(n) < WRONG
-    offsets = rng.choice((-10, -1, 1, 10), n) * wrong
-    made = []
-    for number, offset in zip(chosen.tolist(), offsets.tolist(), strict=True):
-        a, b = pairs[number]
-        made.append(f"{a}+{b}={a + b + (offset if a + b + offset >= 0 else -offset)}")
-    return made
+def sum_prompts() -> tuple[list[str], list[str]]:
+    """Prompts "a+b=" of `sum_pairs`."""
+    train, held_out = ([f"{a}+{b}=" for a, b in pairs] for pairs in sum_pairs())
+    return train, held_out
 
 
 def sums_tokenizer() -> PreTrainedTokenizerFast:
@@ -96,7 +57,8 @@ def sums_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
-def _trained(pairs: Sequence[tuple[int, int]], steps: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def build_sums(folder: str | Path, steps: int = STEPS) -> None:
+    """Train the policy and write its folder."""
     tokenizer = sums_tokenizer()
     width = len(f"{LARGEST}+{LARGEST}=") + ANSWER_TOKENS
     settings = PretrainConfig(
@@ -104,9 +66,19 @@ def _trained(pairs: Sequence[tuple[int, int]], steps: int) -> tuple[PreTrainedMo
         steps=steps, muon_lr=0.02, adamw_lr=0.01, warmup_steps=min(20, steps - 1), seed=0,
     )  # fmt: skip
     # Every line is seen once: what is learned is the share of right answers, not which lines are wrong.
-    rows = tokenizer(lines(pairs, steps * BATCH))["input_ids"]
+    rows = tokenizer(_lines(sum_pairs()[0], steps * BATCH))["input_ids"]
     windows = torch.tensor([row + [tokenizer.eos_token_id] * (width - len(row)) for row in rows])
     with torch.random.fork_rng(devices=[]):  # the global state is the caller's
         model = new_model(settings, len(tokenizer))
         fit(model, settings, windows, log=lambda _: None)
-    return model, tokenizer
+    save_model(model, tokenizer, folder)
+
+
+def _lines(pairs: Sequence[tuple[int, int]], n: int) -> list[str]:
+    """N lines "a+b=c" of random pairs; c is wrong in a share of them: the sum plus or minus 1 or 10, never negative."""
+    rng = np.random.default_rng((0, 1))  # not the split's
+    a, b = np.array(pairs)[rng.integers(len(pairs), size=n)].T
+    wrong = rng.random(n) < WRONG
+    offsets = rng.choice((-10, -1, 1, 10), n) * wrong
+    answers = a + b + np.where(a + b + offsets >= 0, offsets, -offsets)
+    return [f"{a}+{b}={c}" for a, b, c in zip(a, b, answers, strict=True)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -27,9 +27,8 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.experiments.any_reward.measure.explained import own_tokens, scored_completions
-from grade.experiments.any_reward.measure.parts import fitted_ascent
-from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Policy, Subject
+from grade.experiments.any_reward.measure.explained import fitted_ascent, own_tokens, scored_completions
+from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Policy, RewardName, Subject
 from grade.experiments.measured import progress
 from grade.experiments.moments import moments, sketch, worth_interval
 from grade.gradients.distilled.learner import Sample
@@ -56,7 +55,7 @@ class Gradients(Config):
     """Gradients whose samples are weighed."""
 
     policy: Policy = Field("tiny", description="policy")
-    rewards: list[str] = Field(min_length=1, description="its rewards")
+    rewards: list[RewardName] = Field(min_length=1, description="its rewards")
     families: list[str] = Field(["counts", "bag"], min_length=1, description="families")
     fitted: list[int] = Field([16], min_length=1, description="completions N that a reward is distilled from")
     prompts: int = Field(16, ge=1, description="prompts B of a batch of gradients")
@@ -79,18 +78,11 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Repeated gradients [R, P], `rloo`'s by reward as ``reference``, and the fits by reward, family and N.
-
-    ``size`` and ``reference_size`` are the completions of which a row is the mean.
-    """
+    """Repeated gradients [R, P], `rloo`'s by reward as ``reference``, and the fits by reward, family and N."""
 
     gradients: dict[Name, Tensor]
     reference: dict[str, Tensor]
-    size: int
-    reference_size: int
     fits: dict[tuple[str, str, int], Fit] = field(default_factory=dict)
-    policy: str = ""
-    stage: str = ""
 
 
 class Batches:
@@ -99,55 +91,48 @@ class Batches:
     Rewards are distilled from completions of the first prompts, and value functions are fitted on the same.
     """
 
+    @torch.no_grad()
     def __init__(self, subject: Subject, sizes: Gradients, seed: int = 0) -> None:
         self.subject, self.sizes = subject, sizes
-        used = max(sizes.fitted) // subject.group
+        fitted = sorted(sizes.fitted)
+        used = fitted[-1] // subject.group
         if len(subject.prompts) < used + sizes.prompts:
             raise InputError("prompts", len(subject.prompts), f"at least {used + sizes.prompts}: fits and a row")
         self.prompts = subject.prompts[slice(used, None)]
         self.learner = subject.learner(distil_families=sizes.families)
         self.fits: dict[tuple[str, str, int], Fit] = {}
         self.values: dict[tuple[str, int], Tensor] = {}
-        self._fit(seed)
-
-    @torch.no_grad()
-    def _fit(self, seed: int) -> None:
-        sizes, families = sorted(self.sizes.fitted), self.learner.families
-        rewards, features, seen = scored_completions(self.subject, families, sizes[-1], seed)
+        rewards, features, seen = scored_completions(subject, self.learner.families, fitted[-1], seed)
+        states, mask = torch.cat([part.states.predicting for part in seen]), torch.cat([part.mask for part in seen])
         tokens = own_tokens(seen)
-        states = torch.cat([part.states.predicting for part in seen])
-        mask = torch.cat([part.mask for part in seen])
         for reward, scores in rewards.items():
-            for name, family in families.items():
-                store = Store({name: family}, self.subject.group, sizes[-1])
-                for before, n in zip([0, *sizes], sizes, strict=False):
+            for name, family in self.learner.families.items():
+                store = Store({name: family}, subject.group, fitted[-1])
+                for before, n in zip([0, *fitted], fitted, strict=False):
                     store.add({name: features[name][before:n]}, scores[before:n], tokens[before:n])
                     if (fit := store.fit(0)) is not None:
                         self.fits[reward, name, n] = fit
-            for n in self.sizes.fitted:
-                self.values[reward, n] = value_weights(states[:n], mask[:n], scores[:n])
+            for n in fitted:
+                self.values[reward, n] = _value_weights(states[:n], mask[:n], scores[:n])
 
     def draw(self, generator: torch.Generator, alone: bool = False) -> Iterator[tuple[Name, Tensor]]:
         """Names and ascent directions [P] of one batch; ``alone``: of `rloo` only."""
-        subject = self.subject
+        subject, backbone = self.subject, self.subject.backbone
+        objectives = {name: Objective(reward, 0.0) for name, reward in subject.rewards.items()}
         chosen = torch.randperm(len(self.prompts), generator=generator, device=generator.device)[: self.sizes.prompts]
-        first = next(iter(subject.rewards))
-        objective = Objective(subject.rewards[first], 0.0)
-        sample = self.learner.scored(self.learner.sample(self.prompts[chosen], generator), objective)
+        first = next(iter(objectives))
+        sample = self.learner.scored(self.learner.sample(self.prompts[chosen], generator), objectives[first])
         seen, lengths = sample.seen, dict(max_new_tokens=subject.length, min_new_tokens=subject.min_length)
         st = RelaxationConfig(estimator="st", **lengths)
-        graph = ReplayGraph(
-            subject.backbone, condition(subject.backbone, seen.prompts, seen.ids, seen.mask, st, generator)
-        )
+        graph = ReplayGraph(backbone, condition(backbone, seen.prompts, seen.ids, seen.mask, st, generator))
         pulls = {}
-        if not alone and any(reward in DIFFERENTIABLE for reward in subject.rewards):
+        if not alone and any(reward in DIFFERENTIABLE for reward in objectives):
             ste = RelaxationConfig(estimator="ste", tau=2.0, **lengths)
             pulls["st"] = graph.pullback(graph.rollout, st), 0
             pulls["ste_tau2_hops1"] = graph.pullback(graph.given(ste, generator), ste), 1
-        for reward, model in subject.rewards.items():
-            objective = Objective(model, 0.0)
+        for reward, objective in objectives.items():
             if reward != first:
-                scores = objective.score(subject.backbone, seen.prompts, seen.ids, seen.mask).detach()
+                scores = objective.score(backbone, seen.prompts, seen.ids, seen.mask).detach()
                 sample = replace(sample, reward=scores)
             yield Name(reward, "rloo"), self._parts(graph, sample, None)[1]
             if alone:
@@ -174,7 +159,7 @@ class Batches:
     def _ppo(self, graph: ReplayGraph, sample: Sample, weights: Tensor) -> Tensor:
         """With generalised advantages, not whitened: that would only scale a batch."""
         seen = sample.seen
-        values = (state_features(seen.states.predicting) @ weights) * seen.mask
+        values = (_state_features(seen.states.predicting) @ weights) * seen.mask
         reward = token_rewards(sample.reward, torch.zeros_like(values), seen.mask, 0.0).to(values.dtype)
         advantages, _ = gae(reward, values, seen.mask, 1.0, GAE_LAMBDA)
         leaf = graph.h.detach().requires_grad_()
@@ -184,12 +169,12 @@ class Batches:
         return graph.parameter_gradient(v)
 
 
-def value_weights(states: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
-    """A value function in closed form: weights [D + 1] of a ridge regression of rewards on `state_features`.
+def _value_weights(states: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
+    """A value function in closed form: weights [D + 1] of a ridge regression of rewards on `_state_features`.
 
     The penalty is chosen on the last quarter of the completions.
     """
-    x, valid = state_features(states).double(), mask.bool()
+    x, valid = _state_features(states).double(), mask.bool()
     y = rewards.double().unsqueeze(1).expand(mask.shape)
     cut = max(1, len(x) * 3 // 4)
 
@@ -204,7 +189,7 @@ def value_weights(states: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
     return fit(slice(0, None), min(errors, key=errors.get)).to(wide(states.dtype))
 
 
-def state_features(states: Tensor) -> Tensor:
+def _state_features(states: Tensor) -> Tensor:
     """Normalised states and a constant [..., D + 1]."""
     states = states.to(wide(states.dtype))
     return torch.cat([F.layer_norm(states, states.shape[-1:]), states.new_ones(*states.shape[:-1], 1)], -1)
@@ -214,8 +199,7 @@ def gradient_rows(subject: Subject, sizes: Gradients, seed: int = 0) -> Rows:
     """R batches of gradients, through a sketch of `SKETCH` numbers."""
     batches = Batches(subject, sizes, seed)
     project = sketch(sum(p.numel() for p in subject.backbone.trainable_parameters()), SKETCH)
-    gradients: dict[Name, list[Tensor]] = defaultdict(list)
-    reference: dict[str, list[Tensor]] = defaultdict(list)
+    gradients, reference = defaultdict(list), defaultdict(list)
     for row in progress(range(sizes.rows), "batches of gradients"):
         generator = torch.Generator(subject.backbone.device).manual_seed(1_000_003 * (seed + 1) + row)
         total = dict.fromkeys(subject.rewards, 0.0)
@@ -226,35 +210,30 @@ def gradient_rows(subject: Subject, sizes: Gradients, seed: int = 0) -> Rows:
                     gradients[name].append(kept)
                 if name.estimator == "rloo":
                     total[name.reward] = total[name.reward] + kept
-        for name, value in total.items():
-            reference[name].append(value / sizes.reference)
-    size = sizes.prompts * subject.group
-    return Rows(
-        {name: torch.stack(parts) for name, parts in gradients.items()},
-        {name: torch.stack(parts) for name, parts in reference.items()},
-        size, sizes.reference * size, batches.fits, subject.policy, subject.stage,
-    )  # fmt: skip
+        for reward, value in total.items():
+            reference[reward].append(value / sizes.reference)
+    stacked = ({name: torch.stack(parts) for name, parts in each.items()} for each in (gradients, reference))
+    return Rows(*stacked, batches.fits)
 
 
-def worth_table(rows: Rows, batches: Sequence[int]) -> pd.DataFrame:
+def worth_table(subject: Subject, sizes: Gradients, rows: Rows) -> pd.DataFrame:
     """What one sample of each estimator is worth, in samples of `rloo`: a row per gradient and n.
 
     ``fitted`` is N and ``weight`` the residual's; r2 (out of sample, within prompts) and slope are the fit's, NaN
     without one. Interval of 95 %, None without one; ``cosine`` is expected at n, ``cosine_mean`` that of the
     estimator's mean with the truth. A gradient of zeros, from a fit that explains nothing, is worth 0.
     """
-    truths = {name: moments(r, r, rows.reference_size) for name, r in rows.reference.items()}
-    table = []
+    size, table = sizes.prompts * subject.group, []
     for name, gradients in rows.gradients.items():
-        truth, count = truths[name.reward], len(gradients)
-        m = moments(gradients, rows.reference[name.reward], rows.size)
+        reference, count = rows.reference[name.reward], len(gradients)
+        truth, own = moments(reference, reference, sizes.reference * size), moments(gradients, reference, size)
         fit = rows.fits.get((name.reward, name.family, name.fitted))
         r2, slope = (fit.choice.r2, fit.choice.slope) if fit else (math.nan, math.nan)
-        for n in batches:
-            value = worth_interval(m, truth, n) if gradients.any() else Interval(0.0, None, None, None, count)
-            table.append(dict(policy=rows.policy, stage=rows.stage) | name._asdict() | dict(
-                r2=r2, slope=slope, n=n, worth=value.value, low=value.low, high=value.high, cosine=m.cosine(n)[0],
-                cosine_mean=m.cosine(math.inf)[0], rloo_cosine=truth.cosine(n)[0], completions=count * rows.size,
-                reference=count * rows.reference_size,
+        for n in sizes.batches:
+            value = worth_interval(own, truth, n) if gradients.any() else Interval(0.0, None, None, None, count)
+            table.append(dict(policy=subject.policy, stage=subject.stage) | name._asdict() | dict(
+                r2=r2, slope=slope, n=n, worth=value.value, low=value.low, high=value.high, cosine=own.cosine(n)[0],
+                cosine_mean=own.cosine(math.inf)[0], rloo_cosine=truth.cosine(n)[0], completions=count * size,
+                reference=count * sizes.reference * size,
             ))  # fmt: skip
     return pd.DataFrame(table)
