@@ -26,37 +26,27 @@ from grade.rewards.base import RewardScope
 
 Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"
-_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "use_vllm": False}
+_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
 FSDP2, SHARDING = "fsdp2", "GRADE_SHARDING"
 """The only way to divide the base, and the variable that asks for it without Accelerate."""
-_OFF, _EVERY_LAYER = ("", "false", "0", "no"), "every layer is a unit"
-_ANY = {
-    "ACCELERATE_USE_DEEPSPEED": ("deepspeed", _OFF, "plain data parallelism, or fsdp_version: 2"),
-    "ACCELERATE_USE_MEGATRON_LM": ("megatron_lm", _OFF, "plain data parallelism, or fsdp_version: 2"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("parallelism_config", _OFF, "plain data parallelism, or fsdp_version: 2"),
-    "ACCELERATE_MIXED_PRECISION": (
-        "mixed_precision", ("", "no"), "no: the base's type is a setting of the run (dtype: bfloat16, or bf16: true)",
-    ),
-    SHARDING: (SHARDING, ("", FSDP2), f"{FSDP2}, or empty"),
+_OFF = ("", "false", "0", "no")
+_PLAIN = (_OFF, "plain data parallelism, or fsdp_version: 2")
+_NOT_ASKED = (("", "false"), "false: shards stay where they are; gradient_checkpointing is a setting of the run")
+_EVERY_LAYER = "every layer is a unit, TRANSFORMER_BASED_WRAP"
+_LAUNCH = {
+    "ACCELERATE_USE_DEEPSPEED": _PLAIN, "ACCELERATE_USE_MEGATRON_LM": _PLAIN,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": _PLAIN,
+    "ACCELERATE_MIXED_PRECISION": (("", "no"), "no: the base's type is a setting of the run, dtype or bf16"),
+    SHARDING: (("", FSDP2), f"{FSDP2}, or empty"),
 }  # fmt: skip
 _FSDP = {
-    "FSDP_VERSION": ("fsdp_version", ("2",), "2"),
-    "FSDP_OFFLOAD_PARAMS": ("fsdp_offload_params", ("", "false"), "false: shards stay on their device"),
-    "FSDP_RESHARD_AFTER_FORWARD": (
-        "fsdp_reshard_after_forward", ("", "true", "full_shard"), "true: a layer is freed after each pass",
-    ),
-    "FSDP_ACTIVATION_CHECKPOINTING": (
-        "fsdp_activation_checkpointing", ("", "false"),
-        "false, and gradient_checkpointing: true in the run's settings",
-    ),
-    "FSDP_AUTO_WRAP_POLICY": (
-        "fsdp_auto_wrap_policy", ("", "transformer_based_wrap"), f"TRANSFORMER_BASED_WRAP: {_EVERY_LAYER}",
-    ),
-    "FSDP_IGNORED_MODULES": ("fsdp_ignored_modules", ("",), f"none: {_EVERY_LAYER}"),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp_transformer_layer_cls_to_wrap", ("",), f"none: {_EVERY_LAYER}"),
+    "FSDP_VERSION": (("2",), "2"), "FSDP_OFFLOAD_PARAMS": _NOT_ASKED, "FSDP_ACTIVATION_CHECKPOINTING": _NOT_ASKED,
+    "FSDP_RESHARD_AFTER_FORWARD": (("", "true", "full_shard"), "true: a layer is freed after each pass"),
+    "FSDP_AUTO_WRAP_POLICY": (("", "transformer_based_wrap"), _EVERY_LAYER),
+    "FSDP_IGNORED_MODULES": (("",), _EVERY_LAYER), "FSDP_TRANSFORMER_CLS_TO_WRAP": (("",), _EVERY_LAYER),
 }  # fmt: skip
-"""Variables of ``accelerate launch``: the name in its file, supported values, and what to say of others."""
+"""Variables of ``accelerate launch``: supported values, and what to say of others."""
 
 
 def sharding() -> str:
@@ -66,9 +56,10 @@ def sharding() -> str:
     longer asked of Accelerate, which would wrap a model that the engines do not call.
     """
     divided = os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in _OFF
-    for variable, (name, values, allowed) in (_ANY | (_FSDP if divided else {})).items():
+    for variable, (values, allowed) in (_LAUNCH | (_FSDP if divided else {})).items():
         given = os.environ.get(variable, "")
         if given.lower() not in values:
+            name = variable.removeprefix("ACCELERATE_").removeprefix("USE_").lower()
             raise InputError(f"accelerate launch: {name}", given, allowed)
     if divided:
         os.environ.update({"ACCELERATE_USE_FSDP": "false", SHARDING: FSDP2})
@@ -170,40 +161,35 @@ class GradeConfig(MethodConfig, TrainingArguments):
         """
         MethodConfig.__post_init__(self)
         self.check_values(field.name for field in fields(GradeConfig) if field.name in GradeConfig.__annotations__)
-        for name, neutral in _NEUTRAL.items():
-            if getattr(self, name) != neutral:
-                why = "sampler: http://host:port for a server" if name == "use_vllm" else SAMPLED
-                raise InputError(name, getattr(self, name), f"{neutral} ({why})")
-        if self.sampler == "own" and self.importance_sampling != "none":
-            allowed = "none with sampler = own: its completions are the policy's"
-            raise InputError("importance_sampling", self.importance_sampling, allowed)
-        if self.sampler != "own" and self.method in RELAXED and not _replays_given(self.method):
-            fitting = ", ".join(filter(_replays_given, RELAXED))
-            allowed = f"{fitting}, or a method without relaxed tokens, with sampler = {self.sampler}: the replay " \
-                "engine takes hard tokens from elsewhere, soft ones are known here only"  # fmt: skip
-            raise InputError("method", self.method, allowed)
-        if self.importance_sampling != "none" and self.policy_gradient is None:
-            allowed = f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"
-            raise InputError("importance_sampling", self.importance_sampling, allowed)
-        if self.target_kl is not None and self.beta == 0:
-            raise InputError("target_kl", self.target_kl, "null, or a beta above 0 to start from, such as beta = 0.1")
-        if self.remove_unused_columns:
-            raise InputError("remove_unused_columns", True, "false: the rewards read the other columns")
-        for name, value in (("num_generations", self.group), ("minibatches", self.minibatches)):
-            if self.per_device_train_batch_size % value:
-                allowed = f"a divisor of per_device_train_batch_size = {self.per_device_train_batch_size}"
-                raise InputError(name, value, allowed)
-        if self.max_steps == 0:
-            raise InputError("max_steps", 0, "at least 1, or -1 for num_train_epochs passes")
-        if 0 < self.max_steps <= self.warmup_steps:
-            raise InputError("warmup_steps", self.warmup_steps, f"less than max_steps = {self.max_steps}")
-        if self.fsdp or self.deepspeed:
-            name = "fsdp" if self.fsdp else "deepspeed"
-            allowed = "null; accelerate launch --config_file params/accelerate/fsdp2.yaml divides the base"
-            raise InputError(name, getattr(self, name), allowed)
         sharding()  # before transformers reads the same variables
-        if self.fp16:
-            raise InputError("fp16", True, "false, or bf16: float16 would need a loss scaler")
+        batch, weighted = self.per_device_train_batch_size, self.importance_sampling != "none"
+        replayed = [method for method in RELAXED if _replays_given(method)]
+        by_launch = "null; accelerate launch --config_file params/accelerate/fsdp2.yaml divides the base"
+        rules = (
+            *((name, getattr(self, name) != neutral, f"{neutral} ({SAMPLED})") for name, neutral in _NEUTRAL.items()),
+            ("use_vllm", self.use_vllm, "False (sampler: http://host:port for a server)"),
+            ("importance_sampling", weighted and self.sampler == "own",
+             "none with sampler = own: its completions are the policy's"),
+            ("method", self.sampler != "own" and self.relaxed and self.method not in replayed,
+             f"{', '.join(replayed)}, or a method without relaxed tokens, with sampler = {self.sampler}: the replay "
+             "engine takes hard tokens from elsewhere, soft ones are known here only"),
+            ("importance_sampling", weighted and self.policy_gradient is None,
+             f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"),
+            ("target_kl", self.target_kl is not None and self.beta == 0,
+             "null, or a beta above 0 to start from, such as beta = 0.1"),
+            ("remove_unused_columns", self.remove_unused_columns, "false: the rewards read the other columns"),
+            ("num_generations", batch % self.group,
+             f"a divisor of per_device_train_batch_size = {batch} (null is {self.group})"),
+            ("minibatches", batch % self.minibatches, f"a divisor of per_device_train_batch_size = {batch}"),
+            ("max_steps", self.max_steps == 0, "at least 1, or -1 for num_train_epochs passes"),
+            ("warmup_steps", 0 < self.max_steps <= self.warmup_steps, f"less than max_steps = {self.max_steps}"),
+            ("fsdp", self.fsdp, by_launch),
+            ("deepspeed", self.deepspeed, by_launch),
+            ("fp16", self.fp16, "false, or bf16: float16 would need a loss scaler"),
+        )  # fmt: skip
+        for name, wrong, allowed in rules:
+            if wrong:
+                raise InputError(name, getattr(self, name), allowed)
         for name in self.trackers:
             if name not in INTEGRATION_TO_CALLBACK:
                 raise InputError("report_to", name, allowed_names(name, [*INTEGRATION_TO_CALLBACK, "none"]))

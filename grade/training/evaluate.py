@@ -10,7 +10,7 @@ Left out: perplexity and diversity.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Values of one policy on n held-out prompts, one completion each.
+    """Values of one policy on n held-out prompts, one completion each; `InputError` if one is not finite.
 
     Attributes:
         prompts: Prompt texts, as cut for the model.
@@ -55,17 +55,23 @@ class Evaluation:
     kl_max: float
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("reward", "gold", "kl"):
+            values = getattr(self, name)
+            bad = values[~np.isfinite(values)]
+            if len(bad) and not (name == "gold" and np.isnan(values).all()):  # no judge
+                allowed = f"finite numbers in an evaluation; {len(bad)} of {len(values)} are not"
+                raise InputError(name, float(bad[0]), allowed)
+
     def metrics(self) -> dict[str, float | int]:
-        """Flat metrics ``val/...``: mean, standard error and n; `InputError` for a value that is not finite."""
+        """Flat metrics ``val/...``: mean, standard error and n."""
         flat: dict[str, float | int] = {}
-        for name, values in (("reward", self.reward), ("gold", self.gold), ("kl", self.kl)):
-            if len(values) and not (name == "gold" and np.isnan(values).all()):  # no judge
-                _check_finite(name, values)
+        for name, mean in (("reward", "reward_mean"), ("gold", "gold_mean"), ("kl", "kl")):
+            values = getattr(self, name)
+            if len(values) and not np.isnan(values).all():
                 estimate = Estimate.of(values)
-                key = "kl" if name == "kl" else f"{name}_mean"
-                flat[f"val/{key}"] = estimate.mean
-                flat[f"val/{name}_stderr"] = estimate.stderr
-                flat[f"val/{name}_n"] = estimate.n
+                flat |= {f"val/{mean}": estimate.mean, f"val/{name}_stderr": estimate.stderr,
+                         f"val/{name}_n": estimate.n}  # fmt: skip
         return flat
 
     def summary(self, beta: float, prefix: str = "eval") -> dict[str, float]:
@@ -82,10 +88,8 @@ class Evaluation:
 
     def first(self, n: int) -> Evaluation:
         """The first n prompts alone; KL stays on its own prompts."""
-        parts = {name: values[:n] for name, values in self.parts.items()}
-        return Evaluation(
-            self.prompts[:n], self.completions[:n], self.reward[:n], self.gold[:n], self.kl, self.kl_max, parts
-        )
+        cut = {name: getattr(self, name)[:n] for name in ("prompts", "completions", "reward", "gold")}
+        return replace(self, **cut, parts={name: values[:n] for name, values in self.parts.items()})
 
     def table(self) -> pd.DataFrame:
         """One row for each completion: prompt, completion, reward, the rewards it is the sum of, gold, KL."""
@@ -97,21 +101,13 @@ class Evaluation:
 
     @classmethod
     def of_table(cls, table: pd.DataFrame) -> Evaluation:
-        """The evaluation that `table` was made of."""
+        """The evaluation that tables were made of, one below the other."""
         kl, prefix = table["kl"].to_numpy(), "rewards/"
         parts = {name.removeprefix(prefix): table[name].to_numpy() for name in table if name.startswith(prefix)}
         return cls(
             table["prompt"].tolist(), table["completion"].tolist(), table["reward"].to_numpy(),
-            table["gold"].to_numpy(), kl[~np.isnan(kl)], float(table["kl_max"].iloc[0]), parts,
+            table["gold"].to_numpy(), kl[~np.isnan(kl)], float(table["kl_max"].max()), parts,
         )  # fmt: skip
-
-
-def _check_finite(name: str, values: np.ndarray) -> None:
-    """Reject NaN and infinity: a mean without them would be that of other prompts."""
-    bad = values[~np.isfinite(values)]
-    if bad.size:
-        allowed = f"finite numbers in an evaluation; {bad.size} of {values.size} are not"
-        raise InputError(name, float(bad.flat[0]), allowed)
 
 
 @torch.no_grad()
@@ -175,26 +171,22 @@ def evaluate(
         batch = encode(rows[start:stop]).to(backbone.device)
         ids, mask = generate(backbone, batch, max_new_tokens, noise.rows(start, stop), min_new_tokens=min_new_tokens)
         reward = objective.score(backbone, batch, ids, mask).cpu().double().numpy()
-        _check_finite("reward", reward)
         before = [decode(backbone.tokenizer, i, m) for i, m in zip(batch.ids, batch.mask, strict=True)]
         after = [decode(backbone.tokenizer, i, m) for i, m in zip(ids, mask, strict=True)]
         gold = np.full(len(after), np.nan)
         if judge is not None:
             gold = judge.score([p + c for p, c in zip(before, after, strict=True)])
-            _check_finite("gold", gold)
+            if np.isnan(gold).all():  # as without a judge
+                raise InputError("gold", float("nan"), "a judge that scores texts")
         kl, kl_max, with_kl = np.zeros(0), 0.0, min(len(after), kl_prompts - start)
         if backbone.anywhere(with_kl > 0):
             first = slice(0, max(with_kl, 1))
             each = sequence_kl(backbone, batch[first], ids[first], mask[first])
             if with_kl > 0:
                 kl, kl_max = sequence_mean(each, mask[first]).cpu().double().numpy(), float(each.abs().max())
-                _check_finite("kl", kl)
         scores = objective.reward_model.last
         parts = {} if scores is None else {name: v.cpu().double().numpy() for name, v in scores.values.items()}
         if number < len(starts):
-            own.append((number, Evaluation(before, after, reward, gold, kl, kl_max, parts)))
-    batches = [batch for _, batch in sorted(gather_object(own) if processes > 1 else own, key=lambda pair: pair[0])]
-    texts = ([text for batch in batches for text in getattr(batch, name)] for name in ("prompts", "completions"))
-    values = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("reward", "gold", "kl"))
-    parts = {name: np.concatenate([batch.parts[name] for batch in batches]) for name in batches[0].parts}
-    return Evaluation(*texts, *values, max(batch.kl_max for batch in batches), parts)
+            own.append((number, Evaluation(before, after, reward, gold, kl, kl_max, parts).table()))
+    tables = sorted(gather_object(own) if processes > 1 else own, key=lambda pair: pair[0])
+    return Evaluation.of_table(pd.concat([table for _, table in tables]))

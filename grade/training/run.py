@@ -126,16 +126,10 @@ def run_training(
     ``log`` receives one line per row of the log. Without ``output_dir`` no checkpoints and tables of text are written.
     """
     with tempfile.TemporaryDirectory() if output_dir is None else nullcontext(str(output_dir)) as place:
-        args = copy.copy(config)
-        args.output_dir = place
-        if output_dir is None:
-            args.save_strategy = "no"
-        args.disable_tqdm = log is not None or output_dir is None
-        trainer = GradeTrainer(
-            task.backbone, task.reward_model, args, _rows(task.train_prompts), _rows(task.validation_prompts) or None,
-            judge=task.judge,
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
+        kept = {} if output_dir else {"save_strategy": "no"}
+        trainer = _trainer(
+            config, task, task.train_prompts, place, disable_tqdm=log is not None or output_dir is None, **kept
+        )
         if log is not None:
             trainer.add_callback(_Lines(log))
         stop = _StopOnSignal(trainer)
@@ -160,15 +154,23 @@ def run_training(
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
     """Evaluate a task's policy on its first n held-out prompts, as its training run does."""
     with tempfile.TemporaryDirectory() as place:
-        args = copy.copy(config)
-        args.output_dir, args.save_strategy, args.final_eval_prompts, args.disable_tqdm = place, "no", n, True
-        args.report_to = []
-        trainer = GradeTrainer(
-            task.backbone, task.reward_model, args, None, _rows(task.validation_prompts), judge=task.judge
-        )
-        trainer.remove_callback(PrinterCallback)
+        quiet = {"save_strategy": "no", "disable_tqdm": True, "report_to": []}
+        trainer = _trainer(config, task, [], place, final_eval_prompts=n, **quiet)
         trainer.evaluate()
     return trainer.evaluations[0]
+
+
+def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str, **changes: Any) -> GradeTrainer:
+    args = copy.copy(config)
+    for name, value in ({"output_dir": output_dir} | changes).items():
+        setattr(args, name, value)
+    train, held_out = (
+        [{"prompt": p} for p in given] if len(given) and isinstance(given[0], str) else given or None
+        for given in (prompts, task.validation_prompts)
+    )
+    trainer = GradeTrainer(task.backbone, task.reward_model, args, train, held_out, judge=task.judge)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
@@ -256,11 +258,6 @@ def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:
                 text[f"{name}_gold"] = round(float(evaluation.gold[i]), 4)
         texts.append(text)
     return texts
-
-
-def _rows(prompts: Prompts) -> Any:
-    """Prompts as rows of a dataset."""
-    return [{"prompt": p} for p in prompts] if len(prompts) and isinstance(prompts[0], str) else prompts
 
 
 class _StopOnSignal(TrainerCallback):

@@ -108,7 +108,7 @@ def test_a_trace_of_one_process_says_what_a_tracker_counts_in_each_of_two(runs, 
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
             "fsdp_activation_checkpointing",
         ),
-        ({SHARDING: "zero3"}, SHARDING),
+        ({SHARDING: "zero3"}, "grade_sharding"),
     ],
 )
 def test_what_accelerate_can_do_and_this_cannot_is_refused_by_name(monkeypatch, variables, name):
