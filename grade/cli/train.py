@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from grade.cli.options import add_config
+from grade.cli.options import add_config, add_paths, print_metrics
 from grade.config import SEEDS, read_values
 from grade.errors import InputError
 from grade.files import check_file, writing
@@ -31,7 +31,7 @@ def add_train(parser: argparse.ArgumentParser) -> Callable:
                         help="over the config's; several are added up: file.py:function, hf:<id>, ...")  # fmt: skip
     parser.add_argument("--sampler", metavar="SAMPLER",
                         help="over the config's: own, shared, or http://host:port")  # fmt: skip
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="adapter, history.csv, metrics.json, ...")
+    add_paths(parser, output_dir="adapter, history.csv, metrics.json, ...")
     parser.add_argument("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
                         help="continue an interrupted run; auto: start over if something changed")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="start over where there is an interrupted run")
@@ -42,20 +42,19 @@ def add_train(parser: argparse.ArgumentParser) -> Callable:
 def _train(args: argparse.Namespace) -> None:
     """Train, one method or all of them."""
     # Every config is checked before the first run starts.
-    given = {"output_dir": args.output_dir} | ({"reward": args.reward} if args.reward else {})
-    given |= {"sampler": args.sampler} if args.sampler else {}
+    given = {name: value for name in ("method", "reward", "sampler", "output_dir") if (value := getattr(args, name))}
     if args.method == "all":
-        values = read_values(args.config, args.set)
-        folders = {method: {"output_dir": str(Path(args.output_dir) / method)} for method in METHODS}
-        configs = [TrainConfig.parse(TrainConfig.values_for(m, values) | given | folders[m]) for m in METHODS]
+        values, configs = read_values(args.config, args.set), []
+        for method in METHODS:
+            own = {"method": method, "output_dir": str(Path(args.output_dir) / method)}
+            configs.append(TrainConfig.parse(TrainConfig.values_for(method, values) | given | own))
     else:
-        options = [f"method={args.method}"] if args.method else []
-        options += [f"{name}={json.dumps(value)}" for name, value in given.items()]
+        options = [f"{name}={json.dumps(value)}" for name, value in given.items()]
         configs = [TrainConfig.load(args.config, args.set, options)]
     for config in configs:
         show = config.process_index == 0
-        lines = print if show and not sys.stderr.isatty() else None if show else _silent
-        result = train(config, lines, args.resume, args.overwrite)
+        lines = None if sys.stderr.isatty() else print
+        result = train(config, lines if show else str, args.resume, args.overwrite)
         if result is not None and result.interrupted is not None:
             if show:
                 print(f"interrupted after step {result.step}: continue with --resume", file=sys.stderr)
@@ -64,12 +63,8 @@ def _train(args: argparse.Namespace) -> None:
             print(f"wrote {config.output_dir}" if result else f"{config.output_dir}: this run has finished")
 
 
-def _silent(_: str) -> None:
-    pass
-
-
 def add_evaluate(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("--adapter", required=True, metavar="DIR", help="a trained adapter, DIR/adapter of a run")
+    add_paths(parser, adapter="a trained adapter, DIR/adapter of a run")
     parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts; default: final_eval_prompts")
     parser.add_argument("--output", metavar="FILE", help="also write the metrics here, as JSON")
     add_config(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
@@ -87,8 +82,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if not 2 <= n <= len(task.validation_prompts):
         raise InputError("--prompts", n, f"2 to {len(task.validation_prompts)}, the rows of {config.eval_dataset}")
     metrics = evaluate_task(config, task, n).metrics()
-    for name, value in metrics.items():
-        print(f"{name} {value:.4g}")
+    print_metrics(metrics)
     if args.output is not None:
         with writing(args.output, "--output", "file"):
             write_metrics(args.output, metrics)
@@ -100,7 +94,7 @@ def add_generate(parser: argparse.ArgumentParser) -> Callable:
     parser.add_argument("--backbone", default="models/backbone", help="folder or hub id (default: models/backbone)")
     parser.add_argument("--max-new-tokens", type=int, default=48, help="completion length in tokens (default: 48)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
-    parser.add_argument("--samples", type=int, default=1, help="completions a prompt (default: 1)")
+    parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
     return _generate
 
@@ -113,11 +107,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise InputError("--seed", args.seed, f"0 to {SEEDS - 1}")
     backbone = Backbone.load(args.backbone, adapter=args.adapter)
     texts = [text for text in args.prompt for _ in range(args.samples)]
-    limit = backbone.max_positions - max(args.max_new_tokens, 0)
     prompts = encode_prompts(backbone.tokenizer, texts, 2**31)
-    if prompts.ids.shape[1] > max(limit, 1):
-        allowed = f"at most {limit}: the context of {backbone.max_positions} less --max-new-tokens"
-        raise InputError("--prompt: tokens", prompts.ids.shape[1], allowed)
     generator = torch.Generator().manual_seed(args.seed)
     ids, mask = generate(backbone, prompts, args.max_new_tokens, generator, args.temperature)
     for text, i, m in zip(texts, ids, mask, strict=True):

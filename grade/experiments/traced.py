@@ -20,9 +20,9 @@ from grade.memory.shapes import ModelShape
 from grade.memory.trace import Trace
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
-from grade.models.head import certainty_of_logits, self_certainty
+from grade.models.head import certainty_of_logits, self_certainty, token_logps
 from grade.models.prompts import PromptBatch
-from grade.models.scoring import hidden_logps, predicting_hidden
+from grade.models.scoring import predicting_hidden
 
 MOST_POINTS = 1000
 """Points of a timeline: as many as a figure of its width can show."""
@@ -133,10 +133,12 @@ class PolicyStepConfig(TracedConfig):
             if self.logits != "chunked":
                 return self._dense(backbone, prompts, ids, certain)
             hidden = predicting_hidden(backbone, prompts, ids)
-            scores = hidden_logps(backbone, hidden, ids, mask)
-            if not certain:
-                return scores, None
-            return scores, self_certainty(backbone.head, hidden.flatten(0, 1)).view(mask.shape) * mask
+            rows = hidden.flatten(0, 1)
+            values = [token_logps(backbone.head, rows, ids.flatten())]
+            if certain:
+                values.append(self_certainty(backbone.head, rows))
+            values = [value.view(mask.shape) * mask for value in values]
+            return values[0], values[1] if certain else None
 
         def run(tracker: LiveTracker | None) -> None:
             with self.casting(backbone):

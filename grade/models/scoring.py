@@ -54,10 +54,10 @@ def hidden_logps(
     backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0, min_new_tokens: int = 0
 ) -> Tensor:
     """`completion_logps` from the hidden states [B, T, D] of `predicting_hidden`."""
-    eos, early = backbone.eos_token_ids, early_rows(mask, min_new_tokens)
+    rows, eos, early = hidden.flatten(0, 1), backbone.eos_token_ids, early_rows(mask, min_new_tokens)
     if early is not None and (is_eos(ids, eos) & early.view(ids.shape) & mask.bool()).any():
         raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
-    logps = token_logps(backbone.head, hidden.flatten(0, 1), ids.flatten(), temperature, eos, early)
+    logps = token_logps(backbone.head, rows, ids.flatten(), temperature, eos, early)
     return logps.view(mask.shape) * mask
 
 
