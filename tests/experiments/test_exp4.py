@@ -1,27 +1,26 @@
 """Experiment 4: configurations, token counts by hand, and verdicts that follow from the figures."""
 
-
 from grade.experiments.claims import to_markdown
 from grade.experiments.exp4.claims import exp4_claims
-from grade.experiments.exp4.measure import steps as exp4
 from grade.experiments.exp4.measure import tables as experiment
 from grade.experiments.exp4.metrics import GIB, metrics, timed_metrics
 from grade.experiments.measured import Tables, measure_all
 
 SETTINGS = experiment.Settings(prompt_tokens=3)
-STEPS = exp4.configurations("tiny", 3, (2, 1), (2, 1))
 
 
 def test_the_documents_token_forwards_by_hand():
-    steps = exp4.configurations("tiny", 32, (4, 2), (48, 32))
+    steps = experiment.Settings(
+        prompt_tokens=32, batch_before=4, batch_after=2, tokens_before=48, tokens_after=32
+    ).steps
     # sum_{t<48} (32 + t) = 48 * 32 + 48 * 47 / 2 = 2664, and 1520 for 32 tokens
-    assert exp4.token_forwards(steps["start"]) == 4 * 2664
-    assert exp4.token_forwards(steps["shorter"]) == 4 * 1520
-    assert exp4.token_forwards(steps["half_batch"]) == 2 * 2664
-    assert exp4.token_forwards(steps["checkpointed"]) == 2 * 4 * 2664
+    assert experiment.token_forwards(steps["start"]) == 4 * 2664
+    assert experiment.token_forwards(steps["shorter"]) == 4 * 1520
+    assert experiment.token_forwards(steps["half_batch"]) == 2 * 2664
+    assert experiment.token_forwards(steps["checkpointed"]) == 2 * 4 * 2664
     # replay: P + T - 1 on the cache, P + T - 1 in one pass; checkpointed once more for each of 2 hops and backward
-    assert exp4.token_forwards(steps["replay"]) == 2 * (63 + 63)
-    assert exp4.token_forwards(steps["replay_checkpointed"]) == 2 * (63 + 4 * 63)
+    assert experiment.token_forwards(steps["replay"]) == 2 * (63 + 63)
+    assert experiment.token_forwards(steps["replay_checkpointed"]) == 2 * (63 + 4 * 63)
 
 
 def test_what_helps_and_what_does_not():

@@ -13,7 +13,7 @@ GB = 1e9
 
 
 def exp4_claims(configurations: pd.DataFrame) -> list[Claim]:
-    """A verdict on each claim of document 001, from `grade.experiments.exp4.measure.steps.configurations_table`."""
+    """A verdict on each claim of document 001, from the table `configurations`."""
     at = configurations.set_index("configuration")
     start, after = at.loc["start"], at.loc["all_six"]
     figures: dict[str, Any] = {}
