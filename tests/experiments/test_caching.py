@@ -6,7 +6,6 @@ from conftest import make_backbone, make_prompts
 
 from grade.errors import InputError
 from grade.experiments.caching.claims import caching_claims
-from grade.experiments.caching.measure import options as caching
 from grade.experiments.caching.measure import tables as experiment
 from grade.experiments.caching.metrics import layer_parts, metrics, timed_metrics
 from grade.experiments.claims import to_markdown
@@ -21,14 +20,22 @@ def toy():
     return backbone, *text_sequences(backbone, texts, 2, 4, 6)
 
 
+def on(backbone):
+    """The experiment on a policy in float64."""
+    settings = experiment.Settings()
+    settings.policy = (
+        backbone, make_prompts(), torch.randint(3, 23, (3, 4), generator=torch.Generator().manual_seed(1))
+    )  # fmt: skip
+    return settings
+
+
 def test_every_option_gives_the_same_log_probabilities_and_gradient():
-    backbone, prompts = make_backbone(), make_prompts()
-    ids = torch.randint(3, 23, (3, 4), generator=torch.Generator().manual_seed(1))
-    table = caching.compare_options(backbone, prompts, ids).set_index("option")
-    assert list(table.index) == list(caching.OPTIONS)
+    settings = on(make_backbone())
+    table = experiment.TABLES["agreement"](settings).set_index("option")
+    assert list(table.index) == list(experiment.OPTIONS)
     assert table.ref_max_abs_diff.max() < 1e-12 and table.grad_rel_diff.max() < 1e-12  # float64
     assert table.peak_bytes["hybrid"] < table.peak_bytes["selected"] < table.peak_bytes["activations"]
-    assert all(p.grad is None for p in backbone.trainable_parameters())
+    assert all(p.grad is None for p in settings.policy[0].trainable_parameters())
 
 
 def test_the_adapter_acts_on_the_rows_that_are_named():
@@ -36,20 +43,19 @@ def test_the_adapter_acts_on_the_rows_that_are_named():
     every = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
     with backbone.reference():
         base = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
-    with caching.adapter_on_rows(backbone, 1):
+    with experiment.adapter_on_rows(backbone, 1):
         mixed = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)
     torch.testing.assert_close(mixed, torch.cat([every[:1], base[1:]]))
     assert not torch.allclose(every[1:], base[1:])
 
 
 def test_an_untrained_adapter_changes_nothing_and_a_trained_one_every_layer():
-    ids = torch.randint(3, 23, (3, 4), generator=torch.Generator().manual_seed(1))
-    still = caching.layer_differences(make_backbone(perturb=False), make_prompts(), ids)
-    moved = caching.layer_differences(make_backbone(), make_prompts(), ids)
-    assert still.relative_difference.tolist() == [0, 0] and moved.relative_difference.min() > 0
-    assert moved.attrs["dropout"] == 0  # train and eval mode
-    kl = caching.reference_that_keeps_its_adapter(make_backbone(), make_prompts(), ids)
-    assert kl["kl_to_itself"] == 0 < kl["kl_to_base"]
+    still, moved = on(make_backbone(perturb=False)), on(make_backbone())
+    change = [experiment.TABLES["layer_differences"](s).relative_difference for s in (still, moved)]
+    assert change[0].tolist() == [0, 0] and change[1].min() > 0
+    policy = experiment.TABLES["policy"](moved)
+    assert policy["dropout"] == 0  # train and eval mode
+    assert policy["kl_to_itself"] == 0 < policy["kl_to_base"]
 
 
 def test_text_that_is_too_short_is_refused(toy):
@@ -60,8 +66,8 @@ def test_text_that_is_too_short_is_refused(toy):
 CACHING = {
     **{f"caching/layer_{n}_bytes": 10**7 for n in ("norms", "attention", "adapter_inputs", "mlp")},
     "caching/layer_bytes": 4 * 10**7, "caching/layer_eager_bytes": 8 * 10**7, "caching/forward_kept_gb": 5.0,
-    **{f"caching/traced_{o}_step_gb": 1.0 for o in caching.OPTIONS},
-    **{f"caching/measured_{o}_ref_max_abs_diff": 0.0 for o in caching.OPTIONS},
+    **{f"caching/traced_{o}_step_gb": 1.0 for o in experiment.OPTIONS},
+    **{f"caching/measured_{o}_ref_max_abs_diff": 0.0 for o in experiment.OPTIONS},
     "caching/second_base_gb": 6.17, "caching/stored_bytes_per_sample": 2044,
     "caching/last_layer_difference": 0.2, "caching/train_eval_difference": 0.0,
     "caching/kl_to_base": 0.7, "caching/kl_to_itself": 0.0,

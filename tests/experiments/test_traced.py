@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from grade.experiments import formulas
-from grade.experiments.caching.measure.inventory import layer_inventory
-from grade.experiments.caching.measure.options import OPTIONS, CachingConfig
+from grade.experiments.caching.measure.tables import OPTIONS, CachingConfig, layer_inventory
 from grade.experiments.formulas import parameter_count
 from grade.experiments.traced import PolicyStepConfig, shape_of, timelines_table, zero3_share
 from grade.memory.bench import measure
