@@ -12,12 +12,12 @@ mixed is chosen for each seed on the *other* seeds, so that the choice does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pandas as pd
 
 from grade.errors import InputError
-from grade.stats import Estimate, paired
+from grade.stats import Estimate
 
 
 def upper_hull(kl: Sequence[float], reward: Sequence[float]) -> list[int]:
@@ -121,30 +121,10 @@ def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
     return float(points[-1][1])
 
 
-def paired_figures(values: Mapping[str, Mapping[int, float]], against: str, name: str) -> dict[str, float]:
-    """Every method against one: ``paired/<method>_minus_<against>/<name>`` with ``_stderr``, ``_n``, ``_p``.
-
-    Returns:
-        The metrics; methods that share fewer than two seeds with ``against`` are left out.
-    """
-    figures: dict[str, float] = {}
-    for method, mine in values.items():
-        if method == against or len(set(mine) & set(values.get(against, {}))) < 2:
-            continue
-        test = paired(mine, values[against])
-        key = f"paired/{method}_minus_{against}/{name}"
-        figures |= estimate_figures(key, None, test.difference)
-        if test.p is not None:
-            figures[f"{key}_p"] = test.p
-    return figures
-
-
-def estimate_figures(key: str, values: Iterable[float] | None, estimate: Estimate | None = None) -> dict[str, float]:
+def estimate_figures(key: str, values: Iterable[float]) -> dict[str, float]:
     """``key``, ``key_stderr`` and ``key_n`` of a mean; only ``key_n`` = 0 without values."""
-    if estimate is None:
-        values = [] if values is None else list(values)
-        if not values:
-            return {f"{key}_n": 0}
-        estimate = Estimate.of(values)
-    figures = {key: estimate.mean, f"{key}_n": estimate.n}
-    return figures if estimate.stderr is None else figures | {f"{key}_stderr": estimate.stderr}
+    values = list(values)
+    if not values:
+        return {f"{key}_n": 0}
+    mean, stderr, n = Estimate.of(values)
+    return {key: mean, f"{key}_n": n} | ({} if stderr is None else {f"{key}_stderr": stderr})

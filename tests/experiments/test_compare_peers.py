@@ -61,7 +61,7 @@ def test_the_peer_learns_from_the_same_start_on_the_same_prompts(folder):
 
 @pytest.mark.parametrize("reward", ["bag", "judge.npz"])
 def test_a_black_box_is_the_same_function_for_both(folder, reward):
-    bench, run = contestants(peers.BlackBox, folder, "distilled", reward)
+    bench, run = contestants(peers.FunctionBench, folder, "distilled", reward)
     with pytest.raises(InputError, match="no gradient"):
         Objective(bench.task(run).reward_model).require_gradient("ste")
     ours = peers.train_once(bench, run)[0]
@@ -70,7 +70,7 @@ def test_a_black_box_is_the_same_function_for_both(folder, reward):
         own = peers.train_once(*contestants(Bench, folder, "distilled"))[0]
         assert ours[0]["reward"] == pytest.approx(own[0]["reward"])
     if peers.have_peer():
-        theirs = peers.train_peer(*contestants(peers.BlackBox, folder, "grpo", reward))
+        theirs = peers.train_peer(*contestants(peers.FunctionBench, folder, "grpo", reward))
         assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["kl"] > 1e-5
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from grade.errors import InputError
-from grade.experiments.frontier import estimate_figures, paired_figures, reward_at_kl
-from grade.experiments.measured import Tables
-from grade.stats import Estimate
-
-if TYPE_CHECKING:
-    from grade.experiments.compare.measure.tables import Settings
+from grade.experiments.compare.measure.tables import Settings
+from grade.experiments.frontier import estimate_figures, reward_at_kl
+from grade.experiments.measured import Tables, figures_of
+from grade.stats import Estimate, paired
 
 QUALITIES = ("reward", "gold", "kl", "perplexity", "distinct1", "distinct2")
 """Columns of the ends of runs that are averaged over seeds."""
@@ -27,32 +24,36 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
 
     KL is in nats per completion, except for ``defects/kl_*``, in nats per token.
     """
-    s = settings
-    curves, finals = (on_reward(tables[name], s.reward) for name in ("curves", "finals"))
     figures = {f"untrained/{name}": value for name, value in tables["untrained"].items()}
-    figures |= frontier_figures(curves, s.kl_levels)
-    figures |= final_figures(finals, s.headline_beta)
-    figures |= _paired(curves, finals, s)
-    figures |= {f"gold_slope/{row.method}": row.slope for row in overoptimisation(curves).itertuples()}
-    if s.has_second:
-        curves, finals = (on_reward(tables[name], s.second_reward) for name in ("curves", "finals"))
-        figures |= frontier_figures(curves, s.kl_levels, "second/")
-        figures |= final_figures(finals, s.headline_beta, "second/")
+    for prefix, reward in _rewards(settings).items():
+        curves, finals = (on_reward(tables[name], reward) for name in ("curves", "finals"))
+        figures |= frontier_figures(curves, settings.kl_levels, prefix)
+        figures |= final_figures(finals, settings.headline_beta, prefix)
+    pairs, key = paired_rewards(tables, settings), "paired/{method}_minus_{against}/{of}"
+    figures |= figures_of(pairs, key, {"": "difference", "_n": "n"})
+    for name in ("stderr", "p"):
+        figures |= figures_of(pairs.dropna(subset=name), key, {f"_{name}": name})
+    slopes = overoptimisation(on_reward(tables["curves"], settings.reward))
+    figures |= figures_of(slopes, "gold_slope/{method}", {"": "slope"})
     figures |= {name: value for name, value in tables["peer"].items() if not name.startswith("peer/settings/")}
-    return figures | {
-        f"defects/{name}": value for name, value in tables["defects"].items() if name != "loss_plus_reward_with_kl"
-    }
+    defects = {f"defects/{name}": value for name, value in tables["defects"].items()}
+    del defects["defects/loss_plus_reward_with_kl"]
+    return figures | defects
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     """Figures of seconds of training, and the peer's of seconds and memory."""
     figures: dict[str, Any] = dict(tables["peer_times"])
-    parts = {"": settings.reward} | ({"second/": settings.second_reward} if settings.has_second else {})
-    for prefix, reward in parts.items():
+    for prefix, reward in _rewards(settings).items():
         ends = run_seconds(tables["seconds"], reward, settings.headline_beta)
         for method, rows in ends.groupby("method", sort=False):
             figures |= estimate_figures(f"{prefix}final/{method}/seconds", rows["seconds"])
     return figures
+
+
+def _rewards(settings: Settings) -> dict[str, str]:
+    """The rewards by the prefix of their metrics."""
+    return {"": settings.reward} | ({"second/": settings.second_reward} if settings.has_second else {})
 
 
 def on_reward(table: pd.DataFrame, reward: str) -> pd.DataFrame:
@@ -62,9 +63,8 @@ def on_reward(table: pd.DataFrame, reward: str) -> pd.DataFrame:
 
 def run_seconds(seconds: pd.DataFrame, reward: str, beta: float) -> pd.DataFrame:
     """Seconds of training of each run at one weight of KL: ``method``, ``seed``, ``seconds``."""
-    rows = on_reward(seconds, reward)
-    rows = rows[rows["beta"] == beta].sort_values("step", kind="stable")
-    return rows.groupby(["method", "seed"], sort=False, as_index=False)["seconds"].last()
+    rows = on_reward(seconds, reward).query("beta == @beta")
+    return rows.groupby(["method", "seed"], sort=False, as_index=False)["seconds"].max()
 
 
 def level_table(curves: pd.DataFrame, levels: list[float]) -> pd.DataFrame:
@@ -83,41 +83,45 @@ def final_table(finals: pd.DataFrame, beta: float) -> pd.DataFrame:
     return rows[columns].agg(["mean", "sem"]).round(4)
 
 
-def paired_table(figures: Mapping[str, float], names: Sequence[str]) -> pd.DataFrame:
-    """Differences of methods with their standard errors and p, each pair once.
+def paired_rewards(tables: Tables, settings: Settings) -> pd.DataFrame:
+    """Every method against each of `REFERENCES`: gains at equal samples, rewards at equal KL, seed by seed.
 
-    >>> paired_table({"paired/b_minus_a/gain": 0.1, "paired/b_minus_a/gain_stderr": 0.02}, ["gain"]).iloc[0].to_dict()
-    {'difference': 'b - a', 'gain': 0.1, 'gain stderr': 0.02, 'gain p': None}
+    Columns method, against, of (``gain`` or ``kl<level>``), difference, stderr, n, p; see `grade.stats.paired`.
+    Methods that share fewer than two seeds are left out.
     """
-    rows: dict[frozenset[str], dict[str, Any]] = {}
-    for key in figures:
-        kind, _, rest = key.partition("/")
-        if kind != "paired":
-            continue
-        pair = rest.split("/")[0]
-        row = {"difference": pair.replace("_minus_", " - ")}
-        for name in names:
-            row |= {f"{name}{label}": figures.get(f"paired/{pair}/{name}{end}")
-                    for label, end in (("", ""), (" stderr", "_stderr"), (" p", "_p"))}  # fmt: skip
-        rows.setdefault(frozenset(pair.split("_minus_")), row)
-    return pd.DataFrame(list(rows.values()))
+    curves, finals = (on_reward(tables[name], settings.reward) for name in ("curves", "finals"))
+    ends = finals[finals["beta"] == settings.headline_beta]
+    values = {"gain": {method: rows.set_index("seed")["gain"].to_dict() for method, rows in ends.groupby("method")}}
+    values |= {f"kl{level:g}": reward_at_kl(curves, level) for level in settings.kl_levels}
+    rows = []
+    for of, each in values.items():
+        for against in (method for method in REFERENCES if method in each):
+            for method, mine in each.items():
+                if method != against and len(mine.keys() & each[against].keys()) > 1:
+                    test = paired(mine, each[against])
+                    rows.append((method, against, of, *test.difference, test.p))
+    return pd.DataFrame(rows, columns=["method", "against", "of", "difference", "stderr", "n", "p"])
+
+
+def paired_table(pairs: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    """Some of `paired_rewards` side by side, each pair once."""
+    rows = pairs[pairs["of"].isin(names)]
+    pair = [" ".join(sorted(both)) for both in zip(rows["method"], rows["against"], strict=True)]
+    once = rows.assign(pair=pair).drop_duplicates(["pair", "of"])
+    return once.pivot(index=["method", "against"], columns="of", values=["difference", "stderr", "p"])
 
 
 def peer_table(figures: Mapping[str, Any]) -> pd.DataFrame:
-    """Metrics ``peer/<name>/<method>`` as a table, one row a method; settings and single figures are left out.
+    """Metrics ``peer/<name>/<method>`` as a table, one row per method; settings and single figures are left out.
 
-    >>> peer_table({"peer/end_kl/ste": 2.0, "peer/end_kl/grpo": 3.0, "peer/goal_reward": 0.6}).values.tolist()
-    [['ste', 2.0], ['grpo', 3.0]]
+    >>> peer_table({"peer/end_kl/ste": 2.0, "peer/end_kl/grpo": 3.0, "peer/goal_reward": 0.6}).to_dict()
+    {'end_kl': {'grpo': 3.0, 'ste': 2.0}}
     """
-    rows: dict[str, dict[str, Any]] = {}
-    for key, value in figures.items():
-        _, name, *method = key.split("/")
-        if method and name != "settings":
-            rows.setdefault(method[0], {"method": method[0]})[name] = value
-    return pd.DataFrame(list(rows.values()))
+    keys = {key: tuple(key.split("/")[1:]) for key in figures if not key.startswith("peer/settings/")}
+    return pd.Series({parts: figures[key] for key, parts in keys.items() if len(parts) == 2}).unstack(0)
 
 
-def frontier_figures(curves: pd.DataFrame, levels: Sequence[float], prefix: str = "") -> dict[str, float]:
+def frontier_figures(curves: pd.DataFrame, levels: list[float], prefix: str = "") -> dict[str, float]:
     """Metrics ``frontier/<method>/kl<level>`` with ``_stderr`` and ``_n``: `reward_at_kl` over seeds.
 
     ``frontier/<method>/kl_reached`` is the largest KL of any run, averaged over seeds: beyond it a method's frontier is
@@ -137,15 +141,11 @@ def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[s
     ``gain/<method>`` (held-out reward minus the untrained policy's), ``gold_gain/...``, and under ``final/<method>/``
     `QUALITIES` and ``samples``.
     """
-    rows = finals[finals["beta"] == beta]
-    if rows.empty:
-        raise InputError("beta", beta, f"one of {sorted(set(finals['beta']))}")
     figures: dict[str, float] = {}
-    for method, runs in rows.groupby("method", sort=False):
-        for name in ("gain", "gold_gain"):
-            figures |= estimate_figures(f"{prefix}{name}/{method}", runs[name].dropna())
-        for name in QUALITIES:
-            figures |= estimate_figures(f"{prefix}final/{method}/{name}", runs[name].dropna())
+    for method, runs in finals[finals["beta"] == beta].groupby("method", sort=False):
+        keys = {name: f"{name}/{method}" for name in ("gain", "gold_gain")}
+        for name, key in (keys | {name: f"final/{method}/{name}" for name in QUALITIES}).items():
+            figures |= estimate_figures(prefix + key, runs[name].dropna())
         figures[f"{prefix}final/{method}/samples"] = int(runs["samples"].iloc[0])
     return figures
 
@@ -162,15 +162,3 @@ def overoptimisation(curves: pd.DataFrame) -> pd.DataFrame:
         if slopes:
             rows.append((method, *Estimate.of(slopes)))
     return pd.DataFrame(rows, columns=["method", "slope", "stderr", "n"])
-
-
-def _paired(curves: pd.DataFrame, finals: pd.DataFrame, settings: Settings) -> dict[str, float]:
-    """Every method against each of `REFERENCES`: gains at equal samples, rewards at equal KL."""
-    ends = finals[finals["beta"] == settings.headline_beta]
-    gains = {method: rows.set_index("seed")["gain"].to_dict() for method, rows in ends.groupby("method")}
-    values = {"gain": gains} | {f"kl{level:g}": reward_at_kl(curves, level) for level in settings.kl_levels}
-    figures: dict[str, float] = {}
-    for against in (method for method in REFERENCES if method in gains):
-        for name, each in values.items():
-            figures |= paired_figures(each, against, name)
-    return figures

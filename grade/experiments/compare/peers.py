@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from grade.experiments.compare.measure.peers import PEER
-from grade.experiments.measured import write_environment
+from grade.experiments.measured import figures_of, write_environment
 from grade.results import write_history, write_metrics
 
 TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",
@@ -57,28 +57,27 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
     ``best_method`` is the fastest of ours; ``samples_over_trl`` and ``seconds_over_trl`` are of the last of ours. A
     goal is there only if all gain.
     """
+    mib = costs.assign(peak_mib=costs["peak_bytes"] / 2**20, start_mib=costs["start_bytes"] / 2**20)
     figures: dict[str, Any] = {}
-    for cost in costs.itertuples():
-        figures[f"peer/seconds_per_sample/{cost.method}"] = cost.seconds_per_sample
-        figures[f"peer/peak_mib/{cost.method}"] = cost.peak_bytes / 2**20
-        figures[f"peer/start_mib/{cost.method}"] = cost.start_bytes / 2**20
+    for name in ("seconds_per_sample", "peak_mib", "start_mib"):
+        figures |= figures_of(mib, f"peer/{name}/{{method}}", {"": name})
     each = costs.set_index("method")["seconds_per_sample"]
     if "grpo" in each:
         figures["peer/grpo_over_trl_seconds_per_sample"] = each["grpo"] / each[PEER]
-    runs = {method: run.sort_values("step") for method, run in curves.groupby("method")}
+    runs = {method: run.sort_values("step") for method, run in curves.groupby("method", sort=False)}
     for method, run in runs.items():
         figures |= {f"peer/end_{name}/{method}": float(run[name].iloc[-1]) for name in ("reward", "kl")}
     base, lowest = runs[PEER]["reward"].iloc[0], min(run["reward"].iloc[-1] for run in runs.values())
-    if lowest > base:
-        goal = base + share * (lowest - base)
-        at = {name: {m: first_crossing(r["reward"].tolist(), r[name].tolist(), goal) for m, r in runs.items()}
-              for name in ("seconds", "samples", "kl")}  # fmt: skip
-        for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
-            figures |= {f"peer/{label}/{method}": value for method, value in at[name].items()}
-        seconds, ours = at["seconds"], [m for m in curves["method"].unique() if m != PEER]
-        best = min(ours, key=seconds.get)
-        figures |= {"peer/goal_reward": goal, "peer/best_method": best}
-        figures["peer/best_over_trl_seconds"] = seconds[best] / seconds[PEER]
-        for name in ("samples", "seconds"):
-            figures[f"peer/{name}_over_trl"] = at[name][ours[-1]] / at[name][PEER]
-    return figures
+    if lowest <= base:
+        return figures
+    goal = base + share * (lowest - base)
+    *_, last = ours = [method for method in runs if method != PEER]
+    for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
+        at = {method: first_crossing(run["reward"].tolist(), run[name].tolist(), goal) for method, run in runs.items()}
+        figures |= {f"peer/{label}/{method}": value for method, value in at.items()}
+        if name != "kl":
+            figures[f"peer/{name}_over_trl"] = at[last] / at[PEER]
+        if name == "seconds":
+            best = min(ours, key=at.get)
+            figures |= {"peer/best_method": best, "peer/best_over_trl_seconds": at[best] / at[PEER]}
+    return figures | {"peer/goal_reward": goal}

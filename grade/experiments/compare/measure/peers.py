@@ -28,12 +28,12 @@ from pydantic import Field, model_validator
 
 from grade.config import SEEDS, Config
 from grade.errors import InputError
-from grade.experiments.compare.measure.runs import CURVES, make_run
+from grade.experiments.compare.measure.runs import make_run
 from grade.experiments.training_runs import FIXED, Bench, Run, judged_by, train_once
 from grade.gradients.methods import MethodName
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone, load_pretrained
-from grade.models.prompts import PromptBatch, encode_prompts
+from grade.models.prompts import encode_prompts, padded
 from grade.results import peak_memory
 from grade.rewards.base import Reward
 from grade.rewards.functions import FunctionReward
@@ -51,7 +51,6 @@ SAME = (
     "gradient_checkpointing", "bf16", "use_cpu", "seed",
 )  # fmt: skip
 """Settings of `TrainConfig` that TRL's GRPOConfig has by the same name."""
-MISSING = "the package trl, installed: pip install -e '.[peers]'"
 
 
 class PeersConfig(Config):
@@ -90,24 +89,23 @@ class PeersConfig(Config):
 
 
 @dataclass(frozen=True)
-class BlackBox(Bench):
+class FunctionBench(Bench):
     """The reward, of a model's folder or a judge's file, is a function that TRL's trainer takes too."""
 
     def reward(self, run: Run, backbone: Backbone) -> FunctionReward:
         """The function as a reward: `FunctionReward.function` is what the peer gets."""
         if run.reward.endswith(".npz"):
             return FunctionReward(judged_by(GoldJudge.load(run.reward)))
-        lengths = (run.values["max_prompt_length"], run.values["max_completion_length"])
-        return FunctionReward(scored_by(load_reward(run.reward, backbone), backbone, *lengths))
+        return FunctionReward(_scored_by(load_reward(run.reward, backbone), backbone, run.values["max_prompt_length"]))
 
 
-def scored_by(reward: Reward, backbone: Backbone, prompt_length: int, length: int) -> Callable[..., list[float]]:
-    """A reward of token ids as a function with TRL's signature; prompts are cut to P tokens, completions have T."""
+def _scored_by(reward: Reward, backbone: Backbone, prompt_length: int) -> Callable[..., list[float]]:
+    """A reward of token ids as a function with TRL's signature; prompts are cut to P tokens."""
 
     @torch.no_grad()
     def score(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         batch = encode_prompts(backbone.tokenizer, prompts, prompt_length)
-        return Objective(reward).score(backbone, batch, *_padded(completion_ids, length)).tolist()
+        return Objective(reward).score(backbone, batch, *padded(completion_ids)).tolist()
 
     return score
 
@@ -134,9 +132,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def train_peer(bench: Bench, run: Run) -> list[dict[str, Any]]:
-    """Train TRL's GRPOTrainer as `train_once` trains our ``grpo``; rows of `CURVES`, the untrained policy first."""
-    if not have_peer():
-        raise InputError("peer", PEER, MISSING)
+    """Train TRL's GRPOTrainer as `train_once` trains our ``grpo``; rows as its, the untrained policy first."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from transformers import TrainerCallback
@@ -151,8 +147,7 @@ def train_peer(bench: Bench, run: Run) -> list[dict[str, Any]]:
 
     reward = task.reward_model
     if not isinstance(reward, FunctionReward):
-        lengths = (config.max_prompt_length, config.max_completion_length)
-        reward = FunctionReward(scored_by(reward, task.backbone, *lengths))
+        reward = FunctionReward(_scored_by(reward, task.backbone, config.max_prompt_length))
 
     rows, clock = [], {"seconds": 0.0, "start": 0.0}
 
@@ -167,8 +162,9 @@ def train_peer(bench: Bench, run: Run) -> list[dict[str, Any]]:
                 rows.append(_row(config, run, task, state.global_step, clock["seconds"]))
 
     # Named, because hashing the table's content fails with some versions of pyarrow.
-    texts = [_cut(task, text, config.max_prompt_length) for text in task.train_prompts]
-    prompts = InMemoryTable.from_pydict({"prompt": texts})
+    tokens = encode_prompts(task.backbone.tokenizer, task.train_prompts, config.max_prompt_length)
+    ids = [row[valid.bool()].tolist() for row, valid in zip(tokens.ids, tokens.mask, strict=True)]
+    prompts = InMemoryTable.from_pydict({"prompt": tokenizer.batch_decode(ids, skip_special_tokens=True)})
     dataset = Dataset(prompts, fingerprint="prompts")
     rows.append(_row(config, run, task, 0, 0.0))
     with tempfile.TemporaryDirectory() as folder:
@@ -182,44 +178,38 @@ def train_peer(bench: Bench, run: Run) -> list[dict[str, Any]]:
 
 
 def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -> dict[str, Any]:
-    n = config.final_eval_prompts if step in (0, config.max_steps) else config.eval_prompts
+    m = config.eval_prompts  # one n for the whole curve, as in `grade.training.trainer`
+    n = config.final_eval_prompts if step in (0, config.max_steps) else m
     with torch.random.fork_rng(devices=[]):  # a Trainer seeds torch, whose generator the peer samples with
         evaluation = evaluate_task(config, task, n)
-    m = config.eval_prompts  # one n for the whole curve, as in `grade.training.trainer`
-    samples = step * config.per_device_train_batch_size * config.gradient_accumulation_steps
-    values = (PEER, config.beta, config.seed, step, samples, seconds, evaluation.reward[:m].mean(),
-              evaluation.gold[:m].mean(), evaluation.kl.mean() * config.max_completion_length)  # fmt: skip
-    return dict(zip(CURVES, values, strict=True))
-
-
-def _padded(rows: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)], mask[i, : len(row)] = torch.tensor(row), 1
-    return ids, mask
-
-
-def _cut(task: Task, text: str, max_prompt_tokens: int) -> str:
-    batch: PromptBatch = encode_prompts(task.backbone.tokenizer, [text], max_prompt_tokens)
-    return task.backbone.tokenizer.decode(batch.ids[0][batch.mask[0].bool()].tolist(), skip_special_tokens=True)
+    return {
+        "method": PEER,
+        "beta": config.beta,
+        "seed": config.seed,
+        "step": step,
+        "samples": step * config.per_device_train_batch_size * config.gradient_accumulation_steps,
+        "seconds": seconds,
+        "reward": evaluation.reward[:m].mean(),
+        "gold": evaluation.gold[:m].mean(),
+        "kl": evaluation.kl.mean() * config.max_completion_length,
+    }
 
 
 def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
     """Our runs and the peer's, one after the other, each in a fresh process of one thread.
 
-    Returns:
-        `CURVES` of all; a table ``method``, ``seconds_per_sample`` (the median step would hide a slow first one: it is
-        the mean), ``peak_bytes`` of the process and ``start_bytes``, its memory before training; and TRL's settings as
-        metrics ``peer/settings/...``.
+    Evaluations of all; a table ``method``, ``seconds_per_sample`` (the mean: a median would hide a slow first step),
+    ``peak_bytes`` of the process and ``start_bytes``, its memory before training; and TRL's settings as metrics
+    ``peer/settings/...``.
     """
     if not have_peer():
-        raise InputError("peer", PEER, MISSING)
+        raise InputError("peer", PEER, "the package trl, installed: pip install -e '.[peers]'")
     names = ("max_prompt_length", "max_completion_length", "gumbel_topk", "per_device_train_batch_size", "max_steps",
              "eval_steps", "eval_prompts")  # fmt: skip
     values = FIXED | {name: getattr(config, name) for name in names}
     values |= {"min_completion_length": config.max_completion_length, "final_eval_prompts": config.eval_prompts,
                "kl_eval_prompts": config.eval_prompts}  # fmt: skip
-    bench = (BlackBox if config.black_box else Bench)({"policy": config.model}, config.gold, config.reviews)
+    bench = (FunctionBench if config.black_box else Bench)({"policy": config.model}, config.gold, config.reviews)
     runs = [make_run(method, config.beta, config.seed, rate, values, config.reward)
             for method, rate in zip(config.methods, config.learning_rates, strict=True)]  # fmt: skip
     curves, costs = [], []

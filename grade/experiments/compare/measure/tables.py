@@ -17,9 +17,6 @@ from grade.experiments.training_runs import FIXED, Run, train_all
 from grade.gradients.methods import MethodName
 from grade.results import read_metrics
 
-TOY = "toy"
-"""Name of the toy task's reward."""
-
 
 class Settings(Config):
     """Models, methods and sizes of the comparison."""
@@ -70,7 +67,7 @@ class Settings(Config):
     @property
     def reward(self) -> str:
         """Name of the reward, as in the tables' column ``trained_on``."""
-        return Path(self.reward_dir).name or TOY
+        return Path(self.reward_dir).name or "toy"
 
     @property
     def second_reward(self) -> str:
@@ -98,49 +95,28 @@ class Settings(Config):
         )  # fmt: skip
         return runs.make_run(method, beta, seed, learning_rate, values, reward_dir or self.reward_dir)
 
-    @property
-    def parts(self) -> list[tuple[str, str, list[str], list[float]]]:
-        """Name and folder of each reward, the methods on it, and their weights of KL."""
-        parts = [(self.reward, self.reward_dir, self.methods, self.betas)]
-        if self.has_second:
-            parts.append((self.second_reward, self.second_reward_dir, self.second_methods, [self.headline_beta]))
-        return parts
-
     @cached_property
-    def searches(self) -> dict[str, tuple[dict[str, float], pd.DataFrame]]:
-        """Reward to method to learning rate, and what was tried; chosen rates are of the first reward."""
-        searches = {}
-        for name, folder, methods, _ in self.parts:
-            chosen = self.chosen_rates or {} if name == self.reward else {}
+    def trained(self) -> dict[str, pd.DataFrame]:
+        """Tables of all runs on both rewards: ``rates``, what was ``searched``, evaluations and ends of runs.
+
+        The chosen rates are of the first reward.
+        """
+        parts = [(self.reward, self.reward_dir, self.methods, self.betas, self.chosen_rates or {})]
+        if self.has_second:
+            parts.append((self.second_reward, self.second_reward_dir, self.second_methods, [self.headline_beta], {}))
+        tables = []
+        for name, folder, methods, betas, chosen in parts:
             tried = [self.run(method, self.headline_beta, self.search_seed, rate, folder)
                      for method in methods if method not in chosen for rate in self.learning_rates]  # fmt: skip
-            rates, table = runs.search(self.bench, tried, self.processes)
-            searches[name] = {method: (rates | chosen)[method] for method in methods}, table
-        return searches
-
-    @cached_property
-    def trained(self) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Evaluations and ends of all runs, on both rewards."""
-        curves, finals = [], []
-        for name, folder, methods, betas in self.parts:
-            rates, _ = self.searches[name]
+            rates, searched = runs.search(self.bench, tried, self.processes)
+            rates |= chosen
             plan = [self.run(m, beta, seed, rates[m], folder) for seed in self.seeds for beta in betas for m in methods]
-            rows, ends = train_all(self.bench, plan, self.processes)
-            curves.append(rows[list(runs.CURVES)].assign(trained_on=name))
-            finals.append(ends[list(runs.FINALS)].assign(trained_on=name))
-        return pd.concat(curves, ignore_index=True), pd.concat(finals, ignore_index=True)
-
-
-def _rates(s: Settings) -> pd.DataFrame:
-    """Learning rate of each method."""
-    rows = [(name, *rate) for name, (rates, _) in s.searches.items() for rate in rates.items()]
-    return pd.DataFrame(rows, columns=["trained_on", "method", "learning_rate"])
-
-
-def _searched(s: Settings) -> pd.DataFrame:
-    """What the searches tried; no row where all rates were given."""
-    tables = [table.assign(trained_on=name) for name, (_, table) in s.searches.items() if len(table)]
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*runs.SEARCHED, "trained_on"])
+            curves, finals = train_all(self.bench, plan, self.processes)
+            rates = pd.DataFrame([(method, rates[method]) for method in methods], columns=["method", "learning_rate"])
+            of_part = dict(rates=rates, searched=searched, curves=curves[list(runs.CURVES)],
+                           finals=finals[list(runs.FINALS)])  # fmt: skip
+            tables.append({kind: table.assign(trained_on=name) for kind, table in of_part.items()})
+        return {kind: pd.concat([of_part[kind] for of_part in tables], ignore_index=True) for kind in tables[0]}
 
 
 def _defects(s: Settings) -> dict[str, float]:
@@ -170,15 +146,15 @@ def _peer(s: Settings, name: str) -> dict[str, Any]:
 
 
 TABLES = {
-    "rates": _rates,
-    "searched": _searched,
+    "rates": lambda s: s.trained["rates"][["trained_on", "method", "learning_rate"]],
+    "searched": lambda s: s.trained["searched"],
     "untrained": lambda s: runs.untrained(s.bench, s.run("ste", 0.0, 0, 1e-3)),
-    "curves": lambda s: s.trained[0].drop(columns="seconds"),
-    "finals": lambda s: s.trained[1].drop(columns="seconds"),
+    "curves": lambda s: s.trained["curves"].drop(columns="seconds"),
+    "finals": lambda s: s.trained["finals"].drop(columns="seconds"),
     "defects": _defects,
     "peer": lambda s: _peer(s, "metrics.json"),
 }
 TIMED = {
-    "seconds": lambda s: s.trained[0][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]],
+    "seconds": lambda s: s.trained["curves"][["trained_on", "method", "beta", "seed", "step", "samples", "seconds"]],
     "peer_times": lambda s: _peer(s, "timings/metrics.json"),
 }
