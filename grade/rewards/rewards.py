@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import operator
 import re
 import sys
@@ -39,8 +38,6 @@ from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts
 from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from grade.models.backbone import Backbone
 
 KINDS = "package.module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder that 'grade reward' wrote"
@@ -89,9 +86,6 @@ class Rewards(Reward):
         weights = [1.0] * len(parts) if weights is None else list(weights)
         if len(weights) != len(parts):
             raise InputError("reward_weights", weights, f"{len(parts)} numbers, one for each reward")
-        for weight in weights:
-            if not isinstance(weight, (int, float)) or not math.isfinite(weight):
-                raise InputError("reward_weights", weight, "finite numbers")
         for part in parts:
             if part.scope not in (None, scope):
                 raise ValueError(f"reward {part.name!r} was made for scope {part.scope!r}, the others have {scope!r}")
@@ -104,22 +98,19 @@ class Rewards(Reward):
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]; `last` then holds the parts. A value that is not finite is refused."""
         functions = [part for part in self.parts if isinstance(part, FunctionReward)]
-        log = Log(self.trainer_state)
-        scored: dict[Reward, tuple[Tensor, float]] = {}
+        log, scored = Log(self.trainer_state), dict[Reward, tuple[Tensor, float]]()
         if functions:
             texts = decode_texts(policy.tokenizer, prompts, ids, mask)
-            scored |= dict(zip(functions, run_functions(functions, texts, log, self.dtype), strict=True))
+            scored = dict(zip(functions, run_functions(functions, texts, log, self.dtype), strict=True))
+        values, seconds = [], {}
         for name, part in zip(self.names, self.parts, strict=True):
-            if not isinstance(part, FunctionReward):
-                start = time.perf_counter()
-                values = part.score(policy, prompts, ids, mask)
-                wrong = (~torch.isfinite(values)).nonzero()
-                if len(wrong):
-                    row = int(wrong[0])
-                    raise InputError(f"reward {name!r}, row {row}", float(values[row]), "a finite number")
-                scored[part] = values, time.perf_counter() - start
-        values = [scored[part][0].to(device=ids.device, dtype=self.dtype) for part in self.parts]
-        seconds = {name: scored[part][1] for name, part in zip(self.names, self.parts, strict=True)}
+            start = time.perf_counter()
+            given, took = scored[part] if part in scored else (part.score(policy, prompts, ids, mask), None)
+            wrong = (~torch.isfinite(given)).nonzero()
+            if took is None and len(wrong):
+                raise InputError(f"reward {name!r}, row {int(wrong[0])}", float(given[wrong[0]]), "a finite number")
+            seconds[name] = time.perf_counter() - start if took is None else took
+            values.append(given.to(device=ids.device, dtype=self.dtype))
         self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, dict(log.columns), dict(log.metrics))
         missing = torch.stack(values).isnan()
         if not missing.any():
@@ -195,17 +186,10 @@ def make_reward(
             raise InputError("reward_processing_classes", None, "the tokenizer of a classifier given as an object")
         tokenizer = load_tokenizer(source)
     name = source.rstrip("/").split("/")[-1] or type(given).__name__
-    return _classifier(given, tokenizer, backbone, label, scope, name)
-
-
-def _classifier(
-    model: PreTrainedModel, tokenizer: Any, backbone: Backbone, label: str | None, scope: RewardScope, name: str
-) -> Reward:
-    """A classifier as a reward: differentiable if the vocabulary is the policy's, otherwise of text."""
-    reward = TextClassifier(model, tokenizer, label, scope, name)
+    reward = TextClassifier(given, tokenizer, label, scope, name)
     try:
-        return EmbeddedClassifier(model, tokenizer, backbone, label, scope, name)
-    except InputError as error:
+        return EmbeddedClassifier(given, tokenizer, backbone, label, scope, name)
+    except InputError as error:  # another vocabulary, or embeddings that it reads unlike ids
         reward.no_gradient = str(error.value)
         return reward
 
