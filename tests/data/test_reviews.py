@@ -113,15 +113,6 @@ def test_a_hugging_face_data_set(tmp_path, monkeypatch):
     assert asked == [("owner/name", "dev")]
 
 
-def test_a_hugging_face_data_set_that_fails(tmp_path, monkeypatch):
-    def load_dataset(name, split):
-        raise ConnectionError("cannot reach the hub\nlong advice")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(InputError, match="source: got 'imdb, split train'.*ConnectionError: cannot reach the hub"):
-        prepare_reviews(DataConfig(source="imdb"), tmp_path, tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [

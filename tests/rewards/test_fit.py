@@ -9,7 +9,7 @@ import torch
 from conftest import make_backbone
 
 from grade.models.prompts import padded
-from grade.rewards.fit import RewardConfig, calibration_error, encode, evaluate_reward, train_reward
+from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
 from grade.rewards.model import HeadSettings, RewardModel
 
 
@@ -51,16 +51,6 @@ def test_measures_on_held_out_reviews_are_those_of_the_cut_texts(kind, settings)
         assert report[f"accuracy_{length}_stderr"] == pytest.approx((share * (1 - share) / 4) ** 0.5)
         assert report[f"log_loss_{length}"] == pytest.approx(sum(nats) / 4)
         assert report[f"mean_score_{length}"] == pytest.approx(sum(scores) / 4)
-
-
-def test_calibration_error_by_hand():
-    # bin 0.2-0.3: mean score 0.25, 1 of 2 positive -> gap 0.25; bin 0.7-0.8: 0.75 against 1 -> 0.25; weights 2/3, 1/3
-    score, labels = torch.tensor([0.25, 0.25, 0.75]), torch.tensor([1.0, 0.0, 1.0])
-    assert calibration_error(score, labels) == pytest.approx(0.25)
-    assert calibration_error(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0])) == 0  # 1.0 falls in the last bin
-    # Errors cancel within a bin, not between bins: (-0.49 + 0.59) / 2, (0.49 + 0.61) / 2.
-    assert calibration_error(torch.tensor([0.51, 0.59]), torch.tensor([1.0, 0.0])) == pytest.approx(0.05)
-    assert calibration_error(torch.tensor([0.51, 0.61]), torch.tensor([1.0, 0.0])) == pytest.approx(0.55)
 
 
 def test_the_report_counts_the_reviews_that_were_read():

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy.special import expit
 
 from grade.errors import InputError
 from grade.rewards.gold import GoldJudge
@@ -71,29 +70,6 @@ def test_the_fit_is_reproducible():
     assert first.coef.tolist() == second.coef.tolist() != GoldJudge.fit(texts, labels, seed=6).coef.tolist()
 
 
-def arrays(**changes):
-    plain = {"terms": np.frombuffer(b"a\nb", dtype=np.uint8), "idf": np.ones(2), "coef": np.ones(2)}
-    return {**plain, "intercept": np.float64(0), **changes}
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        arrays(coef=np.ones(3)),
-        arrays(intercept=np.float64(np.inf)),
-        arrays(idf=np.array([1.0, np.nan])),
-        arrays(terms=np.frombuffer(b"a\na", dtype=np.uint8)),
-        arrays(terms=np.frombuffer(b"\xff\nb", dtype=np.uint8)),
-        arrays(coef=np.array([1, "x"], dtype=object)),  # would need pickle
-        {"coef": np.ones(2)},
-    ],
-)
-def test_damaged_arrays_are_refused(tmp_path, content):
-    np.savez(tmp_path / "judge.npz", **content)
-    with pytest.raises(InputError, match="gold judge file: got .*judge.npz"):
-        GoldJudge.load(tmp_path / "judge.npz")
-
-
 def test_missing_and_damaged_files_are_refused(judge, tmp_path):
     path = tmp_path / "judge.npz"
     judge.save(path)
@@ -123,16 +99,3 @@ def test_missing_and_damaged_files_are_refused(judge, tmp_path):
 def test_fits_that_cannot_be(texts, labels, field):
     with pytest.raises(InputError, match=f"^{field}: "):
         GoldJudge.fit(texts, labels)
-
-
-@pytest.mark.parametrize(("options", "c"), [({}, 3.0), ({"c": 0.5}, 0.5), ({"c": 10.0}, 10.0)])
-def test_the_gradient_of_the_penalised_likelihood_vanishes(options, c):
-    texts = ["a superb film", "a moving film", "superb and moving", "a dull film", "a clumsy film", "dull and clumsy"]
-    labels = np.array([1, 1, 1, 0, 0, 0])
-    judge = GoldJudge.fit(texts, labels.tolist(), n_crops=0, **options)
-    rows = judge.vectorizer.transform(texts).toarray()
-    left = labels - expit(rows @ judge.coef + judge.intercept)
-    # Minimum of |w|^2 / 2 + b^2 / 2 + C sum log(1 + exp(-y f)): w = C X^T (y - p). The solver stops at a gradient of
-    # 1e-4 of the first one; another C is off by its ratio.
-    assert np.abs(judge.coef - c * rows.T @ left).max() <= 1e-2 * np.abs(judge.coef).max()
-    assert judge.intercept == pytest.approx(c * left.sum(), abs=1e-2)

@@ -97,8 +97,3 @@ def test_a_label_that_is_no_number_is_refused(label, base):
 def test_labels_that_are_all_equal_teach_nothing(base):
     with pytest.raises(InputError, match="labels of different values"):
         train_reward("bag", config(), base, stars(20, 0, 0.0), stars(20, 1))
-
-
-def test_numbers_are_refused_unless_asked_for(base):
-    with pytest.raises(InputError, match="label: got 10.*0 .negative. or 1"):
-        train_reward("bag", config().model_copy(update={"labels": "binary"}), base, stars(20, 0), stars(20, 1))

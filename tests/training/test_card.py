@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from grade.gradients.methods import METHODS, RELAXED
-from grade.training.card import PAPERS, is_hub_id, without_places
+from grade.training.card import PAPERS
 from grade.training.config import GradeConfig, TrainConfig
 from grade.training.evaluate import Evaluation
 from grade.training.run import RunResult, write_run
@@ -89,12 +89,6 @@ def test_what_auto_chose_is_named_and_the_command_says_auto(tmp_path, chosen):
     assert "`auto`" not in card_of(tmp_path, method="distilled")[1].text
 
 
-def test_a_beta_that_is_adjusted_is_not_called_the_weight_of_kl(tmp_path):
-    assert "- weight of KL (beta): 0.3\n" in card_of(tmp_path, beta=0.3)[1].text
-    adjusted = "- weight of KL (beta): 0.3 at the start, then adjusted for a KL of 8 nats per completion\n"
-    assert adjusted in card_of(tmp_path, beta=0.3, target_kl=8.0)[1].text
-
-
 def test_nothing_says_where_it_was_made(tmp_path):
     (tmp_path / "base").mkdir()
     files = {"model": "base", "reward": "rewards.py:short", "train_dataset": "mine.jsonl", "eval_dataset": "held.csv"}
@@ -103,15 +97,6 @@ def test_nothing_says_where_it_was_made(tmp_path):
     assert str(tmp_path) not in card.content and "secret" not in card.content
     assert "the local model `base`" in card.text and "base_model" not in card.data.to_dict()
     assert "`rewards.py:short`" in card.text and "`mine.jsonl`" in card.text and "datasets" not in card.data.to_dict()
-
-
-@pytest.mark.parametrize(("given", "shown"), [
-    ("/mine/rewards.py:short", "rewards.py:short"), ("hf:/models/judge@GOOD", "hf:judge@GOOD"),
-    ("../other/data.csv", "data.csv"), ("~/data.csv", "data.csv"), ("data/prompts.jsonl", "data/prompts.jsonl"),
-    ("hf:some/judge", "hf:some/judge"), ([{"a": "/x/y", "b": 1}], [{"a": "y", "b": 1}]),
-])  # fmt: skip
-def test_paths_are_shortened_and_names_are_not(given, shown):
-    assert without_places(given) == shown
 
 
 def test_the_command_makes_the_same_run(tmp_path):
@@ -137,13 +122,6 @@ def test_the_adapters_folder_has_the_same_card_instead_of_pefts_empty_one(tmp_pa
     adapter = ModelCard.load(tmp_path / "run" / "adapter" / "README.md")
     assert 'from_pretrained("run/adapter")' in run.text and 'from_pretrained("run/adapter")' in adapter.text
     assert adapter.data.to_dict() == run.data.to_dict() and "More Information" not in adapter.text
-
-
-def test_a_hub_id_has_at_most_one_slash_and_is_no_folder_here(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    names = ("gpt2", "a/b", "a/b/c", "/a", "", "here")
-    assert [is_hub_id(name) for name in names] == [True, True, False, False, False, False]
 
 
 def test_the_trainer_writes_its_card(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from conftest import perturb_adapter
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grade.errors import InputError
 from grade.files import write_manifest
@@ -121,9 +121,9 @@ BAD = {
     "an unknown kind": (lambda f: change_config(f, peft_type="NEW"), "an adapter that fits.*NEW"),
     "other layers": (lambda f: change_config(f, target_modules=["none"]), "an adapter that fits"),
     "another width": (lambda f: change_tensors(f, lambda t: {n: v.repeat(2, 1) for n, v in t.items()}), "that fits"),
-    "too many layers": (lambda f: change_tensors(f, moved), r"layers\.9.* has no place in the base"),
+    "too many layers": (lambda f: change_tensors(f, moved), r"layers\.9.*nothing in the model"),
     "too few layers": (lambda f: change_tensors(f, lambda t: {n: v for n, v in t.items() if "layers.1" not in n}),
-                       r"it lacks .*layers\.1"),
+                       r"layers\.1.*nothing in the file"),
     "damaged weights": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "an adapter that fits"),
     "damaged settings": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json names its base"),
     "no run": (lambda f: (f / "adapter_config.json").unlink(), "RUN: got .* a finished run"),
@@ -168,30 +168,3 @@ def test_a_run_that_has_not_finished_names_its_newest_checkpoint(tmp_path):
         write_manifest(tmp_path / "run" / f"checkpoint-{step}")
     with pytest.raises(InputError, match="newest checkpoint of this unfinished run is .*checkpoint-10$"):
         merge(tmp_path / "run", tmp_path / "out")
-
-
-def test_an_output_that_is_taken_is_left_as_it_is(adapter, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").write_text("mine")
-    for name in ("file", "folder"):
-        with pytest.raises(InputError, match="OUT: got .* does not exist yet, or is empty"):
-            merge(adapter, tmp_path / name)
-    assert [p.read_text() for p in sorted(tmp_path.rglob("file")) if p.is_file()] == ["mine", "mine"]
-
-
-def test_an_unknown_type_names_those_that_there_are(adapter, tmp_path):
-    with pytest.raises(InputError, match="dtype: got 'int8'; allowed: float32, bfloat16"):
-        merge(adapter, tmp_path / "out", "int8")
-
-
-def test_a_disk_that_fills_up_leaves_nothing_behind(adapter, tmp_path, monkeypatch):
-    def full(self, folder, **options):
-        assert (folder / "model.safetensors").is_file()  # half of the model is there, hidden
-        assert not (tmp_path / "out" / "model.safetensors").exists()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
-    with pytest.raises(InputError, match="OUT: got .*No space left on device"):
-        merge(adapter, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []

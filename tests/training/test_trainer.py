@@ -1,7 +1,6 @@
 """`GradeTrainer`: what people expect of a Trainer, and what it refuses."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -313,19 +312,15 @@ def test_a_bad_setting_is_one_line(name, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def sized(rows):
-    return Dataset.from_list(rows)
-
-
 BAD_RUNS = {
     "weights of another number": (dict(reward_weights=[1.0, 2.0]), {}, "reward_weights"),
     "a prompt that is too long": (dict(max_prompt_length=2), {}, "row 0.*at most 2"),
     "longer than the context": (dict(max_completion_length=10_000), {}, "the model's context"),
-    "no prompt column": ({}, dict(dataset=sized([{"text": "a"}])), "prompt"),
-    "an empty prompt": ({}, dict(dataset=sized([{"prompt": "a"}, {"prompt": " "}])), "row 1"),
+    "no prompt column": ({}, dict(dataset=Dataset.from_list([{"text": "a"}])), "prompt"),
+    "an empty prompt": ({}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": " "}])), "row 1"),
     "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "one with a length"),
     "messages without a template": (
-        {}, dict(dataset=sized([{"prompt": [{"role": "user", "content": "a"}]}])), "chat template"),
+        {}, dict(dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}])), "chat template"),
     "a text reward for a relaxed method": (dict(method="ste", num_generations=None), {}, "ste.*rloo"),
     "no reward": ({}, dict(reward=[]), "at least one reward"),
     "a reward that is no function": ({}, dict(reward=3), "reward"),
@@ -365,13 +360,3 @@ def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path):
     model.config._name_or_path = ""
     with pytest.raises(InputError, match="processing_class: got None"):
         trainer(model, tmp_path)
-
-
-def test_evaluation_without_prompts_is_one_line(base, tmp_path):
-    with pytest.raises(InputError, match="eval_dataset: got None"):
-        trainer(base, tmp_path).evaluate()
-
-
-def test_resuming_nothing_says_so(base, tmp_path):
-    with pytest.raises((InputError, ValueError), match="No valid checkpoint found"):
-        trainer(base, Path(tmp_path)).train(resume_from_checkpoint=True)
