@@ -12,7 +12,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env repro check publish test test-all hashes smoke full h100 lab clean
+.PHONY: help env repro check publish test test-all hashes smoke full h100 lab docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
@@ -76,6 +76,14 @@ lab: env ## JupyterLab on the notebooks
 	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/tutorial.ipynb \
 		--FileContentsManager.pre_save_hook=grade.pipeline.notebook.strip_on_save
 
+# Pages and executed notebooks keep their places, so that links are the same on the site and in the repository.
+docs: env ## the documentation as a site, .workspaces/site/docs/gallery.html; exit 1 on a dead link
+	$(INSTALL) -c constraints.txt -e ".[docs]"
+	rm -rf .workspaces/docs && mkdir -p .workspaces/docs
+	git ls-files '*.md' CITATION.cff LICENSE params 'outputs/**.png' 'outputs/**.ipynb' 'outputs/**.csv' 'outputs/**.json' \
+		| tar -cf - -T - | tar -xf - -C .workspaces/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean: ## remove the environment, caches and the smoke workspace; never results
-	rm -rf $(VENV) .workspaces/smoke .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .workspaces/smoke .pytest_cache .ruff_cache .hypothesis .cache *.egg-info
 	find grade tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

@@ -1,6 +1,7 @@
 """README, docs and CONTRIBUTING: commands run, snippets run, figures are the metrics', and what they name exists."""
 
 import csv
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import grade
 from grade.cli import main as command_line
 from grade.config import read_yaml
 
@@ -180,6 +182,35 @@ def test_a_figure_is_the_metrics(page, text, folder, key, form):
     value = value.removeprefix("0") if "is 1{}" in text else value  # 1 + the error
     words = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert text.format(value) in words, value
+
+
+ANY_REWARD = {
+    "tiny, gold judge": "tiny_gold",
+    "tiny, `trunk`": "tiny_trunk",
+    "tiny, `bag`": "tiny_bag",
+    "tiny, a rule of length and format": "rule",
+    "tiny, SmolLM2's `trunk` of its text": "text",
+    "SmolLM2, gold judge": "smollm2_gold",
+    "SmolLM2, `trunk`": "smollm2_trunk",
+}
+
+
+@pytest.mark.parametrize("label, key", ANY_REWARD.items())
+def test_a_row_of_the_default_method_is_the_metrics(label, key):
+    found, samples = metrics("full/any_reward"), f"samples_over_rloo/{key}"
+    difference = found[f"paired/{key}/auto_minus_rloo"], found[f"paired/{key}/auto_minus_rloo_stderr"]
+    low, high = found[f"{samples}_low"], found[f"{samples}_high"]
+    interval = f"{found[samples]:.2f} [{low:.2f}, {high:.{1 if high >= 10 else 2}f}]"
+    row = f"| {label} | {found[f'{samples}_n']} | {difference[0]:+.3f} ± {difference[1]:.3f} | "
+    row += f"{'at least ' if found[f'{samples}_censored'] else ''}{interval} |"
+    assert row in (ROOT / "docs/methods.md").read_text(encoding="utf-8").splitlines(), row
+
+
+def test_every_public_name_is_documented():
+    places = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    assert sorted(name for _, name in places) == grade.__all__
+    for module, name in places:
+        assert getattr(importlib.import_module(module), name) is getattr(grade, name)
 
 
 def test_the_text_before_and_after_is_a_sample_of_the_run():

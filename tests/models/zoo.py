@@ -160,10 +160,10 @@ class Row:
 
     @property
     def shown(self) -> str:
+        """The error's power of ten, or the reason."""
         if self.error is None:
-            return f"| `{self.kind}` | | {self.reason} |"
-        power = math.ceil(math.log10(max(self.error, SHOWN[self.kind in IN_FLOAT32])))
-        return f"| `{self.kind}` | 1e{power:03d} | |"
+            return self.reason
+        return f"1e{math.ceil(math.log10(max(self.error, SHOWN[self.kind in IN_FLOAT32]))):03d}"
 
 
 def kinds() -> list[str]:
@@ -239,13 +239,21 @@ def page() -> str:
         f"is rounded up to a power of ten; {SHOWN[0]:.0e} stands for anything smaller. float64 throughout, even where "
         f"a model computes a part in float32 (loaded as float64, those differ by 1e-8 to 1e-6); float32 for {single}.",
     )
+    groups: dict[str, list[str]] = {}
+    for row in sorted(rows(), key=lambda row: (row.error is None, row.shown)):
+        groups.setdefault(row.shown, []).append(f"`{row.kind}`")
+    errors = {row.shown for row in accepted}
     lines = [
         "# Models",
         "",
         *(line for text in paragraphs for line in (textwrap.fill(text, 118), "")),
-        "| architecture | accepted: largest error | refused: the library takes |",
-        "|---|---|---|",
-        *(row.shown for row in rows()),
+        "| accepted: largest error | architectures |",
+        "|---|---|",
+        *(f"| {error} | {', '.join(names)} |" for error, names in groups.items() if error in errors),
+        "",
+        "| refused: the library takes | architectures |",
+        "|---|---|",
+        *(f"| {reason} | {', '.join(names)} |" for reason, names in groups.items() if reason not in errors),
         "",
         "Not tried:",
         "",
