@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -122,6 +123,23 @@ class ProbeConfig(Config):
         return self
 
 
+_SUMMARY = (
+    "entropy {entropy:.4g} nats per completion ({entropy_per_token:.4g} per token)\n"
+    "predicted change {delta_h1:+.4g} +- {delta_h1_stderr:.2g} (gradients), "
+    "{delta_h1_forward:+.4g} +- {delta_h1_forward_stderr:.2g} (forward mode)\n"
+    "true change      {delta_h:+.4g} +- {delta_h_stderr:.2g} "
+    "({source}; effective sample size {ess:.0f} of {samples:.0f}), "
+    "{delta_h_prefix:+.4g} +- {delta_h_prefix_stderr:.2g} (weights of prefixes)\n"
+    "of the predicted change: momentum {delta_h1_momentum:+.3g}, gradient {delta_h1_gradient:+.3g}, "
+    "weight decay {delta_h1_decay:+.3g}"
+)
+_SWEEP_HEAD = f"{'step (x learning rate)':<25}{'predicted':<13}{'true':<22}{'by prefixes':<22}effective share"
+_SWEEP = (
+    "{multiple:<22g}   {delta_h1_forward:+.3e}   {delta_h:+.3e} +- {delta_h_stderr:.0e}   "
+    "{delta_h_prefix:+.3e} +- {delta_h_prefix_stderr:.0e}   {ess_share:.2f}"
+)
+
+
 @dataclass(frozen=True)
 class ProbeReport:
     """Results of a probe; entropies in nats per completion, standard errors over prompts.
@@ -139,9 +157,9 @@ class ProbeReport:
 
     figures: dict[str, float]
     warnings: list[str]
+    notes: list[str]
     modules: dict[str, float]
     sequences: Tensor
-    notes: list[str]
     sweep: list[dict[str, float]]
     samples: Samples = field(repr=False)
     step: Tensor = field(repr=False)
@@ -157,33 +175,15 @@ class ProbeReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for ``report.json``."""
-        return {
-            "figures": self.figures, "warnings": self.warnings, "notes": self.notes, "modules": self.modules,
-            "sequences": self.sequences.tolist(), "sweep": self.sweep,
-        }  # fmt: skip
+        values = vars(self) | {"sequences": self.sequences.tolist()}
+        return {name: value for name, value in values.items() if name not in ("samples", "step")}
 
     def as_text(self) -> str:
         """The summary that ``python -m grade probe`` prints."""
-        f = self.figures
-        lines = [
-            f"entropy {f['entropy']:.4g} nats per completion ({f['entropy_per_token']:.4g} per token)",
-            f"predicted change {f['delta_h1']:+.4g} +- {f['delta_h1_stderr']:.2g} (gradients), "
-            f"{f['delta_h1_forward']:+.4g} +- {f['delta_h1_forward_stderr']:.2g} (forward mode)",
-            f"true change      {f['delta_h']:+.4g} +- {f['delta_h_stderr']:.2g} "
-            + ("(sampled anew; " if f["resampled"] else "(importance sampling; ")
-            + f"effective sample size {f['ess']:.0f} of {f['samples']:.0f}), {f['delta_h_prefix']:+.4g} +- "
-            f"{f['delta_h_prefix_stderr']:.2g} (weights of prefixes)",
-            f"of the predicted change: momentum {f['delta_h1_momentum']:+.3g}, gradient {f['delta_h1_gradient']:+.3g}, "
-            f"weight decay {f['delta_h1_decay']:+.3g}",
-        ]
+        source = "sampled anew" if self.figures["resampled"] else "importance sampling"
+        lines = [_SUMMARY.format_map(self.figures | {"source": source})]
         if self.sweep:
-            lines += [f"{'step (x learning rate)':<25}{'predicted':<13}{'true':<22}{'by prefixes':<22}effective share"]
-            lines += [
-                f"{row['multiple']:<22g}   {row['delta_h1_forward']:+.3e}   {row['delta_h']:+.3e} +- "
-                f"{row['delta_h_stderr']:.0e}   {row['delta_h_prefix']:+.3e} +- {row['delta_h_prefix_stderr']:.0e}   "
-                f"{row['ess_share']:.2f}"
-                for row in self.sweep
-            ]
+            lines += [_SWEEP_HEAD, *(_SWEEP.format_map(row) for row in self.sweep)]
         largest = sorted(self.modules.items(), key=lambda item: -abs(item[1]))[:5]
         lines += ["largest parts", *(f"  {value:+.3g}  {name}" for name, value in largest)]
         lines += [f"note: {text}" for text in self.notes]
@@ -235,27 +235,25 @@ class EntropyProbe:
         if (reward is None) == (gradient is None):
             raise ValueError("the update follows a reward or a gradient: give one of them")
         generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
-        size = self.config.memory_config.importance_microbatch_size
         with self._phase("sampling"):
-            evaluation = self._draw(prompts, slice(b), generator)
+            evaluation = self._draw(prompts[slice(b)], generator)
         with self._phase("update"):
             y, gradients, rewards = self._update(prompts, evaluation, reward, gradient, generator)
-            norm = self.config.max_grad_norm or None
-            parameters = trained_parameters(self.policy)
+            parameters, norm = trained_parameters(self.policy), self.config.max_grad_norm or None
             vector = adamw_update(self.optimizer, parameters, gradients, norm, self.allow_fresh)
         with self._phase("gradients"):
-            old = scores_at(self.policy, evaluation, microbatch=size)
-            micro = self.config.memory_config.teacher_force_microbatch_size
-            x = prompt_gradients(self.policy, evaluation, entropy_coefficients(old.logps.sum(-1)), micro)
+            old = self._scores(evaluation)
+            x = self._gradients(evaluation, entropy_coefficients(old.logps.sum(-1)))
         figures = self._predicted(x, vector) | ({} if y is None else self._ascent(x, y))
         with self._phase("forward mode"):
+            size = self.config.memory_config.importance_microbatch_size
             terms = directional(self.policy, evaluation, vector.total, size)
         with self._phase("importance sampling"):
             figures |= _mean("delta_h1_forward", terms.per_sequence().mean(1))
             figures |= _mean("delta_h1_forward_per_token", terms.per_token(evaluation.mask).mean(1))
             figures |= self._true_change(evaluation, old, terms, vector.total, gradients)
-            sweep = [self._at_multiple(m, evaluation, old, terms, vector.total)
-                     for m in sorted(self.config.probe_config.multiples)]  # fmt: skip
+            sweep = [self._at_multiple(multiple, evaluation, old, terms, vector.total)
+                     for multiple in sorted(self.config.probe_config.multiples)]  # fmt: skip
         figures |= {"samples": old.logps[..., 0].numel(), "prompts": b}
         figures |= {} if rewards is None else {"reward_mean": float(rewards.mean())}
         figures |= {f"seconds/{name}": value for name, value in self._seconds.items()}
@@ -263,15 +261,24 @@ class EntropyProbe:
         notes = []
         if self.policy.model.config._attn_implementation == "sdpa":
             notes = ["forward mode ran torch's unfused attention: fused attention has no forward derivative"]
-        modules, warnings = self._by_module(x, vector.total), self._warnings(figures, rewards)
         return ProbeReport(
-            figures, warnings, modules, terms.per_sequence(), notes, sweep, evaluation, vector.total
+            figures, self._warnings(figures, rewards), notes, self._by_module(x, vector.total), terms.per_sequence(),
+            sweep, evaluation, vector.total,
         )  # fmt: skip
 
-    def _draw(self, prompts: PromptBatch, rows: slice, generator: torch.Generator) -> Samples:
+    def _draw(self, prompts: PromptBatch, generator: torch.Generator) -> Samples:
         c = self.config
-        return draw(self.policy, prompts[rows], c.batch_config.G, c.generation.max_new_tokens, generator,
+        return draw(self.policy, prompts, c.batch_config.G, c.generation.max_new_tokens, generator,
                     c.generation.temperature, c.batch_config.rollout_batch_size)  # fmt: skip
+
+    def _scores(self, samples: Samples, step: Tensor | None = None, multiple: float = 1.0) -> SampleScores:
+        """Scores after so many times the step, or without one as the policy is."""
+        size = self.config.memory_config.importance_microbatch_size
+        return scores_at(self.policy, samples, step, multiple, size)
+
+    def _gradients(self, samples: Samples, coefficients: Tensor) -> Tensor:
+        size = self.config.memory_config.teacher_force_microbatch_size
+        return prompt_gradients(self.policy, samples, coefficients, size)
 
     def _update(
         self, prompts: PromptBatch, evaluation: Samples, reward: Reward | None, gradient: Gradient | None,
@@ -279,17 +286,17 @@ class EntropyProbe:
     ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:  # fmt: skip
         """Each prompt's ascent gradient Y_n [B, P], the loss's gradient, and rewards [B, G]."""
         b, one = self.config.batch_config.B, self.config.probe_config.one_batch
-        rows = slice(b) if one else slice(b, 2 * b)
+        prompts = prompts[slice(b) if one else slice(b, 2 * b)]
         parameters = trained_parameters(self.policy)
         if gradient is not None:
             with undone(self.policy, self.optimizer):
                 for p in parameters:
                     p.grad = None
-                gradient(prompts[rows].to(self.policy.device), generator)
+                gradient(prompts.to(self.policy.device), generator)
                 if any(p.grad is None for p in parameters):
                     raise ValueError("gradient left a trained parameter without .grad: it must run backward")
                 return None, [p.grad for p in parameters], None
-        update = evaluation if one else self._draw(prompts, rows, generator)
+        update = evaluation if one else self._draw(prompts, generator)
         size = self.config.memory_config.importance_microbatch_size
         with torch.no_grad():
             parts = [reward(*rest).cpu().double() for _, *rest in update.microbatches(size, self.policy.device)]
@@ -299,8 +306,7 @@ class EntropyProbe:
         group, length = update.ids.shape[1:]
         scale = {"dr_grpo": group * length, "rloo": group - 1}[self.config.probe_config.update]
         advantages = (rewards - rewards.mean(1, keepdim=True)) / scale
-        micro = self.config.memory_config.teacher_force_microbatch_size
-        y = prompt_gradients(self.policy, update, advantages, micro)
+        y = self._gradients(update, advantages)
         return y, split_vector(self.policy, -y.mean(0)), rewards  # the loss descends
 
     def _predicted(self, x: Tensor, vector: UpdateVector) -> dict[str, float]:
@@ -327,8 +333,8 @@ class EntropyProbe:
             return {}
         scaled = y.double() * scale.double().cpu()
         if not c.probe_config.one_batch:
-            product = two_batch(x, scaled)
-            return {"delta_h1_ascent": -lr * product.value, "delta_h1_ascent_stderr": lr * product.stderr}
+            value, stderr = two_batch(x, scaled)
+            return {"delta_h1_ascent": -lr * value, "delta_h1_ascent_stderr": lr * stderr}
         if c.probe_config.mode == "blocks":
             shape = (len(x) // c.probe_config.block_size, c.probe_config.block_size, -1)
             x, scaled = (z.view(shape).mean(1) for z in (x, scaled))
@@ -343,20 +349,11 @@ class EntropyProbe:
     def _true_change(
         self, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor, gradients: list[Tensor]
     ) -> dict[str, float]:
-        c = self.config
-        size, clip = c.memory_config.importance_microbatch_size, c.importance_sampling.clip or None
-        real = c.importance_sampling.step == "optimizer"
-
-        def after():
-            if real:
-                return stepped(self.policy, self.optimizer, gradients, c.max_grad_norm or None)
-            return contextlib.nullcontext()
-
-        with after():
-            new = scores_at(self.policy, evaluation, None if real else step, microbatch=size)
-        lengths = evaluation.mask.sum(-1)
-        change = _reweighted(old, new, None, clip)
-        tokens = _reweighted(old, new, lengths, clip)
+        c, real = self.config.importance_sampling, self.config.importance_sampling.step == "optimizer"
+        after = partial(stepped, self.policy, self.optimizer, gradients, self.config.max_grad_norm or None)
+        with after() if real else contextlib.nullcontext():
+            new = self._scores(evaluation, None if real else step)
+        change, tokens = self._reweighted(old, new), self._reweighted(old, new, evaluation.mask.sum(-1))
         figures = {
             "entropy": change.before,
             "entropy_after": change.after,
@@ -369,10 +366,9 @@ class EntropyProbe:
             "clipped_weights": change.clipped,
             "resampled": 0.0,
             **({} if change.pareto_k is None else {"pareto_k": change.pareto_k}),
+            **self._by_prefix(old, new, terms),
         }
-        figures |= self._by_prefix(old, new, terms)
-        low = change.ess < c.importance_sampling.ess_threshold * old.logps[..., 0].numel()
-        if low and c.importance_sampling.resample_on_low_ess:
+        if c.resample_on_low_ess and change.ess < c.ess_threshold * old.logps[..., 0].numel():
             with after() if real else moved(self.policy, step, 1.0):
                 figures |= self._sampled_anew(evaluation, old)
         return figures
@@ -380,8 +376,8 @@ class EntropyProbe:
     def _sampled_anew(self, evaluation: Samples, old: SampleScores) -> dict[str, float]:
         """The change from new completions of the current policy, with the noise of those drawn before the step."""
         generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
-        fresh = self._draw(evaluation.prompts, slice(None), generator)
-        new = scores_at(self.policy, fresh, microbatch=self.config.memory_config.importance_microbatch_size)
+        fresh = self._draw(evaluation.prompts, generator)
+        new = self._scores(fresh)
         after, before = (s.entropies.sum(-1).mean(1) for s in (new, old))
         tokens = float(new.entropies.sum() / fresh.mask.sum() - old.entropies.sum() / evaluation.mask.sum())
         return {
@@ -395,9 +391,8 @@ class EntropyProbe:
         self, multiple: float, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor
     ) -> dict[str, float]:
         """Predicted and true change for this multiple of the learning rate, which AdamW's step is proportional to."""
-        size, clip = self.config.memory_config.importance_microbatch_size, self.config.importance_sampling.clip or None
-        new = scores_at(self.policy, evaluation, step, multiple, size)
-        change = _reweighted(old, new, None, clip)
+        new = self._scores(evaluation, step, multiple)
+        change = self._reweighted(old, new)
         return {
             "multiple": multiple,
             **_mean("delta_h1_forward", multiple * terms.per_sequence().mean(1)),
@@ -406,6 +401,10 @@ class EntropyProbe:
             "ess_share": change.ess / old.logps[..., 0].numel(),
             **self._by_prefix(old, new, terms, multiple),
         }
+
+    def _reweighted(self, old: SampleScores, new: SampleScores, lengths: Tensor | None = None) -> Reweighted:
+        sums = (x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies))
+        return reweighted_change(*sums, lengths, self.config.importance_sampling.clip or None)
 
     def _by_prefix(
         self, old: SampleScores, new: SampleScores, terms: Directional, multiple: float = 1.0
@@ -424,7 +423,7 @@ class EntropyProbe:
         terms = (-x.double().mean(0) * step.double().cpu()).split([p.numel() for _, p in named])
         parts: dict[str, float] = {}
         for (name, _), term in zip(named, terms, strict=True):
-            module = name.split(".lora_")[0]
+            module, _, _ = name.partition(".lora_")
             parts[module] = parts.get(module, 0.0) + float(term.sum())
         return parts
 
@@ -457,7 +456,3 @@ def _mean(name: str, prompts: Tensor) -> dict[str, float]:
     estimate = Estimate.of(prompts)
     return {name: estimate.mean, f"{name}_stderr": estimate.stderr}
 
-
-def _reweighted(old: SampleScores, new: SampleScores, lengths: Tensor | None, clip: float | None) -> Reweighted:
-    sums = (x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies))
-    return reweighted_change(*sums, lengths, clip)

@@ -111,13 +111,11 @@ class _HiddenStates(nn.Module):
     def forward(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
         return predicting_hidden(self.hidden_backbone[0], prompts, ids)
 
-    def along(self, vector: Tensor) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Name, value and part of a vector [P] for each trained parameter, in the order of `trained_parameters`."""
-        backbone = self.hidden_backbone[0]
-        trained = {id(p) for p in trained_parameters(backbone)}
-        named = [(name, p) for name, p in self.named_parameters() if id(p) in trained]
-        for (name, p), part in zip(named, split_vector(backbone, vector), strict=True):
-            yield name, p, part
+    def along(self, vector: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Value and part of a vector [P] by the name of each trained parameter."""
+        named = [(name, p.detach()) for name, p in self.named_parameters() if p.requires_grad]
+        parts = split_vector(self.hidden_backbone[0], vector)
+        return {name: (p, part) for (name, p), part in zip(named, parts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def scores_at(
     """Scores at ``theta + eta v``, or at theta without a vector [P]; the policy is unchanged."""
     module, replaced = _HiddenStates(backbone), {}
     if vector is not None:
-        replaced = {name: p + eta * part for name, p, part in module.along(vector)}
+        replaced = {name: p + eta * part for name, (p, part) in module.along(vector).items()}
     logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
         hidden = functional_call(module, replaced, (prompts, ids))
@@ -242,7 +240,7 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
     if implementation not in ("sdpa", "eager"):
         raise InputError("attention", implementation, "sdpa or eager: no other has a forward mode")
     module, terms = _HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
-    pairs = {name: (p.detach(), tangent) for name, p, tangent in module.along(vector)}
+    pairs = module.along(vector)
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
         with fwd.dual_level(), sdpa_kernel(SDPBackend.MATH):
             dual = {name: fwd.make_dual(*pair) for name, pair in pairs.items()}

@@ -16,13 +16,14 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grade.errors import InputError
 from grade.models.backbone import Backbone
-from grade.models.parameters import set_values, trained_parameters
+from grade.models.parameters import flatten, set_values, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,17 @@ def adamw_update(
     """
     if type(optimizer) is not torch.optim.AdamW:
         raise InputError("optimizer", type(optimizer).__name__, "AdamW")
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "maximize"):
-            if group.get(option):
-                raise InputError(option, True, "false: not covered")
+    groups = _groups(optimizer)
+    for option in ("amsgrad", "maximize"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise InputError(option, True, "false: not covered")
     if not all(torch.isfinite(g).all() for g in gradients):
         raise InputError("gradients", "NaN or infinity", "finite gradients")
     clipped = 1.0
     if max_grad_norm is not None:
         norm = torch.stack([g.norm() for g in gradients]).norm()
         clipped = min(1.0, float(max_grad_norm / (norm + 1e-6)))  # torch's own epsilon
-    parts: dict[str, list[Tensor]] = {"momentum": [], "gradient": [], "decay": []}
+    parts = []
     for p, g in zip(parameters, gradients, strict=True):
         if id(p) not in groups:
             raise ValueError(f"a parameter of shape {list(p.shape)} is none of the optimizer's parameters")
@@ -86,10 +86,13 @@ def adamw_update(
         second = beta2 * (state["exp_avg_sq"] if state else torch.zeros_like(p)) + (1 - beta2) * g * g
         denominator = second.sqrt() / math.sqrt(1 - beta2**t) + group["eps"]
         scale = -lr / (1 - beta1**t) / denominator
-        parts["momentum"].append((scale * beta1 * old).flatten())
-        parts["gradient"].append((scale * (1 - beta1) * g).flatten())
-        parts["decay"].append((-lr * group["weight_decay"] * p).flatten())
-    return UpdateVector(*(torch.cat(parts[name]) for name in ("momentum", "gradient", "decay")), clipped)
+        parts.append((scale * beta1 * old, scale * (1 - beta1) * g, -lr * group["weight_decay"] * p))
+    return UpdateVector(*(flatten(part) for part in zip(*parts, strict=True)), clipped)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """The options of each parameter, by its id."""
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
 
 @torch.no_grad()
@@ -98,15 +101,14 @@ def preconditioner(optimizer: torch.optim.AdamW, parameters: Sequence[nn.Paramet
 
     It does not depend on the coming gradient, so products of independent gradients stay unbiased.
     """
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    parts = []
+    groups, parts = _groups(optimizer), []
     for p in parameters:
         group, state = groups[id(p)], optimizer.state.get(p, {})
         if not state:
             return None
         second = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["step"]))
-        parts.append((1 / (second.sqrt() + group["eps"])).flatten())
-    return torch.cat(parts)
+        parts.append(1 / (second.sqrt() + group["eps"]))
+    return flatten(parts)
 
 
 @contextlib.contextmanager

@@ -23,25 +23,23 @@ from grade.stats import jackknife_stderr
 
 
 @dataclass(frozen=True)
-class UStatistic:
+class _UStatistic:
     """An estimate of ``E[X] . E[Y]``.
 
     Attributes:
         value: U.
-        rows: r_n [B], whose mean is U.
         plug_in: Plug-in standard error, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1.
         jackknife: Jackknife standard error, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``; None for B = 2.
         plain: ``Xbar . Ybar``, the naive estimate, diagonal included: biased by ``Cov / B``.
     """
 
     value: float
-    rows: Tensor
     plug_in: float
     jackknife: float | None
     plain: float
 
 
-def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
+def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:
     """The U-statistic of ``E[X] . E[Y]`` over units (prompts, or independent blocks of them), x and y [B, P].
 
     >>> import torch
@@ -63,30 +61,17 @@ def u_statistic(x: Tensor, y: Tensor) -> UStatistic:
     if batch > 2:
         without = (batch * value - 2 * rows) / (batch - 2)
         jackknife = jackknife_stderr(without)
-    return UStatistic(float(value), rows, float(plug_in), jackknife, float(sum_x @ sum_y / batch**2))
+    return _UStatistic(float(value), float(plug_in), jackknife, float(sum_x @ sum_y / batch**2))
 
 
-@dataclass(frozen=True)
-class TwoBatch:
-    """An estimate of ``E[X] . E[Y]`` from independent batches.
+def two_batch(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """``mu_X . mu_Y`` from an evaluation batch x [B_E, P] and an independent update batch y [B_U, P]; standard error.
 
-    Attributes:
-        value: ``mu_X . mu_Y``.
-        stderr: ``sqrt(V_X + V_Y)``, V_X the variance of the mean of ``X_n . mu_Y``, V_Y that of ``Y_n . mu_X``.
-        stderr_given_y: ``sqrt(V_X)``, for this very update: mu_Y taken as fixed.
-    """
-
-    value: float
-    stderr: float
-    stderr_given_y: float
-
-
-def two_batch(x: Tensor, y: Tensor) -> TwoBatch:
-    """``mu_X . mu_Y`` from an evaluation batch x [B_E, P] and an independent update batch y [B_U, P].
+    The error is ``sqrt(V_X + V_Y)``, V_X the variance of the mean of ``X_n . mu_Y``, V_Y that of ``Y_n . mu_X``.
 
     >>> import torch
     >>> two_batch(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]]))   # 2 * 2; X: var 2, times 4, over 2
-    TwoBatch(value=4.0, stderr=2.0, stderr_given_y=2.0)
+    (4.0, 2.0)
     """
     if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
         raise ValueError(f"x and y have shapes {list(x.shape)} and {list(y.shape)}, not the same width")
@@ -95,4 +80,4 @@ def two_batch(x: Tensor, y: Tensor) -> TwoBatch:
     x, y = x.double(), y.double()
     mean_x, mean_y = x.mean(0), y.mean(0)
     along_x, along_y = (x @ mean_y).var() / len(x), (y @ mean_x).var() / len(y)
-    return TwoBatch(float(mean_x @ mean_y), float((along_x + along_y).sqrt()), float(along_x.sqrt()))
+    return float(mean_x @ mean_y), float((along_x + along_y).sqrt())

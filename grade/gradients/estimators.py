@@ -80,23 +80,6 @@ class RelaxationConfig(Config):
             raise InputError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
 
 
-@torch.no_grad()
-def draw_support(logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw noise and choose the support of one position, from logits [B, V], -inf for forbidden tokens.
-
-    Returns token ids [B, K] (largest first, except for the full vocabulary) and their noise [B, K] in float32.
-    """
-    batch, vocab = logits.shape
-    k, device = config.gumbel_topk, logits.device
-    if k == 0 or k == vocab:
-        return torch.arange(vocab, device=device).expand(batch, vocab), gumbel_noise((batch, vocab), generator, device)
-    if config.support == "top_k":
-        return logits.topk(k).indices, gumbel_noise((batch, k), generator, device)
-    noise = gumbel_noise((batch, vocab), generator, device)
-    support = (logits + noise).topk(k).indices
-    return support, noise.gather(1, support)
-
-
 def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
     """Gumbel noise given that ``argmax(logits + noise)`` is a given entry.
 
@@ -148,11 +131,6 @@ class _ReinMaxFunction(torch.autograd.Function):
         return 2 * first - second / 2, None, None
 
 
-def straight_through(z: Tensor, tau: float) -> Tensor:
-    """Exactly one-hot weights [..., K] of ``argmax z`` forward, ``softmax(z / tau)``'s gradient backward."""
-    return _StraightThroughFunction.apply((z / tau).softmax(-1))
-
-
 class _StraightThroughFunction(torch.autograd.Function):
     # The usual (hard - soft).detach() + soft is one-hot only up to rounding; this is exact.
     @staticmethod
@@ -185,10 +163,12 @@ class Estimator:
     options: tuple[str, ...] = ()
 
     def draw(self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Support and noise that choose the token of one position; see `draw_support`."""
-        return draw_support(logits, config, generator)
+        """Support and noise that choose the token of one position, from logits [B, V], -inf for forbidden tokens.
 
-    @torch.no_grad()
+        Returns token ids [B, K] (largest first, except for the full vocabulary) and their noise [B, K] in float32.
+        """
+        return _drawn(logits, None, config, generator)
+
     def draw_given(
         self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
@@ -210,18 +190,11 @@ class Estimator:
         if not self.hard:
             hard = ", ".join(name for name, other in ESTIMATORS.items() if other.hard)
             raise InputError("estimator", config.estimator, f"{hard}: soft tokens are not determined by text")
-        k = config.gumbel_topk or logits.shape[1]
-        if k < logits.shape[1] and config.support == "perturbed_top_k":
-            noise = conditional_noise(logits, token, generator)
-            support = (logits + noise).topk(k).indices
-            return support, noise.gather(1, support)
-        support = _likeliest(logits, token, k)
-        chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
-        return support, conditional_noise(logits.gather(1, support), chosen, generator)
+        return _drawn(logits, token, config, generator)
 
     def relax(self, z: Tensor, tau: float) -> Tensor:
         """Relaxed token [..., K] of perturbed logits ``z = l + g`` [..., K]; see the function `relax`."""
-        return straight_through(z, tau)
+        return _StraightThroughFunction.apply((z / tau).softmax(-1))
 
     def relax_given(self, logits: Tensor, noise: Tensor, support: Tensor, token: Tensor, tau: float) -> Tensor:
         """Relaxed tokens [N M, K] on the supports of a rollout, for the replayed pass.
@@ -236,12 +209,34 @@ class Estimator:
         return self.relax(logits + noise, tau)
 
 
-def _likeliest(logits: Tensor, token: Tensor, k: int) -> Tensor:
+@torch.no_grad()
+def _drawn(
+    logits: Tensor, token: Tensor | None, config: RelaxationConfig, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Support and noise [B, K] of one position from logits [B, V], given its tokens [B] or not."""
+    k = config.gumbel_topk or logits.shape[1]
+    if k < logits.shape[1] and config.support == "perturbed_top_k":
+        if token is None:
+            noise = gumbel_noise(tuple(logits.shape), generator, logits.device)
+        else:
+            noise = conditional_noise(logits, token, generator)
+        support = (logits + noise).topk(k).indices
+        return support, noise.gather(1, support)
+    support = _likeliest(logits, token, k)
+    if token is None:
+        return support, gumbel_noise(tuple(support.shape), generator, logits.device)
+    chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
+    return support, conditional_noise(logits.gather(1, support), chosen, generator)
+
+
+def _likeliest(logits: Tensor, token: Tensor | None, k: int) -> Tensor:
     """Token ids [B, k] of the k largest logits [B, V]; where the token is not among them, it replaces the last."""
     batch, vocab = logits.shape
     if k in (0, vocab):
         return torch.arange(vocab, device=logits.device).expand(batch, vocab)
-    return logits.scatter(1, token.unsqueeze(1), float("inf")).topk(k).indices
+    if token is not None:
+        logits = logits.scatter(1, token.unsqueeze(1), float("inf"))
+    return logits.topk(k).indices
 
 
 class _GumbelSoftmax(Estimator):
@@ -261,8 +256,7 @@ class _RaoBlackwellised(Estimator):
     def draw_given(  # noqa: D102
         self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        draws = [super(_RaoBlackwellised, self).draw_given(logits, token, config, generator)
-                 for _ in range(config.rao_draws)]  # fmt: skip
+        draws = (_drawn(logits, token, config, generator) for _ in range(config.rao_draws))
         supports, noises = zip(*draws, strict=True)
         return torch.stack(supports, 1), torch.stack(noises, 1)
 
@@ -272,7 +266,6 @@ class _ReinMax(Estimator):
 
     redraws = True
 
-    @torch.no_grad()
     def draw_given(  # noqa: D102
         self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
@@ -292,7 +285,7 @@ class _DenseStraightThrough(Estimator):
 
     def draw(self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: D102
         one = config.model_copy(update={"gumbel_topk": 1, "support": "perturbed_top_k"})
-        return draw_support(logits, one, generator)
+        return super().draw(logits, one, generator)
 
     def draw_given(  # noqa: D102
         self, logits: Tensor | None, token: Tensor, config: RelaxationConfig, generator: torch.Generator

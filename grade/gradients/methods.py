@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torch import Tensor
 
 from grade.config import Settings, setting
 from grade.errors import InputError
-from grade.gradients import losses
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support, tau_at
 
 EngineName = Literal["replay", "checkpointed", "unrolled"]
@@ -39,38 +37,19 @@ RELAXED: dict[str, Method] = {name: Method(name, "replay") for name in ESTIMATOR
 
 
 @dataclass(frozen=True)
-class Returns:
-    """Inputs of an advantage of whole completions.
-
-    Attributes:
-        grouped: Penalised returns [N, G].
-        config: Settings of the method.
-        earlier: Mean return of each earlier step, oldest first.
-        greedy: Samples each prompt's greedy completion and returns its penalised return [N].
-    """
-
-    grouped: Tensor
-    config: MethodConfig
-    earlier: Sequence[float]
-    greedy: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
 class PolicyGradientMethod:
     """A policy gradient.
 
     Attributes:
-        advantage: Advantages [N, G] of whole completions; None: token by token, from the value head.
         options: Settings that only this method reads.
         grouped: Whether the baseline is the mean of the prompt's other completions.
         clipped: Whether the loss is the clipped surrogate, which several updates per step need.
-        value_head: Whether it learns a value function.
+        value_head: Whether it learns a value function, from which advantages follow token by token.
         greedy: Whether it samples a greedy completion of each prompt as well.
         running_mean: Whether the baseline is an average of earlier steps' returns.
         passes: Passes over a step's completions unless the settings say otherwise.
     """
 
-    advantage: Callable[[Returns], Tensor] | None
     options: tuple[str, ...] = ()
     grouped: bool = False
     clipped: bool = False
@@ -81,18 +60,12 @@ class PolicyGradientMethod:
 
 
 POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
-    "reinforce": PolicyGradientMethod(
-        lambda r: r.grouped - losses.ema_baseline(r.earlier, r.config.baseline_momentum),
-        ("baseline_momentum",), running_mean=True,
-    ),
-    "rloo": PolicyGradientMethod(lambda r: losses.rloo(r.grouped), grouped=True),
-    "remax": PolicyGradientMethod(lambda r: losses.remax(r.grouped, r.greedy()), greedy=True),
-    "grpo": PolicyGradientMethod(
-        lambda r: losses.grpo(r.grouped, r.config.scale_rewards == "group"),
-        ("scale_rewards", "self_certainty_reward"), grouped=True, clipped=True,
-    ),
+    "reinforce": PolicyGradientMethod(("baseline_momentum",), running_mean=True),
+    "rloo": PolicyGradientMethod(grouped=True),
+    "remax": PolicyGradientMethod(greedy=True),
+    "grpo": PolicyGradientMethod(("scale_rewards", "self_certainty_reward"), grouped=True, clipped=True),
     "ppo": PolicyGradientMethod(
-        None, ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages", "value_fit"),
+        ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages", "value_fit"),
         clipped=True, value_head=True, passes=4,
     ),
 }  # fmt: skip
@@ -117,8 +90,6 @@ within ``104 tau`` of each other: at 1e-4 one position in a hundred. The gradien
 less than the 1e-8 that AdamW adds to its root mean square, and the steps vanish.
 """
 
-RelaxedName = Literal[tuple(RELAXED)]
-PolicyGradientName = Literal[POLICY_GRADIENTS]
 MethodName = Literal[METHODS + (AUTO,)]
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.methods import POLICY_GRADIENTS
+from grade.models.backbone import Backbone
 from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, scored_text
-
-if TYPE_CHECKING:
-    from grade.gradients.estimators import RelaxationConfig
-    from grade.models.backbone import Backbone
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,6 @@ class Objective:
             object.__setattr__(self, "reward_model", reward)
         if reward.scope not in (None, self.scope):
             raise ValueError(f"the reward was made for scope {reward.scope!r}, the objective has {self.scope!r}")
-
-    @property
-    def tables(self) -> list[EmbeddingTable]:
-        """Embedding tables that rewards read instead of the policy's, in the order of the parts."""
-        return [part.reads for part in self.reward_model.parts if part.reads is not None]
 
     def require_gradient(self, method: str) -> None:
         """Reject a reward without gradient for a relaxed method or estimator.
@@ -124,43 +115,22 @@ class GradientStep:
     hops: int | None = None
 
 
-class Engine(Protocol):
-    """Adds ``scale * dL/dtheta`` to ``.grad`` of the adapter's parameters."""
-
-    def __call__(
-        self,
-        backbone: Backbone,
-        prompts: PromptBatch,
-        objective: Objective,
-        relaxation: RelaxationConfig,
-        generator: torch.Generator,
-        scale: float = 1.0,
-    ) -> GradientStep:
-        """Sample completions of ``prompts`` and accumulate the gradient, times ``scale``."""
-        ...
+Engine = Callable[..., GradientStep]
+"""``(backbone, prompts, objective, relaxation, generator, scale=1.0)``: samples completions of the prompts and adds
+``scale * dL/dtheta`` to ``.grad`` of the adapter's parameters."""
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each sequence's valid positions.
+    """Mean [B] over each sequence's valid positions, of values and mask [B, T] with at least one position per row.
 
-    Args:
-        values: [B, T].
-        mask: [B, T], at least one valid position per row.
-
-    Returns:
-        [B]. Sequences of different length have equal weight, so the gradients of microbatches add up to the gradient
-        of the whole batch.
+    Sequences of different length have equal weight, so the gradients of microbatches add up to that of the batch.
     """
     mask = mask.to(values.dtype)
     return (values * mask).sum(-1) / mask.sum(-1)
 
 
 def check_finite(reward: Tensor, loss: Tensor) -> None:
-    """Reject NaN and infinity before they reach a gradient.
-
-    Raises:
-        InputError: Naming reward or loss.
-    """
+    """Reject NaN and infinity before they reach a gradient."""
     for name, value in (("reward", reward), ("loss", loss)):
         if not torch.isfinite(value).all():
             raise InputError(name, value.detach().flatten().tolist()[:8], "finite numbers; nothing was updated")

@@ -25,9 +25,8 @@ Left out: entropy bonuses, shuffling between passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grade.gradients import losses
-from grade.gradients.methods import MethodConfig, Returns
+from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.head import self_certainty, wide
@@ -83,8 +82,8 @@ class _Experience:
         kl: KL, or its estimate, under that policy [B, T].
         reward: [B].
         returns: Penalised returns [B].
-        values: With a value head: V of the state before each token [B, T].
         advantages: [B, T], or [B, 1] if all tokens share one.
+        values: With a value head: V of the state before each token [B, T].
         targets: With a value head: its targets [B, T].
         kl_factor: Factor on KL's own gradient: 1, or the whitening factor, so that whitening does not change the
             balance of reward and KL.
@@ -96,8 +95,8 @@ class _Experience:
     kl: Tensor
     reward: Tensor
     returns: Tensor
+    advantages: Tensor
     values: Tensor | None = None
-    advantages: Tensor | None = None
     targets: Tensor | None = None
     kl_factor: float = 1.0
 
@@ -126,16 +125,7 @@ class StepContext:
     rank: int = 0
 
 
-def sample_completions(
-    backbone: Backbone, prompts: PromptBatch, config: MethodConfig, generator: torch.Generator, temperature: float = 1.0
-) -> Completions:
-    """One completion of each prompt, of the config's lengths."""
-    most, least = config.max_completion_length, config.min_completion_length
-    ids, mask = generate(backbone, prompts, most, generator, temperature, least)
-    return Completions(prompts, ids, mask)
-
-
-class ValueHead(nn.Module):
+class _ValueHead(nn.Module):
     """``V(h) = w . layer_norm(h) + b``, initially 0. Normalised, as a few entries of hidden states are very large."""
 
     def __init__(self, backbone: Backbone) -> None:
@@ -150,8 +140,8 @@ class ValueHead(nn.Module):
         return self.linear(F.layer_norm(hidden, hidden.shape[-1:])).squeeze(-1)
 
 
-class ClosedFormValues(ValueHead):
-    """`ValueHead` solved by ridge regression on all tokens so far, instead of trained.
+class ClosedFormValues(_ValueHead):
+    """`_ValueHead` solved by ridge regression on all tokens so far, instead of trained.
 
     Features are the *frozen base's* normalised hidden states x (with a constant), targets the penalised returns of the
     completions: neither depends on the policy that is trained, so tokens of earlier steps stay valid. With
@@ -192,7 +182,7 @@ class Learner:
         figures: Of the last step, by name.
     """
 
-    value_head: ValueHead | None = None
+    value_head: _ValueHead | None = None
 
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         self.config, self.backbone = config, backbone
@@ -205,14 +195,19 @@ class Learner:
 
     def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
         """G completions of each prompt."""
-        return sample_completions(self.backbone, prompts.repeat(self.config.group), self.config, generator)
+        return self._sample(prompts.repeat(self.config.group), generator)
+
+    def _sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
+        most, least = self.config.max_completion_length, self.config.min_completion_length
+        return Completions(prompts, *generate(self.backbone, prompts, most, generator, temperature, least))
 
     def sampled(self, microbatches: Iterable[Microbatch]) -> Iterator[Completions]:
         """Each microbatch's completions: sampled now, unless they are given."""
         return (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
 
-    def _note(self, name: str, value: Tensor) -> None:
-        self.figures.setdefault(name, []).append(value)
+    def _note(self, figures: Mapping[str, Tensor | float]) -> None:
+        for name, value in figures.items():
+            self.figures.setdefault(name, []).append(torch.as_tensor(value))
 
 
 class PolicyGradient(Learner):
@@ -222,7 +217,7 @@ class PolicyGradient(Learner):
         super().__init__(config, backbone)
         self.method = config.policy_gradient
         self.closed_form = self.method.value_head and config.value_fit == "closed_form"
-        kind = ClosedFormValues if self.closed_form else ValueHead
+        kind = ClosedFormValues if self.closed_form else _ValueHead
         self.value_head = kind(backbone) if self.method.value_head else None
 
     def parameters(self) -> list[nn.Parameter]:  # noqa: D102
@@ -263,9 +258,8 @@ class PolicyGradient(Learner):
         """
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
         reward = None if self.config.self_certainty_reward else self._reward(completions, objective)
-        logps, kl, hidden, reference = self._terms(completions, None)
-        seen = self._experience(completions, objective, (logps, kl, hidden, reference), reward)
-        seen = replace(seen, advantages=self._advantages(seen, objective))
+        logps, kl, *others = self._terms(completions, None)
+        seen = self._experience(completions, objective, (logps, kl, *others), reward)
         (self._loss(logps, kl, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
         return _result(seen)
 
@@ -275,14 +269,7 @@ class PolicyGradient(Learner):
         experience = []
         for completions in microbatches:
             with torch.no_grad():
-                seen = self._experience(completions, objective, self._terms(completions, None))
-                if self.value_head is None:
-                    seen = replace(seen, advantages=self._advantages(seen, objective))
-                else:
-                    rewards = losses.token_rewards(seen.reward, seen.kl, completions.mask, objective.beta)
-                    gae = losses.gae(rewards, seen.values, completions.mask, self.config.gamma, self.config.gae_lambda)
-                    seen = replace(seen, advantages=gae[0], targets=gae[1])
-            experience.append(seen)
+                experience.append(self._experience(completions, objective, self._terms(completions, None)))
         if self.closed_form:  # after the advantages: a baseline must not have seen its own completions
             for seen in experience:
                 self.value_head.add(seen.reference, seen.returns, seen.completions.mask, context.total)
@@ -331,14 +318,20 @@ class PolicyGradient(Learner):
     def _experience(
         self, completions: Completions, objective: Objective, terms: tuple[Tensor, ...], reward: Tensor | None = None
     ) -> _Experience:
+        """What an update treats as constant; ``terms`` are those of `_terms`, under the policy that sampled."""
         logps, kl, hidden, reference = terms
-        logps, kl = logps.detach(), kl.detach()
+        logps, kl, mask = logps.detach(), kl.detach(), completions.mask
         if reward is None:
             reward = self._reward(completions, objective, hidden)
-        returns = penalised(reward, kl, completions.mask, objective.beta)
+        returns = penalised(reward, kl, mask, objective.beta)
         check_finite(reward, returns)
-        values = None if self.value_head is None else self.value_head(reference if self.closed_form else hidden)
-        return _Experience(completions, reference, logps, kl, reward, returns, values)
+        constants = completions, reference, logps, kl, reward, returns
+        if self.value_head is None:
+            return _Experience(*constants, self._advantages(completions, returns, objective))
+        values = self.value_head(reference if self.closed_form else hidden)
+        rewards = losses.token_rewards(reward, kl, mask, objective.beta)
+        advantages, targets = losses.gae(rewards, values, mask, self.config.gamma, self.config.gae_lambda)
+        return _Experience(*constants, advantages, values, targets)
 
     @torch.no_grad()
     def _reward(self, completions: Completions, objective: Objective, hidden: Tensor | None = None) -> Tensor:
@@ -348,25 +341,26 @@ class PolicyGradient(Learner):
             return completion_certainty(values * mask, mask)
         return objective.score(self.backbone, prompts, ids, mask)
 
-    @torch.no_grad()
-    def _advantages(self, seen: _Experience, objective: Objective) -> Tensor:
+    def _advantages(self, completions: Completions, returns: Tensor, objective: Objective) -> Tensor:
         """Advantages of whole completions [B, 1]."""
-        grouped = seen.returns.view(-1, self.config.group)
-        given = Returns(grouped, self.config, self.means, partial(self._greedy_returns, seen.completions, objective))
-        return self.method.advantage(given).reshape(-1, 1)
-
-    def _greedy_returns(self, completions: Completions, objective: Objective) -> Tensor:
-        """Penalised return of each prompt's greedy completion [N]."""
-        prompts = completions.rows(slice(None, None, self.config.group)).prompts
-        greedy = sample_completions(self.backbone, prompts, self.config, torch.Generator(self.backbone.device), 0.0)
-        _, kl, hidden, _ = self._terms(greedy, None)
-        return penalised(self._reward(greedy, objective, hidden), kl, greedy.mask, objective.beta)
+        grouped = returns.view(-1, self.config.group)
+        if self.method.running_mean:
+            advantages = grouped - losses.ema_baseline(self.means, self.config.baseline_momentum)
+        elif self.method.greedy:
+            prompts = completions.rows(slice(None, None, self.config.group)).prompts
+            greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
+            _, kl, hidden, _ = self._terms(greedy, None)
+            reward = self._reward(greedy, objective, hidden)
+            advantages = losses.remax(grouped, penalised(reward, kl, greedy.mask, objective.beta))
+        else:
+            advantages = losses.grpo(grouped, self.config.scale_rewards == "group")
+        return advantages.reshape(-1, 1)
 
     def _loss(self, logps: Tensor, kl: Tensor, seen: _Experience, objective: Objective) -> Tensor:
         mask, epsilon = seen.completions.mask, self.config.epsilon
         if self.method.clipped:
             weighted = losses.clipped_surrogate(logps, seen.logps, seen.advantages, epsilon)
-            self._note("clip_fraction", losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon))
+            self._note({"clip_fraction": losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon)})
         else:
             weighted = seen.advantages * logps
         if (weights := seen.completions.weights) is not None:
@@ -381,7 +375,7 @@ class PolicyGradient(Learner):
             return 0.0
         each = losses.value_loss(self.value_head(hidden), seen.values, seen.targets, self.config.value_clip)
         loss = sequence_mean(each, seen.completions.mask).mean()
-        self._note("value_loss", loss.detach())
+        self._note({"value_loss": loss.detach()})
         return loss
 
 

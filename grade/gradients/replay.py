@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,14 +40,12 @@ from grade.gradients.methods import EngineName
 from grade.gradients.objective import Engine, GradientStep, Objective, check_finite, sequence_mean
 from grade.gradients.rollout import Rollout, condition, noise_given, sample
 from grade.gradients.unrolled import checkpointed, unrolled
+from grade.models.backbone import Backbone
 from grade.models.head import EmbeddingTable, kl_divergence, support_logits, token_logps, weighted_embedding
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import early_rows, forbid_eos
 from grade.models.sharding import whole
-
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
 
 Pullback = Callable[[Tensor], Tensor]
 
@@ -148,21 +145,22 @@ class ReplayGraph:
         ``sum_R D_R^T r_R`` [B, T, D] over rewards with tables of their own, None without. Only those need the
         relaxation.
         """
-        leaves: list[Tensor] = []  # e_R of each own table, in the order of `Objective.tables`
+        others: list[tuple[EmbeddingTable, Tensor]] = []  # each own table and its e_R
 
         def own(table: EmbeddingTable) -> Tensor:
             if ESTIMATORS[relaxation.estimator].hard:
                 e = table.embed(self.rollout.completion_ids)
             else:
                 e = self._relaxed(self.h.detach(), self.rollout, relaxation, table)
-            leaves.append(e.requires_grad_())
-            return leaves[-1]
+            others.append((table, e.requires_grad_()))
+            return e
 
         mask = self.rollout.completion_mask
         reward = objective.reward(self.prompt_embeds, self.rollout.prompts, self.e, mask, own)
-        r, *others = torch.autograd.grad(-reward.mean(), [self.e, *leaves], materialize_grads=True)
+        leaves = [self.e, *(e for _, e in others)]
+        r, *r_others = torch.autograd.grad(-reward.mean(), leaves, materialize_grads=True)
         reward, k = reward.detach(), None
-        for table, r_own in zip(objective.tables, others, strict=True):
+        for (table, _), r_own in zip(others, r_others, strict=True):
             part = self.pullback(self.rollout, relaxation, table)(r_own)
             k = part if k is None else k + part
         return reward, r, k

@@ -12,21 +12,18 @@ no result. The loop always runs the full T steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
+from grade.models.backbone import Backbone
 from grade.models.head import chunk_rows, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import Decoder, check_length, forbid_eos, is_eos, skinny_products
 from grade.models.scoring import check_shapes, predicting_hidden
 from grade.models.sharding import whole
-
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
 
 
 @dataclass(frozen=True)
@@ -155,10 +152,9 @@ def _check(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, 
             raise ValueError(f"completion mask, row {n}: {row} is not ones, at least one, and then zeros")
     tokenizer = backbone.tokenizer
     known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
-    foreign = valid & ((ids < 0) | (ids >= known))
-    if foreign.any():
-        unknown = sorted(set(ids[foreign].tolist()))
-        raise InputError("completion tokens", unknown, f"ids of the policy's own tokenizer, 0 to {known - 1}")
+    if unknown := {token for token in ids[valid].tolist() if not 0 <= token < known}:
+        allowed = f"ids of the policy's own tokenizer, 0 to {known - 1}"
+        raise InputError("completion tokens", sorted(unknown), allowed)
     ends = is_eos(ids, backbone.eos_token_ids) & valid
     if (ends[:, :-1] & valid[:, 1:]).any():
         raise InputError("completions", "a token after an end-of-sequence", "a mask that ends with end-of-sequence")

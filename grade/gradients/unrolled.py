@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,12 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig
 from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
+from grade.models.backbone import Backbone
 from grade.models.head import EmbeddingTable, kl_divergence, weighted_embedding
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, forbid_eos, is_eos
-
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
 
 
 @dataclass(frozen=True)
@@ -95,15 +93,15 @@ def stepwise(
     objective.require_gradient(relaxation.estimator)
     check_length(backbone, prompts.ids.shape[1] + relaxation.max_new_tokens)
     loop = _Loop(backbone, prompts, relaxation, generator, options)
-    for step in range(relaxation.max_new_tokens):
-        loop.step(step)
-    mask = torch.stack(loop.masks, 1).long()
+    for _ in range(relaxation.max_new_tokens):
+        loop.step()
+    mask = loop.stacked("alive").long()
     e = loop.reward_embeds()
     reward = objective.reward(loop.prompt_embeds, prompts, e, mask, loop.reward_embeds)
     kl = loop.kl() * mask
     loss = -reward.mean() + objective.beta * sequence_mean(kl, mask).mean()
     check_finite(reward, loss)
-    ids = torch.stack(loop.tokens, 1)
+    ids = loop.stacked("token")
     if not backward:
         return GradientStep(ids, mask, reward, kl, loss)
     (loss * scale).backward(inputs=backbone.trainable_parameters())
@@ -114,8 +112,23 @@ unrolled = partial(stepwise, options=UNROLLED)
 checkpointed = partial(stepwise, options=CHECKPOINTED)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One generated token, in the graph; what is optional is held as the options say, even if nothing reads it."""
+
+    token: Tensor  # hard [B]
+    alive: Tensor  # whether it counts [B]
+    support: Tensor  # [B, K]
+    e: Tensor  # [B, D]
+    y: Tensor  # weights [B, K]
+    soft: Tensor | None  # dense soft token [B, V]
+    logits: Tensor | None  # the policy's [B, V]
+    ref_logits: Tensor | None
+    kl: Tensor | None  # [B]
+
+
 class _Loop:
-    """State of one generation; the original keeps it in lists."""
+    """State of one generation."""
 
     def __init__(
         self,
@@ -125,63 +138,41 @@ class _Loop:
         generator: torch.Generator,
         options: StepwiseOptions,
     ) -> None:
-        self.backbone, self.prompts, self.config = backbone, prompts, config
-        self.generator, self.options, self.estimator = generator, options, ESTIMATORS[config.estimator]
-        self.prompt_embeds = backbone.embed(prompts.ids).detach()
-        self.mask = prompts.mask
+        self.backbone, self.config, self.generator, self.options = backbone, config, generator, options
+        self.prompt_embeds, self.mask = backbone.embed(prompts.ids).detach(), prompts.mask
         self.alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
-        self.embeds: list[Tensor] = []  # e_t [B, D], in the graph
-        self.tokens: list[Tensor] = []  # hard tokens [B]
-        self.masks: list[Tensor] = []
-        self.supports: list[Tensor] = []  # [B, K]
-        self.weights: list[Tensor] = []  # y_t [B, K]
-        self.soft: list[Tensor] = []  # dense soft tokens [B, V]
-        self.logits: list[Tensor] = []  # policy logits [B, V]
-        self.ref_logits: list[Tensor] = []
-        self.kls: list[Tensor] = []  # [B]
-        self.unused: list[Tensor] = []  # held to the end but never used, as in the original
         self.ref_cache = backbone.new_cache() if options.reference_cache else None
+        self.steps: list[_Step] = []
 
-    def step(self, step: int) -> None:
-        prefix = torch.cat([self.prompt_embeds, *[e.unsqueeze(1) for e in self.embeds]], 1)
+    def step(self) -> None:
+        prefix = torch.cat([self.prompt_embeds, *[step.e.unsqueeze(1) for step in self.steps]], 1)
         ref_hidden = self._reference(prefix.detach())
         draw: list[Tensor] = []  # support and noise: drawn once, reused when the step is recomputed
-        run = partial(self._policy, step, self.mask, ref_hidden, draw)
+        run = partial(self._policy, len(self.steps), self.mask, ref_hidden, draw)
         if self.options.checkpoint:
             e, y, soft, logits, kl = checkpoint(run, prefix, use_reentrant=False)
         else:
             e, y, soft, logits, kl = run(prefix)
         support = draw[0]
         token = support.gather(1, y.detach().argmax(-1, keepdim=True)).squeeze(1)
-        self.embeds.append(e)
-        self.tokens.append(token)
-        self.masks.append(self.alive)
-        self.supports.append(support)
-        self.weights.append(y)
-        if soft is not None:
-            self.soft.append(soft)
-        if self.options.online_kl:
-            self.kls.append(kl)
-        else:
-            self.logits.append(logits)
-            self.ref_logits.append(self.backbone.head(ref_hidden))
-        if not self.options.drop_lists:
-            self.unused.append(logits.detach())
+        ref_logits = None if self.options.online_kl else self.backbone.head(ref_hidden)
+        self.steps.append(_Step(token, self.alive, support, e, y, soft, logits, ref_logits, kl))
         self.alive = self.alive & ~is_eos(token, self.backbone.eos_token_ids)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
 
     def _policy(self, step: int, mask: Tensor, ref_hidden: Tensor, draw: list[Tensor], prefix: Tensor):
         """One policy step: relaxed embedding, weights, dense soft token, logits, KL."""
         backbone, config, options = self.backbone, self.config, self.options
+        estimator = ESTIMATORS[config.estimator]
         h = backbone.hidden(prefix, mask)
         last = h[:, -1]
         logits = backbone.head(h)[:, -1] if options.head_positions == "all" else backbone.head(last)  # [B, V]
         allowed = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
         if not draw:
-            draw.extend(self.estimator.draw(allowed.detach(), config, self.generator))
+            draw.extend(estimator.draw(allowed.detach(), config, self.generator))
         support, noise = draw
         z = allowed.gather(1, support) + noise
-        y = self.estimator.relax(z, config.tau)
+        y = estimator.relax(z, config.tau)
         soft = None
         if options.compact:
             e = weighted_embedding(backbone.embedding_weight, support, y)
@@ -198,31 +189,34 @@ class _Loop:
         with self.backbone.reference():
             if self.ref_cache is None:
                 return self.backbone.hidden(prefix, self.mask)[:, -1]
-            new = prefix if not self.embeds else prefix[:, -1:]
+            new = prefix[:, -1:] if self.steps else prefix
             return self.backbone.decode(new, self.mask, self.ref_cache)[:, -1]
+
+    def stacked(self, name: str) -> Tensor:
+        """A field of all steps [B, T, ...]."""
+        return torch.stack([getattr(step, name) for step in self.steps], 1)
 
     def reward_embeds(self, own: EmbeddingTable | None = None) -> Tensor:
         """Completion embeddings [B, T, D] for the reward, from the soft tokens; in its own table if it has one."""
         own = own or EmbeddingTable(self.backbone.embedding_weight, self.backbone.embedding_scale)
         table, scale = own.weight, own.scale
-        support, weights = torch.stack(self.supports, 1), torch.stack(self.weights, 1)  # [B, T, K]
+        support, weights = self.stacked("support"), self.stacked("y")  # [B, T, K]
         if self.options.reward_embedding == "bagged":
             e = weighted_embedding(table, support.flatten(0, 1), weights.flatten(0, 1))
             return e.view(*support.shape[:2], -1) * scale
         if self.options.reward_embedding == "gathered":
             return gathered_embedding(table, support, weights) * scale
-        if self.soft:
-            soft = torch.stack(self.soft, 1)  # [B, T, V]
-        else:
+        if self.options.compact:
             soft = weights.new_zeros(*support.shape[:2], table.shape[0]).scatter(2, support, weights)
+        else:
+            soft = self.stacked("soft")  # [B, T, V]
         return soft.to(table.dtype) @ table * scale
 
     def kl(self) -> Tensor:
         """KL [B, T]."""
         if self.options.online_kl:
-            return torch.stack(self.kls, 1)
-        logp = torch.stack(self.logits, 1).log_softmax(-1)  # [B, T, V]
-        ref_logp = torch.stack(self.ref_logits, 1).log_softmax(-1)
+            return self.stacked("kl")
+        logp, ref_logp = self.stacked("logits").log_softmax(-1), self.stacked("ref_logits").log_softmax(-1)  # [B, T, V]
         return (logp.exp() * (logp - ref_logp)).sum(-1)
 
 

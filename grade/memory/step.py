@@ -33,7 +33,6 @@ from grade.memory.settings import Microbatch, StepConfig, TracedConfig, generato
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length
-from grade.models.scoring import completion_states
 from grade.models.sharding import local_part
 
 Program = Callable[[LiveTracker | None, Callable[[], None]], None]
@@ -199,8 +198,7 @@ class _DistilledWithoutData(DistilledGradient):
         few, shape = prompts[:1], (1, config.max_completion_length)
         ids = torch.zeros(shape, dtype=torch.long, device=backbone.device)
         mask = torch.ones_like(ids)
-        depths = [family.depth for family in self.families.values() if family.depth is not None]
-        seen = Observed(few, ids, mask, completion_states(backbone, few, ids, mask, depths))
+        seen = Observed.of(backbone, self.families.values(), few, ids, mask)
         for name, family in self.families.items():
             row = family.rows(seen)
             self.kept.register_buffer(f"rows_{name}", row.new_zeros(self.store.window, *row.shape[1:]))

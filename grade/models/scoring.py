@@ -6,8 +6,7 @@ token t are those of the distribution that *predicts* it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -85,25 +84,14 @@ def completion_certainty(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum(-1) / mask.sum(-1)
 
 
-@dataclass(frozen=True)
-class States:
-    """What one pass of the frozen base says about completions.
-
-    Attributes:
-        predicting: Last hidden states that predict each token [B, T, D].
-        pooled: By depth, the mean over the completion's tokens of the normalised states after so many layers [B, D];
-            0 is the embedding itself.
-    """
-
-    predicting: Tensor
-    pooled: Mapping[int, Tensor]
-
-
 @torch.no_grad()
 def completion_states(
     backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, depths: Sequence[int] = ()
-) -> States:
-    """Hidden states of completions [B, T] under the base, pooled after each of these layers.
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Hidden states of completions [B, T] under the base: those that predict each token, and pooled by depth.
+
+    The first are the last layer's [B, T, D]; the others, after each of these layers, are `pool`'s [B, D], 0 being the
+    embedding itself.
 
     The pass reads the whole completion, its last token too, so one pass serves KL (states that predict the tokens),
     values of tokens given what stands before them, and features of whole completions.
@@ -114,7 +102,7 @@ def completion_states(
         layers = layer_states(backbone, embeds, full, depths)
     first = prompts.ids.shape[1]
     pooled = {depth: pool(layers[depth][:, first:], mask) for depth in depths}
-    return States(layers[None][:, first - 1 : -1], pooled)
+    return layers[None][:, first - 1 : -1], pooled
 
 
 def layer_states(backbone: Backbone, embeds: Tensor, mask: Tensor, depths: Sequence[int]) -> dict[int | None, Tensor]:

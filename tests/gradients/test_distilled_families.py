@@ -18,7 +18,7 @@ NAMES = (*ADDITIVE, "trunk1", "trunk")
 
 
 def observe(backbone, prompts, ids, mask):
-    return Observed(prompts, ids, mask, completion_states(backbone, prompts, ids, mask, (1, 2)))
+    return Observed(prompts, ids, mask, *completion_states(backbone, prompts, ids, mask, (1, 2)))
 
 
 def observed(backbone, seed=0, length=LENGTH):
@@ -128,7 +128,7 @@ def test_the_sketch_has_the_kernel_of_state_times_embedding():
     backbone = MODELS["gpt2"]()
     seen = observed(backbone)
     family = make_family("values", backbone)
-    h = torch.nn.functional.layer_norm(seen.states.predicting, seen.states.predicting.shape[-1:]) / 4  # sqrt(16)
+    h = torch.nn.functional.layer_norm(seen.predicting, seen.predicting.shape[-1:]) / 4  # sqrt(16)
     h = torch.cat([h, torch.ones_like(h[..., :1])], -1)
     e = backbone.embed(seen.ids) * seen.mask.unsqueeze(-1)
     features = torch.einsum("bth,bte->bhe", h, e).flatten(1)

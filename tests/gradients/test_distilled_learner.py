@@ -8,8 +8,7 @@ import torch
 from conftest import VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
-from grade.gradients.distilled.blend import DECAY, EVERY, HORIZON, Blend
-from grade.gradients.distilled.learner import DistilledGradient, Sample
+from grade.gradients.distilled.learner import DECAY, EVERY, HORIZON, Blend, DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective

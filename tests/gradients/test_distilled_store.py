@@ -59,11 +59,11 @@ def test_a_window_drops_the_oldest_groups_and_says_how_many(window, kept, droppe
     """23 are 7 whole groups; there are at least two, of which one judges the other."""
     store, (features, rewards) = filled(window), everything()
     assert (len(store), store.dropped) == (kept, dropped)
-    torch.testing.assert_close(store.rewards, rewards[-kept:])
+    torch.testing.assert_close(store.kept["rewards"], rewards[-kept:])
     for name, x in features.items():
-        assert len(store.rows[name]) == kept
+        assert len(store.kept[name]) == kept
         torch.testing.assert_close(store.grams[name], x[-kept:] @ x[-kept:].T, rtol=1e-12, atol=1e-12)
-    assert store.token_counts(TOKENS).sum() == (store.tokens >= 0).sum() and len(store.tokens) == kept
+    assert store.token_counts(TOKENS).sum() == (store.kept["tokens"] >= 0).sum() and len(store.kept["tokens"]) == kept
 
 
 @pytest.mark.parametrize("name", ["dense", "counts"])
@@ -118,7 +118,7 @@ def test_what_waited_is_in_the_next_fit_as_if_it_had_not_waited(window):
     fits = [store.fit(2) for store in (eager, late)]
     torch.testing.assert_close(fits[0].weights, fits[1].weights, rtol=1e-12, atol=1e-12)
     assert (len(late), late.dropped, late.waiting) == (len(eager), eager.dropped, [])
-    assert torch.equal(late.tokens, eager.tokens) and torch.equal(late.rewards, eager.rewards)
+    assert all(torch.equal(late.kept[name], eager.kept[name]) for name in ("tokens", "rewards"))
 
 
 def test_an_older_fit_has_seen_no_group_of_the_step():
@@ -172,5 +172,6 @@ def test_a_store_that_was_restored_makes_the_same_fits(window, tmp_path):
         assert fits[0].family == fits[1].family and fits[0].choice == fits[1].choice
         assert torch.equal(fits[0].weights, fits[1].weights)
     for name in whole.families:
-        assert torch.equal(whole.rows[name], again.rows[name]) and torch.equal(whole.grams[name], again.grams[name])
+        assert torch.equal(whole.kept[name], again.kept[name])
+        assert torch.equal(whole.grams[name], again.grams[name])
     assert torch.equal(whole.token_counts(TOKENS), again.token_counts(TOKENS))

@@ -12,7 +12,6 @@ from grade.gradients.estimators import (
     Estimator,
     RelaxationConfig,
     conditional_noise,
-    draw_support,
     reinmax,
     relax,
 )
@@ -43,7 +42,7 @@ def test_hard_tokens_follow_the_policy_or_its_truncation(support, k):
     """Chi-squared: perturbed supports sample the policy for any K; `top_k` its K likeliest tokens, for any tau."""
     n, logits = 40_000, torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0])
     config = RelaxationConfig(support=support, gumbel_topk=k)
-    chosen, noise = draw_support(logits.expand(n, 5), config, generator())
+    chosen, noise = Estimator().draw(logits.expand(n, 5), config, generator())
     y = relax((logits[chosen] + noise), tau=0.3, estimator="ste")
     counts = torch.bincount(chosen.gather(1, y.argmax(1, keepdim=True)).squeeze(1), minlength=5).double()
     p = logits.double().softmax(0)
@@ -120,7 +119,7 @@ def test_supports_given_the_token_have_the_law_of_supports_drawn_with_it():
     """Chi-squared over which tokens are in the perturbed support, and the mean softmax weights, K < V."""
     n, logits = 40_000, torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0]).expand(40_000, 5)
     config = RelaxationConfig(gumbel_topk=3)
-    drawn, noise = draw_support(logits, config, generator())
+    drawn, noise = Estimator().draw(logits, config, generator())
     token = drawn[:, 0]
     given, given_noise = draw_given(logits, token, config, generator(1))
     code = [ids.sort(1).values @ torch.tensor([25, 5, 1]) for ids in (drawn, given)]

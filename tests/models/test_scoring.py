@@ -141,18 +141,18 @@ def sampled(policy):
 
 def test_states_are_the_bases_without_adapter_padding_or_other_rows(policy, sampled):
     prompts, ids, mask = sampled
-    found = completion_states(policy, prompts, ids, mask, (0, 1, 2))
+    predicting, by_depth = completion_states(policy, prompts, ids, mask, (0, 1, 2))
     for row in range(len(ids)):
         whole = torch.cat([prompts.ids[row][prompts.mask[row].bool()], ids[row][mask[row].bool()]])[None]
         first, real = int(prompts.mask[row].sum()), int(mask[row].sum())
         with torch.no_grad(), policy.reference():
             layers = policy.decoder(input_ids=whole, output_hidden_states=True)
         # The state before a token predicts it.
-        torch.testing.assert_close(found.predicting[row, :real], layers.last_hidden_state[0, first - 1 : -1])
-        for depth, pooled in found.pooled.items():
+        torch.testing.assert_close(predicting[row, :real], layers.last_hidden_state[0, first - 1 : -1])
+        for depth, pooled in by_depth.items():
             states = layers.hidden_states[depth][0, first:]
             torch.testing.assert_close(pooled[row], F.layer_norm(states, states.shape[-1:]).mean(0))
-    assert found.predicting.shape == (3, LENGTH, policy.hidden_size) and not found.predicting.requires_grad
+    assert predicting.shape == (3, LENGTH, policy.hidden_size) and not predicting.requires_grad
 
 
 def test_a_mean_is_over_the_valid_positions_of_normalised_states():

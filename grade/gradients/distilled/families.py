@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +32,10 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.all_action import Values, embedding_values
+from grade.models.backbone import Backbone
 from grade.models.head import wide
-from grade.models.scoring import States, layer_states, pool
-
-if TYPE_CHECKING:
-    from grade.models.backbone import Backbone
-    from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import completion_states, layer_states, pool
 
 SKETCH = 2048
 """Features of `values`."""
@@ -54,24 +52,37 @@ class Observed:
         prompts: B prompts.
         ids: Completions [B, T].
         mask: [B, T].
-        states: Of the frozen base along them.
+        predicting: The frozen base's hidden states that predict each token [B, T, D].
+        pooled: Its pooled states [B, D] by depth.
     """
 
     prompts: PromptBatch
     ids: Tensor
     mask: Tensor
-    states: States
+    predicting: Tensor
+    pooled: dict[int, Tensor]
+
+    @classmethod
+    def of(
+        cls, backbone: Backbone, families: Iterable[Family], prompts: PromptBatch, ids: Tensor, mask: Tensor
+    ) -> Observed:
+        """Completions with the states that these families need."""
+        depths = sorted({family.depth for family in families if family.depth is not None})
+        return cls(prompts, ids, mask, *completion_states(backbone, prompts, ids, mask, depths))
+
+    @property
+    def tokens(self) -> Tensor:
+        """Completions [B, T], -1 where masked."""
+        return torch.where(self.mask.bool(), self.ids, -1)
 
     def __getitem__(self, rows: slice) -> Observed:
         """The selected completions."""
-        states = States(self.states.predicting[rows], {d: pooled[rows] for d, pooled in self.states.pooled.items()})
-        return Observed(self.prompts[rows], self.ids[rows], self.mask[rows], states)
+        pooled = {depth: states[rows] for depth, states in self.pooled.items()}
+        return Observed(self.prompts[rows], self.ids[rows], self.mask[rows], self.predicting[rows], pooled)
 
     def fit_numbers(self, fits: int) -> Tensor:
-        """Which of k fits each position belongs to [B T]: completions lie in k equal runs, one for each fit."""
-        batch, length = self.ids.shape
-        runs = torch.arange(fits, device=self.ids.device).repeat_interleave(batch // fits)
-        return runs.repeat_interleave(length)
+        """Which of k fits each completion belongs to [B]: they lie in k equal runs, one for each fit."""
+        return torch.arange(fits, device=self.ids.device).repeat_interleave(len(self.ids) // fits)
 
 
 class Family:
@@ -135,7 +146,7 @@ class _Buckets(Family):
         return torch.cat([torch.where(mask, each, -1) for each in self.buckets(seen.ids, _before(seen))], 1)
 
     def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        fit = seen.fit_numbers(len(weights)).view(seen.ids.shape)
+        fit = seen.fit_numbers(len(weights)).unsqueeze(1)
         return sum(weights[fit, each] for each in self.buckets(seen.ids, _before(seen))) * seen.mask
 
     def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
@@ -171,8 +182,8 @@ class _Counts(_Buckets):
         return [ids]
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
-        fit = seen.fit_numbers(len(weights))
-        return lambda positions: weights[fit[positions]]
+        fit, length = seen.fit_numbers(len(weights)), seen.ids.shape[1]
+        return lambda positions: weights[fit[positions // length]]
 
 
 class _NGrams(_Buckets):
@@ -189,8 +200,8 @@ class _NGrams(_Buckets):
         single = weights[:, _hash(tokens, None, self.size)]
 
         def values(positions: Tensor) -> Tensor:
-            own = fit[positions].unsqueeze(1)
-            return single[own.squeeze(1)] + weights[own, _hash(tokens, before[positions].unsqueeze(1), self.size)]
+            own = fit[positions // seen.ids.shape[1]]
+            return single[own] + weights[own.unsqueeze(1), _hash(tokens, before[positions].unsqueeze(1), self.size)]
 
         return values
 
@@ -237,7 +248,8 @@ class _Bag(_Linear):
         return (self._embeds(seen) * seen.mask.unsqueeze(-1)).sum(1)
 
     def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        return weights[seen.fit_numbers(len(weights))].view(*seen.ids.shape, -1)
+        batch, length = seen.ids.shape
+        return weights[seen.fit_numbers(len(weights)).repeat_interleave(length)].view(batch, length, -1)
 
 
 class _TokenValues(_Linear):
@@ -256,13 +268,12 @@ class _TokenValues(_Linear):
         return (tokens * seen.mask.unsqueeze(-1)).sum(1) / math.sqrt(SKETCH)
 
     def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
-        batch, fits = len(seen.ids), len(weights)
-        each = weights.repeat_interleave(batch // fits, 0).unsqueeze(1)  # [B, 1, F]
+        each = weights[seen.fit_numbers(len(weights))].unsqueeze(1)  # [B, 1, F]
         return (each * self._context(seen)) @ self._signs[1].T / math.sqrt(SKETCH)
 
     def _context(self, seen: Observed) -> Tensor:
         """``A h_t`` [B, T, F]."""
-        h = seen.states.predicting.to(self.dtype)
+        h = seen.predicting.to(self.dtype)
         h = F.layer_norm(h, h.shape[-1:]) / math.sqrt(h.shape[-1])
         return h @ self._signs[0][:-1] + self._signs[0][-1]
 
@@ -277,13 +288,12 @@ class _Trunk(_Linear):
         self.depth = depth
 
     def rows(self, seen: Observed) -> Tensor:  # noqa: D102
-        return seen.states.pooled[self.depth]
+        return seen.pooled[self.depth]
 
     def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
         with torch.enable_grad():
             e = self.backbone.embed(seen.ids).detach().requires_grad_()
-            each = weights.repeat_interleave(len(seen.ids) // len(weights), 0)
-            value = (self._pooled(seen, e) * each).sum()
+            value = (self._pooled(seen, e) * weights[seen.fit_numbers(len(weights))]).sum()
             return torch.autograd.grad(value, e)[0].to(self.dtype)
 
     def _pooled(self, seen: Observed, e: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Choice:
     def explained(self) -> float:
         """Share of the squared gradient that is taken to be the distilled reward's, in 0..1: the root of R2.
 
-        See `grade.gradients.distilled.blend` for the root.
+        See `grade.gradients.distilled.learner.Blend` for the root.
         """
         return math.sqrt(min(max(self.r2, 0.0), 1.0))
 

@@ -12,7 +12,7 @@ rewards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
 import torch
@@ -92,21 +92,9 @@ class Fit:
         return self.weights[1 + first : 1 + first + groups] * self.choice.slope if len(self.weights) > 1 else self.all
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Completions that wait for a fit: centred rewards [m], tokens [m, T], and features of each family [m, ...].
-
-    Dense features are centred.
-    """
-
-    rewards: Tensor
-    tokens: Tensor
-    rows: dict[str, Tensor]
-
-    @classmethod
-    def join(cls, batches: Sequence[_Batch]) -> _Batch:
-        rows = {name: joined([batch.rows[name] for batch in batches]) for name in batches[0].rows}
-        return cls(torch.cat([b.rewards for b in batches]), joined([b.tokens for b in batches]), rows)
+Scored = dict[str, Tensor]
+"""Completions: ``rewards`` [n], centred; ``tokens`` [n, T], -1 where masked; and the features of each family [n, ...],
+by its name, centred if they are dense."""
 
 
 class Store:
@@ -120,17 +108,17 @@ class Store:
 
     def __init__(self, families: Mapping[str, Family], group: int, window: int) -> None:
         self.families, self.group, self.window = families, group, max(window // group, 2) * group
-        self.rewards = torch.zeros(0, dtype=torch.float64)
-        self.tokens = torch.zeros(0, 0, dtype=torch.long)
-        self.rows: dict[str, Tensor] = {}
+        self.kept: Scored = {
+            "rewards": torch.zeros(0, dtype=torch.float64), "tokens": torch.zeros(0, 0, dtype=torch.long)
+        }  # fmt: skip
         self.grams: dict[str, Tensor] = {}
         self.choices: dict[str, Choice] = {}
-        self.waiting: list[_Batch] = []
+        self.waiting: list[Scored] = []
         self.since_choice = self.dropped = 0
 
     def __len__(self) -> int:
         """Completions that are kept, with those that wait."""
-        return len(self.rewards) + sum(len(batch.rewards) for batch in self.waiting)
+        return sum(len(part["rewards"]) for part in (self.kept, *self.waiting))
 
     def append(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor) -> None:
         """Let a batch of whole groups wait for `absorb`: features of each family [m, ...], rewards [m], tokens [m, T].
@@ -139,12 +127,13 @@ class Store:
         """
         rows = {name: r.detach() for name, r in rows.items()}
         dense = {name: r if r.dtype == torch.long else centred(r, self.group) for name, r in rows.items()}
-        self.waiting.append(_Batch(centred(rewards.detach().double().cpu(), self.group), tokens.cpu(), dense))
+        rewards = centred(rewards.detach().double().cpu(), self.group)
+        self.waiting.append({"rewards": rewards, "tokens": tokens.cpu(), **dense})
 
     @property
     def refit_due(self) -> bool:
         """Whether enough completions wait for another fit to be worth its time."""
-        fitted = len(self.rewards)
+        fitted = len(self.kept["rewards"])
         return len(self) - fitted >= growth(fitted) / 2
 
     def add(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor) -> None:
@@ -156,22 +145,19 @@ class Store:
         """Enter what waits into features and Gram matrices, and drop what is beyond the window."""
         if not self.waiting:
             return
-        new, self.waiting = _Batch.join(self.waiting), []
-        drop = max(0, len(self) + len(new.rewards) - self.window)
-        self.dropped, self.since_choice = self.dropped + drop, self.since_choice + len(new.rewards)
-        self.rewards = torch.cat([self.rewards, new.rewards])[drop:]
-        self.tokens = joined([self.tokens, new.tokens])[drop:]
+        new, self.waiting = _join(self.waiting), []
+        drop = max(0, len(self) + len(new["rewards"]) - self.window)
+        self.dropped, self.since_choice = self.dropped + drop, self.since_choice + len(new["rewards"])
+        self.kept = {name: rows[drop:] for name, rows in _join([self.kept, new]).items()}
         for name, family in self.families.items():
-            rows = new.rows[name]
-            kept = (joined([self.rows[name], rows]) if name in self.rows else rows)[drop:]
-            rows = rows[-len(kept) :]
-            block = centred(family.gram(rows, kept).cpu(), self.group)
+            kept = self.kept[name]
+            block = centred(family.gram(new[name][-len(kept) :], kept).cpu(), self.group)
             block = centred(block.T.contiguous(), self.group).T
             before = self.grams[name][drop:, drop:] if name in self.grams else block[:0, :0]
             n = len(before)
             gram = torch.empty(len(kept), len(kept), dtype=torch.float64)
             gram[:n, :n], gram[n:], gram[:n, n:] = before, block, block[:, :n].T
-            self.rows[name], self.grams[name] = kept, gram
+            self.grams[name] = gram
 
     def fit(self, newest: int) -> Fit | None:
         """Distil everything, with the family and penalty that the completions before the last batch chose.
@@ -180,11 +166,11 @@ class Store:
         without it. None if rewards do not differ within prompts.
         """
         self.absorb()
-        if not float(self.rewards.abs().max()) > 0:
+        if not float(self.kept["rewards"].abs().max()) > 0:
             return None
         if not self.choices:
             self._choose()
-        fit = self.fit_of(max(self.choices, key=lambda name: self.choices[name].r2), newest)
+        fit = self.fit_of(self.best_of(self.families), newest)
         # For the next fit: a choice made on a group's own rewards biases its gradient by a few percent.
         if self.since_choice >= growth(len(self)):
             self._choose()
@@ -194,58 +180,54 @@ class Store:
         recent, self.since_choice = min(len(self), RECENT // self.group * self.group), 0
         part = slice(len(self) - recent, None)
         self.choices = {
-            name: choose(Spectrum.of(self.grams[name][part, part]), self.rewards[part], self.group)
+            name: choose(Spectrum.of(self.grams[name][part, part]), self.kept["rewards"][part], self.group)
             for name in self.families
         }
 
     def fit_of(self, name: str, newest: int) -> Fit:
         """Distil with a family that was chosen already; arguments as in `fit`."""
-        choice = self.choices[name]
-        groups = len(self) // self.group
+        choice, rows, groups = self.choices[name], self.kept[name], len(self) // self.group
         kept = min(newest, groups)  # a step may be larger than the window: what was dropped is in no fit
-        alpha = coefficients(self.grams[name], self.rewards, self.group, choice.penalty, range(groups - kept, groups))
+        left_out = range(groups - kept, groups)
+        alpha = coefficients(self.grams[name], self.kept["rewards"], self.group, choice.penalty, left_out)
         alpha = torch.cat([alpha[:1], alpha[:1].expand(newest - kept, -1), alpha[1:]])
         # Rows of dense families are centred; those of buckets are not, so the coefficients are.
-        alpha = torch.stack([centred(a, self.group) for a in alpha]).to(self.rows[name].device)
-        return Fit(name, self.families[name].weights(alpha, self.rows[name]), choice)
+        alpha = torch.stack([centred(a, self.group) for a in alpha]).to(rows.device)
+        return Fit(name, self.families[name].weights(alpha, rows), choice)
 
     def token_counts(self, vocab: int) -> Tensor:
         """How often each token occurs in the completions that are kept [V], float64."""
-        tokens = joined([self.tokens, *(batch.tokens for batch in self.waiting)])
+        tokens = joined([part["tokens"] for part in (self.kept, *self.waiting)])
         return torch.bincount(tokens[tokens >= 0], minlength=vocab).double()
 
-    def best_of(self, names: Sequence[str]) -> str | None:
+    def best_of(self, names: Iterable[str]) -> str | None:
         """The best of some families; None if none was fitted."""
         known = [name for name in names if name in self.choices]
         return max(known, key=lambda name: self.choices[name].r2) if known else None
 
     def state(self) -> dict[str, Tensor]:
         """Everything as tensors, for a checkpoint."""
-        state = {"rewards": self.rewards, "tokens": self.tokens}
-        state["counters"] = torch.tensor([self.since_choice, self.dropped])
         choices = {name: torch.tensor(astuple(c), dtype=torch.float64) for name, c in self.choices.items()}
-        groups = {"rows": self.rows, "gram": self.grams, "choice": choices}
+        groups = {"kept": self.kept, "gram": self.grams, "choice": choices}
         if self.waiting:  # as one batch, as `absorb` will take them
-            batch = _Batch.join(self.waiting)
-            state |= {"waiting": batch.rewards, "waiting_tokens": batch.tokens}
-            groups["waiting"] = batch.rows
-        state |= {f"{kind}/{name}": tensor for kind, group in groups.items() for name, tensor in group.items()}
+            groups["waiting"] = _join(self.waiting)
+        state = {f"{kind}/{name}": tensor for kind, group in groups.items() for name, tensor in group.items()}
+        state["counters"] = torch.tensor([self.since_choice, self.dropped])
         return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue where `state` was taken."""
-
-        def group(kind: str) -> dict[str, Tensor]:
-            return {key.partition("/")[2]: tensor for key, tensor in state.items() if key.startswith(f"{kind}/")}
-
-        self.rewards, self.tokens = state["rewards"], state["tokens"]
-        self.since_choice, self.dropped = state["counters"].tolist()
         device = next(iter(self.families.values())).backbone.device
-        self.rows = {name: rows.to(device) for name, rows in group("rows").items()}
-        self.grams = group("gram")
-        self.choices = {name: Choice(*values.tolist()) for name, values in group("choice").items()}
-        if waiting := {name: rows.to(device) for name, rows in group("waiting").items()}:
-            self.waiting = [_Batch(state["waiting"], state["waiting_tokens"], waiting)]
+        groups: dict[str, dict[str, Tensor]] = {"kept": {}, "waiting": {}, "gram": {}, "choice": {}}
+        for key, tensor in state.items():
+            kind, _, name = key.partition("/")
+            if kind in groups:
+                features = kind in ("kept", "waiting") and name in self.families
+                groups[kind][name] = tensor.to(device) if features else tensor
+        self.kept, self.grams = groups["kept"], groups["gram"]
+        self.waiting = [groups["waiting"]] if groups["waiting"] else []
+        self.since_choice, self.dropped = state["counters"].tolist()
+        self.choices = {name: Choice(*values.tolist()) for name, values in groups["choice"].items()}
 
 
 def growth(completions: int) -> float:
@@ -257,8 +239,15 @@ def growth(completions: int) -> float:
     return completions * min((completions / LARGE) ** 2, 1.0)
 
 
+def _join(parts: Sequence[Scored]) -> Scored:
+    """Completions below each other; the last part has all that there is of them."""
+    return {name: joined([part[name] for part in parts if name in part]) for name in parts[-1]}
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of features below each other; lists of buckets or tokens of different length are padded with -1."""
+    """Rows below each other; lists of buckets or tokens of different length are padded with -1."""
+    if parts[0].ndim == 1:
+        return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
     padded = [part if part.shape[1] == width else F.pad(part, (0, width - part.shape[1]), value=-1) for part in parts]
     return torch.cat(padded)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grade.experiments.any_reward.measure.explained import ascent, fitted_ascent, own_tokens
+from grade.experiments.any_reward.measure.explained import ascent, fitted_ascent
 from grade.experiments.enumeration import completion_logps, every_completion, random_prompts, tiny_policy
 from grade.experiments.measured import progress
 from grade.gradients.distilled.families import ADDITIVE, Observed, make_family
@@ -34,7 +34,7 @@ from grade.gradients.policy_gradient import StepContext
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
-from grade.models.scoring import completion_states, predicting_hidden
+from grade.models.scoring import predicting_hidden
 from grade.rewards.base import Reward
 
 FAMILIES = (*ADDITIVE, "trunk")
@@ -76,7 +76,7 @@ class World(Reward):
         self.truth = flatten(torch.autograd.grad((logps.exp() * self.rewards).sum(1).mean(), parameters))
         self.probabilities = logps.detach().exp()
         many = prompts.repeat(len(ids)), ids.repeat(BATCH, 1), mask.repeat(BATCH, 1)
-        self.seen = Observed(*many, completion_states(policy, *many, [make_family("trunk", policy).depth]))
+        self.seen = Observed.of(policy, [make_family("trunk", policy)], *many)
         rows = []
         for row in range(len(self.seen.ids)):
             one = self.seen[slice(row, row + 1)]
@@ -122,7 +122,7 @@ class World(Reward):
         drawn = torch.multinomial(self.probabilities[prompts], GROUP, True, generator=generator)
         sample = self.scored(prompts, drawn)
         store = Store({family: made}, GROUP, n)
-        store.add({family: made.rows(sample.seen)}, sample.reward, own_tokens([sample.seen]))
+        store.add({family: made.rows(sample.seen)}, sample.reward, sample.seen.tokens)
         return store.fit(0)
 
     def r2(self, fit: Fit) -> float:
@@ -269,7 +269,7 @@ def _step(world: World, step: str, groups: int, axes: Tensor, generator: torch.G
     if step != "first step":
         learner.update_fit([world.drawn(learner, groups, generator)], context)
     if step == "earlier choice":
-        learner.store.add(sample.rows, sample.reward, own_tokens([sample.seen]))
+        learner.store.add(sample.rows, sample.reward, sample.seen.tokens)
         learner.fit = learner.store.fit_of(learner.fit.family, groups)
     else:
         learner.update_fit([sample], context)

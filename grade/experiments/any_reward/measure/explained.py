@@ -15,7 +15,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -24,14 +23,13 @@ from torch import Tensor
 from grade.errors import InputError
 from grade.experiments.any_reward.measure.rewards import BATCH_ROWS, Subject
 from grade.gradients.distilled.families import Family, Observed, layers_of, make_family
-from grade.gradients.distilled.learner import DistilledGradient, Sample
+from grade.gradients.distilled.learner import Sample
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out
-from grade.gradients.distilled.store import LARGE, Fit, Store
+from grade.gradients.distilled.store import LARGE, Store
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import StepContext
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import completion_states
 from grade.stats import jackknife_stderr
 from grade.training.logs import token_table
 
@@ -56,47 +54,17 @@ def scored_completions(
         raise InputError("completions", n, f"a multiple of {group}, up to {group * len(subject.prompts)}")
     generator = torch.Generator(backbone.device).manual_seed(seed)
     prompts = subject.prompts[slice(n // group)].repeat(group)
-    depths = sorted({family.depth for family in families.values() if family.depth is not None})
     seen, rewards, rows = [], defaultdict(list), defaultdict(list)
     for start in range(0, n, BATCH_ROWS):
         batch = prompts[slice(start, start + BATCH_ROWS)]
         ids, mask = generate(backbone, batch, subject.length, generator, min_new_tokens=subject.min_length,
                              stop_early=False)  # fmt: skip
-        seen.append(Observed(batch, ids, mask, completion_states(backbone, batch, ids, mask, depths)))
+        seen.append(Observed.of(backbone, families.values(), batch, ids, mask))
         for name, reward in subject.rewards.items():
             rewards[name].append(Objective(reward).score(backbone, batch, ids, mask).float())
         for name, family in families.items():
             rows[name].append(family.rows(seen[-1]))
     return *({name: torch.cat(parts) for name, parts in each.items()} for each in (rewards, rows)), seen
-
-
-def own_tokens(seen: Sequence[Observed]) -> Tensor:
-    """Tokens [n, T] for a `Store`: -1 where masked."""
-    return torch.cat([torch.where(part.mask.bool(), part.ids, -1) for part in seen])
-
-
-def fitted_ascent(
-    learner: DistilledGradient, sample: Sample, fit: Fit | None, hidden: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`ascent` with a reward distilled from other completions; without one the residual is `rloo`'s."""
-    groups = len(sample.reward) // learner.config.group
-    # The learner takes the fit without a prompt's own completions; of a fit on others, that is the fit itself.
-    learner.fit = fit and replace(fit, weights=fit.weights[:1].expand(1 + groups, -1))
-    return ascent(learner, sample, hidden)
-
-
-def ascent(learner: DistilledGradient, sample: Sample, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascent directions of plug-in and residual with the learner's own fit, by the hidden states [B, T, D] (a leaf).
-
-    Their sum is unbiased if the family is additive, and `rloo`'s otherwise.
-    """
-    rows = slice(0, len(sample.reward))
-    (*losses, _), _ = learner.losses_from(hidden, sample, rows, 0, Objective(None, 0.0))  # type: ignore[arg-type]
-    plug, residual = (
-        -torch.autograd.grad(loss, hidden, retain_graph=True)[0] if loss.requires_grad else torch.zeros_like(hidden)
-        for loss in losses
-    )
-    return plug, residual
 
 
 @torch.no_grad()
@@ -114,7 +82,8 @@ def explained_table(subject: Subject, sizes: Sequence[int], families: Sequence[s
     table = []
     for name, family in made.items():
         store = Store({name: family}, subject.group, max(sizes))
-        store.add({name: rows[name]}, next(iter(rewards.values())), own_tokens(seen))  # the Gram matrix is one for all
+        tokens = torch.cat([part.tokens for part in seen])
+        store.add({name: rows[name]}, next(iter(rewards.values())), tokens)  # the Gram matrix is one for all
         for n in sizes:
             spectrum = Spectrum.of(store.grams[name][:n, :n])
             for reward, values in rewards.items():
@@ -176,7 +145,7 @@ def fit_cost(subject: Subject, batch: int, completions: int) -> pd.DataFrame:
     noise = torch.Generator().manual_seed(0)
     for _ in range(math.ceil(completions / batch)):
         filled = _drawn_again(sample, batch, noise)
-        learner.store.add(filled.rows, filled.reward, own_tokens([filled.seen]))
+        learner.store.add(filled.rows, filled.reward, filled.seen.tokens)
     rest = []
     for step in range(COST_STEPS + 1):
         start = time.perf_counter()

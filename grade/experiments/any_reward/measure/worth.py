@@ -27,7 +27,7 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.experiments.any_reward.measure.explained import fitted_ascent, own_tokens, scored_completions
+from grade.experiments.any_reward.measure.explained import fitted_ascent, scored_completions
 from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Policy, RewardName, Subject
 from grade.experiments.measured import progress
 from grade.experiments.moments import moments, sketch, worth_interval
@@ -103,8 +103,8 @@ class Batches:
         self.fits: dict[tuple[str, str, int], Fit] = {}
         self.values: dict[tuple[str, int], Tensor] = {}
         rewards, features, seen = scored_completions(subject, self.learner.families, fitted[-1], seed)
-        states, mask = torch.cat([part.states.predicting for part in seen]), torch.cat([part.mask for part in seen])
-        tokens = own_tokens(seen)
+        states, mask = torch.cat([part.predicting for part in seen]), torch.cat([part.mask for part in seen])
+        tokens = torch.cat([part.tokens for part in seen])
         for reward, scores in rewards.items():
             for name, family in self.learner.families.items():
                 store = Store({name: family}, subject.group, fitted[-1])
@@ -159,7 +159,7 @@ class Batches:
     def _ppo(self, graph: ReplayGraph, sample: Sample, weights: Tensor) -> Tensor:
         """With generalised advantages, not whitened: that would only scale a batch."""
         seen = sample.seen
-        values = (_state_features(seen.states.predicting) @ weights) * seen.mask
+        values = (_state_features(seen.predicting) @ weights) * seen.mask
         reward = token_rewards(sample.reward, torch.zeros_like(values), seen.mask, 0.0).to(values.dtype)
         advantages, _ = gae(reward, values, seen.mask, 1.0, GAE_LAMBDA)
         leaf = graph.h.detach().requires_grad_()

@@ -74,7 +74,7 @@ def _first_order(s: Settings) -> pd.DataFrame:
     forward = float((p * terms.per_sequence(torch.zeros_like(terms.entropies))).sum(1).mean())
     reverse = float(exact_gradient(policy, prompts, length) @ vector)
     x = prompt_gradients(policy, samples, p * sequence_logps(policy, samples, 256), microbatch=256)
-    pair = -two_batch(x, vector.expand(2, -1)).value
+    pair = -two_batch(x, vector.expand(2, -1))[0]
     return pd.DataFrame(
         dict(eta=eta, exact=exact_change(policy, prompts, length, vector, eta), forward=eta * forward,
              reverse=eta * reverse, two_batch=eta * pair)
