@@ -332,7 +332,7 @@ BAD = {
     "a group that does not divide": (dict(method="rloo", num_generations=3), "num_generations: got 3; allowed: a div"),
     "a default group that does not": (
         dict(method="grpo", per_device_train_batch_size=6),
-        "num_generations: got 8; allowed: a divisor",
+        "num_generations: got None; allowed: a divisor",
     ),
     "a group of one": (dict(method="rloo", num_generations=1), "num_generations: got 1; allowed: at least 2 for rloo"),
     "minibatches": (

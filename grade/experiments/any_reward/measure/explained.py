@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -23,9 +24,9 @@ from torch import Tensor
 from grade.errors import InputError
 from grade.experiments.any_reward.measure.rewards import BATCH_ROWS, Subject
 from grade.gradients.distilled.families import Family, Observed, layers_of, make_family
-from grade.gradients.distilled.learner import Sample
+from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out
-from grade.gradients.distilled.store import LARGE, Store
+from grade.gradients.distilled.store import LARGE, Fit, Store
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import StepContext
 from grade.models.prompts import PromptBatch
@@ -65,6 +66,30 @@ def scored_completions(
         for name, family in families.items():
             rows[name].append(family.rows(seen[-1]))
     return *({name: torch.cat(parts) for name, parts in each.items()} for each in (rewards, rows)), seen
+
+
+def fitted_ascent(
+    learner: DistilledGradient, sample: Sample, fit: Fit | None, hidden: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`ascent` with a reward distilled from other completions; without one the residual is `rloo`'s."""
+    groups = len(sample.reward) // learner.config.group
+    # The learner takes the fit without a prompt's own completions; of a fit on others, that is the fit itself.
+    learner.fit = fit and replace(fit, weights=fit.weights[:1].expand(1 + groups, -1))
+    return ascent(learner, sample, hidden)
+
+
+def ascent(learner: DistilledGradient, sample: Sample, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascent directions of plug-in and residual with the learner's own fit, by the hidden states [B, T, D] (a leaf).
+
+    Their sum is unbiased if the family is additive, and `rloo`'s otherwise.
+    """
+    rows = slice(0, len(sample.reward))
+    (*losses, _), _ = learner.losses_from(hidden, sample, rows, 0, Objective(None, 0.0))  # type: ignore[arg-type]
+    plug, residual = (
+        -torch.autograd.grad(loss, hidden, retain_graph=True)[0] if loss.requires_grad else torch.zeros_like(hidden)
+        for loss in losses
+    )
+    return plug, residual
 
 
 @torch.no_grad()
