@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -39,7 +40,7 @@ from grade.models.adapter import (
 )
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_loaded, check_supported, probe
-from grade.models.sharding import Shards, shard_base, whole
+from grade.models.sharding import any_process, shard_base, whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -72,7 +73,7 @@ class Backbone(FrozenBase):
             refuse_adapted(model)
         check_supported(model)
         super().__init__(model, tokenizer)
-        self.shards: Shards | None = None
+        self.shards: dist.ProcessGroup | None = None
         probe(self)
         self.peft: PeftModel | None = None if wrapped is None else continued_adapter(wrapped)
         if adapter is not None:
@@ -137,7 +138,7 @@ class Backbone(FrozenBase):
 
         For loops whose length depends on the data: each pass of a sharded base needs all processes.
         """
-        return flag if self.shards is None else self.shards.any(flag)
+        return flag if self.shards is None else any_process(flag, self.shards, self.device)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:

@@ -14,11 +14,10 @@ import itertools
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -82,9 +81,7 @@ class PromptBatch:
         return PromptBatch(self.ids.to(device), self.mask.to(device), self.examples)
 
 
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_prompt_tokens: int, pad_to: int | None = None
-) -> PromptBatch:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_prompt_tokens: int) -> PromptBatch:
     """Tokenise prompts, keep the first ``max_prompt_tokens`` tokens of each, pad them on the left.
 
     Whether a text begins with BOS is up to the tokenizer; BOS counts as a token. A final EOS is removed, because a
@@ -95,22 +92,16 @@ def encode_prompts(
         tokenizer: The policy's tokenizer.
         texts: B prompts.
         max_prompt_tokens: Maximum number of tokens per prompt, at least 1.
-        pad_to: The width P. Default: the longest prompt of this batch.
 
     Returns:
         Ids and mask, int64 [B, P].
 
     Raises:
         InputError: If there are no prompts, for a prompt without text or without tokens, or if ``max_prompt_tokens``
-            is less than 1 or ``pad_to`` less than the longest prompt.
+            is less than 1.
     """
-    if max_prompt_tokens < 1:
-        raise InputError("max_prompt_tokens", max_prompt_tokens, "a whole number of at least 1")
-    texts = list(texts)
-    if not texts:
-        raise InputError("prompts", texts, "at least one prompt")
-    rows = _text_ids(tokenizer, texts, ["prompt"] * len(texts))
-    return PromptBatch(*_left_padded(tokenizer, [ids[:max_prompt_tokens] for ids in rows], pad_to))
+    rows = [{"prompt": text} for text in texts]
+    return replace(encode_examples(tokenizer, rows, max_prompt_tokens, "right", warn_raw=False), examples=None)
 
 
 def encode_examples(
@@ -143,10 +134,12 @@ def encode_examples(
         raise InputError("max_prompt_length", max_prompt_length, "a whole number of at least 1, or none")
     if truncation not in get_args(Truncation):
         raise InputError("truncation", truncation, f"one of {', '.join(get_args(Truncation))}")
-    examples, kept, shown = list(examples), [], []
+    examples = list(examples)
+    if not examples:
+        raise InputError("prompts", [], "at least one prompt")
     numbers = range(len(examples)) if rows is None else rows
-    encoded = _example_ids(tokenizer, examples, numbers, chat_template_kwargs, warn_raw)
-    for example, number, ids in zip(examples, numbers, encoded, strict=True):
+    encoded = _token_ids(tokenizer, examples, numbers, dict(chat_template_kwargs or {}), warn_raw)
+    for place, (ids, number) in enumerate(zip(encoded, numbers, strict=True)):
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             if truncation == "error":
                 limit = max_prompt_length
@@ -154,11 +147,13 @@ def encode_examples(
                 raise InputError(f"tokens of the prompt in row {number}", len(ids), allowed)
             ids = ids[-max_prompt_length:] if truncation == "left" else ids[:max_prompt_length]
             # Without the tokenizer's BOS, with the special tokens that a template wrote.
-            text = tokenizer.decode(ids, skip_special_tokens=isinstance(example["prompt"], str))
-            example = {**example, "prompt": text}
-        kept.append(ids)
-        shown.append(example)
-    return PromptBatch(*_left_padded(tokenizer, kept), tuple(shown))
+            text = tokenizer.decode(ids, skip_special_tokens=isinstance(examples[place]["prompt"], str))
+            encoded[place], examples[place] = ids, {**examples[place], "prompt": text}
+    padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    # Not `tokenizer.pad`, which needs a padding token.
+    ids = pad_sequence([torch.tensor(row) for row in encoded], True, padding, padding_side="left")
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in encoded], True, padding_side="left")
+    return PromptBatch(ids, mask, tuple(examples))
 
 
 def check_prompts(
@@ -215,69 +210,38 @@ def position_ids(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp_min(0)
 
 
-def _text_ids(tokenizer: Any, texts: list[str], fields: Sequence[str]) -> list[list[int]]:
-    """Token ids of plain texts, each without a final EOS; ``fields`` names the texts in errors."""
-    for field, text in zip(fields, texts, strict=True):
-        if re.search("[\ud800-\udfff]", text):  # half of a surrogate pair, which no tokenizer takes
-            raise InputError(field, text, "text that UTF-8 can store")
-    # A prompt of special tokens alone is empty, hence both encodings.
-    plain = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
-    for field, text, ids in zip(fields, texts, plain, strict=True):
-        if not text.strip() or not ids:
-            raise InputError(field, text, "text (not only white space) of at least one token")
-    encoded = tokenizer(texts, truncation=False, padding=False)["input_ids"]
-    return [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in encoded]
-
-
-def _left_padded(tokenizer: Any, rows: list[list[int]], pad_to: int | None = None) -> tuple[Tensor, Tensor]:
-    """Ids and mask, int64 [B, P]; P is ``pad_to``, by default the longest row.
-
-    Not `tokenizer.pad`, which needs a padding token.
-    """
-    width = max(map(len, rows))
-    if pad_to is not None and pad_to < width:
-        raise InputError("pad_to", pad_to, f"at least the {width} tokens of the longest prompt")
-    padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    ids, mask = padded(rows, padding, "left")
-    more = (0 if pad_to is None else pad_to - width, 0)
-    return F.pad(ids, more, value=padding), F.pad(mask, more)
-
-
-def _example_ids(
-    tokenizer: Any,
-    examples: Sequence[Mapping[str, Any]],
-    numbers: Sequence[int],
-    chat_template_kwargs: Mapping[str, Any] | None,
+def _token_ids(
+    tokenizer: Any, examples: Sequence[Mapping[str, Any]], numbers: Sequence[int], options: dict[str, Any],
     warn_raw: bool,
-) -> list[list[int]]:
-    """Token ids of each row's prompt, not cut."""
-    if not examples:
-        raise InputError("prompts", [], "at least one prompt")
+) -> list[list[int]]:  # fmt: skip
+    """Token ids of each row's prompt, not cut; a text's without a final EOS."""
     prompts = [_prompt_of(*pair) for pair in zip(examples, numbers, strict=True)]
-    messages = not isinstance(prompts[0], str)
-    fields = [f"prompt in row {number}" for number in numbers]
+    fields, messages = [f"prompt in row {number}" for number in numbers], not isinstance(prompts[0], str)
     for field, prompt in zip(fields, prompts, strict=True):
         if isinstance(prompt, str) == messages:
             raise InputError(field, prompt, f"{'messages' if messages else 'text'}, as in the rows before it")
-    options = dict(chat_template_kwargs or {})
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
-    if not messages:
+    if messages and not template:
+        raise InputError(fields[0], prompts[0], "text, because the model's tokenizer has no chat template")
+    if messages:
+        encoded = checked = []
+        for field, prompt in zip(fields, prompts, strict=True):
+            continued = prompt[-1]["role"] == "assistant"
+            with reading(field, str(prompt), "messages that the chat template accepts", Exception):
+                encoded.append(tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
+                    **options,
+                ))  # fmt: skip
+    else:
         if template and warn_raw:
             _warn_of_raw_text()
-        return _text_ids(tokenizer, prompts, fields)
-    if not template:
-        raise InputError(fields[0], prompts[0], "text, because the model's tokenizer has no chat template")
-    encoded = []
-    for field, prompt in zip(fields, prompts, strict=True):
-        continued = prompt[-1]["role"] == "assistant"
-        with reading(field, str(prompt), "messages that the chat template accepts", Exception):
-            ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
-                **options,
-            )  # fmt: skip
-        encoded.append(ids)
-        if not ids:
-            raise InputError(field, prompt, "messages that the chat template turns into at least one token")
+        # A prompt of special tokens alone is empty, hence both encodings.
+        checked = tokenizer(prompts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+        encoded = tokenizer(prompts, truncation=False, padding=False)["input_ids"]
+        encoded = [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in encoded]
+    for field, prompt, ids in zip(fields, prompts, checked, strict=True):
+        if not ids or not str(prompt).strip():
+            raise InputError(field, prompt, "text (not only white space) of at least one token")
     return encoded
 
 
@@ -287,6 +251,8 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
         raise InputError(f"columns of row {number}", list(example), 'one of them "prompt"')
     prompt = example["prompt"]
     if isinstance(prompt, str):
+        if re.search("[\ud800-\udfff]", prompt):  # half of a surrogate pair, which no tokenizer takes
+            raise InputError(f"prompt in row {number}", prompt, "text that UTF-8 can store")
         return prompt
     if not isinstance(prompt, (list, tuple)):
         raise InputError(f"prompt in row {number}", prompt, 'text, or a list of messages {"role", "content"}')

@@ -14,7 +14,7 @@ float32 factors beside a bfloat16 base need no unit of their own. Frozen weights
 reduced or scattered.
 
 All processes must gather equally often, or they wait for each other for ever. So all make the same passes; where the
-number depends on the data (early ends, tolerances), they agree by `Shards.any`.
+number depends on the data (early ends, tolerances), they agree by `any_process`.
 
 Left out: offloading to the CPU, replicas of shards (HSDP), parts of a layer on several devices.
 """
@@ -128,30 +128,20 @@ def whole(*tables: Tensor) -> Iterator[None]:
         yield
 
 
-class Shards:
-    """The processes that hold a base together, with their weights on a device."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self._device = group, device
-        self._alone = group.size() == 1 or dist.get_backend(group) == "fake"  # a trace has no other processes
-
-    def any(self, flag: bool) -> bool:
-        """Whether a flag is set on any process. A collective operation."""
-        if self._alone:
-            return flag
-        flags = torch.tensor(int(flag), device=self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(flags)
+def any_process(flag: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a flag is set on any process. A collective operation."""
+    if group.size() == 1 or dist.get_backend(group) == "fake":  # a trace has no other processes
+        return flag
+    flags = torch.tensor(int(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags)
 
 
-def shard_base(model: PreTrainedModel, device: torch.device) -> Shards:
+def shard_base(model: PreTrainedModel, device: torch.device) -> dist.ProcessGroup:
     """Divide a base among all processes, in place; each must have loaded the same one, and must call this.
 
     The base is on the CPU or on the device, and moves there layer by layer. With device meta there are no data, for a
-    trace. Its embedding table and head become sharded tables; tied ones stay one.
-
-    Raises:
-        InputError: If the base has no list of layers.
+    trace. Its embedding table and head become sharded tables; tied ones stay one. Returns the group of processes.
     """
     decoder, tables = model.base_model, (model.get_input_embeddings(), model.get_output_embeddings())
     mesh = init_device_mesh("cpu" if device.type == "meta" else device.type, (dist.get_world_size(),))
@@ -162,16 +152,15 @@ def shard_base(model: PreTrainedModel, device: torch.device) -> Shards:
     for p in adapter:
         p.data = p.data.to(device)
         dist.broadcast(p.data, src=0, group=group)
-    sharded: dict[int, nn.Parameter] = {}
-    for table in tables:
-        weight = table.weight
-        if id(weight) not in sharded:
-            sharded[id(weight)] = nn.Parameter(ShardedTable(RowShards(weight.data, group, device)), requires_grad=False)
+    weights = {id(table.weight): table.weight.data for table in tables}  # one, if they are tied
+    sharded = {key: nn.Parameter(ShardedTable(RowShards(data, group, device)), False) for key, data in weights.items()}
     for table in tables:
         table.weight = sharded[id(table.weight)]
     ignored = {*sharded.values(), *adapter}
     try:
-        for layer in _layers(decoder):
+        if not (layers := _layers(decoder)):
+            raise ValueError("it has no list of layers")
+        for layer in layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
         fully_shard(decoder, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
     except ValueError as error:
@@ -186,7 +175,7 @@ def shard_base(model: PreTrainedModel, device: torch.device) -> Shards:
             module.set_force_sum_reduction_for_comms(True)
     for p in set(model.parameters()) - set(decoder.parameters()) - set(sharded.values()):  # a head's bias
         p.data = p.data.to(device)
-    return Shards(group, device)
+    return group
 
 
 def _name_recorded_outputs(decoder: nn.Module) -> None:
@@ -197,20 +186,11 @@ def _name_recorded_outputs(decoder: nn.Module) -> None:
         _CAN_RECORD_REGISTRY[decoder] = decoder._can_record_outputs
 
 
-def _layers(decoder: nn.Module) -> list[nn.Module]:
+def _layers(module: nn.Module) -> list[nn.Module]:
     """The modules in a decoder's outermost lists: its layers."""
     layers: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                layers.extend(child)
-            else:
-                visit(child)
-
-    visit(decoder)
-    if not layers:
-        raise InputError("backbone", type(decoder).__name__, "a model with a list of layers, to be sharded by layer")
+    for child in module.children():
+        layers += child if isinstance(child, nn.ModuleList) else _layers(child)
     return layers
 
 

@@ -176,7 +176,7 @@ def test_a_base_sharded_in_one_process_computes_what_it_did(name):
         assert fingerprint(backbone.model) == known and held_bytes(backbone) == nbytes
         shards = backbone.shards
         backbone.shard(CPU)  # a second time: nothing
-        assert backbone.shards is shards and shards.any(True) and not shards.any(False)
+        assert backbone.shards is shards and backbone.anywhere(True) and not backbone.anywhere(False)
 
 
 def assert_divided(backbone):
@@ -200,7 +200,7 @@ def test_a_process_of_two_holds_half_the_base_and_all_of_the_adapter():
         backbone.shard(CPU)
         # 23 rows: 12 in each process, one of the second's is padding; all other sizes are even.
         assert held_bytes(backbone) == adapter + (total - adapter - table) // 2 + 12 * 16 * 4
-        assert backbone.shards.any(False) is False and backbone.anywhere(True) is True
+        assert backbone.anywhere(False) is False and backbone.anywhere(True) is True
         assert fingerprint(backbone.decoder) and fingerprint(backbone.embedding)
 
 
