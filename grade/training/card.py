@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from grade.gradients.methods import AUTO, RELAXED
+from grade.gradients.methods import RELAXED
 from grade.results import environment
 from grade.stats import Estimate
 from grade.training.config import TrainConfig
@@ -52,31 +52,24 @@ _NOT_SET_PREFIXES = ("hub_", "push_", "trackio_", "log_level")
 
 def model_card(
     args: GradeConfig,
+    before: Evaluation | None,
+    after: Evaluation | None,
     *,
     name: str,
     base: str,
-    rewards: Sequence[str],
-    train_data: str,
-    eval_data: str,
-    steps: int,
-    before: Evaluation | None,
-    after: Evaluation | None,
-    lora: tuple[int, int, Sequence[str]],
-    adapter: str = ".",
+    method: str,
     samples: int = SAMPLES,
-    command: str = "",
-    method: str = "",
     tags: Sequence[str] = (),
     datasets: Sequence[str] = (),
     about: dict[str, Any] | None = None,
+    **facts: Any,
 ) -> str:
     """The text of a card, metadata first.
 
-    ``base`` is a Hugging Face id or folder, empty for a model that was made in memory; ``lora`` the adapter's rank,
-    alpha and layers; ``adapter`` where it is, seen from the card; ``method`` what ``auto`` chose; ``datasets``
-    Hugging Face ids; ``about`` further metadata.
+    ``base`` is a Hugging Face id or folder, empty for a model that was made in memory; ``method`` the one that trained;
+    ``datasets`` Hugging Face ids; ``about`` further metadata; ``facts`` what the template names besides.
     """
-    method, about, on_hub = method or args.method, dict(about or {}), is_hub_id(base)
+    about, on_hub = dict(about or {}), _is_hub_id(base)
     if on_hub:
         about = {"base_model": base, "base_model_relation": "adapter"} | about
         base = f"[{base}](https://huggingface.co/{base})"
@@ -87,25 +80,11 @@ def model_card(
         tags=list(dict.fromkeys([*TAGS, *tags])), datasets=list(datasets) or None, **about,
     )  # fmt: skip
     paper, link = GRADE if method in RELAXED else PAPERS[method]
-    completions = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    beta = f"{args.beta:g}"
-    if args.target_kl is not None:
-        beta += f" at the start, then adjusted for a KL of {args.target_kl:g} nats per completion"
-    rank, alpha, layers = lora
-    training = {
-        "base model": base, "reward": " + ".join(f"`{reward}`" for reward in rewards), "prompts": train_data,
-        "held-out prompts": eval_data, "adapter": f"LoRA of rank {rank}, alpha {alpha}, on {', '.join(layers)}",
-        "steps": f"{steps}, of {completions} completions",
-        "completion length": f"at most {args.max_completion_length} tokens",
-        "learning rate": f"{args.learning_rate:g}", "weight of KL (beta)": beta,
-        "temperature": f"{args.temperature:g}", "seed": str(args.seed),
-    }  # fmt: skip
     card = ModelCard.from_template(
-        data, template_path=str(TEMPLATE), name=name, base=base, on_hub=on_hub, method=method, paper=paper, link=link,
-        chosen=args.method == AUTO, figures=_figures(before, after), training=training,
-        samples=_samples(before, after, samples), place=name if adapter == "." else f"{name}/{adapter}",
-        quoted=shlex.quote(name), command=command and _fenced(command, "bash", None),
-        versions={k: v for k, v in environment().items() if k in ("torch", "transformers", "peft") and v},
+        data, template_path=str(TEMPLATE), args=args, name=name, base=base, on_hub=on_hub, method=method, paper=paper,
+        link=link, figures=_figures(before, after), before=before, after=after, quoted=shlex.quote(name),
+        shown=range(min(samples, SAMPLES, len(before.prompts), len(after.prompts)) if before and after else 0),
+        fenced=_fenced, versions=environment(), **facts,
     )  # fmt: skip
     return f"{card}\n"
 
@@ -129,18 +108,6 @@ def _values(evaluation: Evaluation | None) -> dict[str, Any]:
     values = {"reward": evaluation.reward} | {f"reward `{name}`": part for name, part in parts.items()}
     values |= {"gold judge": evaluation.gold, "KL to the base, nats per token": evaluation.kl}
     return {label: each for label, each in values.items() if len(each) and np.isfinite(each).all()}
-
-
-def _samples(before: Evaluation | None, after: Evaluation | None, most: int) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Prompts, each with its completions before and after."""
-    if before is None or after is None:
-        return []
-    shown = min(most, SAMPLES, len(after.prompts), len(before.prompts))
-    return [
-        (_fenced(after.prompts[i]), [(label, f"{e.reward[i]:.4g}", _fenced(e.completions[i]))
-                                     for label, e in (("Before", before), ("After", after))])
-        for i in range(shown)
-    ]  # fmt: skip
 
 
 def command_of(config: TrainConfig) -> str:
@@ -179,7 +146,7 @@ def without_places(value: Any) -> Any:
     return prefix + path.name if path.is_absolute() or {"..", "~"} & set(path.parts) else value
 
 
-def is_hub_id(name: str) -> bool:
+def _is_hub_id(name: str) -> bool:
     """Whether a base's name is an id of the Hugging Face hub, not a folder here."""
     try:
         validate_repo_id(name)
@@ -191,7 +158,7 @@ def is_hub_id(name: str) -> bool:
 def hub_dataset(source: str) -> str:
     """The Hugging Face id of a dataset, or empty where it is a file."""
     name = source.partition(":")[0]
-    return name if "/" in name and not Path(name).exists() and is_hub_id(name) else ""
+    return name if "/" in name and not Path(name).exists() and _is_hub_id(name) else ""
 
 
 def _yaml(value: Any) -> str:

@@ -30,7 +30,7 @@ from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
-from grade.training.card import SAMPLES, command_of, hub_dataset, model_card, without_places
+from grade.training.card import command_of, hub_dataset, model_card, without_places
 from grade.training.evaluate import Evaluation
 from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, last_checkpoint, not_written
 from grade.training.load import Prompts, Task, load_task
@@ -235,13 +235,13 @@ def _card(config: TrainConfig, result: RunResult, name: str, adapter: str) -> st
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     data = [hub for source in (config.train_dataset, config.eval_dataset) if (hub := hub_dataset(source))]
     return model_card(
-        config, name=name, base=config.base_name or config.model, rewards=[without_places(spec) for spec in rewards],
+        config, result.before, result.after, name=name, place=f"{name}/{adapter}".removesuffix("/."),
+        base=config.base_name or config.model, method=result.method or config.method, samples=config.samples,
+        rewards=[without_places(spec) for spec in rewards], steps=result.step, rank=config.lora.r,
+        alpha=config.lora.alpha, layers=config.lora.target_modules,
         train_data=f"`{without_places(config.train_dataset)}`",
-        eval_data=f"`{without_places(config.eval_dataset)}`" if config.eval_dataset else "",
-        steps=result.step, before=result.before, after=result.after,
-        lora=(config.lora.r, config.lora.alpha, config.lora.target_modules), adapter=adapter,
-        samples=min(config.samples, SAMPLES), command=command_of(config), method=result.method,
-        datasets=list(dict.fromkeys(data)),
+        eval_data=config.eval_dataset and f"`{without_places(config.eval_dataset)}`",
+        command=command_of(config), datasets=list(dict.fromkeys(data)),
     )  # fmt: skip
 
 

@@ -530,23 +530,22 @@ class GradeTrainer(Trainer):
         dataset_tags: str | list[str] | None = None, dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:  # fmt: skip
-        """As ``Trainer.create_model_card``, with figures and completions of the evaluations before and after."""
+        """As ``Trainer.create_model_card`` (less ``dataset_args``), with the evaluations before and after training."""
         if not self.is_world_process_zero():
             return
         output, step = Path(self.args.output_dir), self.state.global_step
         about = {"language": language, "license": license, "pipeline_tag": (_listed(tasks) or [None])[0]}
-        words, brackets = ", ".join(_listed(dataset) or _listed(dataset_tags)), ", ".join(_listed(dataset_args))
-        words = words and f"{words} ({brackets})" if brackets else words
+        words = ", ".join(_listed(dataset) or _listed(dataset_tags))
         train, sets = self.train_dataset, self.eval_dataset
         held_out = sets if isinstance(sets, dict) else {} if sets is None else {"": sets}
         lora = self.backbone.peft.peft_config[self.backbone.peft.active_adapter]
         card = model_card(
-            self.args, name=model_name or output.resolve().name, rewards=list(self.rewards.names), steps=step,
+            self.args, self.saved_evaluation(0), self.saved_evaluation(step) if step else None,
+            name=model_name or output.resolve().name, method=self.args.method, rewards=self.rewards.names, steps=step,
             base=finetuned_from or getattr(self.backbone.model.config, "_name_or_path", ""),
             train_data=", ".join(filter(None, (words, "" if train is None else f"{len(train)} rows"))),
             eval_data="; ".join(f"{name}: {len(rows)} rows".removeprefix(": ") for name, rows in held_out.items()),
-            before=self.saved_evaluation(0), after=self.saved_evaluation(step) if step else None,
-            lora=(lora.r, lora.lora_alpha, sorted(_listed(lora.target_modules))), tags=_listed(tags),
+            rank=lora.r, alpha=lora.lora_alpha, layers=sorted(_listed(lora.target_modules)), tags=_listed(tags),
             datasets=_listed(dataset_tags), about={name: value for name, value in about.items() if value},
         )  # fmt: skip
         write_text(output / "README.md", card)
