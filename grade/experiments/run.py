@@ -6,9 +6,9 @@ An experiment is a folder with
   colour never costs a measurement;
 - ``metrics.py``, ``figures.py``, ``claims.yaml``: what is computed from the tables, drawn and judged in seconds.
 
-The notebook opens a `Run`. It reads the tables from ``measured_dir`` where a stage of the pipeline has written them,
-and measures them itself where it has not. Times differ from run to run; whatever holds one goes to a folder ``timings``
-of its own, and everything else stays the same bytes.
+The notebook opens a `Run`. It reads the tables from ``measured_dir`` where a stage of the pipeline has written them, or
+the published ones of its ``profile``, and measures toy sizes where there are none. Times differ from run to run;
+whatever holds one goes to a folder ``timings`` of its own, and everything else stays the same bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from IPython.display import Markdown, display
 from matplotlib.figure import Figure
 
 from grade.config import read_values
+from grade.errors import InputError
 from grade.experiments.claims import Claim, claims_table, write_claims
 from grade.experiments.measured import Experiment, Tables, write_environment, write_table
 from grade.pipeline.params import profile_values
@@ -51,14 +52,17 @@ class Run:
         _enter_project()
         values = {name: parameters[name] for name in experiment.Settings.model_fields}
         self.profile, measured_dir = parameters["profile"], parameters["measured_dir"]
+        self.settings = experiment.Settings.parse(values, "parameters")
         if self.profile and not measured_dir:  # the pipeline gives both, and the values of the key that it runs
+            if self.settings != experiment.Settings():
+                raise InputError("profile", self.profile, '"", with which sizes of the parameters cell are measured')
             values |= profile_values(Path.cwd(), self.profile, self.name)
-            if "runs_dir" in values and not values["runs_dir"]:
-                values["runs_dir"] = f"{_outputs(self.profile)}/train"
             folder = f"{_outputs(self.profile)}/{self.name}/measured"
-            measured_dir = folder if Path(folder).is_dir() else ""
-        source = f"{self.name}.yaml of profile {self.profile}" if self.profile else "parameters"
-        self.settings = experiment.Settings.parse(values, source)
+            if Path(folder).is_dir():
+                measured_dir = folder
+                if "runs_dir" in values and not values["runs_dir"]:
+                    values["runs_dir"] = f"{_outputs(self.profile)}/train"
+                self.settings = experiment.Settings.parse(values, f"{self.name}.yaml of profile {self.profile}")
         self.toy = self.profile == "smoke" or self.settings == experiment.Settings()
         self.folder = Path(parameters["output_dir"])
         self.tables = Tables(experiment, self.settings, measured_dir)
@@ -87,7 +91,7 @@ class Run:
     def verdicts(self, claims: Iterable[Claim]) -> None:
         """Show the verdicts; none are given on toy sizes, and the figures of timed ones stand below ``timings``."""
         if self.toy:
-            _display(Markdown('No verdicts: these are toy sizes. Set `profile = "cpu"` in the parameters cell.'))
+            _display(Markdown('No verdicts: these are toy sizes.'))
             return
         table = claims_table([claim.without_times() if _executed() else claim for claim in claims])
         with pd.option_context("display.max_colwidth", None, "display.max_rows", None):

@@ -93,7 +93,7 @@ def test_a_toy_says_so_and_is_given_no_verdict(project, shown):
     assert run.toy and TOY in shown[0]
     run.verdicts(CLAIMS)
     assert "No verdicts" in shown[1] and len(shown) == 2
-    assert Run(TOY_EXPERIMENT, parameters(profile="smoke", size=1)).toy
+    assert Run(TOY_EXPERIMENT, parameters(profile="smoke")).toy
 
 
 def test_a_profile_gives_the_values_and_the_tables_that_are_measured(project, shown):
@@ -103,6 +103,13 @@ def test_a_profile_gives_the_values_and_the_tables_that_are_measured(project, sh
     assert len(run.tables["roots"]) == 1
     with pytest.raises(InputError, match="profile: got 'lost'; allowed: one of cpu, smoke"):
         Run(TOY_EXPERIMENT, parameters(profile="lost"))
+    with pytest.raises(InputError, match='profile: got .cpu.; allowed: "", with which sizes'):
+        Run(TOY_EXPERIMENT, parameters(profile="cpu", size=3))  # nobody's sizes are dropped without a word
+
+
+def test_where_nothing_is_published_a_notebook_measures_its_toy(project, shown):
+    run = Run(TOY_EXPERIMENT, parameters(profile="cpu"))
+    assert run.toy and run.settings == Settings() and TOY in shown[0]
 
 
 def test_an_executed_notebook_holds_no_times(project, shown, monkeypatch):
