@@ -5,43 +5,35 @@ import math
 import pytest
 
 from grade.experiments.intuitor.claims import intuitor_claims
-from grade.experiments.intuitor.measure import study as intuitor
 from grade.experiments.intuitor.measure import tables as experiment
 from grade.experiments.intuitor.metrics import metrics, peaks_by_length
 from grade.experiments.measured import Tables
-from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import zero3_share
 from grade.memory.shapes import QWEN25_1_5B
 from grade.memory.trace import trace
 
-
-@pytest.fixture(scope="module")
-def toy():
-    backbone, texts = load_policy("", "", "")
-    return backbone, *text_sequences(backbone, texts, 2, 4, 6)
+DOCUMENT = experiment.Settings(model="qwen2.5-1.5b", table_batch=64, table_tokens=6144)
 
 
 def test_the_documents_table_by_hand():
-    rows = intuitor.memory_table(QWEN25_1_5B, 64, 6144).set_index("row").by_formula_gb
+    rows = experiment.TABLES["formulas"](DOCUMENT).set_index("row").by_formula_gb
     assert rows["full logits"] == 64 * 6144 * 151_936 * 4 / 1e9
     assert rows["optimizer"] == 2 * 4 * 1_543_714_304 / 1e9
     assert rows["model activations"] == 28 * 64 * 6144 * 1536 * 2 / 1e9
     assert rows["gradients of the logits"] == 0
 
 
-def test_self_certainty_is_exact_on_samples_and_the_documents_formula_is_not(toy):
-    backbone, prompts, _ = toy
-    hidden, logits, mask, group = intuitor.certainty_samples(backbone, prompts, 6, group=3)
-    assert group.tolist() == [0, 0, 0, 1, 1, 1] and logits.shape[:2] == mask.shape
-    figures, scores = intuitor.certainty_figures(backbone, hidden, logits, mask, group, chunk=16)
+def test_self_certainty_is_exact_on_samples_and_the_documents_formula_is_not(tables):
+    figures, scores = tables["certainty"], tables["scores"]
+    assert scores.group.tolist() == [prompt for prompt in range(4) for _ in range(4)]
     assert figures["chunked_max_abs_error"] < 1e-4 < figures["document_offset"]
-    assert (figures["completions"], figures["tokens"]) == (6, int(mask.sum()))
+    assert figures["completions"] == 16 and 16 * 4 <= figures["tokens"] <= 16 * 6
     spread = scores.groupby("group").self_certainty.std().mean()
     assert figures["within_group_sd"] == pytest.approx(spread)
 
 
 def test_raising_one_logit_moves_the_right_value_and_not_the_documents():
-    sweep = intuitor.peak_sweep(151_936, [5, 35])
+    sweep = experiment.TABLES["sweep"](experiment.Settings(sweep_vocab=151_936, chunk=1024))
     # The peak dominates at 35: logsumexp = 35, the mean of N(0, 4) is about 0.
     assert sweep.published.iloc[-1] == pytest.approx(35, abs=0.05)
     # logsumexp of V draws of N(0, 4): log V + 2; one chunk of 149 follows the peak.
@@ -50,11 +42,12 @@ def test_raising_one_logit_moves_the_right_value_and_not_the_documents():
 
 
 def test_settings_are_answered_by_the_planner():
-    table = intuitor.settings_fit("tiny", 32, (64, 64), 2, 10**12)
+    sizes = dict(settings_prompt_tokens=32, settings_new_tokens=[64, 64], gpus=2)
+    table = experiment.TABLES["fits"](experiment.Settings(**sizes, budget_gb=1000))
     assert table.fits.tolist() == table.needed.tolist() == [8, 8, 32, 32]
-    small = intuitor.full_update("tiny", 32, 64, batch_size=2, logits="all", self_certainty=True)
+    small = experiment.Settings().update(32, 64, logits="all", self_certainty=True).changed(batch_size=2)
     budget = zero3_share(trace(small), small, 2).peak
-    assert intuitor.settings_fit("tiny", 32, (64, 64), 2, budget).fits.iloc[0] == 2
+    assert experiment.TABLES["fits"](experiment.Settings(**sizes, budget_gb=budget / 1e9)).fits.iloc[0] == 2
 
 
 def test_document_004_has_its_verdicts():
@@ -64,7 +57,7 @@ def test_document_004_has_its_verdicts():
              "sweep_published", "sweep_document", "chunked_max_abs_error", "half_max_abs_error", "within_group_sd",
              "bfloat16_max_abs_error")  # fmt: skip
     figures |= {f"intuitor/{name}": 1.0 for name in names}
-    rows = intuitor.memory_table(QWEN25_1_5B, 64, 6144).set_index("row").by_formula_gb.to_dict()
+    rows = experiment.TABLES["formulas"](DOCUMENT).set_index("row").by_formula_gb.to_dict()
     steps = ("PPO, dense logits", "Intuitor, dense logits", "PPO, logits in chunks", "Intuitor, logits in chunks")
     peaks = {6144: dict.fromkeys(steps, 10.0)}
     claims = {c.claim: c for c in intuitor_claims(QWEN25_1_5B, rows, peaks, figures)}

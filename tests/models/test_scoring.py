@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.errors import InputError
-from grade.experiments.intuitor.measure.study import chunked_over_vocabulary
+from grade.experiments.intuitor.measure.tables import chunked_over_vocabulary
 from grade.experiments.traced import saved_bytes
 from grade.models.head import CHUNK_ROWS, Head, certainty_of_logits, entropy, self_certainty
 from grade.models.sampling import generate

@@ -8,7 +8,7 @@ from typing import Any
 
 from grade.experiments.claims import Claim, in_units, judge
 from grade.experiments.formulas import rows_bytes
-from grade.experiments.intuitor.measure.study import SETTINGS, STATED_GB
+from grade.experiments.intuitor.measure.tables import SETTINGS, STATED_GB
 from grade.memory.shapes import ModelShape
 
 LENGTH = 6144  # tokens at which the document states its sizes
@@ -19,7 +19,7 @@ def intuitor_claims(
 ) -> list[Claim]:
     """A verdict on each claim of document 004.
 
-    From its model, GB by formula and row of `grade.experiments.intuitor.measure.study.memory_table`, traced GB by
+    From its model, GB by formula and row of `grade.experiments.intuitor.measure.tables.memory_table`, traced GB by
     length and step, and the figures of ``metrics``.
     """
     nearest = min(peaks, key=lambda n: abs(n - LENGTH))

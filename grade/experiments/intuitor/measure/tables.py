@@ -1,20 +1,44 @@
-"""The tables of the experiment on Intuitor, and the settings that they depend on."""
+"""The tables of the experiment on Intuitor: what its reward costs beside PPO, and what document 004's formula measures.
+
+Memory is traced on the step that computes it (`grade.experiments.traced`); self-certainty is measured on real text.
+"""
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from grade.config import Config
-from grade.experiments.intuitor.measure import study
+from grade.experiments.formulas import adamw_bytes, checkpoint_bytes, parameter_count, rows_bytes, weights_bytes
 from grade.experiments.setting import load_policy, text_sequences
-from grade.experiments.traced import categories_table, shape_of, timelines_table
-from grade.memory.trace import Trace, trace
+from grade.experiments.traced import PolicyStepConfig, categories_table, shape_of, timelines_table, zero3_share
+from grade.memory.plan import plan, remembering
+from grade.memory.trace import Trace, trace, trace_all
+from grade.models.backbone import Backbone
+from grade.models.head import certainty_of_logits, self_certainty
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import generate
+from grade.models.scoring import completion_certainty, predicting_hidden
 
-PEAKS = (5, 10, 15, 20, 25, 30, 35)
+STATED_GB = {2048: (8, 160), 4096: (13, 320), 6144: (18, 480), 8192: (23, 640)}
+"""The document's scaling table: tokens to GB of PPO and of Intuitor."""
+
+SETTINGS = {"conservative": (8, 0), "aggressive": (32, 1)}
+"""The document's settings for eight GPUs: sequences per GPU, and which of two response lengths."""
+_STEPS = {
+    "PPO, dense logits": dict(logits="all"),
+    "Intuitor, dense logits": dict(logits="all", self_certainty=True),
+    "PPO, logits in chunks": dict(logits="chunked"),
+    "Intuitor, logits in chunks": dict(logits="chunked", self_certainty=True),
+}
+"""The updates that are traced: PPO's and Intuitor's, one sequence per microbatch."""
+_PEAKS = (5, 10, 15, 20, 25, 30, 35)
 """Heights of the one logit that is raised."""
 
 
@@ -43,45 +67,164 @@ class Settings(Config):
     sweep_vocab: int = Field(512, ge=2, description="V of the sweep")
     processes: int = Field(1, ge=1, description="traces that run at once")
 
+    def update(self, prompt: int, new: int, **options) -> PolicyStepConfig:
+        """The document's update: all weights trained, a reference copy, layers checkpointed."""
+        return PolicyStepConfig(
+            model=self.model, prompt_tokens=prompt, max_new_tokens=new, batch_size=1, adapter="full", base_copies=2,
+            gradient_checkpointing=True, **options,
+        )  # fmt: skip
+
+    @cached_property
+    def configs(self) -> dict[tuple[int, str], PolicyStepConfig]:
+        """Updates by length and step."""
+        return {(n, step): self.update(n // 3, n - n // 3, **options) for n in self.lengths
+                for step, options in _STEPS.items()}  # fmt: skip
+
     @cached_property
     def traces(self) -> dict[tuple[int, str], Trace]:
-        """One GPU's share of each update, by length and step."""
-        return study.length_traces(self.model, self.lengths, self.gpus, self.processes)
+        """One GPU's share of each update."""
+        whole = trace_all(self.configs, self.processes)
+        return {key: zero3_share(whole[key], config, self.gpus) for key, config in self.configs.items()}
 
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:
-        """Figures of the scores, and the scores; see `study.certainty_figures`."""
+        """Figures of the scores, and the scores."""
         adapter = str(Path(self.runs_dir) / self.trained_run / "adapter") if self.trained_run else ""
         backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
         prompts, _ = text_sequences(backbone, texts, self.measured_prompts, self.measured_prompt_tokens, 1)
-        samples = study.certainty_samples(backbone, prompts, self.measured_new_tokens, self.group)
-        return study.certainty_figures(backbone, *samples, chunk=self.chunk)
+        return _certainties(backbone, prompts, self.measured_new_tokens, self.group, self.chunk)
+
+
+def _formulas(s: Settings) -> pd.DataFrame:
+    """The document's table, row by row: the stated size and what the same formula gives."""
+    shape, batch, length = shape_of(s.model), s.table_batch, s.table_tokens
+    params = parameter_count(shape)
+    rows = [
+        ("model parameters", 3, weights_bytes(shape), "bfloat16"),
+        ("model activations", 1.2, checkpoint_bytes(shape, batch, length),
+         f"inputs of all {shape.layers} layers, bfloat16"),
+        ("log-probabilities", 0.0008, rows_bytes(batch, length, 1), "[B, T] float32"),
+        ("gradients", 3, weights_bytes(shape), "bfloat16"),
+        ("optimizer", 6, adamw_bytes(params), "two float32 moments"),
+        ("full logits", 234, rows_bytes(batch, length, shape.vocab), "[B, P + T, V] float32, all at once"),
+        ("gradients of the logits", 234, 0, "none: self-certainty has no gradient"),
+        ("self-certainty", 0.0046, rows_bytes(batch, length, 1), "[B, T] float32"),
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["row", "stated_gb", "by_formula_gb", "formula"])
+    return table.assign(by_formula_gb=table.by_formula_gb / 1e9)
+
+
+@torch.no_grad()
+def _certainties(
+    backbone: Backbone, prompts: PromptBatch, new: int, group: int, chunk: int
+) -> tuple[dict[str, float], pd.DataFrame]:
+    """Self-certainty of sampled completions beside the document's formula, and its error in narrow types.
+
+    Figures in nats, and a table with one row per completion: its prompt's number, self-certainty, the document's score.
+    ``document_offset`` is the mean absolute difference per token between the document's formula and ``logsumexp -
+    mean``, which it is meant to compute.
+    """
+    index, many = torch.arange(len(prompts)).repeat_interleave(group), prompts.repeat(group)
+    generator = torch.Generator(backbone.device).manual_seed(0)
+    ids, mask = generate(backbone, many, new, generator, min_new_tokens=min(4, new))
+    hidden = predicting_hidden(backbone, many, ids)
+    logits = backbone.head(hidden)  # [N, T, V], float32
+    right = self_certainty(backbone.head, hidden.flatten(0, 1)).view(mask.shape)
+    exact = certainty_of_logits(logits.double())
+    wrong = chunked_over_vocabulary(logits, min(chunk, logits.shape[-1] // 2))
+    low = certainty_of_logits(logits.bfloat16())
+    scores = pd.DataFrame({
+        "group": index.tolist(), "self_certainty": completion_certainty(right, mask).tolist(),
+        "document": completion_certainty(wrong, mask).tolist(),
+        "half": completion_certainty(right, mask).half().double().tolist(),
+    })  # fmt: skip
+    kept = mask.bool()
+    tokens = torch.stack([right[kept].double(), wrong[kept].double()])
+    centred = scores - scores.groupby("group").transform("mean").reindex(columns=scores.columns, fill_value=0)
+    spread = scores.groupby("group").self_certainty.std().mean()
+    figures = {
+        "chunked_max_abs_error": float((right - exact)[kept].abs().max()),
+        "bfloat16_max_abs_error": float((low.double() - exact)[kept].abs().max()),
+        "half_max_abs_error": float((scores["half"] - scores.self_certainty).abs().max()),
+        "mean": float(scores.self_certainty.mean()),
+        "within_group_sd": float(spread),
+        "document_mean": float(scores.document.mean()),
+        "document_offset": float((wrong - right - math.log(logits.shape[-1]))[kept].abs().mean()),
+        "document_correlation_tokens": float(torch.corrcoef(tokens)[0, 1]),
+        "document_correlation_in_group": float(centred.self_certainty.corr(centred.document)),
+        "completions": len(scores),
+        "tokens": int(kept.sum()),
+    }
+    return figures, scores.drop(columns="half")
+
+
+def _sweep(s: Settings) -> pd.DataFrame:
+    """Random logits N(0, 2^2), one of which is raised to each of `_PEAKS`, and how each formula scores them.
+
+    published: ``logsumexp - mean``, self-certainty plus log V; document: the mean of that over chunks.
+    """
+    vocab, rows = s.sweep_vocab, []
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(vocab, generator=generator, dtype=torch.float64) * 2
+    for value in _PEAKS:
+        logits = base.clone()
+        logits[vocab // 2] = value
+        published, document = certainty_of_logits(logits) + math.log(vocab), chunked_over_vocabulary(logits, s.chunk)
+        rows.append(dict(peak=value, published=float(published), document=float(document)))
+    return pd.DataFrame(rows)
+
+
+def _fits(s: Settings) -> pd.DataFrame:
+    """How many sequences fit a GPU at once in each of the document's settings, with dense and with chunked logits.
+
+    needed: sequences of a GPU without microbatches; fits: at most those.
+    """
+
+    @remembering
+    def share(config: PolicyStepConfig) -> Trace:
+        return zero3_share(trace(config), config, s.gpus)
+
+    rows = []
+    for setting, (needed, which) in SETTINGS.items():
+        for logits, kind in (("dense", "all"), ("chunked", "chunked")):
+            new = s.settings_new_tokens[which]
+            config = s.update(s.settings_prompt_tokens, new, logits=kind, self_certainty=True)
+            (fit,) = plan(config, round(s.budget_gb * 1e9), quantities=("batch_size",), tracer=share, most=needed)
+            rows.append((setting, logits, needed, fit.value or 0, fit.peak / 1e9))
+    return pd.DataFrame(rows, columns=["setting", "logits", "needed", "fits", "peak_gb"])
+
+
+def chunked_over_vocabulary(logits: Tensor, chunk_size: int) -> Tensor:
+    """Document 004's proposal: the mean over vocabulary chunks of each chunk's ``logsumexp - mean``.
+
+    This is not self-certainty: ``logsumexp`` of the whole is at least the mean of the chunks' plus the log of their
+    number (Jensen), and a confident token moves only its own chunk. It is here to be compared with the right value.
+    """
+    return torch.stack([c.logsumexp(-1) - c.mean(-1) for c in logits.split(chunk_size, -1)], -1).mean(-1)
 
 
 def _categories(s: Settings) -> pd.DataFrame:
     """Bytes at the peak by category, at the greatest length."""
-    longest = max(s.lengths)
-    return categories_table({step: t for (tokens, step), t in s.traces.items() if tokens == longest})
+    return categories_table({step: t for (tokens, step), t in s.traces.items() if tokens == max(s.lengths)})
 
 
 def _timelines(s: Settings) -> pd.DataFrame:
     """Live bytes of Intuitor's update at the greatest length, on a GPU that divides nothing with others."""
-    configs = study.update_configs(s.model, max(s.lengths))
-    return timelines_table(
-        {step: trace(config, all_layers=True) for step, config in configs.items() if config.self_certainty}
-    )
+    return timelines_table({step: trace(config, all_layers=True) for (tokens, step), config in s.configs.items()
+                            if tokens == max(s.lengths) and config.self_certainty})  # fmt: skip
 
 
 TABLES = {
-    "formulas": lambda s: study.memory_table(shape_of(s.model), s.table_batch, s.table_tokens),
-    "lengths": lambda s: study.length_table(s.traces),
+    "formulas": _formulas,
+    "lengths": lambda s: pd.DataFrame(
+        dict(tokens=length, step=step, peak_gb=t.peak / 1e9, peak_phase=t.peak_phase)
+        for (length, step), t in s.traces.items()
+    ),
     "categories": _categories,
     "timelines": _timelines,
-    "fits": lambda s: study.settings_fit(
-        s.model, s.settings_prompt_tokens, s.settings_new_tokens, s.gpus, round(s.budget_gb * 1e9)
-    ),
+    "fits": _fits,
     "certainty": lambda s: s.certainties[0],
     "scores": lambda s: s.certainties[1],
-    "sweep": lambda s: study.peak_sweep(s.sweep_vocab, PEAKS, chunk=s.chunk),
+    "sweep": _sweep,
 }
 TIMED = {}
