@@ -1,8 +1,12 @@
-"""The tables of the experiment with the probe, and the settings that they depend on."""
+"""The tables of the experiment with the probe, and the settings that they depend on.
+
+Predicted against true change of entropy on a real policy, over step sizes and training steps; and what the memory
+proposals of document 003 would change (`grade.experiments.probe.measure.proposals`).
+"""
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +15,32 @@ import torch
 from pydantic import Field
 
 from grade.config import Config
-from grade.entropy.probe import ProbeReport
-from grade.entropy.run import ProbeRunConfig, probe_adapter
-from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
+from grade.entropy.change import prefix_change
+from grade.entropy.probe import EntropyProbe, ProbeReport
+from grade.entropy.run import ProbeRunConfig, make_optimizer, probe_adapter
+from grade.entropy.samples import (
+    directional,
+    draw,
+    entropy_coefficients,
+    prompt_gradients,
+    scores_at,
+    sequence_logps,
+)
+from grade.errors import InputError
 from grade.experiments.measured import progress
-from grade.experiments.probe.measure import proposals, study
+from grade.experiments.probe.measure import proposals
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import categories_table, timelines_table
+from grade.gradients.objective import Objective
 from grade.memory.trace import Trace, trace, trace_all
 from grade.models.backbone import Backbone
+from grade.models.prompts import decode, encode_prompts
+from grade.stats import Estimate
+from grade.training.folder import OPTIMIZER_FILE
+from grade.training.toy import toy_task
 
-TIMELINES = ("chunked", "streamed")
+_TIMELINES = ("chunked", "streamed")
 """Ways whose live bytes are shown over a step."""
-
 _TOY_PROBE = ProbeRunConfig.parse({
     "learning_rate": 1e-2, "batch_config": {"B": 4, "G": 4}, "generation": {"max_new_tokens": 6},
     "memory_config": {"profile_memory": True}, "probe_config": {"multiples": [0.1, 1.0]},
@@ -59,13 +76,29 @@ class Settings(Config):
 
     @cached_property
     def adapters(self) -> dict[int, Path | None]:
-        """Adapters of the trained run by training step; see `study.checkpoints`."""
-        return study.checkpoints(Path(self.runs_dir) / self.trained_run)
+        """The run's adapters by training step: none (a new one) at step 0, its checkpoints, the trained one."""
+        run = Path(self.runs_dir, self.trained_run)
+        if not (run / "adapter" / OPTIMIZER_FILE).is_file():
+            raise InputError("trained_run", str(run), f"a run with adapter/{OPTIMIZER_FILE}, as written by training")
+        adapters: dict[int, Path | None] = {0: None}
+        adapters |= {int(folder.name.removeprefix("step-")): folder for folder in (run / "checkpoints").glob("step-*")}
+        state = torch.load(run / "adapter" / OPTIMIZER_FILE, weights_only=True)["state"]
+        adapters[int(state[0]["step"])] = run / "adapter"
+        return dict(sorted(adapters.items()))
+
+    def _toy(self, dtype: str) -> tuple[ProbeReport, Backbone]:
+        """A probe of the toy task, where there is no trained run, and its policy."""
+        task = toy_task(dtype=dtype)
+        optimizer = make_optimizer(self.probe, task.backbone, None)
+        prompts = encode_prompts(task.backbone.tokenizer, task.validation_prompts[: 2 * self.probe.batch_config.B], 8)
+        probe = EntropyProbe(task.backbone, optimizer, self.probe, allow_fresh=True)
+        report = probe.run(prompts, partial(Objective(task.reward_model).score, task.backbone))
+        return report, task.backbone
 
     @cached_property
     def toy(self) -> tuple[ProbeReport, Backbone]:
-        """The probe of the toy task, and its policy."""
-        return study.toy_report(self.probe)
+        """The same in float32."""
+        return self._toy("float32")
 
     @cached_property
     def reports(self) -> dict[int, ProbeReport]:
@@ -84,7 +117,7 @@ class Settings(Config):
     def policy(self, dtype: str) -> Backbone:
         """The policy of the last training step."""
         if not self.backbone_dir:
-            return self.toy[1] if dtype == "float32" else study.toy_report(self.probe, dtype)[1]
+            return self.toy[1] if dtype == "float32" else self._toy(dtype)[1]
         return Backbone.load(self.backbone_dir, dtype, None, self.adapters[max(self.adapters)])
 
     @cached_property
@@ -115,9 +148,9 @@ class Settings(Config):
     @cached_property
     def traced(self) -> dict[str, Trace]:
         """Traces of the gradient path by name; those whose timelines are shown are of all layers."""
-        others = {name: config for name, config in self.steps.items() if name not in TIMELINES}
+        others = {name: config for name, config in self.steps.items() if name not in _TIMELINES}
         traces = trace_all(others, self.processes)
-        traces |= {name: trace(self.steps[name], all_layers=True) for name in progress(TIMELINES, "traces")}
+        traces |= {name: trace(self.steps[name], all_layers=True) for name in progress(_TIMELINES, "traces")}
         return {name: traces[name] for name in self.steps}
 
 
@@ -128,11 +161,48 @@ def _predictions(s: Settings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def _sweep(s: Settings) -> pd.DataFrame:
+    """Every step size of every probe."""
+    rows = [{"step": step, "learning_rate": s.probe.learning_rate * row["multiple"], **row}
+            for step, report in s.reports.items() for row in report.sweep]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _layers(s: Settings) -> pd.DataFrame:
+    """Every prediction by layer (-1: modules outside the layers): parts in nats that sum to it."""
+    rows = [(step, *part) for step, report in s.reports.items() for part in report.layers().items()]
+    return pd.DataFrame(rows, columns=["step", "layer", "part"])
+
+
+def _sequences(s: Settings) -> pd.DataFrame:
+    """Every prediction by prompt and completion: parts in nats whose mean it is."""
+    rows = [(step, n, g, part) for step, report in s.reports.items()
+            for n, row in enumerate(report.sequences.tolist()) for g, part in enumerate(row)]  # fmt: skip
+    return pd.DataFrame(rows, columns=["step", "prompt", "completion", "part"])
+
+
+def _extremes(s: Settings) -> pd.DataFrame:
+    """The text of the two completions with the lowest parts (nats) and of the two with the highest, in that order."""
+    parts, samples, tokenizer = s.last.sequences.flatten(), s.last.samples, s.full_policy.tokenizer
+    rows = []
+    for i in parts.argsort()[[0, 1, -2, -1]].tolist():
+        n, g = divmod(i, samples.ids.shape[1])
+        prompt = decode(tokenizer, samples.prompts.ids[n], samples.prompts.mask[n])
+        rows.append((float(parts[i]), prompt, decode(tokenizer, samples.ids[n, g], samples.mask[n, g])))
+    return pd.DataFrame(rows, columns=["part", "prompt", "completion"])
+
+
 def _precision(s: Settings) -> pd.DataFrame:
-    """The last probe's step in float32 and bfloat16; see `study.precision_table`."""
-    policies = {"float32": s.full_policy, "bfloat16": s.policy("bfloat16")}
-    samples = s.last.samples.of_prompts(slice(s.narrow_prompts))
-    return study.precision_table(policies, samples, s.last.step, s.narrow_multiples)
+    """True and predicted change of entropy by the last probe's step on some of its samples, in two types."""
+    samples, step, rows = s.last.samples.of_prompts(slice(s.narrow_prompts)), s.last.step, []
+    predicted = float(directional(s.full_policy, samples, step).per_sequence().mean())
+    for name, policy in (("float32", s.full_policy), ("bfloat16", s.policy("bfloat16"))):
+        old = scores_at(policy, samples)
+        for multiple in s.narrow_multiples:
+            new = scores_at(policy, samples, step, multiple)
+            change = Estimate.of(prefix_change(old.logps, new.logps, old.entropies, new.entropies).mean(1))
+            rows.append((name, multiple, multiple * predicted, change.mean, change.stderr))
+    return pd.DataFrame(rows, columns=["dtype", "multiple", "predicted", "delta_h", "delta_h_stderr"])
 
 
 def _by_phase(s: Settings, quantity: str) -> pd.DataFrame:
@@ -170,15 +240,15 @@ def _effects(s: Settings) -> dict[str, Any]:
 TABLES = {
     "predictions": _predictions,
     "report": lambda s: {"step": max(s.reports), "text": s.last.as_text()},
-    "sweep": lambda s: study.sweep_table(s.reports, s.probe.learning_rate),
-    "layers": lambda s: study.parts_tables(s.reports)[0],
-    "sequences": lambda s: study.parts_tables(s.reports)[1],
-    "extremes": lambda s: study.extremes_table(s.last, s.full_policy),
+    "sweep": _sweep,
+    "layers": _layers,
+    "sequences": _sequences,
+    "extremes": _extremes,
     "precision": _precision,
     "phases": lambda s: _by_phase(s, "peak_bytes"),
     "traces": _traces,
     "categories": lambda s: categories_table({s.labels[name]: t for name, t in s.traced.items()}),
-    "timelines": lambda s: timelines_table({s.labels[name]: s.traced[name] for name in TIMELINES}),
+    "timelines": lambda s: timelines_table({s.labels[name]: s.traced[name] for name in _TIMELINES}),
     "effects": _effects,
 }
 TIMED = {"phase_seconds": lambda s: _by_phase(s, "seconds")}
