@@ -12,7 +12,7 @@ mixed is chosen for each seed on the *other* seeds, so that the choice does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
@@ -21,27 +21,24 @@ from grade.stats import Estimate
 
 
 def upper_hull(kl: Sequence[float], reward: Sequence[float]) -> list[int]:
-    """Vertices of the upper concave hull of points, from the lowest KL to the highest reward.
-
-    Returns:
-        Indices, KL increasing; rewards increase along them, by less and less.
+    """Vertices of the upper concave hull of points: KL increases along them, and reward, by less and less.
 
     >>> upper_hull([0, 1, 2, 4, 3], [0.5, 0.6, 0.8, 0.9, 0.7])
     [0, 2, 3]
     """
+
+    def above(a: int, b: int, c: int) -> bool:
+        """Whether the line from a to c passes above b or through it."""
+        return (reward[c] - reward[a]) * (kl[b] - kl[a]) >= (reward[b] - reward[a]) * (kl[c] - kl[a])
+
     hull: list[int] = []
     for i in sorted(range(len(kl)), key=lambda i: (kl[i], -reward[i])):
         if hull and reward[i] <= reward[hull[-1]]:
             continue
-        while len(hull) > 1 and _above(kl, reward, hull[-2], hull[-1], i):
+        while len(hull) > 1 and above(hull[-2], hull[-1], i):
             hull.pop()
         hull.append(i)
     return hull
-
-
-def _above(kl: Sequence[float], reward: Sequence[float], a: int, b: int, c: int) -> bool:
-    """Whether the line from a to c passes above b or through it."""
-    return (reward[c] - reward[a]) * (kl[b] - kl[a]) >= (reward[b] - reward[a]) * (kl[c] - kl[a])
 
 
 def mixed_reward(kl: Sequence[float], reward: Sequence[float], level: float) -> float:
@@ -54,63 +51,46 @@ def mixed_reward(kl: Sequence[float], reward: Sequence[float], level: float) -> 
 
 
 def reward_at_kl(curves: pd.DataFrame, level: float, pressure: str = "beta") -> dict[str, dict[int, float]]:
-    """Highest held-out reward at KL <= ``level``, method by method; see the module's head.
-
-    For each seed the hull of the other seeds' means says which two policies are mixed (by pressure and step); the
-    probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
-
-    Returns:
-        Method to seed to reward.
-    """
-    rewards: dict[str, dict[int, float]] = {}
-    for method, seed, values in _rewards_at_kl(curves, [level], pressure):
-        rewards.setdefault(method, {})[seed] = values[0]
-    return rewards
+    """Highest held-out reward at KL <= ``level``, by method and seed; see `_rewards_at_kl`."""
+    table = _rewards_at_kl(curves, [level], pressure)
+    return {method: dict(zip(rows["seed"], rows["reward"], strict=True))
+            for method, rows in table.groupby("method", sort=False)}  # fmt: skip
 
 
 def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str = "beta") -> pd.DataFrame:
-    """The frontier itself: `reward_at_kl` along a grid of levels.
+    """The frontier itself, along a grid of levels: ``method``, ``kl``, ``reward`` (mean over seeds) and ``stderr``.
 
-    Returns:
-        Columns ``method``, ``kl``, ``reward`` (mean over seeds) and ``stderr``; the first row of a method is its start.
+    The first row of a method is its start.
     """
-    rows: dict[str, list[list[float]]] = {}
-    for method, _, values in _rewards_at_kl(curves, levels, pressure):
-        rows.setdefault(method, []).append(values)
-    start = curves[curves["step"] == 0].groupby("method")["reward"].mean()
-    table = []
-    for method, seeds in rows.items():
-        table.append((method, 0.0, start[method], 0.0))
-        for level, values in zip(levels, zip(*seeds, strict=True), strict=True):
-            mean, stderr, _ = Estimate.of(values)
-            table.append((method, level, mean, stderr))
-    return pd.DataFrame(table, columns=["method", "kl", "reward", "stderr"])
+    start = curves[curves["step"] == 0].groupby("method", sort=False, as_index=False)["reward"].mean()
+    seeds = _rewards_at_kl(curves, levels, pressure).groupby(["method", "kl"], sort=False)["reward"]
+    table = seeds.agg(reward="mean", stderr="sem").reset_index()
+    return pd.concat([start.assign(kl=0.0, stderr=0.0), table])[["method", "kl", "reward", "stderr"]]
 
 
-def _rewards_at_kl(
-    curves: pd.DataFrame, levels: Sequence[float], pressure: str
-) -> Iterator[tuple[str, int, list[float]]]:
-    """Method, seed, and its reward at each level."""
+def _rewards_at_kl(curves: pd.DataFrame, levels: Sequence[float], pressure: str) -> pd.DataFrame:
+    """Highest held-out reward at each KL: columns method, seed, kl, reward; see the module's head.
+
+    For each seed the hull of the other seeds' means says which two policies are mixed (by pressure and step); the
+    probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
+    """
     if not all(level > 0 for level in levels):
         raise InputError("level", min(levels), "a KL above 0")
+    table = []
     for method, rows in curves.groupby("method", sort=False):
-        index = [pressure, "step"]
-        tables = [rows.pivot(index=index, columns="seed", values=name).dropna() for name in ("kl", "reward")]
-        if tables[0].shape[1] < 2:
-            allowed = "at least two: policies are chosen on the other seeds"
-            raise InputError("seeds", tables[0].columns.tolist(), allowed)
-        for seed in tables[0].columns:
-            kl, reward = (table.drop(columns=seed).mean(axis=1).tolist() for table in tables)
-            own = list(zip(*(table[seed].tolist() for table in tables), strict=True))
+        wide = rows.pivot(index=[pressure, "step"], columns="seed", values=["kl", "reward"])
+        kls, rewards = (wide[name].dropna() for name in ("kl", "reward"))
+        if kls.shape[1] < 2:
+            raise InputError("seeds", kls.columns.tolist(), "at least two: policies are chosen on the other seeds")
+        for seed in kls:
+            kl, reward = (each.drop(columns=seed).mean(axis=1).tolist() for each in (kls, rewards))
+            own = list(zip(kls[seed].tolist(), rewards[seed].tolist(), strict=True))
             hull = upper_hull(kl, reward)
-            yield method, int(seed), [_own_reward(own, kl, hull, level) for level in levels]
-
-
-def _own_reward(own: Sequence[tuple[float, float]], kl: Sequence[float], hull: Sequence[int], level: float) -> float:
-    """One seed's reward at the level: a mixture of two of its policies, chosen by the other seeds' hull."""
-    last = next((place for place, i in enumerate(hull) if kl[i] >= level), len(hull))
-    pair = hull[max(last - 1, 0) : last + 1]  # the two around the level, or the last alone if none reaches it
-    return _mixed([own[0], *(own[i] for i in pair)], level)
+            for level in levels:
+                last = next((place for place, i in enumerate(hull) if kl[i] >= level), len(hull))
+                pair = hull[max(last - 1, 0) : last + 1]  # the two around the level, or the last if none reaches it
+                table.append((method, int(seed), level, _mixed([own[0], *(own[i] for i in pair)], level)))
+    return pd.DataFrame(table, columns=["method", "seed", "kl", "reward"])
 
 
 def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,11 +30,7 @@ from grade.training.toy import toy_reviews, toy_task
 def load_models(
     backbone_dir: str, reward_dir: str, reviews_dir: str, dtype: str = "float32", device: str = "cpu"
 ) -> tuple[Backbone, RewardModel, list[str]]:
-    """The base with a fresh adapter, a reward model and held-out texts; all tiny ones if no folder is named.
-
-    Returns:
-        Backbone, reward model, texts.
-    """
+    """The base with a fresh adapter, a reward model and held-out texts; all tiny ones if no folder is named."""
     if not backbone_dir:
         task = toy_task(dtype=dtype)
         return task.backbone, task.reward_model, [r.text for r in toy_reviews(64, seed=1)]
@@ -45,20 +42,8 @@ def make_setting(
     backbone: Backbone, reward_model: RewardModel, texts: Sequence[str], batch: int, prompt: int, new: int, k: int,
     beta: float = 0.1, tau: float = 1.0,
 ) -> Setting:  # fmt: skip
-    """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens.
-
-    Returns:
-        The setting.
-    """
-    chosen = []
-    for text in texts:
-        candidate = prompt_text(text)
-        if len(backbone.tokenizer(candidate)["input_ids"]) >= prompt:
-            chosen.append(candidate)
-        if len(chosen) == batch:
-            break
-    if len(chosen) < batch:
-        raise InputError("prompt tokens", prompt, f"a length that {batch} of the texts' beginnings have")
+    """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens."""
+    chosen = _long_enough(backbone, map(prompt_text, texts), batch, prompt)
     prompts = encode_prompts(backbone.tokenizer, chosen, prompt).to(backbone.device)
     relaxation = RelaxationConfig(gumbel_topk=min(k, backbone.vocab_size), tau=tau, max_new_tokens=new)
     return Setting(backbone, prompts, Objective(reward_model, beta), relaxation)
@@ -66,15 +51,7 @@ def make_setting(
 
 @dataclass(frozen=True)
 class Setting:
-    """What the measurements of one run have in common.
-
-    Attributes:
-        backbone: Policy and reference.
-        prompts: B prompts.
-        objective: Reward and KL weight.
-        relaxation: Estimator, support, tau, lengths.
-        seed: Seed of the noise.
-    """
+    """What the measurements of one run have in common; ``seed`` is the noise's."""
 
     backbone: Backbone
     prompts: PromptBatch
@@ -104,8 +81,7 @@ class Setting:
 def kl_at_start(setting: Setting) -> dict[str, float]:
     """KL of the untrained policy: aligned (0 for every method and position) and one position late, as published.
 
-    Returns:
-        Largest absolute aligned KL at any position of any method, and the mean KL of policy at t to reference at t + 1.
+    The largest absolute aligned KL at any position of any method, and the mean KL of policy at t to reference at t + 1.
     """
     largest = 0.0
     for estimator in ("ste", "gumbel"):
@@ -124,11 +100,7 @@ _TOY_SCALE = 0.05  # standard deviation of the toy adapter's B, which would othe
 
 
 def load_policy(backbone_dir: str, adapter_dir: str, reviews_dir: str) -> tuple[Backbone, list[str]]:
-    """A policy in float32 on the CPU, and held-out texts.
-
-    Returns:
-        The policy and texts.
-    """
+    """A policy in float32 on the CPU, and held-out texts."""
     if backbone_dir:
         backbone = Backbone.load(backbone_dir, "float32", adapter=adapter_dir or None)
         return backbone, [r.text for r in load_reviews(reviews_dir, "test")]
@@ -144,19 +116,16 @@ def load_policy(backbone_dir: str, adapter_dir: str, reviews_dir: str) -> tuple[
 def text_sequences(
     backbone: Backbone, texts: Sequence[str], batch: int, prompt: int, new: int
 ) -> tuple[PromptBatch, Tensor]:
-    """The first ``prompt + new`` tokens of texts that are long enough, as prompts and completions.
-
-    Returns:
-        Prompts [B, P] without padding, and completions [B, T].
-    """
-    length, rows = prompt + new, []
-    for text in texts:
-        ids = backbone.tokenizer(text)["input_ids"]
-        if len(ids) >= length:
-            rows.append(ids[:length])
-        if len(rows) == batch:
-            break
-    if len(rows) < batch:
-        raise InputError("prompt tokens + new tokens", length, f"a length that {batch} of the texts have")
-    ids = torch.tensor(rows, device=backbone.device)
+    """Prompts [B, P] without padding, and completions [B, T]: the first P + T tokens of texts that are long enough."""
+    length = prompt + new
+    rows = backbone.tokenizer(_long_enough(backbone, texts, batch, length))["input_ids"]
+    ids = torch.tensor([row[:length] for row in rows], device=backbone.device)
     return PromptBatch(ids[:, :prompt], torch.ones_like(ids[:, :prompt])), ids[:, prompt:]
+
+
+def _long_enough(backbone: Backbone, texts: Iterable[str], batch: int, tokens: int) -> list[str]:
+    """The first texts that have so many tokens."""
+    long = (text for text in texts if len(backbone.tokenizer(text)["input_ids"]) >= tokens)
+    if len(chosen := list(itertools.islice(long, batch))) < batch:
+        raise InputError("tokens", tokens, f"a length that {batch} of the texts have")
+    return chosen

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
 
 import pandas as pd
 import torch
@@ -47,8 +47,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 SEARCH_PROMPTS = 512
 """Training prompts that no run trains on; the learning rates are chosen on them."""
-
-Job, Item, Result = TypeVar("Job"), TypeVar("Item"), TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -132,11 +130,10 @@ class Bench:
 
 
 def train_once(bench: Bench, run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Train and evaluate one run.
+    """Train and evaluate one run: a row per evaluation, the untrained policy first, and the last one with its end.
 
-    Returns:
-        A row per evaluation, the untrained policy first: step, samples, seconds of training alone, reward, gold (NaN
-        without a judge), KL in nats per completion, and `Bench.evaluated`. The last row again, with `Bench.ended`.
+    Step, samples, seconds of training alone, reward, gold (NaN without a judge), KL in nats per completion, and
+    `Bench.evaluated`; at the end `Bench.ended` too.
     """
     config, task = run.config, bench.task(run)
     result = run_training(config, task)
@@ -153,16 +150,28 @@ def train_once(bench: Bench, run: Run) -> tuple[list[dict[str, Any]], dict[str, 
 def train_all(bench: Bench, runs: Sequence[Run], processes: int = 1) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Train every run; all settings are checked before the first starts. Seconds are comparable within one call only.
 
-    Returns:
-        The rows of all runs, and their ends, in the runs' order.
+    ``processes``: worker processes of one thread each; 1: this process, with its threads. Returns the rows of all runs,
+    and their ends, in the runs' order.
     """
     for run in runs:
         _ = run.config
-    work, done = in_workers(train_once, bench, runs, processes), {}
-    for _, (number, result) in zip(progress(runs, "training runs"), work, strict=True):
-        done[number] = result
-    rows, ends = zip(*(done[number] for number in range(len(runs))), strict=True)
-    return pd.DataFrame([row for of_one in rows for row in of_one]), pd.DataFrame(list(ends))
+    if processes == 1:
+        results = [train_once(bench, run) for run in progress(runs, "training runs")]
+    else:
+        context = multiprocessing.get_context("spawn")  # not a fork: torch's threads do not survive one
+        with ProcessPoolExecutor(processes, context, _start_worker, (bench,)) as pool:
+            results = list(progress(pool.map(_train, runs), "training runs"))
+    return pd.DataFrame([row for rows, _ in results for row in rows]), pd.DataFrame([end for _, end in results])
+
+
+def _start_worker(bench: Bench) -> None:
+    global _bench
+    torch.set_num_threads(1)
+    _bench = bench
+
+
+def _train(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return train_once(_bench, run)
 
 
 def review_prompts(reviews_dir: str, on_search_prompts: bool = False) -> tuple[list[str], list[str]]:
@@ -185,40 +194,3 @@ def judged_by(judge: GoldJudge) -> Callable[..., list[float]]:
         return judge.score([p + c for p, c in zip(prompts, completions, strict=True)]).tolist()
 
     return gold
-
-
-_work: Callable[[Any], Any] | None = None
-
-
-def _start_worker(work: Callable[[Any], Any]) -> None:
-    global _work
-    torch.set_num_threads(1)
-    _work = work
-
-
-def _do(item: Any) -> Any:
-    return _work(item)
-
-
-def in_workers(
-    work: Callable[[Job, Item], Result], shared: Job, items: Sequence[Item], processes: int
-) -> Iterator[tuple[int, Result]]:
-    """Do something with every item in worker processes of one thread each (1: this process, with its threads).
-
-    ``work`` is a function of a module, of what is shared (sent to each process once) and an item.
-
-    Yields:
-        Number of the item and its result, as they are finished. What is not begun when the caller stops is dropped.
-    """
-    if processes == 1:
-        yield from ((number, work(shared, item)) for number, item in enumerate(items))
-        return
-    # Not a fork: torch's threads do not survive one.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (partial(work, shared),))
-    try:
-        numbers = {pool.submit(_do, item): number for number, item in enumerate(items)}
-        for future in as_completed(numbers):
-            yield numbers[future], future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -59,7 +59,7 @@ def test_an_untrained_adapter_changes_nothing_and_a_trained_one_every_layer():
 
 
 def test_text_that_is_too_short_is_refused(toy):
-    with pytest.raises(InputError, match="prompt tokens"):
+    with pytest.raises(InputError, match="tokens"):
         text_sequences(toy[0], ["short"], 1, 4, 6)
 
 
