@@ -48,7 +48,7 @@ def _memory(args: argparse.Namespace) -> None:
 
     from grade.memory import plan
     from grade.memory.allocator import reserved_by
-    from grade.memory.report import Report, methods_json, methods_text
+    from grade.memory.report import methods_text, report, text
     from grade.memory.trace import Trace, trace
 
     options = {name: value for name in StepConfig.model_fields if (value := getattr(args, name, None)) is not None}
@@ -76,17 +76,17 @@ def _memory(args: argparse.Namespace) -> None:
             batch = options.pop("batch_size", None)
             batch = batch and StepConfig.load(options=[f"batch_size={batch}"]).batch_size
             rows = plan.compare_methods(plan.every_method(args.config, args.set, options, batch), tracer)
-            print(json.dumps(methods_json(rows), indent=1) if args.json else methods_text(rows))
+            print(json.dumps(rows, indent=1) if args.json else methods_text(rows))
             return
         config = StepConfig.load(args.config, args.set, [f"{name}={value}" for name, value in options.items()])
-        report = dict(config=config, trace=tracer(config), gpus=args.gpus, overhead=overhead, budget=budget)
+        more, traced = {}, tracer(config)
         if budget is not None:
             counts = plan.GPUS if args.gpus == 1 else (args.gpus,)
-            report["ways"] = plan.ways_to_run(config, budget - overhead, tracer, counts)
-            report["fits"] = plan.plan(config, budget, overhead, tracer=tracer)
-            report["changes"] = plan.single_changes(config, report["trace"], tracer)
+            more["ways"] = plan.ways_to_run(config, budget - overhead, tracer, counts)
+            more["fits"] = plan.plan(config, budget, overhead, tracer=tracer)
+            more["changes"] = plan.single_changes(config, traced, tracer)
         # The engines whose every token is a pass with gradient through all layers take long without extrapolation.
         if args.device == "cuda" and (config.engine_name not in ("unrolled", "checkpointed") or args.all_layers):
-            report["reserved"] = reserved_by(config, "cuda", args.gpus, args.shard)
-    report = Report(**report)
-    print(json.dumps(report.json(), indent=1) if args.json else report.text())
+            more["reserved"] = reserved_by(config, "cuda", args.gpus, args.shard)
+    data = report(config, traced, gpus=args.gpus, overhead=overhead, **more)
+    print(json.dumps(data, indent=1) if args.json else text(config.headline, data, budget))

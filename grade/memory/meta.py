@@ -8,6 +8,7 @@ take twice the time.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -25,9 +26,8 @@ _COMMUNICATION = ("c10d", "fsdp")
 _MOST = 200_000
 """Calls that are remembered at most, some 100 MB; the trace of Experiment 4's start has 7,497."""
 
-_outputs: dict[tuple, Any] = {}
-_COMPUTE = object()  # an output that has to be computed each time
-_FIRST_ARGUMENT = object()  # unchanged but for its contents
+_outputs: dict[tuple, tuple[type | None, list] | None] = {}
+"""How each call's outputs are made: the type that holds several, and shape, stride and type of each, or its value."""
 
 
 def has_data(tensor: Tensor) -> bool:
@@ -70,105 +70,73 @@ def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)``, cached if all tensors are on ``meta`` and all outputs are new tensors.
 
     Views, outputs that share a storage with an argument or with each other, and outputs elsewhere than on ``meta`` are
-    computed each time. Of an operator in place, which changes contents alone, the output is the first argument.
+    computed each time.
     """
-    kind = _kind(func)
-    parts: list[Any] = [func]
-    if kind == "other" or not _describe(args, parts):
+    parts: list[Any] = [func, torch.get_default_dtype()]  # the latter: of an integer tensor times a float
+    if _aliases(func) or not _describe((*args, *kwargs.items()), parts):
         return func(*args, **kwargs)
-    if kwargs:
-        parts += kwargs
-        if not _describe(kwargs.values(), parts):
-            return func(*args, **kwargs)
-    parts.append(torch.get_default_dtype())  # of an integer tensor times a float
     key = tuple(parts)
-    try:
-        known = _outputs.get(key)
-    except TypeError:  # an argument that is not hashable: a generator
-        return func(*args, **kwargs)
-    if known is _FIRST_ARGUMENT:
-        return args[0]
-    if known is not None and known is not _COMPUTE:
-        return _make(known)
-    looks = _looks(args[0]) if kind == "in place" else None
+    known = _outputs.get(key)
+    if known is not None:
+        kind, recipes = known
+        outputs = (_make(recipe) if type(recipe) is tuple else recipe for recipe in recipes)
+        return next(outputs) if kind is None else kind(outputs)
     result = func(*args, **kwargs)
-    if known is None:
+    if key not in _outputs:
         if len(_outputs) >= _MOST:
             _outputs.clear()
-        if kind == "in place":
-            unchanged = result is args[0] and _looks(result) == looks
-            _outputs[key] = _FIRST_ARGUMENT if unchanged else _COMPUTE
-        else:
-            _outputs[key] = _recipe(result, args)
+        _outputs[key] = _recipe(result, args)
     return result
 
 
 @cache
-def _kind(func: OpOverload) -> str:
-    """``new``: nothing is shared or written; ``in place``: one tensor is written and returned; ``other``."""
-    arguments, returns = func._schema.arguments, func._schema.returns
-    aliases = [value.alias_info for value in (*arguments, *returns)]
-    if not any(aliases):
-        return "new"
-    first, others, last = aliases[0], aliases[1:-1], aliases[-1]
-    alone = len(returns) == 1 and first and last and first.is_write and last.is_write and not any(others)
-    return "in place" if alone and arguments[0].type.isSubtypeOf(torch._C.TensorType.get()) else "other"
+def _aliases(func: OpOverload) -> bool:
+    """Whether an operator writes to an argument, or says that an output is a view of one."""
+    return any(value.alias_info for value in (*func._schema.arguments, *func._schema.returns))
 
 
-def _looks(tensor: Tensor) -> tuple:
-    """Everything of a tensor on ``meta`` but what it is called."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage().nbytes()
-
-
-def _describe(values: Any, parts: list[Any]) -> bool:
+def _describe(values: Iterable[Any], parts: list[Any]) -> bool:
     """Append to ``parts`` everything that the outputs can depend on; False if there is a tensor with data."""
     for value in values:
         kind = type(value)
         if isinstance(value, Tensor):
-            if not value.is_meta or kind not in (Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            if not _is_plain(value):
                 return False
             parts += (value.shape, value.stride(), value.dtype)
         elif kind is list or kind is tuple:
             parts.append(len(value))
             if not _describe(value, parts):
                 return False
-        elif kind is torch.Generator:
-            parts.append(kind)  # it changes contents alone, and cannot be hashed
+        elif isinstance(value, torch._C.Generator):
+            return False
         else:
             parts += (kind, value)  # 1, 1.0 and True are equal, but not alike
     return True
 
 
-def _recipe(result: Any, args: tuple) -> Any:
-    """Shape, stride and type of each output, for `_make`; or `_COMPUTE`."""
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_meta and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+
+
+def _recipe(result: Any, args: tuple) -> tuple[type | None, list] | None:
+    """How to make the outputs again; None if they have to be computed each time."""
     several = isinstance(result, tuple | list)
-    values = result if several else (result,)
-    recipes = []
-    for value in values:
-        if value is None or isinstance(value, int):
-            recipes.append((value,))
+    recipes, storages = [], [tensor.untyped_storage()._cdata for tensor in tensors_in(args)]
+    for value in result if several else (result,):
+        if not isinstance(value, Tensor):
+            if value is not None and not isinstance(value, int):
+                return None
+            recipes.append(value)
             continue
-        if type(value) is not Tensor or not value.is_meta or value.layout != torch.strided:
-            return _COMPUTE
-        recipe = (value.shape, value.stride(), value.dtype)
-        if _make_one(recipe).untyped_storage().nbytes() != value.untyped_storage().nbytes() or value.storage_offset():
-            return _COMPUTE
-        recipes.append(recipe)
-    # aten._unsafe_view and a few others return a view without saying so
-    outputs = [value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)]
-    inputs = {value.untyped_storage()._cdata for value in tensors_in(args)}
-    if len(set(outputs)) < len(outputs) or not inputs.isdisjoint(outputs):
-        return _COMPUTE
+        if not _is_plain(value) or value.storage_offset() or value.untyped_storage()._cdata in storages:
+            return None  # aten._unsafe_view and a few others return a view without saying so
+        storages.append(value.untyped_storage()._cdata)
+        recipes.append((value.shape, value.stride(), value.dtype))
+        if _make(recipes[-1]).untyped_storage().nbytes() != value.untyped_storage().nbytes():
+            return None
     return type(result) if several else None, recipes
 
 
-def _make(known: tuple[type | None, list[tuple]]) -> Any:
-    kind, recipes = known
-    return _make_one(recipes[0]) if kind is None else kind(_make_one(recipe) for recipe in recipes)
-
-
-def _make_one(recipe: tuple) -> Any:
-    if len(recipe) == 1:
-        return recipe[0]
+def _make(recipe: tuple) -> Tensor:
     shape, stride, dtype = recipe
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -8,15 +8,16 @@ read off; where it must be exact it is then traced, the trace becomes another po
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from grade.errors import InputError
-from grade.gradients.methods import METHODS, OPTIONS, RELAXED, reads
+from grade.gradients.methods import METHODS, RELAXED, reads
 from grade.memory.settings import StepConfig, TracedConfig
 from grade.memory.step import context_of
 from grade.memory.trace import Trace, trace
@@ -24,6 +25,7 @@ from grade.memory.trace import Trace, trace
 Quantity = Literal["batch_size", "max_new_tokens", "hops"]
 Way = Literal["none", "ddp", "fsdp2"]
 """How several GPUs share a step: each with the whole base, or with an Nth of it."""
+Tracer = Callable[[TracedConfig], Trace]
 GPUS = (1, 2, 4, 8)
 """Numbers of GPUs that are considered: those of one machine."""
 
@@ -34,10 +36,9 @@ BANDWIDTH = 3.35e12
 LINK = 450e9
 """Bytes per second that an H100 receives over NVLink: half of 900 GB/s in both directions (the same)."""
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 _LONG, _NEAR = 512, 0.005  # a trace of so many tokens takes so long that a length within 0.5 % of the room will do
 _LARGEST = 4096  # where the search for a batch or a length ends
+_SIZE = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
 
 def parse_bytes(text: str, field: str = "fits") -> int:
@@ -56,10 +57,11 @@ def parse_bytes(text: str, field: str = "fits") -> int:
     >>> parse_bytes("24GiB"), parse_bytes("1.5 kB")
     (25769803776, 1500)
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
-        raise InputError(field, text, "a positive number with B, kB, MB, GB, KiB, MiB or GiB, for example 24GiB")
-    return round(float(match[1]) * _UNITS[match[2].lower()])
+    try:
+        return int(_SIZE.validate_python(text))
+    except ValidationError:
+        allowed = "a positive number with B, kB, MB, GB, KiB, MiB or GiB, for example 24GiB"
+        raise InputError(field, text, allowed) from None
 
 
 @dataclass(frozen=True)
@@ -110,20 +112,30 @@ def remembering(tracer: Callable[..., Trace]) -> Callable[..., Trace]:
 
 
 class _Peaks:
-    """Bytes of each phase of a step with one quantity varied: traced at some values, polynomials between them."""
+    """Bytes of each phase of a step with one quantity varied: traced at some values, polynomials between them.
 
-    def __init__(
-        self, config: TracedConfig, name: Quantity, tracer: Callable[[TracedConfig], Trace], most: int
-    ) -> None:
-        self.config, self.name, self.tracer, self.most = config, name, tracer, most
-        self.unit = config.batch_unit if name == "batch_size" else 1
-        self.degree = 1 if name == "batch_size" else 2
+    ``most``: largest batch; a length ends at the models' context.
+    """
+
+    def __init__(self, step: TracedConfig, name: Quantity, tracer: Tracer, room: int, most: int) -> None:
+        self.step, self.name, self.tracer, self.room = step, name, tracer, room
+        own, base = getattr(step, name), tracer(step)
+        if name == "batch_size":  # the batch that fits if what the step itself needs is in proportion to it
+            self.degree, self.unit, self.most = 1, step.batch_unit, most
+            guess = int(own * (room - base.fixed_bytes) / max(base.step_bytes, 1))
+            guess = max(min(guess, most) // self.unit * self.unit, self.unit)
+            others = [guess if guess != own else own + self.unit]
+        else:
+            context = context_of(step) or _LARGEST + step.prompt_tokens
+            self.degree, self.unit, self.most = 2, 1, min(_LARGEST, context - step.prompt_tokens)
+            others = [n for n in (own // 2, 2 * own) if 0 < n <= self.most]
         self.points: dict[int, dict[str, int]] = {}
+        self.add(own, *others)
 
     def add(self, *values: int) -> None:
         """Trace the step with these values."""
         for value in values:
-            phases = self.tracer(self.config.changed(**{self.name: value})).phases
+            phases = self.tracer(self.step.changed(**{self.name: value})).phases
             self.points[value] = {name: sum(parts.values()) for name, parts in phases.items()}
 
     def at(self, value: int, more: Mapping[str, float] = {}) -> float:  # noqa: B006 - never changed
@@ -138,51 +150,24 @@ class _Peaks:
                 phases[name] += weight * self.points[x].get(name, 0)
         return max(phases.values())
 
-    def largest(self, room: int, more: Mapping[str, float] = {}) -> int | None:  # noqa: B006
-        """The largest multiple of the unit whose peak, which grows with it, is at most ``room``."""
+    def largest(self, more: Mapping[str, float] = {}) -> int | None:  # noqa: B006
+        """The largest multiple of the unit whose peak, which grows with it, has room."""
         multiples = range(1, self.most // self.unit + 1)
-        return self.unit * bisect_right(multiples, room, key=lambda n: self.at(n * self.unit, more)) or None
+        return self.unit * bisect_right(multiples, self.room, key=lambda n: self.at(n * self.unit, more)) or None
 
-    def exact(self, room: int) -> Fit:
+    def exact(self) -> Fit:
         """The same, where a trace says that it fits and another that the next larger one does not.
 
         A long completion need not be the longest.
         """
         while True:
-            fits = {n: self.at(n) <= room for n in self.points if n <= self.most}
+            fits = {n: self.at(n) <= self.room for n in self.points if n <= self.most}
             good = max((n for n in fits if fits[n]), default=0)
             bad = min((n for n in fits if not fits[n]), default=(self.most // self.unit + 1) * self.unit)
-            near = self.name == "max_new_tokens" and good >= _LONG and room - self.at(good) <= _NEAR * room
+            near = self.name != "batch_size" and good >= _LONG and self.room - self.at(good) <= _NEAR * self.room
             if near or good + self.unit >= bad:
-                break
-            self.add(min(max(self.largest(room) or 0, good + self.unit), bad - self.unit))
-        return Fit(self.name, good or None, round(self.at(good or bad)))
-
-
-class _Traced:
-    """A step with its trace, and its peaks with other batches and lengths."""
-
-    def __init__(self, step: TracedConfig, tracer: Callable[[TracedConfig], Trace], room: int, most: int) -> None:
-        self.step, self.tracer, self.room = step, tracer, room
-        self.base = tracer(step)
-        self.fixed = self.base.peak - self.base.step_bytes
-        self.most = {"batch_size": most, "max_new_tokens": _LARGEST}
-        if context := context_of(step):
-            self.most["max_new_tokens"] = min(_LARGEST, context - step.prompt_tokens)
-
-    def peaks(self, name: Quantity) -> _Peaks:
-        """Peaks with that quantity varied, from the first few traces."""
-        peaks = _Peaks(self.step, name, self.tracer, self.most[name])
-        own = getattr(self.step, name)
-        if name == "batch_size":  # the batch that fits if what the step itself needs is in proportion to it
-            unit = self.step.batch_unit
-            guess = int(own * (self.room - self.fixed) / max(self.base.step_bytes, 1))
-            guess = max(min(guess, self.most[name]) // unit * unit, unit)
-            others = [guess if guess != own else own + unit]
-        else:
-            others = [n for n in (own // 2, 2 * own) if 0 < n <= self.most[name]]
-        peaks.add(own, *others)
-        return peaks
+                return Fit(self.name, good or None, round(self.at(good or bad)))
+            self.add(min(max(self.largest() or 0, good + self.unit), bad - self.unit))
 
 
 def plan(
@@ -207,15 +192,15 @@ def plan(
     Raises:
         InputError: If the weights alone do not fit.
     """
-    room = budget - overhead
-    traced = _Traced(config, tracer, room, most)
-    if room < traced.fixed:
-        needed = f"at least {traced.fixed + overhead} bytes: weights, adapter, optimizer"
+    tracer, room = remembering(tracer), budget - overhead
+    fixed = tracer(config).fixed_bytes
+    if room < fixed:
+        needed = f"at least {fixed + overhead} bytes: weights, adapter, optimizer"
         raise InputError("fits", f"{budget} bytes", needed)
     fits = []
     for quantity in quantities:
         if quantity != "hops":
-            fits.append(traced.peaks(quantity).exact(room))
+            fits.append(_Peaks(config, quantity, tracer, room, most).exact())
         elif getattr(config, "engine_name", "") == "replay":
             hops = config.max_new_tokens - 1
             peak = tracer(config.changed(hops=min(hops, 3))).peak  # as much as with more
@@ -238,59 +223,57 @@ def ways_to_run(
             step = config.changed(gradient_checkpointing=again)
         except InputError:  # an engine that cannot
             continue
-        rows += _rows(_Traced(step, lambda step: tracer(step, 1, "none"), room, most), tracer, counts)
+        rows += _ways_of(step, room, tracer, counts, most)
     rows.sort(key=lambda row: (row.gpu_seconds is None, row.gpu_seconds or 0, row.gpus))
     best = rows[0]
     if best.batch_size is None:
         return rows
     step = config.changed(gradient_checkpointing=best.gradient_checkpointing)
-    peaks = _Peaks(step, "batch_size", lambda step: tracer(step, best.gpus, best.sharding), most)
-    peaks.add(best.batch_size, step.batch_size + (step.batch_unit if step.batch_size == best.batch_size else 0))
-    fit = peaks.exact(room)
+    fit = _Peaks(step, "batch_size", lambda step: tracer(step, best.gpus, best.sharding), room, most).exact()
     best = replace(best, batch_size=fit.value, peak=fit.peak, gpu_seconds=None, traced=True)
     if fit.value:
-        found = tracer(step.changed(batch_size=fit.value), best.gpus, best.sharding)
-        base = tracer(step, 1, "none")
-        seconds = _gpu_seconds(step, base, found.flops // fit.value, found.received, fit.value)
-        best = replace(best, flops=found.flops // fit.value, received=found.received, gpu_seconds=seconds)
+        traced = tracer(step.changed(batch_size=fit.value), best.gpus, best.sharding)
+        flops, received = traced.flops // fit.value, traced.received
+        seconds = _gpu_seconds(step, tracer(step, 1, "none"), flops, received, fit.value)
+        best = replace(best, flops=flops, received=received, gpu_seconds=seconds)
     return [best, *rows[1:]]
 
 
-def _rows(traced: _Traced, tracer: Callable[[TracedConfig, int, Way], Trace], counts: Sequence[int]) -> list[WayToRun]:
+def _ways_of(
+    step: TracedConfig, room: int, tracer: Callable[[TracedConfig, int, Way], Trace], counts: Sequence[int], most: int
+) -> list[WayToRun]:
     """One way for each number of GPUs and sharding, with or without recomputed layers as the step has them."""
-    step, base, room = traced.step, traced.base, traced.room
-    batches, lengths, flops = traced.peaks("batch_size"), traced.peaks("max_new_tokens"), base.flops // step.batch_size
-    ways: list[tuple[int, Way, dict[str, float], int]] = [(1, "none", {}, 0)] if 1 in counts else []
-    several = [n for n in counts if n > 1]
-    for way in ("ddp", "fsdp2") if several else ():
+
+    def alone(step: TracedConfig) -> Trace:
+        return tracer(step, 1, "none")
+
+    base, rows = alone(step), []
+    flops = base.flops // step.batch_size
+    batches, lengths = (_Peaks(step, name, alone, room, most) for name in ("batch_size", "max_new_tokens"))
+    for way in get_args(Way):
+        numbers = [n for n in counts if (n == 1) == (way == "none")]
+        if not numbers:
+            continue
+        traced = min(numbers)
         try:
-            shared = tracer(step, min(several), way)
+            shared = tracer(step, traced, way)
         except InputError:  # a step that cannot be shared in this way: of a base that is trained
             continue
-        for n in several:
-            part = (n - 1) / n * min(several) / (min(several) - 1)  # everything arrives but the part that is here
-            ways.append((n, way, _on_top(shared, base, min(several), n), round(shared.received * part)))
-    rows = []
-    for gpus, way, more, received in ways:
-        batch = batches.largest(room, more)
-        peak = round(batches.at(batch or step.batch_unit, more))
-        seconds = _gpu_seconds(step, base, flops, received, batch) if batch else None
-        rows.append(WayToRun(gpus, way, step.gradient_checkpointing, batch, peak, lengths.largest(room, more), flops,
-                             received, seconds))  # fmt: skip
+        for gpus in numbers:
+            more, received = {}, 0
+            if gpus > 1:
+                for name, there in base.phases.items():
+                    here = shared.phases.get(name, there)
+                    divided = (there["weights"] - here["weights"]) / (1 - 1 / traced)  # b, where N GPUs hold a + b / N
+                    more[name] = sum(here.values()) - sum(there.values()) - divided * (1 / traced - 1 / gpus)
+                arriving = (gpus - 1) / gpus * traced / (traced - 1)  # everything but the part that is here
+                received = round(shared.received * arriving)
+            batch = batches.largest(more)
+            peak = round(batches.at(batch or step.batch_unit, more))
+            seconds = _gpu_seconds(step, base, flops, received, batch) if batch else None
+            rows.append(WayToRun(gpus, way, step.gradient_checkpointing, batch, peak, lengths.largest(more), flops,
+                                 received, seconds))  # fmt: skip
     return rows
-
-
-def _on_top(shared: Trace, base: Trace, traced: int, gpus: int) -> dict[str, float]:
-    """What each phase needs more than on one GPU, with another number of them than the one traced.
-
-    Weights on N GPUs are ``a + b / N``; on one they are ``a + b``.
-    """
-    more = {}
-    for name, there in base.phases.items():
-        here = shared.phases.get(name, there)
-        divided = (there["weights"] - here["weights"]) / (1 - 1 / traced)
-        more[name] = sum(here.values()) - sum(there.values()) - divided * (1 / traced - 1 / gpus)
-    return more
 
 
 def _gpu_seconds(step: TracedConfig, base: Trace, flops: int, received: int, batch: int) -> float:
@@ -307,31 +290,30 @@ def _gpu_seconds(step: TracedConfig, base: Trace, flops: int, received: int, bat
 def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig], Trace] = trace) -> list[Change]:
     """Single changes of a step with trace ``base`` that save memory, the largest saving first."""
     engine, lean = config.engine_name, dict(gradient_checkpointing=False, explicit_freeing=False)
-    half, share = config.batch_size // 2, 2 * config.minibatches
-    # name: whether it would be a change, and the change
-    options: dict[str, tuple[bool, dict[str, Any]]] = {
-        "one base in three roles": (config.base_copies > 1, dict(base_copies=1)),
-        "engine replay": (engine in ("unrolled", "checkpointed"), dict(engine="replay", **lean)),
-        "engine checkpointed": (engine == "unrolled", dict(engine="checkpointed", **lean)),
-        "gradient checkpointing": (
-            engine != "checkpointed" and not config.gradient_checkpointing, dict(gradient_checkpointing=True),
-        ),
-        "bfloat16 base": (config.dtype == "float32", dict(dtype="bfloat16")),
-        "LoRA instead of all weights": (config.adapter == "full", dict(adapter="lora")),
-        "fused attention (sdpa)": (config.attention == "eager", dict(attention="sdpa")),
-        "reward on the embedding table": (config.reward != "bag", dict(reward="bag")),
-        "a support of 256 tokens": (
-            engine is not None and not 0 < config.gumbel_topk <= 256, dict(gumbel_topk=256),
-        ),
-        "KL from the sampled tokens (k3)": (engine is None and config.kl_estimator == "exact", dict(kl_estimator="k3")),
-        f"{share} minibatches": (
-            config.method in OPTIONS["minibatches"] and config.batch_size % share == 0, dict(minibatches=share),
-        ),
-        "half the batch": (half > 0 and half % config.batch_unit == 0, dict(batch_size=half)),
-        "half the completion": (config.max_new_tokens > 1, dict(max_new_tokens=config.max_new_tokens // 2)),
-    }  # fmt: skip
-    peaks = {name: tracer(config.changed(**update)).peak for name, (differs, update) in options.items() if differs}
-    changes = [Change(name, peak, base.peak - peak) for name, peak in peaks.items() if peak < base.peak]
+    share = 2 * config.minibatches
+    options: dict[str, dict[str, Any]] = {
+        "one base in three roles": dict(base_copies=1),
+        "engine replay": lean | dict(engine="replay") if engine != "replay" else {},
+        "engine checkpointed": lean | dict(engine="checkpointed") if engine == "unrolled" else {},
+        "gradient checkpointing": dict(gradient_checkpointing=True),
+        "bfloat16 base": dict(dtype="bfloat16"),
+        "LoRA instead of all weights": dict(adapter="lora"),
+        "fused attention (sdpa)": dict(attention="sdpa"),
+        "reward on the embedding table": dict(reward="bag"),
+        "a support of 256 tokens": dict(gumbel_topk=min(config.gumbel_topk or 256, 256)),
+        "KL from the sampled tokens (k3)": dict(kl_estimator="k3"),
+        f"{share} minibatches": dict(minibatches=share),
+        "half the batch": dict(batch_size=config.batch_size // 2),
+        "half the completion": dict(max_new_tokens=config.max_new_tokens // 2),
+    }
+    changes = []
+    for name, update in options.items():
+        try:
+            step = config.changed(**update)
+        except InputError:  # not with this method, engine or size
+            continue
+        if step != config and (peak := tracer(step).peak) < base.peak:
+            changes.append(Change(name, peak, base.peak - peak))
     return sorted(changes, key=lambda change: -change.saved)
 
 
@@ -355,16 +337,25 @@ def every_method(
     return steps
 
 
-def compare_methods(
-    steps: Sequence[StepConfig], tracer: Callable[[StepConfig], Trace]
-) -> list[tuple[StepConfig, Trace | InputError]]:
-    """Traces of several methods' steps, or why there is none: a relaxed method needs the gradient of its reward."""
-    rows: list[tuple[StepConfig, Trace | InputError]] = []
+def compare_methods(steps: Sequence[StepConfig], tracer: Callable[[StepConfig], Trace]) -> list[dict[str, Any]]:
+    """What several methods' steps need, in bytes, or the reason why there is no trace.
+
+    A relaxed method, for example, needs the gradient of its reward. Where no step can be traced, the first reason is
+    raised.
+    """
+    rows, errors = [], []
     for step in steps:
+        row = {"method": step.method, "config": step.model_dump(), "reason": None}
+        row |= dict.fromkeys(("peak_bytes", "step_bytes", "peak_phase", "flops"))
         try:
-            rows.append((step, tracer(step)))
+            traced = tracer(step)
         except InputError as error:
-            rows.append((step, error))
-    if all(isinstance(found, InputError) for _, found in rows):
-        raise rows[0][1]
+            errors.append(error)
+            row["reason"] = str(error)
+        else:
+            row |= dict(peak_bytes=traced.peak, step_bytes=traced.step_bytes, peak_phase=traced.peak_phase,
+                        flops=traced.flops)  # fmt: skip
+        rows.append(row)
+    if len(errors) == len(rows):
+        raise errors[0]
     return rows

@@ -100,9 +100,14 @@ class Trace:
     received: int = 0
 
     @property
+    def fixed_bytes(self) -> int:
+        """Bytes of weights, adapter and optimizer at the peak: what is there before the step and after it."""
+        return sum(self.categories[c] for c in FIXED)
+
+    @property
     def step_bytes(self) -> int:
-        """Bytes at the peak without weights, adapter and optimizer: what the step itself needs."""
-        return self.peak - sum(self.categories[c] for c in FIXED)
+        """Bytes at the peak that the step itself needs."""
+        return self.peak - self.fixed_bytes
 
 
 def trace(
