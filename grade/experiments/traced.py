@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from grade.gradients.losses import clipped_surrogate, k3
 from grade.memory.models import build_backbone, model_config, with_layers
-from grade.memory.records import CATEGORIES, LiveTracker
-from grade.memory.settings import Microbatch, TracedConfig, generator_on, phase
+from grade.memory.records import CATEGORIES
+from grade.memory.settings import Microbatch, TracedConfig, generator_on
 from grade.memory.shapes import ModelShape
 from grade.memory.trace import Trace
 from grade.memory.tracker import MemoryTracker
@@ -140,13 +140,13 @@ class PolicyStepConfig(TracedConfig):
             values = [value.view(mask.shape) * mask for value in values]
             return values[0], values[1] if certain else None
 
-        def run(tracker: LiveTracker | None) -> None:
+        def run() -> None:
             with self.casting(backbone):
-                with phase(tracker, "scoring"), torch.no_grad():
+                with backbone.phase("scoring"), torch.no_grad():
                     old, _ = logps(self.self_certainty)
                 ref = old
                 if self.reference:
-                    with phase(tracker, "reference"), torch.no_grad(), backbone.reference():
+                    with backbone.phase("reference"), torch.no_grad(), backbone.reference():
                         ref, _ = logps()
                 with backbone.checkpointed_layers(self.gradient_checkpointing):
                     new, _ = logps()

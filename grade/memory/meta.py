@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grade.memory.tracker import tensors_in
@@ -28,11 +27,6 @@ _MOST = 200_000
 
 _outputs: dict[tuple, tuple[type | None, list] | None] = {}
 """How each call's outputs are made: the type that holds several, and shape, stride and type of each, or its value."""
-
-
-def has_data(tensor: Tensor) -> bool:
-    """Whether a tensor has contents: it is neither on meta nor fake."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 class NoData(TorchDispatchMode):

@@ -34,7 +34,6 @@ from grade.models.prompts import PromptBatch
 from grade.rewards.model import RewardKind
 
 if TYPE_CHECKING:
-    from grade.memory.records import LiveTracker
     from grade.models.backbone import Backbone
 
 Device = Literal["cpu", "cuda"]
@@ -43,8 +42,8 @@ Sharding = Literal["fsdp2", "ddp"]
 CLASSIFIER = "hf:"
 """What the name of a reward that is a Hugging Face classifier begins with."""
 
-Microbatch = Callable[["LiveTracker | None"], None]
-"""Adds one microbatch's gradient; a tracker, if there is one, is told which phase runs."""
+Microbatch = Callable[[], None]
+"""Adds one microbatch's gradient. What watches the backbone is told which phase runs."""
 
 
 class TracedConfig(Config):
@@ -93,11 +92,6 @@ class TracedConfig(Config):
 def generator_on(backbone: Backbone) -> torch.Generator:
     """A generator on a backbone's device; for meta within `grade.memory.compat.kernels_of` only."""
     return torch.Generator(backbone.device).manual_seed(0)
-
-
-def phase(tracker: LiveTracker | None, name: str) -> contextlib.AbstractContextManager[None]:
-    """A context that names a phase to the tracker, if there is one."""
-    return tracker.during(name) if tracker else contextlib.nullcontext()
 
 
 def _reward_name(spec: str) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig
 
 from grade.gradients.distilled.families import Observed
@@ -21,21 +22,20 @@ from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.distilled.store import Fit, growth, joined
 from grade.gradients.methods import DISTILLED, MethodConfig
-from grade.gradients.objective import Engine, Objective
+from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import PolicyGradient, StepContext
 from grade.gradients.replay import make_engine
 from grade.gradients.unrolled import UNROLLED, stepwise
-from grade.memory.meta import has_data
 from grade.memory.models import build_backbone, model_config
 from grade.memory.records import Category, LiveTracker
 from grade.memory.rewards import make_reward, reward_context
-from grade.memory.settings import Microbatch, StepConfig, TracedConfig, generator_on, phase
+from grade.memory.settings import Microbatch, StepConfig, TracedConfig, generator_on
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length
 from grade.models.sharding import local_part
 
-Program = Callable[[LiveTracker | None, Callable[[], None]], None]
+Program = Callable[[Callable[[], None]], None]
 """A whole step: adds gradients and calls the function it is given wherever an update of the parameters is due."""
 
 _PLACEHOLDERS = {
@@ -58,22 +58,24 @@ class Step:
 
     def run(self, tracker: LiveTracker | None = None) -> None:
         """Gradients, their sum over processes, clipping and the optimizer's updates, as in training."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        parameters = [p for group in groups for p in group]
 
         def apply() -> None:
-            with phase(tracker, "optimizer"):
-                for group in self.optimizer.param_groups:
-                    for p in group["params"] if dist.is_initialized() else ():
-                        if p.grad is not None:
-                            p.grad = p.grad.clone()
-                            dist.all_reduce(p.grad)
-                for group in self.optimizer.param_groups:
-                    torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+            with self.backbone.phase("optimizer"):
+                for p in parameters if dist.is_initialized() else ():
+                    if p.grad is not None:
+                        p.grad = p.grad.clone()
+                        dist.all_reduce(p.grad)
+                for group in groups:
+                    torch.nn.utils.clip_grad_norm_(group, 1.0)
                 self.optimizer.step()
             if tracker:
-                tracker.tag((p.grad for group in self.optimizer.param_groups for p in group["params"]), "gradients")
+                tracker.tag((p.grad for p in parameters), "gradients")
 
         self.optimizer.zero_grad(set_to_none=True)
-        self.program(tracker, apply)
+        with self.backbone.watched_by(tracker):
+            self.program(apply)
         self.optimizer.zero_grad(set_to_none=True)
 
     def existing(self) -> dict[Category, list[Tensor]]:
@@ -100,7 +102,7 @@ def build(
     if not isinstance(config, StepConfig):
         return backbone, []
     if not config.policy_gradient:
-        config.trainer.relaxation(1.0).check(backbone.vocab_size)
+        config.trainer.relaxation().check(backbone.vocab_size)
     return backbone, [make_reward(config.reward, backbone, length, None if config.policy_gradient else config.method)]
 
 
@@ -113,17 +115,13 @@ def context_of(config: TracedConfig) -> int | None:
 
 def make_step(config: TracedConfig, backbone: Backbone, others: list[nn.Module]) -> Step:
     """The step on the modules from `build`, on real tensors or without data; its optimizer state is filled."""
-    if isinstance(config, StepConfig) and config.policy_gradient:
-        program, trained_too = _policy_gradient(config, backbone, others)
+    trained_too: list[nn.Module] = []
+    if not isinstance(config, StepConfig):
+        program = _accumulated(config, config.microbatch(backbone, others))
+    elif not config.policy_gradient:
+        program = _accumulated(config, _relaxed(config, backbone, others[0]))
     else:
-        microbatch = (_relaxed if isinstance(config, StepConfig) else type(config).microbatch)(config, backbone, others)
-        trained_too = []
-
-        def program(tracker: LiveTracker | None, apply: Callable[[], None]) -> None:
-            for _ in range(config.gradient_accumulation_steps):
-                microbatch(tracker)
-            apply()
-
+        program, trained_too = _policy_gradient(config, backbone, others[0])
     groups = [backbone.trainable_parameters(), *(list(module.parameters()) for module in trained_too)]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, weight_decay=0.0)
     for parameter in (p for group in groups for p in group):
@@ -136,31 +134,36 @@ def make_step(config: TracedConfig, backbone: Backbone, others: list[nn.Module])
     return Step(backbone, optimizer, program, [*others, *trained_too], copies)
 
 
-def _engine_of(config: StepConfig) -> Engine:
-    """The engine of a relaxed method's step, with its settings."""
+def _accumulated(config: TracedConfig, microbatch: Microbatch) -> Program:
+    def program(apply: Callable[[], None]) -> None:
+        for _ in range(config.gradient_accumulation_steps):
+            microbatch()
+        apply()
+
+    return program
+
+
+def _relaxed(config: StepConfig, backbone: Backbone, reward: nn.Module) -> Microbatch:
     if config.explicit_freeing:
-        return partial(stepwise, options=replace(UNROLLED, drop_lists=True))
-    return make_engine(config.engine_name, config.hops, gradient_checkpointing=config.gradient_checkpointing)
-
-
-def _relaxed(config: StepConfig, backbone: Backbone, others: list[nn.Module]) -> Microbatch:
-    engine, relaxation = _engine_of(config), config.trainer.relaxation(1.0)
-    objective, prompts = Objective(others[0], config.kl_coef), config.prompts(backbone)
-    scale = 1 / config.gradient_accumulation_steps
+        engine = partial(stepwise, options=replace(UNROLLED, drop_lists=True))
+    else:
+        engine = make_engine(config.engine_name, config.hops, gradient_checkpointing=config.gradient_checkpointing)
+    relaxation, objective = config.trainer.relaxation(), Objective(reward, config.kl_coef)
+    prompts, scale = config.prompts(backbone), 1 / config.gradient_accumulation_steps
     layers = config.gradient_checkpointing and config.engine_name == "unrolled"  # replay has a switch of its own
 
-    def run(tracker: LiveTracker | None) -> None:
-        with backbone.watched_by(tracker), config.casting(backbone), backbone.checkpointed_layers(layers):
+    def run() -> None:
+        with config.casting(backbone), backbone.checkpointed_layers(layers):
             engine(backbone, prompts, objective, relaxation, generator_on(backbone), scale)
 
     return run
 
 
 def _policy_gradient(
-    config: StepConfig, backbone: Backbone, others: list[nn.Module]
+    config: StepConfig, backbone: Backbone, reward: nn.Module
 ) -> tuple[Program, list[nn.Module]]:
     """The step's code, and modules beside the backbone that are trained."""
-    objective, trainer = Objective(others[0], config.kl_coef), config.trainer
+    objective, trainer, count = Objective(reward, config.kl_coef), config.trainer, config.gradient_accumulation_steps
     prompts = config.prompts(backbone, config.batch_size // trainer.group)
     if config.method == DISTILLED:
         learner = _DistilledWithoutData(trainer, backbone, prompts)
@@ -169,17 +172,18 @@ def _policy_gradient(
         learner = PolicyGradient(trainer, backbone)
         more = [learner.value_head] if learner.value_head is not None else []
 
-    def run(tracker: LiveTracker | None, apply: Callable[[], None]) -> None:
-        with backbone.watched_by(tracker), config.casting(backbone):
-            microbatches = ((prompts, generator_on(backbone)) for _ in range(config.gradient_accumulation_steps))
-            learner.step(microbatches, objective, StepContext(config.gradient_accumulation_steps, apply, total=_total))
+    def program(apply: Callable[[], None]) -> None:
+        with config.casting(backbone):
+            microbatches = ((prompts, generator_on(backbone)) for _ in range(count))
+            learner.step(microbatches, objective, StepContext(count, apply, total=_total))
 
-    return run, more
+    return program, more
 
 
 def _total(values: Tensor) -> Tensor:
     """The sum over one process; a placeholder where there is no data and the method reads it."""
-    return values if has_data(values) else _PLACEHOLDERS.get(tuple(values.shape), values)
+    without_data = values.is_meta or isinstance(values, FakeTensor)
+    return _PLACEHOLDERS.get(tuple(values.shape), values) if without_data else values
 
 
 class _DistilledWithoutData(DistilledGradient):

@@ -25,8 +25,7 @@ from grade.experiments.measured import progress
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table
 from grade.memory.models import model_config, with_layers
-from grade.memory.records import LiveTracker
-from grade.memory.settings import Device, Microbatch, TracedConfig, generator_on, phase
+from grade.memory.settings import Device, Microbatch, TracedConfig, generator_on
 from grade.memory.trace import Trace, trace, trace_all, trace_layers
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
@@ -121,15 +120,14 @@ class CachingConfig(TracedConfig):
         ids = torch.randint(backbone.vocab_size, shape, generator=generator, device=backbone.device)
         stored = torch.zeros(shape, device=backbone.device)
 
-        def run(tracker: LiveTracker | None) -> None:
-            _update(backbone, prompts, ids, self.option, stored, tracker)
+        def run() -> None:
+            _update(backbone, prompts, ids, self.option, stored)
 
         return run
 
 
 def _update(
     backbone: Backbone, prompts: PromptBatch, ids: Tensor, option: Option, stored: Tensor,
-    tracker: LiveTracker | None = None,
 ) -> Tensor:  # fmt: skip
     """Add one gradient of ``-mean(logp) + beta * mean(k3)``, every completion with advantage 1.
 
@@ -141,7 +139,7 @@ def _update(
         logps = token_logps(backbone.head, hidden.flatten(0, 1), ids.repeat(2, 1).flatten()).view(2, *ids.shape)
         new, ref = logps[0], logps[1].detach()
     else:
-        with phase(tracker, "reference"):
+        with backbone.phase("reference"):
             ref, held = _reference(backbone, prompts, ids, option, stored)
         with backbone.checkpointed_layers(option in ("hybrid", "stored")):
             new = completion_logps(backbone, prompts, ids, mask)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from grade.entropy.samples import Samples, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.experiments.traced import saved_bytes
-from grade.memory.records import LiveTracker
-from grade.memory.settings import Microbatch, TracedConfig, phase
+from grade.memory.settings import Microbatch, TracedConfig
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten, trained_parameters
 from grade.models.prompts import PromptBatch
@@ -39,10 +38,10 @@ class ProbeStepConfig(TracedConfig):
         ids = torch.randint(backbone.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         samples = Samples(prompts, ids, torch.ones_like(ids))
 
-        def run(tracker: LiveTracker | None) -> None:
+        def run() -> None:
             with backbone.checkpointed_layers(self.gradient_checkpointing):
                 if self.way == "streamed":
-                    with phase(tracker, "scoring"):
+                    with backbone.phase("scoring"):
                         logps = sequence_logps(backbone, samples, self.microbatch_size)
                     prompt_gradients(backbone, samples, entropy_coefficients(logps), self.microbatch_size)
                 else:
