@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grade.cli.options import add_config
 from grade.files import check_file, write_text
-from grade.memory.bench import BenchConfig, bench_figures, compare_with_real, require_device, standard_steps
+from grade.memory.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
 from grade.results import environment, write_results
 
 
@@ -25,14 +25,14 @@ def add_bench(parser: argparse.ArgumentParser) -> Callable:
 def _bench(args: argparse.Namespace) -> None:
     """Measure the standard list of configurations."""
     config, about = BenchConfig.load(args.config, args.set), environment()
-    require_device(args.device)
+    steps = standard_steps(args.device, config)
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
     target = Path(f"outputs/{name}/memory.json" if args.output is None else args.output)
     check_file(target, "--output")
     if args.metrics:
         check_file(args.metrics, "--metrics")
     target.parent.mkdir(parents=True, exist_ok=True)
-    rows = compare_with_real(standard_steps(args.device, config), args.device, snapshots=target.parent)
+    rows = compare_with_real(steps, args.device)
     content = {"environment": about, "steps": rows}
     # With metrics it is the pipeline's run, whose files are the same bytes the next time: times stand in timings.json.
     if args.metrics:

@@ -2,7 +2,7 @@
 
 On a CPU the peak is that of live storages, counted by the same tracker on real tensors. On CUDA it is
 ``torch.cuda.max_memory_allocated``, beside what the allocator reserved and what its model (`grade.memory.allocator`)
-predicts, and an out-of-memory error leaves a snapshot that was recorded from the start.
+predicts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,79 +41,66 @@ class BenchConfig(Config):
 
 
 def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
-    """What ``grade bench memory`` runs.
+    """What ``grade bench memory`` runs; a device that this machine lacks is an error before anything is traced.
 
     On cuda steps of Qwen3-4B; on cpu every engine, with and without checkpointing, in both types, and for the tiny
     model other options too.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device", device, "cpu: this machine has no CUDA device")
     steps = []
-    for model in config.models if device == "cpu" else [""]:
-        own = _cpu_steps(model) if device == "cpu" else _cuda_steps()
+    for every in [_cuda_steps()] if device == "cuda" else map(_cpu_steps, config.models):
         for number in config.steps:
-            if not 0 <= number < len(own):
-                raise InputError("steps", number, f"0 to {len(own) - 1}")
-        steps += [own[number] for number in config.steps] or own
-    return steps
+            if not 0 <= number < len(every):
+                raise InputError("steps", number, f"0 to {len(every) - 1}")
+        steps += [every[number] for number in config.steps] or every
+    return [StepConfig(**values) for values in steps]
 
 
-def _cuda_steps() -> list[StepConfig]:
-    small = _QWEN | dict(batch_size=2, max_new_tokens=32)
+def _cuda_steps() -> list[dict[str, Any]]:
+    one, two = _QWEN | dict(batch_size=1, max_new_tokens=64), _QWEN | dict(batch_size=2, max_new_tokens=32)
+    eight = one | dict(batch_size=8)
     return [
-        StepConfig(**_QWEN, batch_size=1, max_new_tokens=64),
-        StepConfig(**_QWEN, batch_size=8, max_new_tokens=64),
-        StepConfig(**_QWEN, batch_size=8, max_new_tokens=64, gradient_checkpointing=True),
-        StepConfig(**small, method="gumbel", reward="trunk"),
-        StepConfig(**small, engine="checkpointed"),
-        StepConfig(**small, method="ste_legacy", gumbel_topk=0),
+        one,
+        eight,
+        eight | dict(gradient_checkpointing=True),
+        two | dict(method="gumbel", reward="trunk"),
+        two | dict(engine="checkpointed"),
+        two | dict(method="ste_legacy", gumbel_topk=0),
     ]
 
 
-def _cpu_steps(model: str) -> list[StepConfig]:
-    small = dict(model=model, batch_size=2, prompt_tokens=6, gumbel_topk=64)
+def _cpu_steps(model: str) -> list[dict[str, Any]]:
+    small, again = dict(model=model, batch_size=2, prompt_tokens=6, gumbel_topk=64), dict(gradient_checkpointing=True)
     wide, narrow = (small | dict(dtype=dtype) for dtype in ("float32", "bfloat16"))
     # Enough tokens for the replayed pass to outweigh the copies that a float32 adapter is folded into for sampling.
     long = wide | dict(batch_size=8, max_new_tokens=12)
-    other_options = [
-        StepConfig(**long, method="gumbel", reward="trunk"),
-        StepConfig(**long, attention="eager"),
-        StepConfig(**wide, max_new_tokens=4, adapter="full", base_copies=2),
-    ]
     # 16-bit products are slow on processors without instructions for them, so those completions are shorter.
-    return [
-        StepConfig(**long),
-        StepConfig(**long, gradient_checkpointing=True),
-        StepConfig(**wide, max_new_tokens=4, engine="checkpointed"),
-        StepConfig(**wide, max_new_tokens=4, method="ste_legacy"),
-        StepConfig(**wide, max_new_tokens=4, method="ste_legacy", gradient_checkpointing=True),
-        StepConfig(**narrow, max_new_tokens=3),
-        StepConfig(**narrow, max_new_tokens=3, gradient_checkpointing=True),
-        StepConfig(**narrow, max_new_tokens=2, engine="checkpointed"),
-        StepConfig(**narrow, max_new_tokens=2, method="gumbel_legacy"),
-        StepConfig(**narrow, max_new_tokens=2, method="gumbel_legacy", gradient_checkpointing=True),
-        *(other_options if model == "tiny" else []),
-    ]
+    few, two, three = wide | dict(max_new_tokens=4), narrow | dict(max_new_tokens=2), narrow | dict(max_new_tokens=3)
+    steps = []
+    for lean, other, legacy in ((long, few, "ste_legacy"), (three, two, "gumbel_legacy")):
+        unrolled = other | dict(method=legacy)
+        steps += [lean, lean | again, other | dict(engine="checkpointed"), unrolled, unrolled | again]
+    if model == "tiny":
+        steps += [
+            long | dict(method="gumbel", reward="trunk"),
+            long | dict(attention="eager"),
+            few | dict(adapter="full", base_copies=2),
+        ]
+    return steps
 
 
-def require_device(device: Device) -> None:
-    """Reject a device that this machine lacks, before anything is traced."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", device, "cpu: this machine has no CUDA device")
-
-
-def measure(config: TracedConfig, device: Device = "cpu", snapshot: Path | None = None) -> dict[str, Any]:
+def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
     """Run a step for real: ``measured_peak_bytes``, ``seconds``, on CUDA ``reserved_bytes``.
 
     On CUDA the second run counts, without the first's one-time allocations. If memory runs out, ``out_of_memory: true``
-    instead of a peak, and the allocation history in the file ``snapshot``.
+    instead of a peak.
     """
-    require_device(device)
     if device == "cpu":
         step = make_step(config, *build(config, device=device))
         start = time.perf_counter()
         tracker = run_tracked(step)
         return {"measured_peak_bytes": tracker.peak, "seconds": time.perf_counter() - start}
-    if snapshot is not None:
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     try:
         step = make_step(config, *build(config, device=device))
         step.run()
@@ -124,36 +110,31 @@ def measure(config: TracedConfig, device: Device = "cpu", snapshot: Path | None 
         start = time.perf_counter()
         step.run()
         torch.cuda.synchronize()
-        return {
-            "measured_peak_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "seconds": time.perf_counter() - start,
-        }
     except torch.cuda.OutOfMemoryError:
-        if snapshot is not None:
-            torch.cuda.memory._dump_snapshot(str(snapshot))
         return {"out_of_memory": True}
-    finally:
-        if snapshot is not None:
-            torch.cuda.memory._record_memory_history(enabled=None)
+    return {
+        "measured_peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def compare_with_real(
-    configs: Sequence[StepConfig], device: Device = "cpu", log: Callable[[str], None] = print,
-    snapshots: Path | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+    configs: Sequence[StepConfig], device: Device = "cpu", log: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
     """Trace and measure each step: its configuration, traced and measured bytes, and their ratio.
 
     On CUDA also live and reserved bytes, predicted and measured; None for what there is not, as a step that ran out of
-    memory has no peak. ``snapshots``: folder for such steps' allocation histories.
+    memory has no peak.
     """
     rows = []
-    for number, config in enumerate(configs):
+    for config in configs:
         traced = trace(config, device=device)
         row = {"name": config.headline, "config": config.model_dump(), "traced_peak_bytes": traced.peak}
-        row |= measure(config, device, None if snapshots is None else snapshots / f"oom_{number}.pickle")
+        row |= measure(config, device)
+        ratio = None
         if "measured_peak_bytes" in row:
-            row["traced_over_measured"] = traced.peak / row["measured_peak_bytes"]
+            ratio = row["traced_over_measured"] = traced.peak / row["measured_peak_bytes"]
         if device == "cuda":
             workspace = WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
             row |= {
@@ -164,7 +145,6 @@ def compare_with_real(
             }
             torch.cuda.empty_cache()
         rows.append(row)
-        ratio = row.get("traced_over_measured")
         log(f"{row['name']}: traced {traced.peak}, " + (f"ratio {ratio:.4f}" if ratio else "out of memory"))
         gc.collect()
     return rows

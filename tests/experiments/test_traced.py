@@ -73,7 +73,7 @@ def test_dense_and_chunked_logits_give_one_gradient():
         with torch.no_grad():
             for p in backbone.trainable_parameters():
                 p.add_(0.05)
-        make_step(config, backbone, others).program(None, lambda: None)
+        make_step(config, backbone, others).program(lambda: None)
         grads.append(torch.cat([p.grad.flatten() for p in backbone.trainable_parameters()]))
     for other in grads[1:]:
         torch.testing.assert_close(other, grads[0], rtol=1e-4, atol=1e-7)  # float32, sums in another order
