@@ -261,7 +261,7 @@ def _measures(model: RewardModel, outputs: Tensor, labels: Tensor) -> dict[str, 
         "accuracy_stderr": math.sqrt(share * (1 - share) / len(labels)),
         "log_loss": float(_loss(model, outputs, labels)),
         "mean_score": float(score.mean()),
-        "calibration_error": calibration_error(score, labels),
+        "calibration_error": _calibration_error(score, labels),
     }
 
 
@@ -280,12 +280,12 @@ def r2(predicted: Tensor, labels: Tensor) -> tuple[float, float]:
     return float(1 - error.sum() / spread.sum()), jackknife_stderr(without)
 
 
-def calibration_error(score: Tensor, labels: Tensor, bins: int = 10) -> float:
+def _calibration_error(score: Tensor, labels: Tensor, bins: int = 10) -> float:
     """Expected calibration error: ``sum_b (n_b / n) |mean score in b - share of positives in b|`` over equal bins.
 
     Scores are probabilities [n], labels 0 or 1 [n]. Guo et al. 2017, arXiv:1706.04599, section 2, for a binary score.
 
-    >>> calibration_error(torch.tensor([0.9, 0.9, 0.1, 0.1]), torch.tensor([1.0, 0.0, 0.0, 0.0]))  # (0.4 + 0.1) / 2
+    >>> _calibration_error(torch.tensor([0.9, 0.9, 0.1, 0.1]), torch.tensor([1.0, 0.0, 0.0, 0.0]))  # (0.4 + 0.1) / 2
     0.25
     """
     which = (score * bins).long().clamp(0, bins - 1)

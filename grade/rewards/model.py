@@ -38,11 +38,8 @@ if TYPE_CHECKING:
 RewardKind = Literal["bag", "trunk"]
 Labels = Literal["binary", "number"]
 _WEIGHTS, _CONFIG = "reward.safetensors", "reward.json"
-_CHUNK_ROWS = 8192
 _ROOT_TOKENS = 48
 """Length at which both kinds of pooling agree, so that one learning rate suits both."""
-_NORM_TOLERANCE = 1e-2
-"""Far above what rounding a table to bfloat16 does to its norm, far below what another base does."""
 
 
 class HeadSettings(Config):
@@ -203,7 +200,6 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
         kind, settings, labels = about["kind"], about["settings"], about.get("labels", "binary")
         settings = {name: value for name, value in settings.items() if name in HeadSettings.model_fields}
         base = {**about["base"], "fingerprint": dict(about["base"].get("fingerprint", {}))}  # older folders have none
-        base["embedding_rms"] = float(base["embedding_rms"])
     _check_same_base(base, _identity(backbone, kind))
     model = RewardModel(kind, backbone, HeadSettings.parse(settings, _CONFIG), labels)
     with reading("reward model", folder, f"weights in {_WEIGHTS} that fit {_CONFIG}"):
@@ -214,24 +210,16 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
     return model.requires_grad_(False)
 
 
-@torch.no_grad()
 def _identity(backbone: Backbone, kind: RewardKind) -> dict[str, Any]:
     """What tells bases apart: sizes, the tokenizer's (token, id) pairs, and the weights that the kind reads."""
     tokenizer = None
     if backbone.tokenizer is not None:
         pairs = json.dumps(sorted(backbone.tokenizer.get_vocab().items()), ensure_ascii=True)
         tokenizer = hashlib.sha256(pairs.encode("ascii")).hexdigest()
-    total = squares = torch.zeros((), dtype=torch.float64, device=backbone.device)
-    for ids in torch.arange(backbone.vocab_size, device=backbone.device).split(_CHUNK_ROWS):
-        rows = backbone.embed(ids).double()
-        total, squares = total + rows.sum(0), squares + rows.square().sum(0)
-    mean = total / backbone.vocab_size
-    std = (squares / backbone.vocab_size - mean.square()).clamp_min(0).sqrt()
     return {
         "vocab_size": backbone.vocab_size,
         "hidden_size": backbone.hidden_size,
         "tokenizer": tokenizer,
-        "embedding_rms": float((mean.square() + std.square()).mean().sqrt()),
         "fingerprint": fingerprint(backbone.embedding if kind == "bag" else backbone.decoder),
     }
 
@@ -241,10 +229,6 @@ def _check_same_base(trained_on: dict[str, Any], here: dict[str, Any]) -> None:
     for key in ("hidden_size", "vocab_size", "tokenizer"):
         if trained_on.get(key) != here[key]:
             raise InputError(f"reward model: {key} of the base", here[key], f"{trained_on.get(key)!r} ({why})")
-    rms = trained_on["embedding_rms"]
-    if not abs(rms - here["embedding_rms"]) <= _NORM_TOLERANCE * rms:
-        allowed = f"{rms} (same sizes, but other weights than the reward model was trained on)"
-        raise InputError("reward model: embedding_rms of the base", here["embedding_rms"], allowed)
     if not same_base(trained_on["fingerprint"], here["fingerprint"]):
         allowed = "that of the base that the reward model was trained on: same sizes, but other weights"
         shown = {name: digest[:8] for name, digest in here["fingerprint"].items()}

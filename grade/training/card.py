@@ -89,6 +89,23 @@ def model_card(
     return f"{card}\n"
 
 
+def run_card(
+    config: TrainConfig, name: str, adapter: str, before: Evaluation | None, after: Evaluation | None, method: str,
+    steps: int,
+) -> str:  # fmt: skip
+    """The card of a run from files; ``method`` is what ``auto`` chose, ``adapter`` its folder, seen from the card."""
+    rewards = [config.reward] if isinstance(config.reward, str) else config.reward
+    datasets = dict.fromkeys(filter(None, map(_hub_dataset, (config.train_dataset, config.eval_dataset))))
+    return model_card(
+        config, before, after, name=name, place=f"{name}/{adapter}".removesuffix("/."),
+        base=config.base_name or config.model, method=method or config.method, samples=config.samples,
+        rewards=[_without_places(spec) for spec in rewards], steps=steps, rank=config.lora.r, alpha=config.lora.alpha,
+        layers=config.lora.target_modules, train_data=f"`{_without_places(config.train_dataset)}`",
+        eval_data=config.eval_dataset and f"`{_without_places(config.eval_dataset)}`", command=_command(config),
+        datasets=list(datasets),
+    )  # fmt: skip
+
+
 def _figures(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, str, str, str]]:
     """Rows of the table: what is measured, before, after, change."""
     first, second = _values(before), _values(after)
@@ -110,11 +127,11 @@ def _values(evaluation: Evaluation | None) -> dict[str, Any]:
     return {label: each for label, each in values.items() if len(each) and np.isfinite(each).all()}
 
 
-def command_of(config: TrainConfig) -> str:
+def _command(config: TrainConfig) -> str:
     """A command that makes the same run: all settings that differ from their defaults, absolute paths shortened."""
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     words = [["grade", "train", "--method", config.method, "--output-dir", Path(config.output_dir).resolve().name]]
-    words += [["--reward", without_places(spec)] for spec in rewards]
+    words += [["--reward", _without_places(spec)] for spec in rewards]
     # With what the Trainer makes of them, on the same devices.
     default = TrainConfig(output_dir=config.output_dir, method=config.method, use_cpu=config.use_cpu)
     for item in fields(TrainConfig):
@@ -125,20 +142,20 @@ def command_of(config: TrainConfig) -> str:
             continue
         value = value.model_dump() if hasattr(value, "model_dump") else getattr(value, "value", value)
         if isinstance(value, bool | int | float | str | list | dict | None):
-            words.append(["--set", f"{item.name}={_yaml(without_places(value))}"])
+            words.append(["--set", f"{item.name}={_yaml(_without_places(value))}"])
     return " \\\n  ".join(shlex.join(part) for part in words)
 
 
-def without_places(value: Any) -> Any:
+def _without_places(value: Any) -> Any:
     """A setting, also a nested one, with absolute paths and those upwards shortened to their last part.
 
-    >>> without_places("/mine/rewards.py:short"), without_places("hf:/models/judge@GOOD"), without_places("a/b.csv")
+    >>> _without_places("/mine/rewards.py:short"), _without_places("hf:/models/judge@GOOD"), _without_places("a/b.csv")
     ('rewards.py:short', 'hf:judge@GOOD', 'a/b.csv')
     """
     if isinstance(value, dict):
-        return {name: without_places(inner) for name, inner in value.items()}
+        return {name: _without_places(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [without_places(inner) for inner in value]
+        return [_without_places(inner) for inner in value]
     if not isinstance(value, str):
         return value
     prefix = "hf:" if value.startswith("hf:") else ""
@@ -155,7 +172,7 @@ def _is_hub_id(name: str) -> bool:
     return not Path(name).is_dir()
 
 
-def hub_dataset(source: str) -> str:
+def _hub_dataset(source: str) -> str:
     """The Hugging Face id of a dataset, or empty where it is a file."""
     name = source.partition(":")[0]
     return name if "/" in name and not Path(name).exists() and _is_hub_id(name) else ""

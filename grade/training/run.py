@@ -30,7 +30,7 @@ from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
-from grade.training.card import command_of, hub_dataset, model_card, without_places
+from grade.training.card import run_card
 from grade.training.evaluate import Evaluation
 from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, last_checkpoint, not_written
 from grade.training.load import Prompts, Task, load_task
@@ -176,13 +176,14 @@ def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str,
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
     """Write a finished run's files beside its checkpoints; its earlier results are replaced."""
     output, last, name = Path(output_dir), last_checkpoint(output_dir), Path(config.output_dir).resolve().name
+    outcome = result.before, result.after, result.method, result.step
     with writing(output, "output_dir"):
         with atomic(output / "adapter") as adapter:
             task.backbone.save_adapter(adapter)
             if last is not None:
                 _copy(last, adapter, [OPTIMIZER_FILE])
             write_manifest(adapter)
-            card = _card(config, result, f"{name}/adapter", ".")  # over PEFT's empty one
+            card = run_card(config, f"{name}/adapter", ".", *outcome)  # over PEFT's empty one
             (adapter / "README.md").write_text(card, encoding="utf-8")
         with atomic(output / "checkpoints") as checkpoints:
             checkpoints.mkdir()
@@ -195,7 +196,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
             write_history(output / file, parts)
         write_text(output / "samples.json", json.dumps(_samples(config, result), indent=1) + "\n")
         write_results(output / "metrics.json", run_metrics(config, result, task.backbone))
-        write_text(output / "README.md", _card(config, result, name, "adapter"))
+        write_text(output / "README.md", run_card(config, name, "adapter", *outcome))
 
 
 def _copy(source: Path, target: Path, names: list[str]) -> None:
@@ -229,20 +230,6 @@ def run_metrics(config: TrainConfig, result: RunResult, backbone: Backbone) -> d
         "peak_memory_bytes": peak_memory(backbone.device),
         "dtype": str(backbone.dtype).removeprefix("torch."),
     }
-
-
-def _card(config: TrainConfig, result: RunResult, name: str, adapter: str) -> str:
-    rewards = [config.reward] if isinstance(config.reward, str) else config.reward
-    data = [hub for source in (config.train_dataset, config.eval_dataset) if (hub := hub_dataset(source))]
-    return model_card(
-        config, result.before, result.after, name=name, place=f"{name}/{adapter}".removesuffix("/."),
-        base=config.base_name or config.model, method=result.method or config.method, samples=config.samples,
-        rewards=[without_places(spec) for spec in rewards], steps=result.step, rank=config.lora.r,
-        alpha=config.lora.alpha, layers=config.lora.target_modules,
-        train_data=f"`{without_places(config.train_dataset)}`",
-        eval_data=config.eval_dataset and f"`{without_places(config.eval_dataset)}`",
-        command=command_of(config), datasets=list(dict.fromkeys(data)),
-    )  # fmt: skip
 
 
 def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:
