@@ -25,26 +25,18 @@ from grade.stats import jackknife_stderr
 
 @dataclass(frozen=True)
 class Reweighted:
-    """Entropy before and after, in nats.
+    """Entropy before and after, in nats."""
 
-    Attributes:
-        before: Mean of the old integrand.
-        after: Self-normalised mean of the new one.
-        change: after - before.
-        stderr: Standard error of the change, over prompts, or over samples if there is only one prompt.
-        ess: Effective sample size.
-        clipped: Fraction of weights that were clipped.
-        pareto_k: Shape of the generalised Pareto tail of the weights: above 0.7 the estimate cannot be trusted
-            (Vehtari et al. 2024, arXiv:1507.02646); None with fewer than 50 samples or equal weights.
-    """
-
-    before: float
-    after: float
+    before: float  # mean of the old integrand
+    after: float  # self-normalised mean of the new one
     change: float
-    stderr: float
-    ess: float
-    clipped: float
+    stderr: float  # standard error of the change, over prompts, or over samples if there is only one prompt
+    ess: float  # effective sample size
+    clipped: float  # fraction of weights that were clipped
+    # Shape of the generalised Pareto tail of the weights: above 0.7 the estimate cannot be trusted (Vehtari et al.
+    # 2024, arXiv:1507.02646); None with fewer than 50 samples or equal weights.
     pareto_k: float | None
+
 
 
 def reweighted_change(

@@ -44,19 +44,12 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Samples:
-    """G completions of each of B prompts, on the CPU.
+    """G completions of each of B prompts, on the CPU."""
 
-    Attributes:
-        prompts: B prompts.
-        ids: Completions [B, G, T].
-        mask: [B, G, T], 1 at a token, end-of-sequence included, 0 after it; no completion is empty.
-        temperature: Sampling temperature; log-probabilities are taken at the same temperature.
-    """
-
-    prompts: PromptBatch
-    ids: Tensor
-    mask: Tensor
-    temperature: float = 1.0
+    prompts: PromptBatch  # B prompts
+    ids: Tensor  # completions [B, G, T]
+    mask: Tensor  # [B, G, T], 1 at a token, end-of-sequence included, 0 after it; no completion is empty
+    temperature: float = 1.0  # sampling temperature; log-probabilities are taken at the same temperature
 
     def of_prompts(self, rows: slice) -> Samples:
         """The samples of the selected prompts."""
@@ -191,17 +184,11 @@ def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor,
 
 @dataclass(frozen=True)
 class Directional:
-    """Derivatives along v of each sample's terms, each [B, G, T] in float64 on the CPU, 0 where masked.
+    """Derivatives along v of each sample's terms, each [B, G, T] in float64 on the CPU, 0 where masked."""
 
-    Attributes:
-        entropies: H_t.
-        d_entropies: ``dH_t[v]``.
-        d_logps: ``d log pi(y_t)[v]``.
-    """
-
-    entropies: Tensor
-    d_entropies: Tensor
-    d_logps: Tensor
+    entropies: Tensor  # H_t
+    d_entropies: Tensor  # ``dH_t[v]``
+    d_logps: Tensor  # ``d log pi(y_t)[v]``
 
     def per_sequence(self, baseline: Tensor | None = None) -> Tensor:
         """``sum_t dH_t + (G_t - b_t) dlogp_t`` [B, G], whose expectation is ``dH[v]``.

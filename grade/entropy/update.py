@@ -28,19 +28,12 @@ from grade.models.parameters import flatten, set_values, trained_parameters
 
 @dataclass(frozen=True)
 class UpdateVector:
-    """``delta theta`` and its parts, each [P].
+    """``delta theta`` and its parts, each [P]."""
 
-    Attributes:
-        momentum: Part of the old momentum: the step for a zero gradient, with the same denominator.
-        gradient: Part of the new gradient.
-        decay: Part of weight decay.
-        clipped: Factor by which clipping scaled the gradient, 1 if it was not clipped.
-    """
-
-    momentum: Tensor
-    gradient: Tensor
-    decay: Tensor
-    clipped: float
+    momentum: Tensor  # part of the old momentum: the step for a zero gradient, with the same denominator
+    gradient: Tensor  # part of the new gradient
+    decay: Tensor  # part of weight decay
+    clipped: float  # factor by which clipping scaled the gradient, 1 if it was not clipped
 
     @property
     def total(self) -> Tensor:

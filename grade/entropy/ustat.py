@@ -24,19 +24,12 @@ from grade.stats import jackknife_stderr
 
 @dataclass(frozen=True)
 class _UStatistic:
-    """An estimate of ``E[X] . E[Y]``.
+    """An estimate of ``E[X] . E[Y]``."""
 
-    Attributes:
-        value: U.
-        plug_in: Plug-in standard error, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1.
-        jackknife: Jackknife standard error, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``; None for B = 2.
-        plain: ``Xbar . Ybar``, the naive estimate, diagonal included: biased by ``Cov / B``.
-    """
-
-    value: float
-    plug_in: float
-    jackknife: float | None
-    plain: float
+    value: float  # U
+    plug_in: float  # plug-in standard error, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1
+    jackknife: float | None  # jackknife standard error, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``; None for B = 2
+    plain: float  # ``Xbar . Ybar``, the naive estimate, diagonal included: biased by ``Cov / B``
 
 
 def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:

@@ -20,15 +20,10 @@ EngineName = Literal["replay", "checkpointed", "unrolled"]
 
 @dataclass(frozen=True)
 class Method:
-    """A training method that differentiates the reward through relaxed tokens.
+    """A training method that differentiates the reward through relaxed tokens."""
 
-    Attributes:
-        estimator: How tokens are relaxed.
-        engine: How the gradient is computed.
-    """
-
-    estimator: str
-    engine: EngineName
+    estimator: str  # how tokens are relaxed
+    engine: EngineName  # how the gradient is computed
 
 
 RELAXED: dict[str, Method] = {name: Method(name, "replay") for name in ESTIMATORS} | {
@@ -38,25 +33,15 @@ RELAXED: dict[str, Method] = {name: Method(name, "replay") for name in ESTIMATOR
 
 @dataclass(frozen=True)
 class PolicyGradientMethod:
-    """A policy gradient.
+    """A policy gradient."""
 
-    Attributes:
-        options: Settings that only this method reads.
-        grouped: Whether the baseline is the mean of the prompt's other completions.
-        clipped: Whether the loss is the clipped surrogate, which several updates per step need.
-        value_head: Whether it learns a value function, from which advantages follow token by token.
-        greedy: Whether it samples a greedy completion of each prompt as well.
-        running_mean: Whether the baseline is an average of earlier steps' returns.
-        passes: Passes over a step's completions unless the settings say otherwise.
-    """
-
-    options: tuple[str, ...] = ()
-    grouped: bool = False
-    clipped: bool = False
-    value_head: bool = False
-    greedy: bool = False
-    running_mean: bool = False
-    passes: int = 1
+    options: tuple[str, ...] = ()  # settings that only this method reads
+    grouped: bool = False  # whether the baseline is the mean of the prompt's other completions
+    clipped: bool = False  # whether the loss is the clipped surrogate, which several updates per step need
+    value_head: bool = False  # whether it learns a value function, from which advantages follow token by token
+    greedy: bool = False  # whether it samples a greedy completion of each prompt as well
+    running_mean: bool = False  # whether the baseline is an average of earlier steps' returns
+    passes: int = 1  # passes over a step's completions unless the settings say otherwise
 
 
 POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {

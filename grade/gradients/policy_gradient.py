@@ -48,19 +48,12 @@ CLOSED_FORM_PENALTY = 0.1
 
 @dataclass(frozen=True)
 class Completions:
-    """Samples of a microbatch.
+    """Samples of a microbatch."""
 
-    Attributes:
-        prompts: B prompts, each G times in a row.
-        ids: Completions [B, T].
-        mask: [B, T], 1 at a token, end-of-sequence included.
-        weights: Importance weights [B, T], or [B, 1] of sequences (`losses.importance_weights`); None: all 1.
-    """
-
-    prompts: PromptBatch
-    ids: Tensor
-    mask: Tensor
-    weights: Tensor | None = None
+    prompts: PromptBatch  # B prompts, each G times in a row
+    ids: Tensor  # completions [B, T]
+    mask: Tensor  # [B, T], 1 at a token, end-of-sequence included
+    weights: Tensor | None = None  # importance weights [B, T], or [B, 1] of sequences (`losses.importance_weights`)
 
     def rows(self, rows: slice) -> Completions:
         """The selected rows."""
@@ -73,31 +66,18 @@ Microbatch = tuple[PromptBatch, torch.Generator] | Completions
 
 @dataclass(frozen=True)
 class _Experience:
-    """Completions with everything that an update treats as constant.
-
-    Attributes:
-        completions: Samples.
-        reference: Hidden states of the reference [B, T, D], or for k3 its log-probabilities [B, T].
-        logps: Log-probabilities under the policy that sampled [B, T].
-        kl: KL, or its estimate, under that policy [B, T].
-        reward: [B].
-        returns: Penalised returns [B].
-        advantages: [B, T], or [B, 1] if all tokens share one.
-        values: With a value head: V of the state before each token [B, T].
-        targets: With a value head: its targets [B, T].
-        kl_factor: Factor on KL's own gradient: 1, or the whitening factor, so that whitening does not change the
-            balance of reward and KL.
-    """
+    """Completions with everything that an update treats as constant."""
 
     completions: Completions
-    reference: Tensor
-    logps: Tensor
-    kl: Tensor
-    reward: Tensor
-    returns: Tensor
-    advantages: Tensor
-    values: Tensor | None = None
-    targets: Tensor | None = None
+    reference: Tensor  # hidden states of the reference [B, T, D], or for k3 its log-probabilities [B, T]
+    logps: Tensor  # log-probabilities under the policy that sampled [B, T]
+    kl: Tensor  # KL, or its estimate, under that policy [B, T]
+    reward: Tensor  # [B]
+    returns: Tensor  # penalised returns [B]
+    advantages: Tensor  # [B, T], or [B, 1] if all tokens share one
+    values: Tensor | None = None  # with a value head: V of the state before each token [B, T]
+    targets: Tensor | None = None  # with a value head: its targets [B, T]
+    # Factor on KL's own gradient: 1, or the whitening factor, so that whitening keeps the balance of reward and KL.
     kl_factor: float = 1.0
 
     def rows(self, rows: slice) -> _Experience:
@@ -108,21 +88,13 @@ class _Experience:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a learner needs from the training loop.
+    """What a learner needs from the training loop."""
 
-    Attributes:
-        microbatches: Microbatches per step, over all processes.
-        apply: Takes an optimizer step with the current gradients.
-        total: Sums a tensor over processes.
-        gather: Joins lists of all processes, in order of rank.
-        rank: This process.
-    """
-
-    microbatches: int
-    apply: Callable[[], object]
-    total: Callable[[Tensor], Tensor] = lambda x: x
-    gather: Callable[[list[Any]], list[Any]] = lambda x: x
-    rank: int = 0
+    microbatches: int  # microbatches per step, over all processes
+    apply: Callable[[], object]  # takes an optimizer step with the current gradients
+    total: Callable[[Tensor], Tensor] = lambda x: x  # sums a tensor over processes
+    gather: Callable[[list[Any]], list[Any]] = lambda x: x  # joins lists of all processes, in order of rank
+    rank: int = 0  # this process
 
 
 class _ValueHead(nn.Module):

@@ -46,21 +46,13 @@ ADDITIVE = ("counts", "bag", "ngrams", "values")
 
 @dataclass(frozen=True)
 class Observed:
-    """Completions as the families see them.
+    """Completions as the families see them."""
 
-    Attributes:
-        prompts: B prompts.
-        ids: Completions [B, T].
-        mask: [B, T].
-        predicting: The frozen base's hidden states that predict each token [B, T, D].
-        pooled: Its pooled states [B, D] by depth.
-    """
-
-    prompts: PromptBatch
-    ids: Tensor
-    mask: Tensor
-    predicting: Tensor
-    pooled: dict[int, Tensor]
+    prompts: PromptBatch  # B prompts
+    ids: Tensor  # completions [B, T]
+    mask: Tensor  # [B, T]
+    predicting: Tensor  # the frozen base's hidden states that predict each token [B, T, D]
+    pooled: dict[int, Tensor]  # its pooled states [B, D] by depth
 
     @classmethod
     def of(

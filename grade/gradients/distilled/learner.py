@@ -127,17 +127,11 @@ class Blend:
 
 @dataclass(frozen=True)
 class Sample:
-    """Scored completions of a microbatch.
+    """Scored completions of a microbatch."""
 
-    Attributes:
-        seen: Completions, with the base's states.
-        reward: [B].
-        rows: Features of each family.
-    """
-
-    seen: Observed
-    reward: Tensor
-    rows: dict[str, Tensor]
+    seen: Observed  # completions, with the base's states
+    reward: Tensor  # [B]
+    rows: dict[str, Tensor]  # features of each family
 
 
 class DistilledGradient(Learner):

@@ -69,15 +69,10 @@ def centred(values: Tensor, group: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigendecomposition ``K = Q diag(l) Q^T``, which serves all penalties and rewards.
+    """Eigendecomposition ``K = Q diag(l) Q^T``, which serves all penalties and rewards."""
 
-    Attributes:
-        values: l [n], at least 0.
-        vectors: Q [n, n], in columns.
-    """
-
-    values: Tensor
-    vectors: Tensor
+    values: Tensor  # l [n], at least 0
+    vectors: Tensor  # Q [n, n], in columns
 
     @classmethod
     def of(cls, gram: Tensor) -> Spectrum:

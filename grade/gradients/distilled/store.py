@@ -65,19 +65,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Fit:
-    """A distilled reward.
+    """A distilled reward."""
 
-    Attributes:
-        family: Name of the family.
-        weights: [1 + k, F]: fitted on all completions, then without each of the newest k groups in turn.
-        choice: Penalty, R2 out of sample, slope; weights are to be multiplied by the slope.
-        predates: Whether family and choice were selected before the newest groups' rewards were known.
-    """
-
-    family: str
-    weights: Tensor
-    choice: Choice
-    predates: bool = True
+    family: str  # name of the family
+    weights: Tensor  # [1 + k, F]: fitted on all completions, then without each of the newest k groups in turn
+    choice: Choice  # penalty, R2 out of sample, slope; weights are to be multiplied by the slope
+    predates: bool = True  # whether family and choice were selected before the newest groups' rewards were known
 
     @property
     def all(self) -> Tensor:
