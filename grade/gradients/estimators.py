@@ -80,7 +80,7 @@ class RelaxationConfig(Config):
             raise InputError("min_new_tokens", self.min_new_tokens, f"at most max_new_tokens = {self.max_new_tokens}")
 
 
-def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
+def _conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
     """Gumbel noise given that ``argmax(logits + noise)`` is a given entry.
 
     ``-(l + g)`` is the log of an arrival time at rate ``exp(l)``. The first arrival comes at rate ``Z = sum exp(l)``,
@@ -98,24 +98,6 @@ def conditional_noise(logits: Tensor, chosen: Tensor, generator: torch.Generator
     first = times.gather(-1, chosen)
     z = total - (times * (total - logits).exp() + first).scatter(-1, chosen, first).log()
     return torch.where(logits == float("-inf"), 0.0, z - logits)
-
-
-def reinmax(logits: Tensor, chosen: Tensor, tau: float) -> Tensor:
-    """ReinMax: one-hot of the drawn token forward, a second-order accurate gradient backward.
-
-    With ``p = softmax(l)``, ``q = (onehot + softmax(l / tau)) / 2`` and the softmax's Jacobian
-    ``J(p) = diag(p) - p p^T``, backward is ``(2 J(q) - J(p) / 2) g``. At tau = 1 its expectation over the token is the
-    exact gradient of ``E f(onehot)`` for every quadratic f (Heun's method; straight-through is Euler's).
-
-    Source: Liu et al. 2023, arXiv:2304.08612, algorithm 2. Logits and ``chosen``, the drawn token's one-hot, are
-    [..., K], and so is the result, in the logits' type.
-
-    >>> l = torch.zeros(2, requires_grad=True)               # p = (1/2, 1/2), q = (3/4, 1/4)
-    >>> y = reinmax(l, torch.tensor([1, 0]), 1.0)            # J(p) = +-1/4, J(q) = +-3/16
-    >>> y.tolist(), torch.autograd.grad(y[0], l)[0].tolist()  # 2 * 3/16 - 1/2 * 1/4
-    ([1.0, 0.0], [0.25, -0.25])
-    """
-    return _ReinMaxFunction.apply(logits, chosen.to(logits.dtype), tau)
 
 
 class _ReinMaxFunction(torch.autograd.Function):
@@ -219,14 +201,14 @@ def _drawn(
         if token is None:
             noise = gumbel_noise(tuple(logits.shape), generator, logits.device)
         else:
-            noise = conditional_noise(logits, token, generator)
+            noise = _conditional_noise(logits, token, generator)
         support = (logits + noise).topk(k).indices
         return support, noise.gather(1, support)
     support = _likeliest(logits, token, k)
     if token is None:
         return support, gumbel_noise(tuple(support.shape), generator, logits.device)
     chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
-    return support, conditional_noise(logits.gather(1, support), chosen, generator)
+    return support, _conditional_noise(logits.gather(1, support), chosen, generator)
 
 
 def _likeliest(logits: Tensor, token: Tensor | None, k: int) -> Tensor:
@@ -262,7 +244,13 @@ class _RaoBlackwellised(Estimator):
 
 
 class _ReinMax(Estimator):
-    """Second-order straight-through, without noise: the support is the likeliest tokens, the token among them."""
+    """ReinMax: one-hot of the drawn token forward, a second-order accurate gradient backward, without noise.
+
+    With ``p = softmax(l)``, ``q = (onehot + softmax(l / tau)) / 2`` and the softmax's Jacobian
+    ``J(p) = diag(p) - p p^T``, backward is ``(2 J(q) - J(p) / 2) g``. At tau = 1 its expectation over the token is the
+    exact gradient of ``E f(onehot)`` for every quadratic f (Heun's method; straight-through is Euler's). The support is
+    the likeliest tokens, the token among them. Source: Liu et al. 2023, arXiv:2304.08612, algorithm 2.
+    """
 
     redraws = True
 
@@ -275,7 +263,7 @@ class _ReinMax(Estimator):
     def relax_given(  # noqa: D102
         self, logits: Tensor, noise: Tensor, support: Tensor, token: Tensor, tau: float
     ) -> Tensor:
-        return reinmax(logits, support == token.unsqueeze(1), tau)
+        return _ReinMaxFunction.apply(logits, (support == token.unsqueeze(1)).to(logits.dtype), tau)
 
 
 class _DenseStraightThrough(Estimator):

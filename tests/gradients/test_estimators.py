@@ -7,14 +7,7 @@ import torch
 from scipy import stats
 
 from grade.errors import InputError
-from grade.gradients.estimators import (
-    ESTIMATORS,
-    Estimator,
-    RelaxationConfig,
-    conditional_noise,
-    reinmax,
-    relax,
-)
+from grade.gradients.estimators import ESTIMATORS, Estimator, RelaxationConfig, relax
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import checkpointed, unrolled
@@ -27,6 +20,17 @@ def generator(seed=0):
 
 def draw_given(logits, token, config, generator):
     return ESTIMATORS[config.estimator].draw_given(logits, token, config, generator)
+
+
+def conditional_noise(logits, token, generator):
+    """Noise of the full vocabulary."""
+    return draw_given(logits, token, RelaxationConfig(gumbel_topk=0), generator)[1]
+
+
+def reinmax(logits, token, tau):
+    """Of one position over its full vocabulary."""
+    every, token = torch.arange(len(logits)).unsqueeze(0), torch.tensor([token])
+    return ESTIMATORS["reinmax"].relax_given(logits.unsqueeze(0), None, every, token, tau)[0]
 
 
 def test_noise_is_standard_gumbel_in_float32():
@@ -146,8 +150,8 @@ def test_reinmax_is_exact_for_quadratic_functions_and_the_first_order_estimator_
     """Expectation over tokens, enumerated. Liu et al. 2023, theorem 3.1; straight-through without noise is Euler's."""
     logits, f, exact = quadratic(0)
     p, mean, first_order = logits.detach().softmax(0), 0, 0
-    for weight, d in zip(p, torch.eye(5, dtype=torch.float64), strict=True):
-        mean = mean + weight * torch.autograd.grad(f(reinmax(logits, d, 1.0)), logits)[0]
+    for token, (weight, d) in enumerate(zip(p, torch.eye(5, dtype=torch.float64), strict=True)):
+        mean = mean + weight * torch.autograd.grad(f(reinmax(logits, token, 1.0)), logits)[0]
         soft = logits.softmax(0)
         first_order = first_order + weight * torch.autograd.grad(f(soft + (d - soft).detach()), logits)[0]
     torch.testing.assert_close(mean, exact)
@@ -157,7 +161,7 @@ def test_reinmax_is_exact_for_quadratic_functions_and_the_first_order_estimator_
 def test_reinmax_by_hand():
     """V = 2, l = (0, log 3), tau = 2, token 0: p = (1/4, 3/4), softmax(l / 2) = (1, sqrt 3) / (1 + sqrt 3)."""
     logits = torch.tensor([0.0, math.log(3)], dtype=torch.float64, requires_grad=True)
-    y = reinmax(logits, torch.tensor([1, 0]), 2.0)
+    y = reinmax(logits, 0, 2.0)
     assert y.tolist() == [1, 0]
     got = torch.autograd.grad(y[0], logits)[0]
     q = (1 + 1 / (1 + math.sqrt(3))) / 2
