@@ -19,6 +19,7 @@ import torch
 from scipy.stats import genpareto
 from torch import Tensor
 
+from grade.entropy.samples import SampleScores
 from grade.errors import InputError
 from grade.stats import jackknife_stderr
 
@@ -38,18 +39,16 @@ class Reweighted:
     pareto_k: float | None
 
 
-
 def reweighted_change(
-    old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor, lengths: Tensor | None = None,
-    clip: float | None = None,
-) -> Reweighted:  # fmt: skip
-    """Change of entropy under a step; S and integrands of the old and the new policy are [B, G].
+    old: SampleScores, new: SampleScores, mask: Tensor | None = None, clip: float | None = None
+) -> Reweighted:
+    """Change of entropy under a step, from scores of the same samples under the old and the new policy.
 
-    The integrand is ``-S``, or the sum of token entropies. With ``lengths`` [B, G] it is the entropy per token.
+    The integrand is a sample's sum of token entropies. With the tokens' ``mask`` [B, G, T] it is the entropy per token.
     ``clip`` clips weights at this multiple of their mean, before normalising, which biases towards the old policy.
     """
-    length = torch.ones_like(old) if lengths is None else lengths
-    old_logps, new_logps, old, new, length = _checked(2, old_logps, new_logps, old, new, length)
+    length = torch.ones_like(old.logps[..., :1]) if mask is None else mask.double()
+    old_logps, new_logps, old, new, length = (x.sum(-1) for x in (*_checked(old, new), length))
     k = _pareto_k(_weights(old_logps, new_logps, None)[0].flatten())
     w, clipped = _weights(old_logps, new_logps, clip)
     before = old.sum() / length.sum()
@@ -61,7 +60,7 @@ def reweighted_change(
     return Reweighted(float(before), float(after), float(after - before), float(stderr), ess, clipped, k)
 
 
-def prefix_change(old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor) -> Tensor:
+def prefix_change(old: SampleScores, new: SampleScores) -> Tensor:
     """Each sample's part [B, G] of the change of entropy per sequence (their mean), by importance weights of prefixes.
 
         H_new - H_old = E sum_t ( (w_{<t} - 1) (h'_t - b_t) + h'_t - h_t ),   w_{<t} = prod_{s < t} pi_new / pi_old
@@ -69,9 +68,9 @@ def prefix_change(old_logps: Tensor, new_logps: Tensor, old: Tensor, new: Tensor
     with h and h' a token's entropy before and after (per-decision importance sampling: Precup et al. 2000). The control
     variate ``b_t`` is the mean of h'_t over the prompt's other completions. Its derivative at a step of 0 is, sample by
     sample, `grade.entropy.samples.Directional.per_sequence`: prediction and truth share their noise. Arguments are the
-    tokens' log-probabilities and entropies under the old and the new policy, each [B, G, T], 0 where masked.
+    scores of the same samples under the old and the new policy.
     """
-    old_logps, new_logps, old, new = _checked(3, old_logps, new_logps, old, new)
+    old_logps, new_logps, old, new = _checked(old, new)
     log_w = new_logps - old_logps
     before = log_w.cumsum(-1) - log_w  # of the prefix: without the token itself
     others = (new.sum(1, keepdim=True) - new) / max(new.shape[1] - 1, 1)
@@ -92,10 +91,11 @@ def linearity_error(linear: Tensor, change: Tensor) -> tuple[float, float]:
     return float(a.sum() / b.sum()) - 1, jackknife_stderr(without)
 
 
-def _checked(dimensions: int, *parts: Tensor) -> list[Tensor]:
-    """In float64; shapes that differ would broadcast."""
-    if len({p.shape for p in parts}) > 1 or parts[0].ndim != dimensions or parts[0].numel() < 2:
-        raise ValueError(f"{[list(p.shape) for p in parts]} are not equal shapes with {dimensions} dimensions")
+def _checked(old: SampleScores, new: SampleScores) -> list[Tensor]:
+    """Log-probabilities and then entropies, old and new, in float64; shapes that differ would broadcast."""
+    parts = [old.logps, new.logps, old.entropies, new.entropies]
+    if len({p.shape for p in parts}) > 1 or parts[0].ndim != 3 or parts[0].shape[:2].numel() < 2:
+        raise ValueError(f"{[list(p.shape) for p in parts]} are not equal shapes of two completions or more [B, G, T]")
     if not all(torch.isfinite(p).all() for p in parts):
         raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
     return [p.double() for p in parts]

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from grade.config import SEEDS, Config
-from grade.entropy.change import Reweighted, linearity_error, prefix_change, reweighted_change
+from grade.entropy.change import linearity_error, prefix_change, reweighted_change
 from grade.entropy.samples import (
     Directional,
     Samples,
@@ -353,7 +353,7 @@ class EntropyProbe:
         after = partial(stepped, self.policy, self.optimizer, gradients, self.config.max_grad_norm or None)
         with after() if real else contextlib.nullcontext():
             new = self._scores(evaluation, None if real else step)
-        change, tokens = self._reweighted(old, new), self._reweighted(old, new, evaluation.mask.sum(-1))
+        change, tokens = (reweighted_change(old, new, mask, c.clip or None) for mask in (None, evaluation.mask))
         figures = {
             "entropy": change.before,
             "entropy_after": change.after,
@@ -392,7 +392,7 @@ class EntropyProbe:
     ) -> dict[str, float]:
         """Predicted and true change for this multiple of the learning rate, which AdamW's step is proportional to."""
         new = self._scores(evaluation, step, multiple)
-        change = self._reweighted(old, new)
+        change = reweighted_change(old, new, clip=self.config.importance_sampling.clip or None)
         return {
             "multiple": multiple,
             **_mean("delta_h1_forward", multiple * terms.per_sequence().mean(1)),
@@ -402,15 +402,11 @@ class EntropyProbe:
             **self._by_prefix(old, new, terms, multiple),
         }
 
-    def _reweighted(self, old: SampleScores, new: SampleScores, lengths: Tensor | None = None) -> Reweighted:
-        sums = (x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies))
-        return reweighted_change(*sums, lengths, self.config.importance_sampling.clip or None)
-
     def _by_prefix(
         self, old: SampleScores, new: SampleScores, terms: Directional, multiple: float = 1.0
     ) -> dict[str, float]:
         """The change by weights of prefixes and, from three prompts on, its deviation from the linear prediction."""
-        change = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
+        change = prefix_change(old, new)
         figures = _mean("delta_h_prefix", change.mean(1))
         if len(change) >= 3:
             value, stderr = linearity_error(multiple * terms.per_sequence(), change)

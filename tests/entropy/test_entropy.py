@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from grade.entropy.change import linearity_error, prefix_change, reweighted_change
 from grade.entropy.samples import (
+    SampleScores,
     directional,
     draw,
     entropy_coefficients,
@@ -256,16 +257,16 @@ def test_what_the_vector_does_not_cover_is_refused():
 
 
 def test_reweighting_by_hand():
-    old = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
-    new = torch.tensor([[0.75, 0.25]], dtype=torch.float64).log()
-    estimate = reweighted_change(old, new, -old, -new)
+    logps = torch.tensor([[[[0.5], [0.5]]], [[[0.75], [0.25]]]], dtype=torch.float64).log()
+    old, new = (SampleScores(each, -each) for each in logps)
+    estimate = reweighted_change(old, new)
     # weights 1.5 and 0.5: after = (1.5 * 0.28768 + 0.5 * 1.38629) / 2 = 0.56234, the entropy of (3/4, 1/4)
     assert estimate.after == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
     assert estimate.before == pytest.approx(math.log(2))
     assert estimate.ess == pytest.approx(4 / (1.5**2 + 0.5**2))
-    cut = reweighted_change(old, new, -old, -new, clip=1.0)
+    cut = reweighted_change(old, new, clip=1.0)
     assert cut.clipped == 0.5 and cut.after > estimate.after
-    tokens = reweighted_change(old, new, -old, -new, lengths=torch.tensor([[1.0, 3.0]]))
+    tokens = reweighted_change(old, new, torch.tensor([[[1.0], [3.0]]]))
     assert tokens.after == pytest.approx((1.5 * math.log(4 / 3) + 0.5 * math.log(4)) / (1.5 + 0.5 * 3))
 
 
@@ -275,7 +276,9 @@ def test_the_error_of_entropy_per_token_is_that_of_the_quotient():
     logs = 0.3 * torch.randn(400, 2, generator=generator, dtype=torch.float64)
     old, new = (torch.rand(400, 2, generator=generator, dtype=torch.float64) + 1 for _ in range(2))
     lengths = torch.randint(1, 6, (400, 2), generator=generator).double()
-    estimate = reweighted_change(torch.zeros_like(logs), logs, old * lengths, new * lengths, lengths)
+    before, after = SampleScores(torch.zeros_like(logs), old * lengths), SampleScores(logs, new * lengths)
+    estimate = reweighted_change(*(SampleScores(s.logps[..., None], s.entropies[..., None]) for s in (before, after)),
+                                 lengths[..., None])  # fmt: skip
     w = logs.exp()
 
     def change(rows):
@@ -303,11 +306,11 @@ def test_what_cannot_be_estimated_is_refused():
     with pytest.raises(InputError, match="temperature"):
         drawn(backbone, temperature=0.0)
     with pytest.raises(InputError, match="finite"):
-        reweighted_change(*[torch.full((2, 2), math.nan)] * 4)
+        reweighted_change(*[SampleScores(*[torch.full((2, 2, 2), math.nan)] * 2)] * 2)
     with pytest.raises(InputError, match="finite"):
-        prefix_change(*[torch.full((2, 2, 2), math.nan)] * 4)
+        prefix_change(*[SampleScores(*[torch.full((2, 2, 2), math.nan)] * 2)] * 2)
     with pytest.raises(ValueError, match="equal shapes"):
-        prefix_change(*[torch.ones(2, 2)] * 4)
+        prefix_change(*[SampleScores(*[torch.ones(2, 2)] * 2)] * 2)
 
 
 def test_trained_weights_of_the_base_are_refused_by_rule():
@@ -380,7 +383,7 @@ def test_weights_of_prefixes_are_unbiased_with_their_control_variate():
     samples, probabilities = all_as_samples(backbone, prompts(1), T)
     old, new = scores_at(backbone, samples), scores_at(backbone, samples, v, eta)
     pairs = torch.cartesian_prod(*[torch.arange(samples.ids.shape[1])] * 2)
-    parts = prefix_change(*(x[0, pairs] for x in (old.logps, new.logps, old.entropies, new.entropies)))
+    parts = prefix_change(*(SampleScores(s.logps[0, pairs], s.entropies[0, pairs]) for s in (old, new)))
     expected = float((probabilities[0, pairs].prod(1) * parts.mean(1)).sum())
     truth = exact_change(backbone, prompts(1), T, v, eta)
     assert abs(truth) > 0.01 and expected == pytest.approx(truth, rel=1e-9)
@@ -390,7 +393,7 @@ def test_weights_of_prefixes_by_hand():
     """Two completions of two tokens: w = 2 and 0.5 before the second token; its own weight must not count."""
     ratios = torch.tensor([[[2.0, 5.0], [0.5, 7.0]]])
     before, after = torch.ones(1, 2, 2), torch.tensor([[[1.5, 3.0], [1.0, 2.0]]])
-    estimate = prefix_change(torch.zeros(1, 2, 2), ratios.log(), before, after)
+    estimate = prefix_change(SampleScores(torch.zeros(1, 2, 2), before), SampleScores(ratios.log(), after))
     # first token: h' - h; second: (w - 1)(h' - others) + h' - h
     assert estimate.tolist() == [[pytest.approx(0.5 + (2 - 1) * (3 - 2) + 2), pytest.approx((0.5 - 1) * (2 - 3) + 1)]]
 

@@ -200,7 +200,7 @@ def _precision(s: Settings) -> pd.DataFrame:
         old = scores_at(policy, samples)
         for multiple in s.narrow_multiples:
             new = scores_at(policy, samples, step, multiple)
-            change = Estimate.of(prefix_change(old.logps, new.logps, old.entropies, new.entropies).mean(1))
+            change = Estimate.of(prefix_change(old, new).mean(1))
             rows.append((name, multiple, multiple * predicted, change.mean, change.stderr))
     return pd.DataFrame(rows, columns=["dtype", "multiple", "predicted", "delta_h", "delta_h_stderr"])
 

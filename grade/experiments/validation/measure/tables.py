@@ -144,10 +144,10 @@ def _importance(s: Settings) -> pd.DataFrame:
         for seed in range(n):
             samples = draw(policy, prompts, group, length, torch.Generator().manual_seed(seed), microbatch=4096)
             old, new = scores_at(policy, samples, None, 0.0, 4096), scores_at(policy, samples, vector, eta, 4096)
-            whole = reweighted_change(*(x.sum(-1) for x in (old.logps, new.logps, old.entropies, new.entropies)))
+            whole = reweighted_change(old, new)
             estimates["whole"].append((whole.change, whole.stderr))
             ess.append(whole.ess / (len(prompts) * group))
-            moved = prefix_change(old.logps, new.logps, old.entropies, new.entropies)
+            moved = prefix_change(old, new)
             estimates["prefix"].append(Estimate.of(moved.mean(1))[:2])
         exact = exact_change(policy, prompts, length, vector, eta)
         for way, values in estimates.items():
