@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Value = float | int | str | bool | None
 
 SIGNIFICANT_DIGITS = 6
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in which the system reports peak resident memory: macOS 1, Linux 1024."""
 
 
 def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
@@ -116,8 +118,7 @@ def peak_memory(device: torch.device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
 def _rounded(name: str, value: Any) -> Value:

@@ -11,17 +11,17 @@ would leave timings in the output.
 from __future__ import annotations
 
 import ast
-import difflib
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import nbformat
+from pydantic import create_model
 
 import grade
+from grade.config import Config
 from grade.errors import InputError, reading, require_file
 
 # What differs between two runs, or says when they were, and nothing about the result.
@@ -64,15 +64,9 @@ def check_parameters(notebook: str | Path, parameters: Mapping[str, Any]) -> dic
     An int is a float where the default is one; anything goes where the default is None; items of a list must have a
     type that the default's items have, if it has any.
     """
-    defaults = default_parameters(notebook)
-    checked = {}
-    for name, value in parameters.items():
-        if name not in defaults:
-            close = difflib.get_close_matches(name, defaults, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(defaults)}"
-            raise InputError(f"{Path(notebook).name}: parameter", name, f"a parameter of the notebook ({hint})")
-        checked[name] = _converted(f"{Path(notebook).name}: {name}", value, defaults[name])
-    return checked
+    fields = {name: (_type_of(default), default) for name, default in default_parameters(notebook).items()}
+    checked = create_model("Parameters", __base__=Config, **fields).parse(parameters, Path(notebook).name)
+    return {name: getattr(checked, name) for name in parameters}
 
 
 def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, Any]) -> None:
@@ -146,23 +140,10 @@ def _literal(statement: ast.stmt) -> dict[str, Any]:
     return {target.id: ast.literal_eval(statement.value)}
 
 
-def _converted(name: str, value: Any, default: Any) -> Any:
-    if default is None:
-        return value
-    if type(default) is float and type(value) is int:
-        return float(value)
-    if type(value) is not type(default):
-        raise InputError(name, value, f"a value of type {type(default).__name__}, like the default {default!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(name, value, "a finite number")
+def _type_of(default: Any) -> Any:
     if isinstance(default, list) and default:
-        return [_item(f"{name}[{i}]", item, default) for i, item in enumerate(value)]
-    return value
-
-
-def _item(name: str, value: Any, defaults: list[Any]) -> Any:
-    same = [default for default in defaults if type(default) is type(value)]
-    return _converted(name, value, (same or defaults)[0])
+        return list[Union[tuple(map(_type_of, default))]]  # noqa: UP007 - of types known at run time
+    return Any if default is None else type(default)
 
 
 @contextmanager

@@ -17,24 +17,23 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+import networkx as nx
 from filelock import FileLock, Timeout
 
 from grade.errors import InputError
 from grade.files import write_text
 from grade.pipeline.params import suite_values
 from grade.pipeline.profiles import prepare_workspace
+from grade.results import RSS_UNIT
 
 GRACE = 30.0
 """Seconds between asking stages to end and killing them: time to finish a step and to write a checkpoint."""
 
 SHORTEST = 3.0
 """Seconds: what took less was up to date or in DVC's cache after all, and its time says nothing."""
-
-MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
-"""Unit of the system's peak resident memory: bytes on macOS, KiB on Linux."""
 
 KNOWN_WARNINGS = (
     "ignore::FutureWarning:transformers.modeling_utils",  # of its own attribute, which peft reads
@@ -55,13 +54,11 @@ with set_loggers_level(logging.ERROR):
 """DVC that says nothing but why it failed: with --quiet it does not say that either."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage as DVC resolves it: its name with the matrix's values, what it does, and the stages that it needs."""
+class _Stage(NamedTuple):
+    """What a stage does, and the stages that it needs."""
 
-    name: str
     description: str
-    needs: frozenset[str]
+    needs: set[str]
 
 
 def run(
@@ -84,51 +81,62 @@ def run(
     except Timeout:
         raise InputError("profile", profile, "one whose pipeline is not running") from None
     with lock:
-        schedule = Schedule(place, place / suite["outputs"] / "timings.json", jobs, force)
-        stages = schedule.outdated(wanted_stages(read_stages(place), names))
+        stages = _outdated(place, names, force)
         if dry:
             print(*stages, sep="\n")
             return 0
+        schedule = _Schedule(place, place / suite["outputs"] / "timings.json", jobs, force)
         code = schedule.run(stages)
-    took = duration(time.monotonic() - started)
+    took = _duration(time.monotonic() - started)
     logs = [f"{name} (log: {os.path.relpath(schedule.log_of(name), root)})" for name in schedule.failed]
     results = os.path.relpath(place / suite["outputs"], root)
     print(f"{profile}: failed after {took}: {', '.join(logs)}" if code else f"{profile}: done in {took}: {results}")
     return code
 
 
-@dataclass
-class Schedule:
+def _outdated(place: Path, names: Sequence[str], force: bool) -> dict[str, _Stage]:
+    """Stages that have changed, or need one that has, after those that they need; else in the order of ``dvc.yaml``.
+
+    Of the named stages (a matrix's name stands for all of its stages) and what they need; of all if none is named.
+    """
+    from dvc.repo import Repo
+
+    with Repo(str(place)) as repo:
+        order = {stage.name: number for number, stage in enumerate(repo.index.stages)}
+        graph = nx.DiGraph()
+        graph.add_nodes_from((stage.name, {"description": stage.desc or ""}) for stage in repo.index.stages)
+        graph.add_edges_from((needed.name, stage.name) for stage, needed in repo.index.graph.edges)
+        changed = set(order) if force else {key.rpartition(":")[2] for key in repo.status()} & set(order)
+    wanted = set() if names else set(order)
+    for name in names:
+        matching = {stage for stage in order if name in (stage, stage.partition("@")[0])}
+        if not matching:
+            raise InputError("stage", name, f"one of {', '.join(order)}")
+        wanted |= matching.union(*(nx.ancestors(graph, stage) for stage in matching))
+    changed = changed.union(*(nx.descendants(graph, stage) for stage in changed)) & wanted
+    ordered = nx.lexicographical_topological_sort(graph, key=order.get)
+    return {
+        name: _Stage(graph.nodes[name]["description"], set(graph.predecessors(name)))
+        for name in ordered
+        if name in changed
+    }
+
+
+class _Schedule:
     """Runs stages as soon as those that they need are up to date, and says so line by line."""
 
-    place: Path
-    timings_file: Path
-    jobs: int
-    force: bool
-    failed: list[str] = field(default_factory=list)
-    running: dict[str, subprocess.Popen] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        known = self.timings_file.is_file()
-        self.timings = json.loads(self.timings_file.read_text(encoding="utf-8")) if known else {}
+    def __init__(self, place: Path, timings_file: Path, jobs: int, force: bool) -> None:
+        self.place, self.timings_file, self.jobs, self.force = place, timings_file, jobs, force
+        self.timings = json.loads(timings_file.read_text(encoding="utf-8")) if timings_file.is_file() else {}
+        self.failed: list[str] = []
+        self.running: dict[str, subprocess.Popen] = {}
         self.lock, self.ending = threading.Lock(), False
 
-    def outdated(self, stages: Mapping[str, Stage]) -> dict[str, Stage]:
-        """Those of the stages that have changed, and all that need them."""
-        from dvc.repo import Repo
-
-        with Repo(str(self.place)) as repo:
-            changed = set(stages) if self.force else {key.rpartition(":")[2] for key in repo.status()}
-        for name, stage in stages.items():  # those that are needed come first
-            if stage.needs & changed:
-                changed.add(name)
-        return {name: stage for name, stage in stages.items() if name in changed}
-
-    def run(self, stages: Mapping[str, Stage]) -> int:
+    def run(self, stages: Mapping[str, _Stage]) -> int:
         """Run the stages. A signal ends those that run, with what they started, and raises `KeyboardInterrupt`."""
         todo, futures, code = self._longest_chain_first(stages), {}, 0
         expected = sum(self.timings.get(name, {}).get("seconds", 0) for name in todo) / self.jobs
-        about = f", about {duration(expected)} with {self.jobs} at once" if expected else ""
+        about = f", about {_duration(expected)} with {self.jobs} at once" if expected else ""
         self._print(f"stages to run: {len(todo)}{about}")
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGINT too: a script's background jobs ignore it
         before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
@@ -153,7 +161,7 @@ class Schedule:
                     signal.signal(number, handler)
         return code
 
-    def _longest_chain_first(self, stages: Mapping[str, Stage]) -> list[str]:
+    def _longest_chain_first(self, stages: Mapping[str, _Stage]) -> list[str]:
         """By the seconds of the last run; one, where a stage has none."""
         chain: dict[str, float] = {}
         for name, stage in reversed(stages.items()):
@@ -189,10 +197,10 @@ class Schedule:
             if process.returncode:
                 self.failed.append(name)
             elif seconds >= SHORTEST:
-                peak = usage.ru_maxrss * MAXRSS_BYTES
+                peak = usage.ru_maxrss * RSS_UNIT
                 self.timings[name] = {"seconds": round(seconds, 1), "peak_memory_bytes": peak}
                 write_text(self.timings_file, json.dumps(self.timings, indent=1, sort_keys=True) + "\n")
-        self._print(f"{name} {'stopped after' if process.returncode else 'took'} {duration(seconds)}")
+        self._print(f"{name} {'stopped after' if process.returncode else 'took'} {_duration(seconds)}")
         return abs(process.returncode)
 
     def _end(self) -> None:
@@ -235,36 +243,7 @@ class Schedule:
         return environment
 
 
-def read_stages(place: Path) -> dict[str, Stage]:
-    """Every stage after those that it needs, else in the order of ``dvc.yaml``."""
-    from dvc.repo import Repo
-
-    with Repo(str(place)) as repo:
-        graph = repo.index.graph  # from a stage to what it needs
-        needs = {stage.name: frozenset(n.name for n in graph.successors(stage)) for stage in graph}
-        left = {stage.name: Stage(stage.name, stage.desc or "", needs[stage.name]) for stage in repo.index.stages}
-    ordered: dict[str, Stage] = {}
-    while left:
-        name = next(name for name, stage in left.items() if stage.needs <= set(ordered))
-        ordered[name] = left.pop(name)
-    return ordered
-
-
-def wanted_stages(stages: Mapping[str, Stage], names: Sequence[str]) -> dict[str, Stage]:
-    """The named stages (a matrix's name stands for all of its stages) and what they need; all if none is named."""
-    wanted: set[str] = set()
-    for name in names:
-        matching = {stage for stage in stages if name in (stage, stage.partition("@")[0])}
-        if not matching:
-            raise InputError("stage", name, f"one of {', '.join(stages)}")
-        wanted |= matching
-    for name in reversed(stages):
-        if name in wanted:
-            wanted |= stages[name].needs
-    return {name: stage for name, stage in stages.items() if name in wanted or not names}
-
-
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Seconds as people say them."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

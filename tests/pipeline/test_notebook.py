@@ -60,14 +60,14 @@ def test_good_parameters_are_converted_to_the_type_of_the_default(tmp_path):
     ("parameters", "message"),
     [
         ({"sed": 1}, "did you mean 'seed'"),
-        ({"zzz": 1}, "one of lr, seed"),
-        ({"lr": "1e-5"}, "a value of type float"),
-        ({"seed": 1.0}, "type int"),
-        ({"seed": True}, "type int"),
-        ({"use_kl": 1}, "type bool"),
-        ({"method": None}, "type str"),
-        ({"runs": "ste"}, "type list"),
-        ({"runs": ["ste", 1]}, r"runs\[1\]: got 1; allowed: a value of type str"),
+        ({"zzz": 1}, "n.ipynb: zzz: got 'zzz'; allowed: one of lr, method"),
+        ({"lr": "1e-5"}, "n.ipynb: lr: got '1e-5'; allowed: a valid number"),
+        ({"seed": 1.0}, "a valid integer"),
+        ({"seed": True}, "a valid integer"),
+        ({"use_kl": 1}, "a valid boolean"),
+        ({"method": None}, "a valid string"),
+        ({"runs": "ste"}, "a valid list"),
+        ({"runs": ["ste", 1]}, "runs.1: got 1; allowed: a valid string"),
     ],
 )
 def test_a_wrong_parameter_is_an_error_before_anything_runs(tmp_path, parameters, message):
