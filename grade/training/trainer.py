@@ -45,7 +45,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import TrainOutput, rotate_checkpoints, speed_metrics
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from grade.errors import InputError, reading
 from grade.files import atomic, check_whole, remove, write_manifest, write_text
@@ -407,30 +407,19 @@ class GradeTrainer(Trainer):
             self.state.epoch = microbatches * args.batch_prompts / len(self.train_dataset)
         super().log(logs, start_time)
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Sample held-out prompts and score them; rewards and KL with standard error and n.
+    def evaluation_loop(
+        self, dataloader: DataLoader, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
+        """Sample held-out prompts and score them: ``eval_reward``, ``eval_kl``, ..., with standard error and n.
 
-        Args:
-            eval_dataset: Rows; None: the trainer's own; a mapping: each by its name.
-            ignore_keys: Not used.
-            metric_key_prefix: Put before every name.
-
-        Returns:
-            ``eval_reward``, ``eval_kl``, ..., and ``eval_loss``, the negative objective.
+        ``eval_loss`` is the negative objective.
         """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, dict):
-            named = {name: self.evaluate(rows, None, f"{metric_key_prefix}_{name}") for name, rows in dataset.items()}
-            return {key: value for metrics in named.values() for key, value in metrics.items()}
-        if dataset is None:
-            raise InputError("eval_dataset", None, "rows with a prompt")
-        args, start, step = self.args, time.time(), self.state.global_step
+        args, step, rows = self.args, self.state.global_step, dataloader.dataset
         ends = step in (0, args.max_steps)
-        n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(dataset), len(dataset))
+        n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(rows), len(rows))
         evaluation = evaluate(
-            self.backbone, [dataset[i] for i in range(n)], self.rewards, self.judge,
+            self.backbone, [rows[i] for i in range(n)], self.rewards, self.judge,
             max_new_tokens=args.max_completion_length, min_new_tokens=args.min_completion_length,
             scope=args.reward_scope, batch_size=args.per_device_eval_batch_size, kl_prompts=args.kl_eval_prompts,
             noise_block=args.eval_noise_block, encode=self.encode, rank=args.process_index, processes=args.world_size,
@@ -442,10 +431,7 @@ class GradeTrainer(Trainer):
             self._write_table(f"tokens_{step:05d}", token_table(self.backbone, self.learner))
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
         metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
-        metrics |= speed_metrics(metric_key_prefix, start, num_samples=n)
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(args, self.state, self.control, metrics)
-        return metrics
+        return EvalLoopOutput(None, None, metrics, n)
 
     def saved_evaluation(self, step: int) -> Evaluation | None:
         """The evaluation after a step; read from its table if it was made before the run was interrupted."""
