@@ -33,17 +33,13 @@ def exact_answer(column: str = "answer", pattern: str | None = None, ignore_case
     """
     find = _finder(pattern)
 
-    def same(completion: str, answer: Any) -> float | None:
-        if answer is None:
+    def same(text: str, row: dict[str, Any]) -> float | None:
+        if row[column] is None:
             return None
-        given, right = find(completion), str(answer).strip()
+        given, right = find(text), str(row[column]).strip()
         return float(given is not None and (given.casefold() == right.casefold() if ignore_case else given == right))
 
-    def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        answers = _column(columns, column, "exact_answer")
-        return [same(text_of(c), a) for c, a in zip(completions, answers, strict=True)]
-
-    return _named(reward, "exact_answer")
+    return _verifier("exact_answer", same, column)
 
 
 def matches(pattern: str) -> Verifier:
@@ -53,11 +49,7 @@ def matches(pattern: str) -> Verifier:
     [1.0, 0.0]
     """
     expression = _compiled(pattern)
-
-    def reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        return [float(expression.search(text_of(c)) is not None) for c in completions]
-
-    return _named(reward, "matches")
+    return _verifier("matches", lambda text, row: float(expression.search(text) is not None))
 
 
 def valid_json(schema: dict[str, Any] | bool | None = None) -> Verifier:
@@ -74,16 +66,13 @@ def valid_json(schema: dict[str, Any] | bool | None = None) -> Verifier:
         raise InputError("schema", schema, f"a JSON schema ({error.message})") from None
     validator = checker(schema)
 
-    def fits(text: str) -> bool:
+    def fits(text: str, row: dict[str, Any]) -> float:
         try:
-            return validator.is_valid(json.loads(text, parse_constant=_no_constant))
+            return float(validator.is_valid(json.loads(text, parse_constant=_no_constant)))
         except (ValueError, RecursionError):
-            return False
+            return 0.0
 
-    def reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
-        return [float(fits(text_of(c))) for c in completions]
-
-    return _named(reward, "valid_json")
+    return _verifier("valid_json", fits)
 
 
 def reasoning_gym(name: str, pattern: str | None = None) -> Verifier:
@@ -97,13 +86,10 @@ def reasoning_gym(name: str, pattern: str | None = None) -> Verifier:
     except ValueError as error:
         raise InputError("reasoning-gym task", name, f"a task of reasoning-gym ({error})") from None
 
-    def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        keys = [key for key in ("question", "answer", "metadata") if key in columns]
-        _column(columns, "answer", "reasoning_gym")
-        entries = ({key: columns[key][row] for key in keys} for row in range(len(completions)))
-        return [float(task.score_answer(find(text_of(c)), e)) for c, e in zip(completions, entries, strict=True)]
+    def score(text: str, row: dict[str, Any]) -> float:
+        return float(task.score_answer(find(text), row))
 
-    return _named(reward, name)
+    return _verifier(name, score, "answer", "question", "metadata")
 
 
 def import_reasoning_gym(field: str) -> Any:
@@ -136,15 +122,18 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise InputError("pattern", pattern, f"a regular expression ({error})") from None
 
 
-def _column(columns: dict[str, Any], column: str, verifier: str) -> list[Any]:
-    if column not in columns:
-        there = [name for name in columns if name not in _TRAINERS]
-        listed = ", ".join(there) or "none but the prompt"
-        raise InputError(f"reward {verifier!r}: column", column, f"a column of the data set; there are: {listed}")
-    return columns[column]
+def _verifier(name: str, check: Callable[[str, dict[str, Any]], float | None], *read: str) -> Verifier:
+    """A reward function that checks each text with the columns of its row that it reads; the first must be there."""
 
+    def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        for column in read[:1]:
+            if column not in columns:
+                there = ", ".join(column for column in columns if column not in _TRAINERS) or "none but the prompt"
+                raise InputError(f"reward {name!r}: column", column, f"a column of the data set; there are: {there}")
+        known = [column for column in read if column in columns]
+        rows = ({column: columns[column][i] for column in known} for i in range(len(completions)))
+        return [check(text_of(completion), row) for completion, row in zip(completions, rows, strict=True)]
 
-def _named(reward: Verifier, name: str) -> Verifier:
     reward.__name__ = reward.__qualname__ = name
     return reward
 

@@ -199,16 +199,7 @@ class GradeTrainer(Trainer):
         return order[:total]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train, or continue.
-
-        Args:
-            resume_from_checkpoint: A checkpoint's folder; True: the newest whole one in ``output_dir``.
-            *args: As in ``Trainer.train``.
-            **kwargs: As in ``Trainer.train``.
-
-        Returns:
-            Steps, loss and metrics.
-        """
+        """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``."""
         if resume_from_checkpoint:
             self.args.eval_on_start = False  # its row is in the history
         if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
@@ -233,13 +224,7 @@ class GradeTrainer(Trainer):
     def training_step(self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> Tensor:
         """Sample completions of a microbatch and add their gradient; a learner does so for the whole step at its end.
 
-        Args:
-            model: Not used: the engines call the base directly.
-            inputs: Rows of the dataset.
-            num_items_in_batch: Not used.
-
-        Returns:
-            The microbatch's share of the loss.
+        The microbatch's share of the loss. ``model`` is not used: the engines call the base directly.
         """
         args, last = self.args, self.accelerator.sync_gradients
         if self._place == 0:
