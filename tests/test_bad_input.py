@@ -274,14 +274,14 @@ def test_an_exception_that_is_reported_in_a_line_exists_and_is_recognised(name):
 
 
 def test_a_mistake_in_the_code_keeps_its_traceback_and_an_error_of_the_file_system_names_the_file(monkeypatch, capsys):
-    def broken(args):
+    def broken(run):
         raise mistake
 
-    monkeypatch.setattr("grade.cli.runs._show", broken)
+    monkeypatch.setattr("grade.cli.runs.Path", broken)
     for mistake in (TypeError("x"), ValueError("x"), KeyError("x"), AttributeError("x"), RuntimeError("x")):
         with pytest.raises(type(mistake)):
             main(["show", "x"])
-    monkeypatch.setattr("grade.cli.runs._show", lambda args: open("no/such/file"))
+    monkeypatch.setattr("grade.cli.runs.Path", lambda run: open("no/such/file"))
     assert main(["show", "x"]) == 2
     assert capsys.readouterr().err == "grade show: no/such/file: No such file or directory\n"
     assert "\n" not in file_error(OSError("a\nb")) and len(file_error(EOFError("x" * 10_000))) < 600

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from grade.cli.options import add_config
+from grade.cli.options import command, option
 from grade.files import check_file, write_text
 from grade.memory.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
 from grade.results import environment, write_results
 
 
-def add_bench(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("what", choices=["memory"], help="memory: peak of one training step, traced and measured")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to measure")
-    parser.add_argument("--output", metavar="FILE", help="default: outputs/<device name>/memory.json")
-    parser.add_argument("--metrics", metavar="FILE", help="headline figures go here")
-    add_config(parser, BenchConfig)
-    return _bench
-
-
+@command(
+    "bench",
+    option("what", choices=["memory"], help="memory: peak of one training step, traced and measured"),
+    option("--device", choices=["cpu", "cuda"], default="cpu", help="where to measure"),
+    option("--output", metavar="FILE", help="default: outputs/<device name>/memory.json"),
+    option("--metrics", metavar="FILE", help="headline figures go here"),
+    config=BenchConfig,
+)
 def _bench(args: argparse.Namespace) -> None:
     """Measure the standard list of configurations."""
     config, about = BenchConfig.load(args.config, args.set), environment()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 
-from grade.cli.options import add_config, add_paths
+from grade.cli.options import command
 from grade.data.fetch import FetchConfig, fetch
 from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
 from grade.files import check_file, claimed
@@ -17,34 +16,20 @@ WORDS = (36, 128, None)
 """Lengths at which the judge is measured: about a prompt and a completion, a paragraph, the whole review."""
 
 
-def add_fetch(parser: argparse.ArgumentParser) -> Callable:
-    add_paths(parser, output_dir="one folder per package is made here")
-    add_config(parser, FetchConfig)
-    return _fetch
-
-
+@command("fetch", output_dir="one folder per package is made here", config=FetchConfig)
 def _fetch(args: argparse.Namespace) -> None:
     """Download, check and unpack."""
     fetch(FetchConfig.load(args.config, args.set), args.output_dir)
     print(f"wrote {args.output_dir}")
 
 
-def add_data(parser: argparse.ArgumentParser) -> Callable:
-    add_paths(parser, raw_dir="fetched packages", output_dir="one .jsonl per split, and splits.json")
-    add_config(parser, DataConfig)
-    return _data
-
-
+@command("data", raw_dir="fetched packages", output_dir="one .jsonl per split, and splits.json", config=DataConfig)
 def _data(args: argparse.Namespace) -> None:
     """Clean and split."""
     print(json.dumps(prepare_reviews(DataConfig.load(args.config, args.set), args.raw_dir, args.output_dir)))
 
 
-def add_gold(parser: argparse.ArgumentParser) -> Callable:
-    add_paths(parser, reviews=REVIEWS, output_dir="judge.npz is written here", metrics="accuracy on the test split")
-    return _gold
-
-
+@command("gold", reviews=REVIEWS, output_dir="judge.npz is written here", metrics="accuracy on the test split")
 def _gold(args: argparse.Namespace) -> None:
     """Fit on the gold split, measure on the test split."""
     check_file(args.metrics, "--metrics")

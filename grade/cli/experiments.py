@@ -1,4 +1,4 @@
-"""Commands of the experiments: execute a notebook, measure tables, train a peer."""
+"""Commands of the experiments: execute a notebook, measure tables."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
 
-from grade.cli.options import add_config, add_paths, add_values, print_metrics
+from grade.cli.options import command, option, values
 from grade.config import parse_assignment, read_yaml
 from grade.errors import InputError
 from grade.files import check_file, claimed
@@ -18,14 +17,13 @@ from grade.pipeline.notebook import NotebookError, default_parameters, execute
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
 
 
-def add_notebook(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("notebook", help="the source notebook")
-    parser.add_argument("output", help="the executed copy")
-    add_values(parser, "--params", "NAME=VALUE")
-    parser.add_argument("--runs", metavar="DIR", help=RUNS)
-    return _notebook
-
-
+@command(
+    "notebook",
+    option("notebook", help="the source notebook"),
+    option("output", help="the executed copy"),
+    *values("--params", "NAME=VALUE"),
+    option("--runs", metavar="DIR", help=RUNS),
+)
 def _notebook(args: argparse.Namespace) -> None:
     """Execute the notebook; an unknown parameter is an error."""
     parameters = {}
@@ -45,14 +43,13 @@ def _notebook(args: argparse.Namespace) -> None:
     print(f"wrote {args.output}")
 
 
-def add_measure(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("experiment", help="a folder of grade/experiments")
-    add_paths(parser, output_dir="measured/ and timings/ are written here")
-    add_values(parser)
-    parser.add_argument("--runs", metavar="DIR", help=RUNS)
-    return _measure
-
-
+@command(
+    "measure",
+    option("experiment", help="a folder of grade/experiments"),
+    *values(),
+    option("--runs", metavar="DIR", help=RUNS),
+    output_dir="measured/ and timings/ are written here",
+)
 def _measure(args: argparse.Namespace) -> None:
     """Measure every table of an experiment."""
     name = f"grade.experiments.{args.experiment}.measure.tables"
@@ -77,24 +74,3 @@ def _measure(args: argparse.Namespace) -> None:
     with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
         import_module("grade.experiments.measured").measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")
-
-
-def add_peers(parser: argparse.ArgumentParser) -> Callable:
-    from grade.experiments.compare.measure.peers import PeersConfig  # here, because a notebook starts without models
-
-    add_paths(parser, output_dir="metrics.json and curves.csv go here")
-    add_config(parser, PeersConfig)
-    return _peers
-
-
-def _peers(args: argparse.Namespace) -> None:
-    """Train our methods and TRL's GRPOTrainer on the same task, each in a process of its own."""
-    from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
-    from grade.experiments.compare.peers import peer_figures, write_peers
-
-    config = PeersConfig.load(args.config, args.set)
-    with claimed(args.output_dir, (), shared=True):
-        curves, costs, settings = compare_peers(config)
-        figures = peer_figures(curves, costs) | settings
-        write_peers(args.output_dir, curves, figures)
-    print_metrics(figures)

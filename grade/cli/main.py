@@ -1,7 +1,7 @@
 """The command line: ``grade <command>``, or ``python -m grade <command>``.
 
-Each command is a function ``add_<command>`` in the module that `COMMANDS` names, imported only when it is asked for: it
-adds the command's options and returns the function that executes them. Bad input is one line on stderr and exit
+Each command is a function with the decorator `grade.cli.options.command`, which has its options, in the module that
+`COMMANDS` names, imported only when it is asked for. Bad input is one line on stderr and exit
 code 2: what a module refuses itself (`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`).
 Any other exception is a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import, prints
 errors as boxes, and the options that come from config classes would still be written here.
@@ -41,7 +41,7 @@ COMMANDS = {
     "pretrain": ("models", "train the tiny language model on the reviews"),
     "gold": ("data", "fit the gold judge, which training never sees"),
     "reward": ("models", "train a reward model on the frozen base"),
-    "peers": ("experiments", "train the same task with TRL, and compare time and memory"),
+    "peers": ("peers", "train the same task with TRL, and compare time and memory"),
     "measure": ("experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments", "execute a notebook with parameters"),
 }
@@ -106,7 +106,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         if name in argv:  # importing torch takes seconds: only the command that runs pays for it
-            sub.set_defaults(execute=getattr(_import(COMMANDS[name][0]), f"add_{name}")(sub))
+            _import(COMMANDS[name][0])
+            _import("options").ADD[name](sub)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")

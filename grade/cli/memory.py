@@ -7,10 +7,10 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
 
-from grade.cli.options import add_config
+from grade.cli.options import Option, command, option
 from grade.config import Config
 from grade.errors import InputError
 from grade.memory.settings import Sharding, StepConfig
@@ -19,28 +19,31 @@ ALL = "all"
 """In place of a method's name: every method."""
 
 
-def add_memory(parser: argparse.ArgumentParser) -> Callable:
-    """Add the command's options: one for each plain key of `StepConfig`."""
+def _step_options() -> Iterator[Option]:
+    """One for each plain key of `StepConfig`; others, such as lora.r, by ``--set``."""
     for name, field in StepConfig.model_fields.items():
         flag, kind = f"--{name.replace('_', '-')}", field.annotation
         if kind is bool:
-            parser.add_argument(flag, action="store_const", const="true", help=field.description)
-        elif not (isinstance(kind, type) and issubclass(kind, Config)):  # lora.*: by --set
+            yield option(flag, action="store_const", const="true", help=field.description)
+        elif not (isinstance(kind, type) and issubclass(kind, Config)):
             choices = get_args(kind) if get_origin(kind) is Literal else ()
             metavar = "{" + ",".join(choices) + "}" if choices else name.upper()
-            parser.add_argument(flag, metavar=metavar, help=field.description)
-    parser.add_argument("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most")
-    parser.add_argument("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs that train together, each a batch")
-    parser.add_argument("--shard", choices=get_args(Sharding), default="fsdp2",
-                        help="fsdp2: they divide the base; ddp: each holds a copy")  # fmt: skip
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="where the step would run")
-    parser.add_argument("--all-layers", action="store_true", help="trace every layer instead of extrapolating")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_config(parser, StepConfig)
-    return _memory
+            yield option(flag, metavar=metavar, help=field.description)
 
 
+@command(
+    "memory",
+    *_step_options(),
+    option("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most"),
+    option("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added"),
+    option("--gpus", type=int, default=1, metavar="N", help="GPUs that train together, each a batch"),
+    option("--shard", choices=get_args(Sharding), default="fsdp2",
+           help="fsdp2: they divide the base; ddp: each holds a copy"),
+    option("--device", choices=["cpu", "cuda"], default="cuda", help="where the step would run"),
+    option("--all-layers", action="store_true", help="trace every layer instead of extrapolating"),
+    option("--json", action="store_true", help="print JSON"),
+    config=StepConfig,
+)  # fmt: skip
 def _memory(args: argparse.Namespace) -> None:
     """Trace a step and say what it needs and why."""
     # Here, so that --help starts without models.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import get_args
 
 from grade.cli.data import REVIEWS
-from grade.cli.options import add_config, add_paths, print_metrics
+from grade.cli.options import command, option, print_metrics
 from grade.data.base_model import BackboneConfig, prepare_backbone
 from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import PretrainConfig, pretrain
@@ -22,12 +21,13 @@ REWARD_FILES = ("reward.safetensors", "reward.json")
 """Names that `grade.rewards.model.RewardModel.save` writes."""
 
 
-def add_backbone(parser: argparse.ArgumentParser) -> Callable:
-    add_paths(parser, raw_dir="fetched packages", reviews=REVIEWS, output_dir="folder of the model")
-    add_config(parser, BackboneConfig)
-    return _backbone
-
-
+@command(
+    "backbone",
+    raw_dir="fetched packages",
+    reviews=REVIEWS,
+    output_dir="folder of the model",
+    config=BackboneConfig,
+)
 def _backbone(args: argparse.Namespace) -> None:
     """Convert the base model."""
     config = BackboneConfig.load(args.config, args.set)
@@ -35,12 +35,13 @@ def _backbone(args: argparse.Namespace) -> None:
     print(f"wrote {args.output_dir}")
 
 
-def add_pretrain(parser: argparse.ArgumentParser) -> Callable:
-    add_paths(parser, reviews=REVIEWS, output_dir="folder of the model", metrics="loss on the test split")
-    add_config(parser, PretrainConfig)
-    return _pretrain
-
-
+@command(
+    "pretrain",
+    reviews=REVIEWS,
+    output_dir="folder of the model",
+    metrics="loss on the test split",
+    config=PretrainConfig,
+)
 def _pretrain(args: argparse.Namespace) -> None:
     """Train the tiny language model and measure it on the test split."""
     config = PretrainConfig.load(args.config, args.set)
@@ -50,14 +51,15 @@ def _pretrain(args: argparse.Namespace) -> None:
     print_metrics(metrics)
 
 
-def add_reward(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("--kind", required=True, choices=get_args(RewardKind), help="bag: embeddings; trunk: all of it")
-    add_paths(parser, backbone="folder of the base model", reviews=REVIEWS, output_dir="folder of the reward model",
-              metrics="accuracy on the test split")  # fmt: skip
-    add_config(parser, RewardConfig)
-    return _reward
-
-
+@command(
+    "reward",
+    option("--kind", required=True, choices=get_args(RewardKind), help="bag: embeddings; trunk: all of it"),
+    backbone="folder of the base model",
+    reviews=REVIEWS,
+    output_dir="folder of the reward model",
+    metrics="accuracy on the test split",
+    config=RewardConfig,
+)
 def _reward(args: argparse.Namespace) -> None:
     """Train on the reward split, stop early on the validation split, measure on the test split."""
     config = RewardConfig.load(args.config, args.set)

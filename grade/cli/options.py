@@ -3,33 +3,58 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pydantic
 
 from grade.config import Config, Settings, own_fields
 
-
-def add_paths(parser: argparse.ArgumentParser, **texts: str) -> None:
-    """Add a required option for each folder, or file (``metrics``), with its meaning."""
-    for name, text in texts.items():
-        metavar = "FILE" if name == "metrics" else "DIR"
-        parser.add_argument(f"--{name.replace('_', '-')}", required=True, metavar=metavar, help=text)
+ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
+"""By command, what adds its options and the function that executes them."""
+Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
-def add_values(parser: argparse.ArgumentParser, option: str = "--config", value: str = "KEY=VALUE") -> None:
-    """Add the option for YAML files and ``--set``, which goes over them."""
-    parser.add_argument(option, action="append", default=[], metavar="FILE",
-                        help="YAML file; may be given several times, later ones over earlier ones")  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar=value,
-                        help="one value over the files', for example --set seed=3")  # fmt: skip
+def option(*names: str, **settings: Any) -> Option:
+    """An option, as for ``ArgumentParser.add_argument``."""
+    return names, settings
 
 
-def add_config(parser: argparse.ArgumentParser, config: type[Config] | type[Settings], others: str = "") -> None:
-    """Add ``--config`` and ``--set``, and list every key with its default and meaning below the options."""
-    add_values(parser)
-    lines = _describe(config) + ([f"  ... {others}"] if others else [])
-    parser.epilog = "config keys (default): meaning\n" + "\n".join(lines)
+def values(files: str = "--config", example: str = "KEY=VALUE") -> list[Option]:
+    """The option for YAML files, and ``--set``, which goes over them."""
+    return [
+        option(files, action="append", default=[], metavar="FILE",
+               help="YAML file; may be given several times, later ones over earlier ones"),
+        option("--set", action="append", default=[], metavar=example,
+               help="one value over the files', for example --set seed=3"),
+    ]  # fmt: skip
+
+
+def command(
+    name: str, *options: Option, config: type[Config] | type[Settings] | None = None, others: str = "", **paths: str
+) -> Callable[[Callable], Callable]:
+    """Decorate the function that executes a command, from its options.
+
+    ``paths`` are required options for folders, or a file (``metrics``), with their meanings. With a config there are
+    ``--config`` and ``--set`` as well, and every key is listed below the options with its default and meaning.
+    """
+
+    def registered(execute: Callable) -> Callable:
+        def add(parser: argparse.ArgumentParser) -> None:
+            required = [option(f"--{key.replace('_', '-')}", required=True, help=text,
+                               metavar="FILE" if key == "metrics" else "DIR")
+                        for key, text in paths.items()]  # fmt: skip
+            for names, settings in (*options, *required, *(values() if config else ())):
+                parser.add_argument(*names, **settings)
+            if config:
+                lines = _describe(config) + ([f"  ... {others}"] if others else [])
+                parser.epilog = "config keys (default): meaning\n" + "\n".join(lines)
+            parser.set_defaults(execute=execute)
+
+        ADD[name] = add
+        return execute
+
+    return registered
 
 
 def _describe(config: type[Config] | type[Settings], prefix: str = "") -> list[str]:

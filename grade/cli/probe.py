@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 
-from grade.cli.options import add_config
+from grade.cli.options import command, option
 from grade.entropy.run import ProbeRunConfig, probe_adapter
 from grade.files import check_file, write_text
 from grade.results import environment
@@ -15,17 +14,14 @@ SECTION = "probe"
 """Where the experiment's parameters (``params/<profile>/probe.yaml``) hold the probe's own."""
 
 
-def add_probe(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; default: a new one")
-    parser.add_argument(
-        "--optimizer-state", metavar="FILE",
-        help="AdamW's state_dict; default: optimizer.pt beside the adapter, or none yet",
-    )  # fmt: skip
-    parser.add_argument("--output", metavar="FILE", default="report.json", help="the report (report.json)")
-    add_config(parser, ProbeRunConfig)
-    return _probe
-
-
+@command(
+    "probe",
+    option("--adapter", metavar="DIR", help="a trained adapter; default: a new one"),
+    option("--optimizer-state", metavar="FILE",
+           help="AdamW's state_dict; default: optimizer.pt beside the adapter, or none yet"),
+    option("--output", metavar="FILE", default="report.json", help="the report (report.json)"),
+    config=ProbeRunConfig,
+)  # fmt: skip
 def _probe(args: argparse.Namespace) -> None:
     """Predict and verify how the coming optimizer step moves the policy's entropy."""
     config = ProbeRunConfig.load(args.config, args.set, section=SECTION)

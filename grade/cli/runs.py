@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from grade.cli.options import command, option
 from grade.errors import InputError, reading, require_file
 
 HISTORY_ROWS = 10
@@ -28,14 +28,13 @@ HISTORY = {
 WRITTEN = "a file that a training run wrote"
 
 
-def add_show(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("run", metavar="RUN", help="a run's folder, finished or not")
-    parser.add_argument("--step", type=int, metavar="N", help="completions of this step (default: the newest)")
-    parser.add_argument("--rows", type=int, default=5, metavar="N", help="completions of each table (default: 5)")
-    parser.add_argument("--columns", metavar="NAME,NAME", help="default: prompt, completion, reward and its parts")
-    return _show
-
-
+@command(
+    "show",
+    option("run", metavar="RUN", help="a run's folder, finished or not"),
+    option("--step", type=int, metavar="N", help="completions of this step (default: the newest)"),
+    option("--rows", type=int, default=5, metavar="N", help="completions of each table (default: 5)"),
+    option("--columns", metavar="NAME,NAME", help="default: prompt, completion, reward and its parts"),
+)
 def _show(args: argparse.Namespace) -> None:
     """Print a run: its settings, its history, some of its completions with their rewards."""
     if args.rows < 1:
@@ -73,14 +72,13 @@ def _show(args: argparse.Namespace) -> None:
         console.print("\nno completions yet: they are kept with log_completions=true, and by every evaluation")
 
 
-def add_merge(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("run", metavar="RUN", help="folder of a finished run, of an adapter or of a checkpoint")
-    parser.add_argument("out", metavar="OUT", help="folder of the model; must not exist, or be empty")
-    parser.add_argument("--dtype", metavar="TYPE",
-                        help="of the weights (default: the base's); bfloat16 loses part of the adapter")  # fmt: skip
-    return _merge
-
-
+@command(
+    "merge",
+    option("run", metavar="RUN", help="folder of a finished run, of an adapter or of a checkpoint"),
+    option("out", metavar="OUT", help="folder of the model; must not exist, or be empty"),
+    option("--dtype", metavar="TYPE",
+           help="of the weights (default: the base's); bfloat16 loses part of the adapter"),
+)  # fmt: skip
 def _merge(args: argparse.Namespace) -> None:
     """Write a plain transformers folder."""
     from grade.training.merge import merge  # here: `show` needs no torch

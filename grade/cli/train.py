@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from grade.cli.options import add_config, add_paths, print_metrics
+from grade.cli.options import command, option, print_metrics
 from grade.config import SEEDS, read_values
 from grade.errors import InputError
 from grade.files import check_file, writing
@@ -24,21 +23,20 @@ from grade.training.load import load_task
 from grade.training.run import evaluate_task, train
 
 
-def add_train(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("--method", metavar="METHOD",
-                        help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder")  # fmt: skip
-    parser.add_argument("--reward", action="append", metavar="REWARD",
-                        help="over the config's; several are added up: file.py:function, hf:<id>, ...")  # fmt: skip
-    parser.add_argument("--sampler", metavar="SAMPLER",
-                        help="over the config's: own, shared, or http://host:port")  # fmt: skip
-    add_paths(parser, output_dir="adapter, history.csv, metrics.json, ...")
-    parser.add_argument("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
-                        help="continue an interrupted run; auto: start over if something changed")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="start over where there is an interrupted run")
-    add_config(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
-    return _train
-
-
+@command(
+    "train",
+    option("--method", metavar="METHOD",
+           help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder"),
+    option("--reward", action="append", metavar="REWARD",
+           help="over the config's; several are added up: file.py:function, hf:<id>, ..."),
+    option("--sampler", metavar="SAMPLER", help="over the config's: own, shared, or http://host:port"),
+    option("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
+           help="continue an interrupted run; auto: start over if something changed"),
+    option("--overwrite", action="store_true", help="start over where there is an interrupted run"),
+    output_dir="adapter, history.csv, metrics.json, ...",
+    config=TrainConfig,
+    others="and every argument of transformers.TrainingArguments",
+)  # fmt: skip
 def _train(args: argparse.Namespace) -> None:
     """Train, one method or all of them."""
     # Every config is checked before the first run starts.
@@ -63,14 +61,14 @@ def _train(args: argparse.Namespace) -> None:
             print(f"wrote {config.output_dir}" if result else f"{config.output_dir}: this run has finished")
 
 
-def add_evaluate(parser: argparse.ArgumentParser) -> Callable:
-    add_paths(parser, adapter="a trained adapter, DIR/adapter of a run")
-    parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts; default: final_eval_prompts")
-    parser.add_argument("--output", metavar="FILE", help="also write the metrics here, as JSON")
-    add_config(parser, TrainConfig, "and every argument of transformers.TrainingArguments")
-    return _evaluate
-
-
+@command(
+    "evaluate",
+    option("--prompts", type=int, metavar="N", help="held-out prompts; default: final_eval_prompts"),
+    option("--output", metavar="FILE", help="also write the metrics here, as JSON"),
+    adapter="a trained adapter, DIR/adapter of a run",
+    config=TrainConfig,
+    others="and every argument of transformers.TrainingArguments",
+)
 def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate an adapter with a training run's own settings."""
     config = TrainConfig.load(args.config, args.set)
@@ -88,17 +86,16 @@ def _evaluate(args: argparse.Namespace) -> None:
             write_metrics(args.output, metrics)
 
 
-def add_generate(parser: argparse.ArgumentParser) -> Callable:
-    parser.add_argument("--prompt", required=True, action="append", help="text to complete; may be given several times")
-    parser.add_argument("--adapter", metavar="DIR", help="a trained adapter; without it, the base model")
-    parser.add_argument("--backbone", default="models/backbone", help="folder or hub id (default: models/backbone)")
-    parser.add_argument("--max-new-tokens", type=int, default=48, help="completion length in tokens (default: 48)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)")
-    parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)")
-    return _generate
-
-
+@command(
+    "generate",
+    option("--prompt", required=True, action="append", help="text to complete; may be given several times"),
+    option("--adapter", metavar="DIR", help="a trained adapter; without it, the base model"),
+    option("--backbone", default="models/backbone", help="folder or hub id (default: models/backbone)"),
+    option("--max-new-tokens", type=int, default=48, help="completion length in tokens (default: 48)"),
+    option("--temperature", type=float, default=1.0, help="0 is greedy (default: 1.0)"),
+    option("--samples", type=int, default=1, help="completions per prompt (default: 1)"),
+    option("--seed", type=int, default=0, help="seed of the sampling noise (default: 0)"),
+)
 def _generate(args: argparse.Namespace) -> None:
     """Print completions."""
     if args.samples < 1:
