@@ -11,7 +11,6 @@ from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
 from grade.files import check_file, claimed
 from grade.results import check_values, write_metrics
 
-REVIEWS = "review splits"
 WORDS = (36, 128, None)
 """Lengths at which the judge is measured: about a prompt and a completion, a paragraph, the whole review."""
 
@@ -29,7 +28,7 @@ def _data(args: argparse.Namespace) -> None:
     print(json.dumps(prepare_reviews(DataConfig.load(args.config, args.set), args.raw_dir, args.output_dir)))
 
 
-@command("gold", reviews=REVIEWS, output_dir="judge.npz is written here", metrics="accuracy on the test split")
+@command("gold", reviews="review splits", output_dir="judge.npz is written here", metrics="accuracy on the test split")
 def _gold(args: argparse.Namespace) -> None:
     """Fit on the gold split, measure on the test split."""
     check_file(args.metrics, "--metrics")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from grade.cli.data import REVIEWS
 from grade.cli.options import command, option, print_metrics
 from grade.data.base_model import BackboneConfig, prepare_backbone
 from grade.data.reviews import load_reviews
@@ -24,7 +23,7 @@ REWARD_FILES = ("reward.safetensors", "reward.json")
 @command(
     "backbone",
     raw_dir="fetched packages",
-    reviews=REVIEWS,
+    reviews="review splits",
     output_dir="folder of the model",
     config=BackboneConfig,
 )
@@ -37,7 +36,7 @@ def _backbone(args: argparse.Namespace) -> None:
 
 @command(
     "pretrain",
-    reviews=REVIEWS,
+    reviews="review splits",
     output_dir="folder of the model",
     metrics="loss on the test split",
     config=PretrainConfig,
@@ -55,7 +54,7 @@ def _pretrain(args: argparse.Namespace) -> None:
     "reward",
     option("--kind", required=True, choices=get_args(RewardKind), help="bag: embeddings; trunk: all of it"),
     backbone="folder of the base model",
-    reviews=REVIEWS,
+    reviews="review splits",
     output_dir="folder of the reward model",
     metrics="accuracy on the test split",
     config=RewardConfig,

@@ -74,7 +74,7 @@ def needed_code(stage):
     """Files of grade that a command executes: what its function uses, a notebook's imports, what is measured."""
     words = stage.cmd.split()
     assert words[:3] == ["python", "-m", "grade"]
-    start = used_modules(f"grade.cli.{COMMANDS[words[3]][0]}", {f"add_{words[3]}"})
+    start = used_modules(f"grade.cli.{COMMANDS[words[3]][0]}", {f"_{words[3]}"})
     if words[3] == "measure":
         start.add(f"grade.experiments.{words[4]}.measure.tables")
     for word in words:
