@@ -155,8 +155,6 @@ class RewardModel(nn.Module):
 
     def standardise(self, mean: Tensor, std: Tensor) -> None:
         """Set the constants [D] by which pooled vectors are standardised."""
-        if not (torch.isfinite(mean).all() and torch.isfinite(std).all()):
-            raise InputError(f"{self.kind} reward features", "NaN or infinity", "a base with finite embeddings")
         self.center.copy_(mean)
         self.spread.copy_(std.clamp_min(1e-6 * float(std.mean()) + torch.finfo(std.dtype).tiny))
 

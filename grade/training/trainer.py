@@ -331,23 +331,17 @@ class GradeTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         """Clip each group of parameters by itself: a value head must not change the policy's step."""
-        limit = self.args.max_grad_norm or math.inf  # 0: not clipped; updates within a step come here all the same
-        norms = [self._norm(group["params"], limit) for group in self.optimizer.param_groups]
+        limit = self.args.max_grad_norm or math.inf  # 0: nothing is clipped
+        norms = [torch.nn.utils.clip_grad_norm_(group["params"], limit) for group in self.optimizer.param_groups]
+        for norm in norms:
+            if not torch.isfinite(norm):
+                allowed = f"a finite number; step {self.state.global_step + 1} was not taken"
+                raise InputError("gradient norm", float(norm), allowed)
         self.log_buffer.add({"grad_norm": norms[0].double()})
         return norms[0]
 
     def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Tensor:
-        if grad_norm is None:  # max_grad_norm = 0: nothing is clipped
-            grad_norm = self._norm(self.optimizer.param_groups[0]["params"], math.inf)
-            self.log_buffer.add({"grad_norm": grad_norm.double()})
-        return grad_norm
-
-    def _norm(self, parameters: list[Tensor], limit: float) -> Tensor:
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        if not torch.isfinite(norm):
-            step = self.state.global_step + 1
-            raise InputError("gradient norm", float(norm), f"a finite number; step {step} was not taken")
-        return norm
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of ``args.optim``: one group for the adapter, one for a value head."""
