@@ -20,7 +20,8 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from IPython.display import Markdown, display
+import PIL.Image
+from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
 from grade.config import read_values
@@ -30,6 +31,8 @@ from grade.experiments.measured import Experiment, Tables, write_environment, wr
 from grade.pipeline.params import profile_values
 from grade.results import write_metrics
 
+COLORS = 128
+"""Of a picture: enough for curves and text."""
 TOY = "Toy sizes: every figure below shows that the code runs, and means nothing else."
 
 
@@ -73,12 +76,15 @@ class Run:
         """Save a figure as ``figures/<name>.png`` and show it.
 
         One of times is saved below ``timings`` and shown as a link to that file, so that the executed notebook stays
-        the same when times differ.
+        the same when times differ. A picture has `COLORS` at most, which makes it three times smaller.
         """
         place = self.folder / ("timings" if timed else "figures") / f"{name}.png"
         place.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(place)
-        _display(Markdown(f"![{name}](timings/{name}.png)") if timed and _executed() else figure)
+        with PIL.Image.open(place) as picture:
+            picture.convert("RGB").quantize(COLORS).save(place, optimize=True)
+        shown = Image(place, width=int(100 * figure.get_figwidth()))
+        _display(Markdown(f"![{name}](timings/{name}.png)") if timed and _executed() else shown)
         plt.close(figure)
 
     def show_timed(self, table: Any, name: str) -> None:

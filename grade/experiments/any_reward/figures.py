@@ -42,16 +42,18 @@ def law_figure(table: pd.DataFrame) -> Figure:
 
 
 def explained_figure(table: pd.DataFrame, policy: str) -> Figure:
-    """R2 of every reward and number of completions (rows), stage and family (columns), on one policy."""
-    cells = table.query("policy == @policy").set_index(["reward", "n", "stage", "family"])["r2"].astype(float)
-    cells = cells.unstack(["stage", "family"], sort=False).sort_index(level=["reward", "n"])
-    fig, ax = plt.subplots(figsize=(2.0 + 0.36 * cells.shape[1], 1.8 + 0.2 * len(cells)))
-    sns.heatmap(cells, ax=ax, vmin=0, vmax=1, cmap="viridis", annot=True, fmt=".2f", annot_kws={"fontsize": 7},
-                cbar=False, linewidths=0.5, yticklabels=True)  # fmt: skip
-    ax.set(title=f"Variance within prompts explained, {policy}", xlabel="", ylabel="")
-    ax.tick_params("x", labelsize=8, rotation=45)
-    ax.tick_params("y", labelsize=8, rotation=0)
-    return fig
+    """Variance within prompts that each family explains, by completions: a panel for each reward and stage."""
+    rows = table.query("policy == @policy")
+    grid = panels(sns.relplot, rows, f"R2 of every family, {policy}", kind="line", x="n", y="r2", hue="family",
+                  style="family", markers=True, dashes=False, palette="tab10", col="reward", row="stage",
+                  height=1.9)  # fmt: skip
+    sizes = sorted(rows["n"].unique())
+    grid.set(xscale="log", ylim=(-0.1, 1.05), xticks=sizes, xticklabels=sizes)
+    grid.set_titles("{col_name}, {row_name}", size=9).set_axis_labels("completions", "R2")
+    for ax in grid.axes.flat:
+        ax.minorticks_off()
+        ax.tick_params("x", labelsize=8)
+    return grid.figure
 
 
 def worth_figure(table: pd.DataFrame) -> Figure:

@@ -114,11 +114,12 @@ def paired_table(pairs: pd.DataFrame, names: list[str]) -> pd.DataFrame:
 def peer_table(figures: Mapping[str, Any]) -> pd.DataFrame:
     """Metrics ``peer/<name>/<method>`` as a table, one row per method; settings and single figures are left out.
 
-    >>> peer_table({"peer/end_kl/ste": 2.0, "peer/end_kl/grpo": 3.0, "peer/goal_reward": 0.6}).to_dict()
-    {'end_kl': {'grpo': 3.0, 'ste': 2.0}}
+    >>> peer_table({"peer/end_kl/ste": 2.0, "peer/end_kl/grpo": 3.0, "peer/goal_reward": 0.6}).values.tolist()
+    [['grpo', 3.0], ['ste', 2.0]]
     """
     keys = {key: tuple(key.split("/")[1:]) for key in figures if not key.startswith("peer/settings/")}
-    return pd.Series({parts: figures[key] for key, parts in keys.items() if len(parts) == 2}).unstack(0)
+    cells = {parts: figures[key] for key, parts in keys.items() if len(parts) == 2}
+    return pd.Series(cells).unstack(0).rename_axis("method").rename_axis(columns=None).reset_index()
 
 
 def frontier_figures(curves: pd.DataFrame, levels: list[float], prefix: str = "") -> dict[str, float]:
