@@ -30,7 +30,7 @@ from grade.errors import InputError
 from grade.files import claimed
 from grade.models.backbone import Backbone
 from grade.results import check_values
-from grade.stats import Estimate, ratio_estimate
+from grade.stats import Estimate
 
 
 class PretrainConfig(Config):
@@ -225,8 +225,19 @@ def _heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch
     nats = torch.cat([_window_nats(model, part).sum(-1) for part in windows.split(batch_size)]).double().numpy()
     chars = [len(text) for text in tokenizer.batch_decode(windows[:, 1:], skip_special_tokens=True)]
     token = Estimate.of(nats / (windows.shape[1] - 1))
-    mean, stderr = ratio_estimate(nats, np.array(chars, float))
+    mean, stderr = _ratio(nats, np.array(chars, float))
     return {
         "test/nats_per_token": token.mean, "test/nats_per_token_stderr": token.stderr, "test/nats_per_token_n": token.n,
         "test/nats_per_char": mean, "test/nats_per_char_stderr": stderr, "test/nats_per_char_n": len(nats),
     }  # fmt: skip
+
+
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:
+    """``R = sum x / sum y`` over n pairs, and its standard error ``sd(x - R y) / (sqrt(n) mean(y))`` (delta method).
+
+    >>> _ratio(np.array([1.0, 3.0]), np.array([1.0, 1.0]))
+    (2.0, 1.0)
+    """
+    ratio = numerator.sum() / denominator.sum()
+    rest = numerator - ratio * denominator
+    return float(ratio), float(rest.std(ddof=1) / np.sqrt(len(rest)) / denominator.mean())

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.stats import Interval, interval
+from grade.experiments.intervals import Interval, interval
 
 _CHUNK = 2**16
 """Columns of gradients that are converted to float64 at once."""

@@ -19,10 +19,10 @@ from grade.experiments.compare.measure.runs import CURVES, FINALS, Comparison, m
 from grade.experiments.compare.measure.tables import Settings
 from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
+from grade.experiments.intervals import paired
 from grade.experiments.measured import Tables, measure_all
 from grade.experiments.training_runs import FIXED, train_all
 from grade.gradients.methods import METHODS
-from grade.stats import paired
 from grade.training.toy import toy_task
 
 SMALL = dict(

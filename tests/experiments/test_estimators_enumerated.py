@@ -11,12 +11,12 @@ from grade.experiments.estimators.measure.enumerated import (
     tiny_rewards,
 )
 from grade.experiments.estimators.measure.rows import KL, Setting, Variant, gradient_rows
+from grade.experiments.intervals import interval
 from grade.experiments.moments import moments
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.rollout import sample
-from grade.stats import interval
 
 T, G, ROWS = 2, 64, 24
 STE, RAO = Variant("ste", 1.0, T - 1), Variant("gumbel_rao", 1.0, T - 1, draws=8)

@@ -99,7 +99,7 @@ def used_modules(module, functions):
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and names & {alias.asname or alias.name for alias in node.names}:
             found |= imported_modules(node)
-    return found
+    return {name for name in found if not name.startswith("grade.cli")}  # options, and names of folders
 
 
 def notebook_source(path):

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from grade.experiments.frontier import reward_at_kl
-from grade.stats import Interval, interval, paired
+from grade.experiments.intervals import Interval, interval, paired
 
 AGAINST = "rloo"
 KL_MARGIN = 1.1
@@ -136,7 +136,7 @@ def ends(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def paired_table(runs: pd.DataFrame, level: float) -> pd.DataFrame:
-    """Rewards at one KL, every method against `ste`, `st` and `rloo`, seed by seed; see `grade.stats.paired`."""
+    """Rewards at one KL, every method against `ste`, `st` and `rloo`, seed by seed; see `paired`."""
     rows = []
     for subject, curves in several_seeds(main_runs(runs)).groupby("subject", sort=False):
         rewards = reward_at_kl(curves, level, "target_kl")

@@ -10,8 +10,9 @@ import pandas as pd
 
 from grade.experiments.compare.measure.tables import Settings
 from grade.experiments.frontier import estimate_figures, reward_at_kl
+from grade.experiments.intervals import paired
 from grade.experiments.measured import Tables, figures_of
-from grade.stats import Estimate, paired
+from grade.stats import Estimate
 
 QUALITIES = ("reward", "gold", "kl", "perplexity", "distinct1", "distinct2")
 """Columns of the ends of runs that are averaged over seeds."""
@@ -86,7 +87,7 @@ def final_table(finals: pd.DataFrame, beta: float) -> pd.DataFrame:
 def paired_rewards(tables: Tables, settings: Settings) -> pd.DataFrame:
     """Every method against each of `REFERENCES`: gains at equal samples, rewards at equal KL, seed by seed.
 
-    Columns method, against, of (``gain`` or ``kl<level>``), difference, stderr, n, p; see `grade.stats.paired`.
+    Columns method, against, of (``gain`` or ``kl<level>``), difference, stderr, n, p; see `paired`.
     Methods that share fewer than two seeds are left out.
     """
     curves, finals = (on_reward(tables[name], settings.reward) for name in ("curves", "finals"))

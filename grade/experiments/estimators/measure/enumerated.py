@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grade.experiments.enumeration import completion_logps, every_completion
 from grade.experiments.estimators.measure.rows import KL, Rows, Setting, Variant
+from grade.experiments.intervals import interval
 from grade.experiments.moments import moments
 from grade.gradients.objective import Objective, sequence_mean
 from grade.models.backbone import Backbone
@@ -22,7 +23,6 @@ from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 from grade.rewards.model import HeadSettings, RewardModel
-from grade.stats import interval
 
 _HEAD_SCALE = 4.0  # weights of a random head are small: rewards would hardly differ between completions
 

@@ -19,6 +19,7 @@ from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.experiments.estimators.measure.enumerated import tiny_rewards
 from grade.experiments.estimators.measure.rows import Rows, Setting, Variant
+from grade.experiments.intervals import interval
 from grade.experiments.moments import (
     Moments,
     crossover,
@@ -34,7 +35,6 @@ from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.rewards.model import load_reward
-from grade.stats import interval
 from grade.training.toy import toy_reviews
 
 UNBIASED = "rloo"
