@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import save_toy_base
 
 import grade
 from grade.cli import main as command_line
@@ -109,6 +110,7 @@ def _check_dvc(words):
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page != "CONTRIBUTING.md"])
 def test_the_python_examples_run(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    save_toy_base("models/backbone")  # in place of SmolLM2
     for example in blocks(page, "python"):
         exec(compile(example, page, "exec"), {})
         assert capsys.readouterr().out.strip()
