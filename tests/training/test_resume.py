@@ -73,8 +73,7 @@ def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, 
                  "metrics.json"):  # fmt: skip
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
     state = load_file(tmp_path / "again" / "checkpoint-5" / "learner.safetensors")
-    assert len(state["rewards"]) == options.get("distil_window", 80)
-    assert {"blend", "level", "residual", "rows/counts", "gram/bag"} <= set(state)
+    assert {"blend", "level", "residual"} <= set(state) and any(name.startswith("fit/") for name in state)
 
 
 def test_an_interrupted_run_is_not_overwritten_by_mistake(common, tmp_path, monkeypatch):
