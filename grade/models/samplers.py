@@ -34,7 +34,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,7 +113,7 @@ class Samples(NamedTuple):
 
 
 class Sampler:
-    """Draws completions of the policy in this process; `publish` and `use` are for other ones (`_ServerSampler`)."""
+    """Draws completions of the policy in this process; `publish` and `use` are for other ones (`ServerSampler`)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -171,90 +171,6 @@ class _Answer(BaseModel):
     choices: list[_Choice]
 
 
-class CompletionsServer:
-    """A server at an address, which is asked up to three times."""
-
-    def __init__(self, address: str, timeout: float = 600.0, waits: tuple[float, ...] = WAITS) -> None:
-        self.address, self.timeout, self.waits = _address_of(address), timeout, waits
-
-    @cached_property
-    def _client(self) -> httpx.Client:
-        # A transport of its own: no proxy of the environment, and no connection outlives its answer.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        transport = httpx.HTTPTransport(verify=ssl.create_default_context(), limits=limits)
-        return httpx.Client(transport=transport, timeout=self.timeout)
-
-    def post(self, path: str, body: dict[str, Any]) -> str:
-        """The text of an answer with status 200. After a time-out, which was all the time there is, nobody asks again.
-
-        Raises:
-            InputError: With the address and the last failure: its kind, or the status and the beginning of the answer.
-        """
-        field, key = f"sampler: POST {self.address}{path}", os.environ.get(KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        for wait in (*self.waits, None):
-            try:
-                answer = self._client.post(self.address + path, json=body, headers=headers)
-                if answer.status_code == 200:
-                    return answer.text
-                failure, again = f"status {answer.status_code}: {answer.text}", answer.status_code in BUSY
-            except httpx.TimeoutException:
-                failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
-                raise InputError(field, failure, allowed) from None
-            except httpx.RequestError as error:
-                failure, again = f"{type(error).__name__}: {error}", True
-            if wait is None or not again:
-                break
-            time.sleep(wait)
-        raise InputError(field, failure[:300], "an answer with status 200")
-
-    def load(self, name: str, folder: str) -> None:
-        """Load an adapter under a name."""
-        try:
-            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
-        except InputError as error:
-            needs = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, and sampler_folder that it can read"
-            raise InputError(error.field, error.value, f"{error.allowed}: vLLM needs {needs}") from None
-
-    def unload(self, name: str) -> None:
-        """Unload an adapter."""
-        self.post("/v1/unload_lora_adapter", {"lora_name": name})
-
-    def complete(self, requests: list[dict[str, Any]]) -> list[Row]:
-        """The ``n`` completions of each request in turn: ``prompt``, ``n``, ``seed`` and what is not neutral."""
-        pool = ThreadPoolExecutor(min(len(requests), CONNECTIONS))
-        try:
-            return [row for rows in pool.map(self._complete, requests) for row in rows]
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _complete(self, request: dict[str, Any]) -> list[Row]:
-        text, n, field = self.post("/v1/completions", NEUTRAL | request), request["n"], f"sampler {self.address}"
-        try:
-            choices = sorted(_Answer.model_validate_json(text).choices, key=lambda choice: choice.index)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            allowed = f"{n} choices, each with token ids (vLLM >= 0.10.2) and log-probabilities ({reason})"
-            raise InputError(field, first["input"], allowed) from None
-        if [choice.index for choice in choices] != list(range(n)):
-            raise InputError(field, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}")
-        rows = []
-        for choice in choices:
-            if choice.prompt_token_ids not in (None, request["prompt"]):
-                allowed = "the prompt's tokens as they were sent"
-                raise InputError(field, f"prompt_token_ids {choice.prompt_token_ids}", allowed)
-            ids = choice.token_ids
-            if ids is None:  # written "token_id:5" beside the log-probabilities
-                written = [re.fullmatch(r"token_id:(\d+)", token) for token in choice.logprobs.tokens or [""]]
-                if not all(written):
-                    allowed = "a server with return_token_ids, as vLLM >= 0.10.2 has"
-                    raise InputError(field, "text without token ids", allowed)
-                ids = [int(number[1]) for number in written]
-            rows.append((ids, choice.logprobs.token_logprobs))
-        return rows
-
-
 def _address_of(text: str) -> str:
     """The address of a server without a slash or ``/v1`` at its end; one with a password is refused, as logs show it.
 
@@ -272,19 +188,51 @@ def _address_of(text: str) -> str:
     return text.rstrip("?#").rstrip("/").removesuffix("/v1")
 
 
-class _ServerSampler(Sampler):
-    """A server's completions.
+class ServerSampler(Sampler):
+    """A server's completions. Its name is its address; it is asked up to three times.
 
     For each step the adapter is saved to a folder of its own, in ``folder`` or else a temporary one, that the server
     can read under the same path; it is loaded under a new name, and the one before it is unloaded.
     """
 
-    def __init__(self, address: str, timeout: float = 600.0, folder: str | Path | None = None) -> None:
-        self.server = CompletionsServer(address, timeout)
-        super().__init__(self.server.address)
+    def __init__(
+        self, address: str, timeout: float = 600.0, folder: str | Path | None = None, waits: tuple[float, ...] = WAITS
+    ) -> None:
+        super().__init__(_address_of(address))
+        self.timeout, self.waits = timeout, waits
         self.folder = None if folder is None else Path(folder).absolute()
         self.model: str | None = None
         self._loaded: tuple[str, Path] | None = None
+
+    @cached_property
+    def _client(self) -> httpx.Client:
+        # A transport of its own: no proxy of the environment, and no connection outlives its answer.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.HTTPTransport(verify=ssl.create_default_context(), limits=limits)
+        return httpx.Client(transport=transport, timeout=self.timeout)
+
+    def post(self, path: str, body: dict[str, Any], needs: str = "an answer with status 200") -> str:
+        """The text of an answer with status 200. After a time-out, which was all the time there is, nobody asks again.
+
+        `InputError` has the address and the last failure: its kind, or the status and the beginning of the answer.
+        """
+        field, key = f"sampler: POST {self.name}{path}", os.environ.get(KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for wait in (*self.waits, None):
+            try:
+                answer = self._client.post(self.name + path, json=body, headers=headers)
+                if answer.status_code == 200:
+                    return answer.text
+                failure, again = f"status {answer.status_code}: {answer.text}", answer.status_code in BUSY
+            except httpx.TimeoutException:
+                failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
+                raise InputError(field, failure, allowed) from None
+            except httpx.RequestError as error:
+                failure, again = f"{type(error).__name__}: {error}", True
+            if wait is None or not again:
+                break
+            time.sleep(wait)
+        raise InputError(field, failure[:300], needs)
 
     def publish(self, backbone: Backbone) -> str:  # noqa: D102
         # A name of its own each time: a server may keep what it has loaded under a name, or an earlier run its own.
@@ -295,8 +243,9 @@ class _ServerSampler(Sampler):
             place = Path(tempfile.mkdtemp(prefix="grade-adapter-", dir=self.folder))
             place.chmod(0o755)  # the server may be another user's
             backbone.save_adapter(place)
+        needs = "vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, and sampler_folder that it can read"
         try:
-            self.server.load(name, str(place))
+            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)}, needs)
         except InputError:
             shutil.rmtree(place, ignore_errors=True)
             raise
@@ -315,12 +264,12 @@ class _ServerSampler(Sampler):
             self._loaded = None
             shutil.rmtree(place, ignore_errors=True)
             with suppress(InputError):
-                self.server.unload(name)
+                self.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def _sample(
         self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
     ) -> Samples:
-        settings = {
+        settings = NEUTRAL | {
             "max_tokens": most, "min_tokens": least, "temperature": backbone.head.temperature,
             "stop_token_ids": list(backbone.eos_token_ids),
         }  # fmt: skip
@@ -331,40 +280,67 @@ class _ServerSampler(Sampler):
             count = len(list(equal))
             for start in range(0, count, COMPLETIONS):
                 n = min(COMPLETIONS, count - start)
-                requests.append({"prompt": prompt, "n": n, "seed": seed_of(generator)} | settings)
-        rows = [self._checked(row, backbone, most, least) for row in self.server.complete(requests)]
+                requests.append(settings | {"prompt": prompt, "n": n, "seed": seed_of(generator)})
+        pool = ThreadPoolExecutor(min(len(requests), CONNECTIONS))
+        try:
+            rows = [row for rows in pool.map(partial(self._complete, backbone), requests) for row in rows]
+        finally:
+            pool.shutdown(cancel_futures=True)
         ids = [torch.tensor(tokens) for tokens, _ in rows]
         columns = [ids, [torch.ones_like(tokens) for tokens in ids]]
         columns.append([torch.tensor(values, dtype=wide(backbone.dtype)) for _, values in rows])
         return Samples(*(pad_sequence(column, batch_first=True).to(backbone.device) for column in columns))
 
-    def _checked(self, row: Row, backbone: Backbone, most: int, least: int) -> Row:
-        """A completion that the policy could have written, cut after its first end-of-sequence token."""
-        (ids, logps), tokenizer, eos = row, backbone.tokenizer, backbone.eos_token_ids
+    def _complete(self, backbone: Backbone, request: dict[str, Any]) -> list[Row]:
+        """The ``n`` completions of a request, if the policy could have written them, cut after their first end."""
+        text, n, field = self.post("/v1/completions", request), request["n"], f"sampler {self.name}"
+        try:
+            choices = sorted(_Answer.model_validate_json(text).choices, key=lambda choice: choice.index)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            allowed = f"{n} choices, each with token ids (vLLM >= 0.10.2) and log-probabilities ({reason})"
+            raise InputError(field, first["input"], allowed) from None
+        if [choice.index for choice in choices] != list(range(n)):
+            raise InputError(field, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}")
+        tokenizer, eos, rows = backbone.tokenizer, backbone.eos_token_ids, []
         known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
-        foreign = [token for token in ids if not 0 <= token < known]
-        end = next((n for n, token in enumerate(ids) if token in eos), None)
-        ends = ", ".join(map(str, sorted(eos))) or "none"
-        rules = (
-            (len(ids) != len(logps), f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token"),
-            (not 1 <= len(ids) <= most, f"{len(ids)} tokens", f"completions of 1 to {most} tokens"),
-            (foreign, (foreign or [None])[0], f"token ids of the policy's tokenizer, 0 to {known - 1}"),
-            (
-                end is not None and end < least,
-                f"an end-of-sequence after {end} tokens",
-                f"none before {least} tokens",
-            ),
-            (
-                end is None and len(ids) < most,
-                f"a completion that stops after {len(ids)} tokens",
-                f"{most} tokens, or an end-of-sequence of the policy ({ends})",
-            ),
-        )
-        for wrong, value, allowed in rules:
-            if wrong:
-                raise InputError(f"sampler {self.name}", value, allowed)
-        stop = len(ids) if end is None else end + 1
-        return ids[:stop], logps[:stop]
+        most, least, ends = request["max_tokens"], request["min_tokens"], ", ".join(map(str, sorted(eos))) or "none"
+        for choice in choices:
+            ids, logps, prompt = choice.token_ids, choice.logprobs.token_logprobs, choice.prompt_token_ids
+            if ids is None:  # written "token_id:5" beside the log-probabilities
+                written = [re.fullmatch(r"token_id:(\d+)", token) for token in choice.logprobs.tokens or [""]]
+                ids = [int(number[1]) for number in written] if all(written) else None
+            if ids is None:
+                raise InputError(field, "text without token ids", "return_token_ids, as vLLM >= 0.10.2 has")
+            foreign = [token for token in ids if not 0 <= token < known]
+            end = next((n for n, token in enumerate(ids) if token in eos), None)
+            rules = (
+                (
+                    prompt not in (None, request["prompt"]),
+                    f"prompt_token_ids {prompt}",
+                    "the prompt's tokens as they were sent",
+                ),
+                (len(ids) != len(logps), f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token"),
+                (not 1 <= len(ids) <= most, f"{len(ids)} tokens", f"completions of 1 to {most} tokens"),
+                (foreign, (foreign or [None])[0], f"token ids of the policy's tokenizer, 0 to {known - 1}"),
+                (
+                    end is not None and end < least,
+                    f"an end-of-sequence after {end} tokens",
+                    f"none before {least} tokens",
+                ),
+                (
+                    end is None and len(ids) < most,
+                    f"a completion that stops after {len(ids)} tokens",
+                    f"{most} tokens, or an end-of-sequence of the policy ({ends})",
+                ),
+            )
+            for wrong, value, allowed in rules:
+                if wrong:
+                    raise InputError(field, value, allowed)
+            stop = len(ids) if end is None else end + 1
+            rows.append((ids[:stop], logps[:stop]))
+        return rows
 
 
 def seed_of(generator: torch.Generator) -> int:
@@ -374,7 +350,7 @@ def seed_of(generator: torch.Generator) -> int:
 
 def make_sampler(name: str, timeout: float = 600.0, folder: str | Path | None = None) -> Sampler:
     """The sampler of a name: own, shared, or a server's address with its time limit and the folder for adapters."""
-    return Sampler(name) if name in LOCAL else _ServerSampler(name, timeout, folder)
+    return Sampler(name) if name in LOCAL else ServerSampler(name, timeout, folder)
 
 
 def known_sampler(name: str) -> str:

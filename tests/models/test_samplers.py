@@ -15,7 +15,7 @@ from grade.errors import InputError
 from grade.experiments.scale.measure.sampling import chi_square
 from grade.models.head import Head
 from grade.models.prompts import PromptBatch
-from grade.models.samplers import CompletionsServer, Mismatch, Samples, make_sampler
+from grade.models.samplers import Mismatch, Samples, ServerSampler, make_sampler
 from grade.models.sampling import BLOCK, draw, forbid_eos
 from grade.models.scoring import completion_logps
 
@@ -262,11 +262,11 @@ def test_only_a_busy_server_is_asked_again(status, requests, served):
     server.spoil = lambda path, *_: (asked.append(path), (status, "x" * 400))[1]
     try:
         with pytest.raises(InputError, match=f"POST .*/v1/unload_lora_adapter: got 'status {status}: xxx"):
-            CompletionsServer(server.address, 30.0, waits=(0.0, 0.0)).unload("x")
+            ServerSampler(server.address, 30.0, waits=(0.0, 0.0)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
         assert len(asked) == requests
         server.spoil = lambda path, *_: (asked.append(path), (503, "busy") if len(asked) == 1 else (200, "here"))[1]
         asked.clear()
-        CompletionsServer(server.address, 30.0, waits=(0.0,)).unload("x")
+        ServerSampler(server.address, 30.0, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
         assert len(asked) == 2
     finally:
         server.spoil = None
@@ -278,17 +278,16 @@ def test_nobody_there_and_nobody_who_answers(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(InputError, match=f"POST {address}/v1/.*: got 'ConnectError: .*refused"):
-            CompletionsServer(address, 5.0, waits=(0.0,)).unload("x")
+            ServerSampler(address, 5.0, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
         taken.listen()  # connections are taken, and nothing follows
         with pytest.raises(InputError, match=r"no answer for 0.2 s.* sampler_timeout"):
-            CompletionsServer(address, 0.2, waits=(0.0,)).unload("x")
+            ServerSampler(address, 0.2, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
 
 
 def test_the_servers_key_is_sent(served, monkeypatch):
     server = served[1]
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    served[2].server.complete([{"prompt": [1], "n": 1, "seed": 0, "max_tokens": 1, "min_tokens": 0, "temperature": 1.0,
-                                "stop_token_ids": EOS, "model": served[2].model}])  # fmt: skip
+    served[2].sample(served[0], one_prompt(1), 1, generator())
     assert server.headers["Authorization"] == "Bearer secret"
 
 
@@ -322,7 +321,7 @@ def test_what_is_no_sampler_is_one_line_with_what_there_is(name):
      ("http://a/b/v1/", "http://a/b"), ("http://[::1]:8", "http://[::1]:8"), ("http://a/v1/b", "http://a/v1/b")],
 )  # fmt: skip
 def test_an_address_is_without_its_end(text, address):
-    assert CompletionsServer(text).address == address
+    assert ServerSampler(text).name == address
 
 
 def test_lengths_are_checked_before_anyone_is_asked(served):
