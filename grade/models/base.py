@@ -101,8 +101,10 @@ class FrozenBase(nn.Module):
 
     def outputs(self, inputs_embeds: Tensor, mask: Tensor, **options: Any) -> Any:
         """What transformers' decoder returns for a pass over embeddings [B, L, D]; the mask [B, L] is 0 at padding."""
-        positions = {"position_ids": position_ids(mask)} if self._takes_positions else {}
-        return self.decoder(inputs_embeds=inputs_embeds, attention_mask=mask, use_cache=False, **positions, **options)
+        options = {"use_cache": False} | options
+        if self._takes_positions:
+            options["position_ids"] = position_ids(mask)[:, -inputs_embeds.shape[1] :]
+        return self.decoder(inputs_embeds=inputs_embeds, attention_mask=mask, **options)
 
     def hidden(self, inputs_embeds: Tensor, mask: Tensor) -> Tensor:
         """Last hidden states [B, L, D] (after the final norm) of all positions, as in `outputs`."""
@@ -113,11 +115,7 @@ class FrozenBase(nn.Module):
 
         The mask [B, L] covers all positions so far, new ones included.
         """
-        n = inputs_embeds.shape[1]
-        positions = {"position_ids": position_ids(mask)[:, -n:]} if self._takes_positions else {}
-        return self.decoder(
-            inputs_embeds=inputs_embeds, attention_mask=mask, past_key_values=cache, use_cache=True, **positions
-        ).last_hidden_state
+        return self.outputs(inputs_embeds, mask, past_key_values=cache, use_cache=True).last_hidden_state
 
     def new_cache(self) -> DynamicCache:
         """An empty key-value cache."""
@@ -158,9 +156,8 @@ class FrozenBase(nn.Module):
             raise InputError("gradient_checkpointing", True, allowed) from None
         layers = [m for m in self.model.modules() if hasattr(m, "gradient_checkpointing")]
         outer = [m for m in layers if isinstance(m, GradientCheckpointingLayer)]
-        for layer in {inner for m in outer for inner in m.modules() if inner is not m}:
-            if hasattr(layer, "gradient_checkpointing"):  # within another: recomputed in backward, when this is off
-                layer.gradient_checkpointing = False
+        for layer in {inner for m in outer for inner in m.modules() if inner is not m}.intersection(layers):
+            layer.gradient_checkpointing = False  # within another: recomputed in backward, when this is off
         for layer in layers:
             layer.training = True
         try:
@@ -192,9 +189,7 @@ def _eos_of(model: PreTrainedModel) -> tuple[int, ...]:
     """Ids that end a sequence."""
     eos = model.generation_config.eos_token_id if model.generation_config else None
     eos = model.config.eos_token_id if eos is None else eos
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    return tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
 
 
 def _head_of(model: PreTrainedModel) -> Head:
