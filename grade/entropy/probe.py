@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,11 +167,11 @@ class ProbeReport:
 
     def layers(self) -> dict[int, float]:
         """Each layer's part of the predicted change, by the layer's index; -1: modules outside the layers."""
-        parts: dict[int, float] = {}
+        parts: dict[int, float] = defaultdict(float)
         for name, value in self.modules.items():
             match = re.search(r"\.(\d+)\.", name)
             layer = int(match[1]) if match else -1
-            parts[layer] = parts.get(layer, 0.0) + value
+            parts[layer] += value
         return dict(sorted(parts.items()))
 
     def as_dict(self) -> dict[str, Any]:
@@ -417,11 +418,11 @@ class EntropyProbe:
         """Parts of ``delta_h1`` by adapted module."""
         named = [(name, p) for name, p in self.policy.model.named_parameters() if p.requires_grad]
         terms = (-x.double().mean(0) * step.double().cpu()).split([p.numel() for _, p in named])
-        parts: dict[str, float] = {}
+        parts: dict[str, float] = defaultdict(float)
         for (name, _), term in zip(named, terms, strict=True):
             module, _, _ = name.partition(".lora_")
-            parts[module] = parts.get(module, 0.0) + float(term.sum())
-        return parts
+            parts[module] += float(term.sum())
+        return dict(parts)
 
     def _warnings(self, figures: dict[str, float], rewards: Tensor | None) -> list[str]:
         texts, share = [], self.config.importance_sampling.ess_threshold

@@ -7,7 +7,7 @@ import torch
 from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
-from grade.gradients.distilled.families import ADDITIVE, BUCKETS, SKETCH, Observed, _hash, make_family
+from grade.gradients.distilled.families import ADDITIVE, SKETCH, Observed, _hash, make_family
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_states
@@ -116,8 +116,8 @@ def test_features_by_hand(backbone):
     bag = make_family("bag", backbone).rows(seen)
     torch.testing.assert_close(bag, torch.stack([2 * e[0] + e[1], e[0] + e[1]]))
     grams = make_family("ngrams", backbone)
-    single = [int(_hash(torch.tensor(v), None, BUCKETS)) for v in (5, 6)]
-    pairs = [int(_hash(torch.tensor(v), torch.tensor(u), BUCKETS)) for u, v in ((9, 5), (5, 6), (6, 5))]
+    single = [int(_hash(torch.tensor(v), None)) for v in (5, 6)]
+    pairs = [int(_hash(torch.tensor(v), torch.tensor(u))) for u, v in ((9, 5), (5, 6), (6, 5))]
     rows = grams.rows(seen)
     assert Counter(rows[0].tolist()) == Counter([single[0], *single, *pairs])
     assert Counter(rows[1].tolist()) == Counter([*single, *pairs[:2], -1, -1])
@@ -169,7 +169,7 @@ def test_what_it_likes_is_the_mean_of_its_values(backbone, seen, name):
     weights = fitted(family, seen, 1)
     got = family.typical(weights, seen)
     if name == "ngrams":
-        want = weights[0, _hash(torch.arange(VOCAB), None, BUCKETS)]
+        want = weights[0, _hash(torch.arange(VOCAB), None)]
     else:
         want = every_value(family, weights, seen)[seen.mask.bool()].mean(0)
     assert got.shape == (VOCAB,) and (got - want).abs().max() <= 1e-10 * want.abs().max()

@@ -78,10 +78,14 @@ class Observed:
 
 
 class Family:
-    """One kind of features.
+    """One kind of features, made by a backbone's frozen base.
 
-    Args:
-        backbone: Its frozen base makes them.
+    Subclasses define, with weights [k, F], each for an equal run of the completions:
+
+    - ``rows(seen)``: features of completions, dense [B, F], or buckets of tokens [B, M] with -1 for none;
+    - ``values(weights, seen)``: values of all tokens at positions (`all_action.Values`);
+    - ``own(weights, seen)``: values [B, T] of the completions' own tokens, 0 where masked;
+    - ``typical(weights, seen)``: values [V] of tokens by weights [1, F], averaged over positions.
 
     Attributes:
         additive: See the module.
@@ -95,10 +99,6 @@ class Family:
         self.backbone = backbone
         self.dtype = wide(backbone.dtype)
 
-    def rows(self, seen: Observed) -> Tensor:
-        """Features of completions: dense [B, F], or buckets of tokens [B, M] with -1 for none."""
-        raise NotImplementedError
-
     def gram(self, new: Tensor, rows: Tensor) -> Tensor:
         """Inner products [m, n] of rows, float64."""
         return (new @ rows.T).double()
@@ -111,27 +111,15 @@ class Family:
         """Distilled rewards [B], up to a constant, of rows [B, ...] by weights [F]."""
         return rows @ weights
 
-    def values(self, weights: Tensor, seen: Observed) -> Values:
-        """Values of all tokens at positions, by weights [k, F], each for an equal run of the completions."""
-        raise NotImplementedError
-
-    def own(self, weights: Tensor, seen: Observed) -> Tensor:
-        """Values [B, T] of the completions' own tokens, 0 where masked."""
-        raise NotImplementedError
-
-    def typical(self, weights: Tensor, seen: Observed) -> Tensor:
-        """Values [V] of tokens by weights [1, F], averaged over positions: what the reward likes."""
-        raise NotImplementedError
-
 
 class _Buckets(Family):
-    """Sparse features: a completion is a list of buckets, each of its tokens is in one or several."""
+    """Sparse features: a completion is a list of buckets, each of its tokens is in one or several of ``size``.
+
+    Subclasses define ``buckets(ids, before)`` of tokens and those that stand before them; the first is the same
+    whatever stands before.
+    """
 
     size: int
-
-    def buckets(self, ids: Tensor, before: Tensor) -> list[Tensor]:
-        """Of tokens and those that stand before them; the first is the same whatever stands before."""
-        raise NotImplementedError
 
     def rows(self, seen: Observed) -> Tensor:  # noqa: D102
         mask = seen.mask.bool()
@@ -184,16 +172,16 @@ class _NGrams(_Buckets):
     size = BUCKETS
 
     def buckets(self, ids: Tensor, before: Tensor) -> list[Tensor]:  # noqa: D102
-        return [_hash(ids, None, self.size), _hash(ids, before, self.size)]
+        return [_hash(ids, None), _hash(ids, before)]
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
         fit, before = seen.fit_numbers(len(weights)), _before(seen).flatten()
         tokens = torch.arange(self.backbone.vocab_size, device=seen.ids.device)
-        single = weights[:, _hash(tokens, None, self.size)]
+        single = weights[:, _hash(tokens, None)]
 
         def values(positions: Tensor) -> Tensor:
             own = fit[positions // seen.ids.shape[1]]
-            return single[own] + weights[own.unsqueeze(1), _hash(tokens, before[positions].unsqueeze(1), self.size)]
+            return single[own] + weights[own.unsqueeze(1), _hash(tokens, before[positions].unsqueeze(1))]
 
         return values
 
@@ -203,18 +191,17 @@ def _before(seen: Observed) -> Tensor:
     return torch.cat([seen.prompts.ids[:, -1:], seen.ids[:, :-1]], 1)
 
 
-def _hash(ids: Tensor, before: Tensor | None, size: int) -> Tensor:
+def _hash(ids: Tensor, before: Tensor | None) -> Tensor:
     """Buckets of tokens, or of pairs: multiplication by odd constants, the upper bits (Knuth)."""
     mixed = ids * 2654435761 + (0 if before is None else (before + 1) * 40503 * 65599)
-    return (mixed % 2**32 * 2246822519 % 2**32) * size // 2**32
+    return (mixed % 2**32 * 2246822519 % 2**32) * BUCKETS // 2**32
 
 
 class _Linear(Family):
-    """Values that are linear in the token's embedding: ``s_t(v) = scale <u_t, E_v>``."""
+    """Values that are linear in the token's embedding: ``s_t(v) = scale <u_t, E_v>``.
 
-    def directions(self, weights: Tensor, seen: Observed) -> Tensor:
-        """U [B, T, D] by weights [k, F]."""
-        raise NotImplementedError
+    Subclasses define ``directions(weights, seen)``: u [B, T, D] by weights [k, F].
+    """
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
         u = self.directions(weights, seen).flatten(0, 1)
