@@ -78,8 +78,6 @@ def draw(
     microbatch: int = 64,
 ) -> Samples:
     """G = ``group`` completions of each prompt, ``microbatch`` of them at once."""
-    if temperature == 0:
-        raise InputError("temperature", temperature, "a number above 0: a greedy policy has no entropy")
     owner = torch.arange(len(prompts)).repeat_interleave(group)
     ids, masks = [], []
     for rows in owner.split(microbatch):

@@ -115,19 +115,15 @@ def undone(backbone: Backbone, optimizer: torch.optim.Optimizer) -> Iterator[Non
     values = [p.detach().to("cpu", copy=True) for p in parameters]
     gradients = [p.grad for p in parameters]
     state = copy.deepcopy(optimizer.state_dict())  # it shares its tensors with the optimizer, which updates them
-    random = torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     training = [(m, m.training) for m in backbone.modules()]
     try:
-        yield
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
     finally:
         set_values(parameters, values)
         for p, grad in zip(parameters, gradients, strict=True):
             p.grad = grad
         optimizer.load_state_dict(state)
-        torch.set_rng_state(random)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
         for module, flag in training:
             module.training = flag
 

@@ -303,8 +303,6 @@ def test_what_cannot_be_estimated_is_refused():
         prompt_gradients(backbone, samples, torch.full((3, 4), math.nan))
     with pytest.raises(ValueError, match="coefficients"):
         prompt_gradients(backbone, samples, torch.zeros(3, 1))
-    with pytest.raises(InputError, match="temperature"):
-        drawn(backbone, temperature=0.0)
     with pytest.raises(InputError, match="finite"):
         reweighted_change(*[SampleScores(*[torch.full((2, 2, 2), math.nan)] * 2)] * 2)
     with pytest.raises(InputError, match="finite"):
