@@ -452,4 +452,3 @@ def _mean(name: str, prompts: Tensor) -> dict[str, float]:
     """``name`` and ``name_stderr``: mean and standard error over prompts [B]."""
     estimate = Estimate.of(prompts)
     return {name: estimate.mean, f"{name}_stderr": estimate.stderr}
-

@@ -69,14 +69,9 @@ class Samples:
 
 @torch.no_grad()
 def draw(
-    backbone: Backbone,
-    prompts: PromptBatch,
-    group: int,
-    max_new_tokens: int,
-    generator: torch.Generator,
-    temperature: float = 1.0,
-    microbatch: int = 64,
-) -> Samples:
+    backbone: Backbone, prompts: PromptBatch, group: int, max_new_tokens: int, generator: torch.Generator,
+    temperature: float = 1.0, microbatch: int = 64,
+) -> Samples:  # fmt: skip
     """G = ``group`` completions of each prompt, ``microbatch`` of them at once."""
     owner = torch.arange(len(prompts)).repeat_interleave(group)
     ids, masks = [], []

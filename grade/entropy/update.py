@@ -43,12 +43,9 @@ class UpdateVector:
 
 @torch.no_grad()
 def adamw_update(
-    optimizer: torch.optim.AdamW,
-    parameters: Sequence[nn.Parameter],
-    gradients: Sequence[Tensor],
-    max_grad_norm: float | None = None,
-    allow_fresh: bool = False,
-) -> UpdateVector:
+    optimizer: torch.optim.AdamW, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor],
+    max_grad_norm: float | None = None, allow_fresh: bool = False,
+) -> UpdateVector:  # fmt: skip
     """The step that ``optimizer.step()`` would take, without taking it, in the parameters' type.
 
     ``max_grad_norm`` clips the norm over all gradients as `torch.nn.utils.clip_grad_norm_` does. ``allow_fresh``
@@ -130,11 +127,9 @@ def undone(backbone: Backbone, optimizer: torch.optim.Optimizer) -> Iterator[Non
 
 @contextlib.contextmanager
 def stepped(
-    backbone: Backbone,
-    optimizer: torch.optim.Optimizer,
-    gradients: Sequence[Tensor],
+    backbone: Backbone, optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor],
     max_grad_norm: float | None = None,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Within this context the optimizer has taken its step, on clipped copies of the gradients."""
     with undone(backbone, optimizer):
         parameters = trained_parameters(backbone)

@@ -61,13 +61,9 @@ class Objective:
                 )
 
     def reward(
-        self,
-        prompt_embeds: Tensor,
-        prompts: PromptBatch,
-        embeds: Tensor,
-        mask: Tensor,
+        self, prompt_embeds: Tensor, prompts: PromptBatch, embeds: Tensor, mask: Tensor,
         own: Callable[[EmbeddingTable], Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Reward [B] of relaxed completions, differentiable in their embeddings.
 
         Args:

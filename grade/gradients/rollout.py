@@ -92,13 +92,9 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
 
 @torch.no_grad()
 def condition(
-    backbone: Backbone,
-    prompts: PromptBatch,
-    ids: Tensor,
-    mask: Tensor,
-    config: RelaxationConfig,
+    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, config: RelaxationConfig,
     generator: torch.Generator,
-) -> Rollout:
+) -> Rollout:  # fmt: skip
     """A rollout of completions that were sampled elsewhere, for the straight-through estimators.
 
     One teacher-forced pass without gradient gives the logits of every position; supports and noise are drawn given the

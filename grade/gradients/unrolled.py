@@ -131,13 +131,9 @@ class _Loop:
     """State of one generation."""
 
     def __init__(
-        self,
-        backbone: Backbone,
-        prompts: PromptBatch,
-        config: RelaxationConfig,
-        generator: torch.Generator,
+        self, backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, generator: torch.Generator,
         options: StepwiseOptions,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.backbone, self.config, self.generator, self.options = backbone, config, generator, options
         self.prompt_embeds, self.mask = backbone.embed(prompts.ids).detach(), prompts.mask
         self.alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
