@@ -16,7 +16,6 @@ from grade.experiments.estimators.figures import (
     spread_figure,
     worth_figure,
 )
-from grade.experiments.estimators.measure import study
 from grade.experiments.estimators.measure import tables as experiment
 from grade.experiments.estimators.measure.rows import Variant, gradient_rows
 from grade.experiments.estimators.metrics import metrics, timed_metrics
@@ -28,13 +27,14 @@ STE = Variant("ste", 1.0, 0, 16)
 
 
 @pytest.fixture(scope="module")
-def setting():
-    return study.load_setting("", "", "", {}, [1], [STE], 2, 4, 4, 4, depth_reviews=40)
+def alone():
+    """One relaxed estimator on the toy model."""
+    return experiment.Settings(depth_reviews=40, hops=[0], others=False)
 
 
 @pytest.fixture(scope="module")
-def rows(setting):
-    return gradient_rows(setting, 12)
+def rows(alone):
+    return alone.gradients["before"]
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def test_written_tables_give_the_metrics_and_figures_of_measured_ones(settings, 
     plt.close("all")
 
 
-def test_rows_are_of_every_reward_and_reproducible(setting, rows):
+def test_rows_are_of_every_reward_and_reproducible(alone, rows):
     assert set(rows.gradients) == {(r, e) for r in ("bag", "trunk", "trunk1") for e in ("rloo", STE.name)}
     assert rows.size == 8 and rows.group == 4 and min(rows.seconds.values()) > 0
-    again = gradient_rows(setting, 1)
+    again = gradient_rows(alone.setting(""), 1)
     for key, value in again.gradients.items():
         torch.testing.assert_close(value[0], rows.gradients[key][0])
         assert not torch.equal(rows.gradients[key][0], rows.gradients[key][1])
@@ -90,17 +90,17 @@ def test_rows_are_of_every_reward_and_reproducible(setting, rows):
         torch.testing.assert_close(rows.norms[key].norm(dim=1), rows.gradients[key].norm(dim=1))
 
 
-def test_the_unbiased_estimator_is_worth_itself(rows):
-    table = study.summary(rows).set_index(["reward", "estimator"])
+def test_the_unbiased_estimator_is_worth_itself(alone):
+    table = experiment.TABLES["worth"](alone).set_index(["reward", "estimator"])
     assert table.worth.xs("rloo", level=1).tolist() == pytest.approx([1, 1, 1])
     assert (table.n == 96).all()
-    speed = study.speed_table(rows).set_index(["reward", "estimator"])
+    speed = experiment.TIMED["speed"](alone).set_index(["reward", "estimator"])
     assert speed.worth_per_second.xs("rloo", level=1).tolist() == pytest.approx([1, 1, 1])
     assert (speed.milliseconds > 0).all()
 
 
-def test_the_papers_spread_is_the_mean_over_steps_of_numpys_std(rows):
-    table = study.spread_table(rows).set_index(["reward", "estimator"])
+def test_the_papers_spread_is_the_mean_over_steps_of_numpys_std(alone, rows):
+    table = experiment.TABLES["spread"](alone).set_index(["reward", "estimator"])
     want = np.mean([np.std(row) for row in rows.norms["bag", "rloo"].numpy()])
     assert table.tensor_spread["bag", "rloo"] == pytest.approx(want)
     variance = rows.gradients["bag", "rloo"].double().var(0).sum()
@@ -147,6 +147,6 @@ def test_a_shallow_reward_reads_its_layers_alone_and_has_a_gradient():
 
 def test_too_few_reviews_are_named():
     with pytest.raises(InputError, match="depth_reviews: got 200; allowed: less than 200"):
-        study.load_setting("", "", "", {}, [1], [STE], 2, 4, 4, 4, depth_reviews=200)
+        experiment.Settings(depth_reviews=200).setting("")
     with pytest.raises(InputError, match="prompts: got 65; allowed: at most 64"):
-        study.load_setting("", "", "", {}, [], [STE], 65, 4, 4, 4)
+        experiment.Settings(depths=[], prompts=65).setting("")

@@ -5,11 +5,8 @@ import torch
 
 from grade.entropy.samples import prompt_gradients
 from grade.experiments.enumeration import all_as_samples, random_direction, random_prompts, tiny_policy
-from grade.experiments.estimators.measure.enumerated import (
-    exact_gradients,
-    mse_ratio_table,
-    tiny_rewards,
-)
+from grade.experiments.estimators.measure import tables as experiment
+from grade.experiments.estimators.measure.enumerated import exact_gradients, tiny_rewards
 from grade.experiments.estimators.measure.rows import KL, Setting, Variant, gradient_rows
 from grade.experiments.intervals import interval
 from grade.experiments.moments import moments
@@ -96,8 +93,10 @@ def test_relaxed_gradients_are_not_and_the_test_would_see_it(rows, exact):
         assert found.value > 10 * found.stderr
 
 
-def test_averaging_over_noise_lowers_the_error(rows, exact):
-    assert mse_ratio_table(rows, exact, ["bag"], [8], T - 1).high.item() < 1
+def test_averaging_over_noise_lowers_the_error(setting, rows, exact):
+    settings = experiment.Settings(tiny_draws=[8])
+    settings.tiny, settings.enumerated_rows, settings.exact = setting, rows, exact
+    assert experiment.TABLES["mse_ratio"](settings).set_index("reward").high["bag"] < 1
 
 
 @pytest.mark.parametrize("variant", [STE, Variant("gumbel", 0.7, 1), Variant("reinmax", 1.0, 1, 3), RAO])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from grade.experiments.estimators.measure.enumerated import worst_bias
+import pandas as pd
+
 from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS
 from grade.experiments.estimators.measure.tables import Settings
 from grade.experiments.measured import Tables, figures_of
@@ -45,6 +47,12 @@ def metrics(tables: Tables, settings: Settings) -> Values:
     values |= figures_of(hybrid, "{prefix}hybrid/{reward}/{n}", ends)
     values |= figures_of(spread, "{prefix}spread/{reward}/{estimator}", ("tensor_spread", "sd", "relative"))
     return {key: _finite(value) for key, value in values.items()}
+
+
+def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:
+    """Largest bias of these estimators in standard errors, along the truth or squared, over rewards."""
+    rows = table[table.estimator.isin(estimators)]
+    return float(max((rows.along / rows.along_stderr).abs().max(), (rows.bias2 / rows.bias2_stderr).abs().max()))
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> Values:

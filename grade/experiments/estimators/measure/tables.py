@@ -1,23 +1,53 @@
-"""The tables of the study of gradient estimators, and the settings that they depend on."""
+"""The tables of the study of gradient estimators, and the settings that they depend on.
+
+On an enumerated policy, bias and variance against the exact gradient. On a language model, without it: at fixed weights
+and prompts, repeated batches give a policy gradient (`rloo`, unbiased, the stand-in for the truth) and the relaxed
+gradients of the same completions; `grade.experiments.moments` turns them into signal-to-noise, cosine, worth, crossover
+and the gain of a blend. Gradients of all parameters are kept through a sketch, which is the same for all rows and
+estimators and distorts cosines by about one per cent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from grade.config import Config
+from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.experiments.enumeration import random_prompts, tiny_policy
-from grade.experiments.estimators.measure import enumerated, study
-from grade.experiments.estimators.measure.enumerated import tiny_rewards
-from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS, Rows, Setting, Variant, gradient_rows
+from grade.experiments.estimators.measure.enumerated import exact_gradients, tiny_rewards
+from grade.experiments.estimators.measure.rows import KL, POLICY_GRADIENTS, Rows, Setting, Variant, gradient_rows
+from grade.experiments.intervals import interval
+from grade.experiments.moments import (
+    Moments,
+    crossover,
+    hybrid_gain,
+    moments,
+    pair_moments,
+    sketch,
+    worth,
+    worth_interval,
+)
+from grade.experiments.setting import load_policy
+from grade.experiments.shallow import ShallowReward
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
+from grade.models.prompts import encode_prompts
+from grade.rewards.model import load_reward
+from grade.training.toy import toy_reviews
 
-BATCHES = tuple(2**i for i in range(13))
+UNBIASED = "rloo"
+_SKETCH = 2**15
+"""Numbers that are kept of a gradient."""
+_BATCHES = tuple(2**i for i in range(13))
 """Numbers of samples at which the expected cosine is tabulated."""
 
 
@@ -86,66 +116,184 @@ class Settings(Config):
 
     @cached_property
     def tiny(self) -> Setting:
-        """The enumerated policy."""
-        policy = tiny_policy()
-        variants = enumerated.variants(self.tiny_tokens - 1, self.tiny_taus, self.tiny_topk, self.tiny_draws)
+        """The enumerated policy, with every estimator over hops at tau 1, and over tau, K and M at all hops."""
+        policy, full, most = tiny_policy(), self.tiny_tokens - 1, max(self.tiny_draws)
+        grid = []
+        for estimator in ("ste", "gumbel_rao", "reinmax", "gumbel"):
+            grid += [Variant(estimator, 1.0, hops, draws=most) for hops in sorted({0, 1, 2, full}) if hops <= full]
+            grid += [Variant(estimator, tau, full, draws=most) for tau in self.tiny_taus]
+            grid += [Variant(estimator, 1.0, full, self.tiny_topk, most)]
+        grid += [Variant("gumbel_rao", 1.0, full, draws=m) for m in self.tiny_draws]
         return Setting(policy, random_prompts(policy, self.tiny_prompts), self.tiny_group, self.tiny_tokens,
-                       tiny_rewards(policy), variants, POLICY_GRADIENTS, kl=self.tiny_kl)  # fmt: skip
+                       tiny_rewards(policy), list(dict.fromkeys(grid)), POLICY_GRADIENTS, kl=self.tiny_kl)  # fmt: skip
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:
         """Its exact gradients by reward."""
-        return enumerated.exact_gradients(self.tiny)
+        return exact_gradients(self.tiny)
 
     @cached_property
     def enumerated_rows(self) -> Rows:
         """Its repeated gradients."""
         return gradient_rows(self.tiny, self.tiny_rows)
 
+    def setting(self, adapter: str) -> Setting:
+        """A language model, prompts and rewards to take gradients of."""
+        if self.backbone_dir:
+            lora = None if adapter else LoraSettings()
+            backbone = Backbone.load(self.backbone_dir, self.dtype, lora, adapter or None, self.device)
+            rewards: dict[str, nn.Module] = {name: load_reward(path, backbone).to(self.device) for name, path in
+                                             (("bag", self.bag_dir), ("trunk", self.trunk_dir))}  # fmt: skip
+            texts = load_reviews(self.reviews_dir, "policy")
+            labelled = load_reviews(self.reviews_dir, "reward") if self.depths else []
+        else:
+            backbone, _ = load_policy("", "", "")
+            rewards, texts, labelled = tiny_rewards(backbone), toy_reviews(64, seed=1), toy_reviews(200, seed=2)
+        n = self.depth_reviews
+        for depth in self.depths:
+            data, held = labelled[:n], labelled[n : n + n // 4]
+            if not held:
+                raise InputError("depth_reviews", n, f"less than {len(labelled)}, the size of the split")
+            tokens = 64 if self.backbone_dir else 12
+            rewards[f"trunk{depth}"] = ShallowReward(backbone, depth, data, held, tokens=tokens)
+        if len(texts) < self.prompts:
+            raise InputError("prompts", self.prompts, f"at most {len(texts)}, the size of the split")
+        chosen = [prompt_text(r.text) for r in texts[: self.prompts]]
+        batch = encode_prompts(backbone.tokenizer, chosen, self.prompt_tokens).to(backbone.device)
+        size = sum(p.numel() for p in backbone.trainable_parameters())
+        return Setting(backbone, batch, self.group, self.new_tokens, rewards, self.variants, (UNBIASED,),
+                       project=sketch(size, _SKETCH))  # fmt: skip
+
     @cached_property
     def gradients(self) -> dict[str, Rows]:
         """Repeated gradients on the language model by policy; kept in memory only."""
-        rewards = {"bag": self.bag_dir, "trunk": self.trunk_dir}
-        return {
-            policy: gradient_rows(study.load_setting(
-                self.backbone_dir, adapter, self.reviews_dir, rewards, self.depths, self.variants, self.prompts,
-                self.prompt_tokens, self.group, self.new_tokens, self.depth_reviews, self.dtype, self.device,
-            ), self.rows)
-            for policy, adapter in self.adapters.items()
-        }  # fmt: skip
+        return {policy: gradient_rows(self.setting(adapter), self.rows) for policy, adapter in self.adapters.items()}
 
 
 def _quality(s: Settings) -> pd.DataFrame | None:
-    """Bias and variance against the exact gradient; see `enumerated.quality_table`."""
-    return enumerated.quality_table(s.enumerated_rows, s.exact) if s.enumerated else None
+    """Quality of each estimator, of one sample, relative to the exact gradient, on the enumerated policy.
+
+    `grpo` is held against ``1 - 1/G`` of the gradient, its expectation (see `measure.rows.advantages`); for KL, where
+    only a part of the gradient shrinks, it is left out. bias2, variance and mse are over ``|mu|^2``; along is the
+    relative bias along mu, ``<m, mu> / |mu|^2 - 1``; n samples in all.
+    """
+    if not s.enumerated:
+        return None
+    rows, table = s.enumerated_rows, []
+    for (reward, estimator), gradients in rows.gradients.items():
+        if (reward, estimator) == (KL, "grpo"):
+            continue
+        truth = s.exact[reward] * (1 - 1 / rows.group if estimator == "grpo" else 1)
+        m = moments(gradients, truth, rows.size)
+        bias2, along = interval(m.bias2 / m.ref2), interval(m.inner / m.ref2 - 1)
+        table.append(dict(
+            reward=reward, estimator=estimator, bias2=bias2.value, bias2_stderr=bias2.stderr, along=along.value,
+            along_stderr=along.stderr, variance=m.noise[0] / m.ref2[0], mse=m.mse()[0] / m.ref2[0], snr=m.snr[0],
+            cosine=m.cosine()[0], cosine_mean=m.cosine(math.inf)[0], n=len(gradients) * rows.size,
+        ))  # fmt: skip
+    return pd.DataFrame(table)
 
 
 def _mse_ratio(s: Settings) -> pd.DataFrame | None:
-    """Squared error of `gumbel_rao` over that of `ste`, both with every hop; see `enumerated.mse_ratio_table`."""
+    """Squared error of `gumbel_rao` over that of `ste`, of one sample, both at tau 1 with every hop."""
     if not s.enumerated:
         return None
-    rewards = list(s.tiny.rewards)
-    return enumerated.mse_ratio_table(s.enumerated_rows, s.exact, rewards, s.tiny_draws, s.tiny_tokens - 1)
+    rows, full, table = s.enumerated_rows, s.tiny_tokens - 1, []
+
+    def mse(reward: str, variant: Variant) -> np.ndarray:
+        return moments(rows.gradients[reward, variant.name], s.exact[reward], rows.size).mse()
+
+    for reward in s.tiny.rewards:
+        ste = mse(reward, Variant("ste", 1.0, full))
+        for m in s.tiny_draws:
+            ratio = interval(mse(reward, Variant("gumbel_rao", 1.0, full, draws=m)) / ste, geometric=True)
+            table.append((reward, m, *ratio[:3]))
+    return pd.DataFrame(table, columns=["reward", "draws", "ratio", "low", "high"])
 
 
-def _by_policy(table: Callable[..., pd.DataFrame], *options: Callable[[Settings], Any]) -> Callable:
-    """One table below the other, the policy in the first column."""
+Row = dict[str, Any]
 
-    def joined(s: Settings) -> pd.DataFrame:
-        given = [option(s) for option in options]
-        parts = [table(rows, *given).assign(policy=policy) for policy, rows in s.gradients.items()]
-        whole = pd.concat(parts, ignore_index=True)
-        return whole[["policy", *(name for name in whole.columns if name != "policy")]]
 
-    return joined
+def _by_policy(measure: Callable[[Settings, Rows], Iterable[Row]]) -> Callable[[Settings], pd.DataFrame]:
+    """One table of the rows of all policies, the policy in the first column."""
+    return lambda s: pd.DataFrame(
+        {"policy": policy, **row} for policy, rows in s.gradients.items() for row in measure(s, rows)
+    )
+
+
+def _moments(rows: Rows) -> Iterator[tuple[str, str, Moments, Moments]]:
+    """Every reward and estimator with its moments against the unbiased one's rows, and those of the unbiased one."""
+    by_key = {(reward, name): moments(gradients, rows.gradients[reward, UNBIASED], rows.size)
+              for (reward, name), gradients in rows.gradients.items()}  # fmt: skip
+    for (reward, name), m in by_key.items():
+        yield reward, name, m, by_key[reward, UNBIASED]
+
+
+def _worth(s: Settings, rows: Rows) -> Iterator[Row]:
+    """What one sample of each estimator is worth, in samples of the unbiased one, at n = 1, with 95 % intervals.
+
+    Also the crossover batch size; snr; cosine of one sample, of 64 and of the mean; n samples in all.
+    """
+    for reward, name, m, base in _moments(rows):
+        value, cross = worth_interval(m, base), interval(crossover(m, base), geometric=True)
+        yield dict(
+            reward=reward, estimator=name, worth=value.value, worth_low=value.low, worth_high=value.high,
+            crossover=cross.value, crossover_low=cross.low, crossover_high=cross.high,
+            snr=m.snr[0], cosine_1=m.cosine(1)[0], cosine_64=m.cosine(64)[0], cosine_mean=m.cosine(math.inf)[0],
+            n=len(rows.gradients[reward, name]) * rows.size,
+        )  # fmt: skip
+
+
+def _speed(s: Settings, rows: Rows) -> Iterator[Row]:
+    """Milliseconds of a sample, and worth per second of computing over that of the unbiased estimator."""
+    for reward, name, m, base in _moments(rows):
+        seconds, ours = rows.seconds[reward, name], rows.seconds[reward, UNBIASED]
+        yield dict(reward=reward, estimator=name, milliseconds=1e3 * seconds / rows.size,
+                   worth_per_second=float(worth(m, base)[0]) * ours / seconds)  # fmt: skip
+
+
+def _cosine(s: Settings, rows: Rows) -> Iterator[Row]:
+    """Expected cosine with the true gradient against the number of samples, with 95 % intervals where they exist."""
+    for reward, name, m, _ in _moments(rows):
+        for n in _BATCHES:
+            cosine = interval(m.cosine(n))
+            yield dict(reward=reward, estimator=name, n=n, cosine=cosine.value, low=cosine.low, high=cosine.high)
+
+
+def _hybrid(s: Settings, rows: Rows) -> Iterator[Row]:
+    """Cosine of the blend over that of the better of its parts, cross-fitted; share: the relaxed gradient's weight."""
+    for reward in dict.fromkeys(reward for reward, _ in rows.gradients):
+        pg, relaxed = rows.gradients[reward, UNBIASED], rows.gradients[reward, s.chosen.name]
+        pair = pair_moments(pg, relaxed, rows.size)
+        for n in s.hybrid_batches:
+            gain = hybrid_gain(pg, relaxed, n, rows.size)
+            a, b = pair.weights(n)
+            share = b / (a + b) if a + b > 0 else 0.0
+            yield dict(reward=reward, n=n, ratio=gain.value, low=gain.low, high=gain.high, share=share)
+
+
+def _spread(s: Settings, rows: Rows) -> Iterator[Row]:
+    """The paper's "gradient variance" beside the variance of the gradient.
+
+    tensor_spread is the paper's: sd over parameter tensors of norms. sd is the square root of the trace of the
+    covariance of a row's gradient, norm the root mean square of a row's, relative the variance over the squared mean
+    (1 / SNR of a row), which does not change with the gradient's scale.
+    """
+    for (reward, name), gradients in rows.gradients.items():
+        m = moments(gradients, gradients, rows.size)
+        variance = m.noise[0] / rows.size
+        spread = float(rows.norms[reward, name].double().std(1, correction=0).mean())
+        yield dict(reward=reward, estimator=name, tensor_spread=spread, sd=math.sqrt(variance),
+                   norm=math.sqrt(m.norm2[0] + variance),
+                   relative=variance / m.norm2[0] if m.norm2[0] > 0 else np.inf)  # fmt: skip
 
 
 TABLES = {
     "quality": _quality,
     "mse_ratio": _mse_ratio,
-    "worth": _by_policy(study.summary),
-    "cosine": _by_policy(study.cosine_curves, lambda s: BATCHES),
-    "hybrid": _by_policy(study.hybrid_table, lambda s: s.chosen.name, lambda s: s.hybrid_batches),
-    "spread": _by_policy(study.spread_table),
+    "worth": _by_policy(_worth),
+    "cosine": _by_policy(_cosine),
+    "hybrid": _by_policy(_hybrid),
+    "spread": _by_policy(_spread),
 }
-TIMED = {"speed": _by_policy(study.speed_table)}
+TIMED = {"speed": _by_policy(_speed)}
