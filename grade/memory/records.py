@@ -48,18 +48,11 @@ class StorageRecord:
     module: str  # whose forward made it; empty in backward and in losses
     phase: str  # in which it was made
     birth: int  # index of its allocation
+    live: int = 0  # bytes right after it
     death: int | None = None  # number of allocations when it was freed
     end_phase: str = ""  # in which it was freed
     tag: Category | None = None  # the caller's
     saved: bool = False  # by autograd, for backward
-
-
-@dataclass(slots=True)
-class _Site:
-    """Highest live bytes at allocations of one kind (phase, operator, module without layer number, shape)."""
-
-    peak: int
-    at: int
 
 
 class LiveTracker(MemoryTracker):
@@ -71,9 +64,6 @@ class LiveTracker(MemoryTracker):
 
     Attributes:
         records: Every storage that was counted, in order of allocation.
-        live: Live bytes right after each allocation.
-        phase_of: Phase of each allocation.
-        sites: Highest live bytes by kind of allocation.
         flops: Operations of products, convolutions and attention, by torch's own formulas (2 n k m for a product).
         received: Bytes that reach this process from others; of a sum over W processes 2 (W - 1) / W of its size.
     """
@@ -82,9 +72,6 @@ class LiveTracker(MemoryTracker):
         super().__init__(round_to)
         self.device = device
         self.records: list[StorageRecord] = []
-        self.live: list[int] = []
-        self.phase_of: list[str] = []
-        self.sites: dict[tuple, _Site] = {}
         self.flops, self.received = 0, 0
         self._open: dict[int, StorageRecord] = {}
         self._op = "existing"
@@ -165,6 +152,15 @@ class LiveTracker(MemoryTracker):
             return "rollout" if outlived else "temporary"
         return "activations" if record.saved or outlived else "temporary"
 
+    def peaks(self) -> dict[tuple, StorageRecord]:
+        """The allocation with the highest live bytes of each kind: phase, operator, module without layer, shape."""
+        highest: dict[tuple, StorageRecord] = {}
+        for record in self.records:
+            key = (record.phase, record.op, _LAYER.sub(".*", record.module), record.shape)
+            if key not in highest or record.live > highest[key].live:
+                highest[key] = record
+        return highest
+
     def alive_at(self, index: int) -> list[StorageRecord]:
         """Records that were alive right after allocation ``index``."""
         return [r for r in self.records if r.birth <= index and (r.death is None or r.death > index)]
@@ -198,18 +194,11 @@ class LiveTracker(MemoryTracker):
             return
         nbytes = math.ceil(storage.nbytes() / self.round_to) * self.round_to
         module = self._modules[-1] if self._modules else ""
-        phase, index = self.phase, len(self.live)
-        record = StorageRecord(nbytes, tuple(tensor.shape), tensor.dtype, self._op, module, phase, index)
+        record = StorageRecord(
+            nbytes, tuple(tensor.shape), tensor.dtype, self._op, module, self.phase, len(self.records), self.current
+        )
         self.records.append(record)
         self._open[storage._cdata] = record
-        self.live.append(self.current)
-        self.phase_of.append(phase)
-        key = (phase, self._op, _LAYER.sub(".*", module), record.shape)
-        site = self.sites.get(key)
-        if site is None:
-            self.sites[key] = _Site(self.current, index)
-        elif self.current > site.peak:
-            site.peak, site.at = self.current, index
 
     def _forget(self, key: int) -> Callable[[weakref.ref], None]:
         forget, tracker = super()._forget(key), weakref.ref(self)
@@ -219,7 +208,7 @@ class LiveTracker(MemoryTracker):
             if alive is not None:
                 record = alive._open.pop(key, None)
                 if record is not None:
-                    record.death, record.end_phase = len(alive.live), alive.phase
+                    record.death, record.end_phase = len(alive.records), alive.phase
             forget(reference)
 
         return callback

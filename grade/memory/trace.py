@@ -252,30 +252,30 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
         slope = (values[1] - values[0]) / (traced[1] - traced[0])
         return round(values[1] + slope * (layers - traced[1]))
 
-    last, highest = trackers[-1], dict[str, tuple[int, tuple]]()
-    for key in last.sites:
-        if all(key in t.sites for t in trackers):
-            peak = at(*(t.sites[key].peak for t in trackers))
+    last, sites = trackers[-1], [tracker.peaks() for tracker in trackers]
+    highest = dict[str, tuple[int, tuple]]()
+    for key in sites[-1]:
+        if all(key in site for site in sites):
+            peak = at(*(site[key].live for site in sites))
             if peak > highest.get(key[0], (-1,))[0]:
                 highest[key[0]] = (peak, key)
     phases = {}
     categories = (*CATEGORIES, *(SHARDED if any(record.tag in SHARDED for record in last.records) else ()))
     for name, (_, key) in highest.items():
         parts = [Counter[str]() for _ in trackers]
-        for tracker, count in zip(trackers, parts, strict=True):
-            for record in tracker.alive_at(tracker.sites[key].at):
+        for tracker, site, count in zip(trackers, sites, parts, strict=True):
+            for record in tracker.alive_at(site[key].birth):
                 count[tracker.category(record, vocab)] += record.nbytes
         phases[name] = {c: at(*(count[c] for count in parts)) for c in categories}
     peak_phase = max(highest, key=lambda name: highest[name][0])
     peak, key = highest[peak_phase]
-    made = [r for r in last.alive_at(last.sites[key].at) if last.category(r, vocab) not in FIXED]
+    made = [r for r in last.alive_at(sites[-1][key].birth) if last.category(r, vocab) not in FIXED]
     largest = [
         LargeTensor(r.nbytes, r.shape, str(r.dtype).removeprefix("torch."), last.category(r, vocab), r.op, r.module,
                     r.phase)
         for r in sorted(made, key=lambda r: -r.nbytes)[:10]
     ]  # fmt: skip
-    before = sum(record.op == "existing" for record in last.records)
-    timeline = list(zip(last.phase_of, last.live, strict=True))[before:]
+    timeline = [(r.phase, r.live) for r in last.records if r.op != "existing"]
     return Trace(
         peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1],
         at(*(t.flops for t in trackers)), seconds, at(*(t.received for t in trackers)),

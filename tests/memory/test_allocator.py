@@ -108,7 +108,7 @@ def test_free_bytes_in_pieces_serve_no_large_request():
 
 
 def record(nbytes, birth, death=None, op="mm"):
-    return StorageRecord(nbytes, (), torch.float32, op, "", "forward", birth, death)
+    return StorageRecord(nbytes, (), torch.float32, op, "", "forward", birth, death=death)
 
 
 def test_a_step_by_hand():

@@ -17,7 +17,7 @@ def test_within_autograd_the_phase_is_backward_whatever_runs():
         after = torch.zeros(7)
     (gradient,) = [r for r in tracker.records if r.shape == (3,) and r.death is None]
     assert gradient.phase == "backward" and w.grad.tolist() == [2, 2, 2]
-    assert tracker.phase_of[0] == tracker.phase_of[-1] == "loss" and len(after) == 7
+    assert tracker.records[0].phase == tracker.records[-1].phase == "loss" and len(after) == 7
     assert {r.phase for r in tracker.records} == {"loss", "backward"}
 
 

@@ -285,7 +285,7 @@ def layer_inventory(config: TracedConfig, device: Device = "cuda") -> pd.DataFra
     (what the adapter's products keep), MLP.
     """
     tracker = trace_layers(config, with_layers(model_config(config.model), 3), device)
-    last = max(i for i, phase in enumerate(tracker.phase_of) if phase == "forward")
+    last = max(record.birth for record in tracker.records if record.phase == "forward")
     counts: Counter = Counter()
     for record in tracker.alive_at(last):
         _, inside, module = record.module.partition(".layers.1.")
