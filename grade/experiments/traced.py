@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Literal, TypeVar
 
 import pandas as pd
@@ -17,7 +19,7 @@ from grade.memory.models import build_backbone, model_config, with_layers
 from grade.memory.records import CATEGORIES
 from grade.memory.settings import Microbatch, TracedConfig, generator_on
 from grade.memory.shapes import ModelShape
-from grade.memory.trace import Trace
+from grade.memory.trace import Trace, trace
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty, token_logps
@@ -42,6 +44,20 @@ def shape_of(name: str) -> ModelShape:
     )  # fmt: skip
 
 
+def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[str, Trace]:
+    """Trace many steps by name, in parallel processes if asked: one trace runs on one core.
+
+    Starting processes takes seconds, which pays off for models of billions of parameters.
+    """
+    if processes == 1:
+        return {name: trace(config) for name, config in configs.items()}
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once, however many processes and calls there are
+    # Exempt imported modules from garbage collection: searching them for cycles is a tenth of a trace's time.
+    with ProcessPoolExecutor(processes, context, gc.freeze) as pool:
+        return dict(zip(configs, pool.map(trace, configs.values()), strict=True))
+
+
 def categories_table(traces: Mapping[str, Trace]) -> pd.DataFrame:
     """Bytes at the peak: columns configuration, category, bytes, in the order of the traces and of `CATEGORIES`."""
     rows = [(name, category, trace.categories[category]) for name, trace in traces.items() for category in CATEGORIES]
@@ -55,10 +71,10 @@ def timelines_table(traces: Mapping[str, Trace]) -> pd.DataFrame:
     must have been traced: an extrapolated timeline would show less than its peak.
     """
     tables = []
-    for name, trace in traces.items():
-        if trace.traced_layers < trace.layers:
-            raise ValueError(f"the trace of {name!r} is extrapolated from {trace.traced_layers} layers")
-        table = pd.DataFrame(trace.timeline, columns=["phase", "bytes"])
+    for name, traced in traces.items():
+        if traced.traced_layers < traced.layers:
+            raise ValueError(f"the trace of {name!r} is extrapolated from {traced.traced_layers} layers")
+        table = pd.DataFrame(traced.timeline, columns=["phase", "bytes"])
         run = (table.phase != table.phase.shift()).cumsum() * len(table)  # runs of one phase are kept apart
         place = table.groupby(run).cumcount() // -(-len(table) // MOST_POINTS)
         thin = table.groupby([run, place], sort=False, as_index=False).agg({"phase": "first", "bytes": "max"})

@@ -26,20 +26,18 @@ from grade.rewards.classifier import EmbeddedClassifier, TextClassifier
 from grade.rewards.model import HeadSettings, RewardModel
 
 
-def make_reward(spec: str, backbone: Backbone, length: int, relaxed: str | None) -> nn.Module:
+def make_reward(spec: str, backbone: Backbone, relaxed: str | None) -> nn.Module:
     """The reward of a step, frozen, with random weights; its pass is a phase of its own.
 
-    ``length``: tokens that are scored. ``relaxed``: the relaxed method that needs its gradient.
+    ``relaxed``: the relaxed method that needs its gradient.
     """
     if not spec.startswith(CLASSIFIER):
         return _HeadInPhase(spec, backbone, HeadSettings(hidden=64 if spec == "trunk" else 0)).requires_grad_(False)
-    reward, context = _ClassifierInPhase(spec, backbone), reward_context(spec)
+    reward = _ClassifierInPhase(spec, backbone)
     if relaxed and not reward.shares_vocabulary:
         rows = len(reward.reads.weight)
         allowed = f"a classifier with the policy's vocabulary of {backbone.vocab_size} tokens, not {rows}: {relaxed}"
         raise InputError("reward", spec, f"{allowed} needs its gradient ({', '.join(POLICY_GRADIENTS)} take any)")
-    if context and length > context:
-        raise InputError("prompt_tokens + max_new_tokens", length, f"at most {context} (the reward's context)")
     return reward
 
 

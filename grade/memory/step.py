@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig
 
+from grade.errors import InputError
 from grade.gradients.distilled.families import Observed
 from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
@@ -32,7 +33,6 @@ from grade.memory.rewards import make_reward, reward_context
 from grade.memory.settings import Microbatch, StepConfig, TracedConfig, generator_on
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
-from grade.models.sampling import check_length
 from grade.models.sharding import local_part
 
 Program = Callable[[Callable[[], None]], None]
@@ -97,13 +97,14 @@ def build(
     """
     model = model_config(config.model) if model is None else model
     backbone = build_backbone(model, config.dtype, config.adapter, config.lora, config.attention, device)
-    length = config.prompt_tokens + config.max_new_tokens
-    check_length(backbone, length)
+    length, most = config.prompt_tokens + config.max_new_tokens, context_of(config)
+    if most is not None and length > most:
+        raise InputError("prompt_tokens + max_new_tokens", length, f"at most {most} (context of the model, the reward)")
     if not isinstance(config, StepConfig):
         return backbone, []
     if not config.policy_gradient:
         config.trainer.relaxation().check(backbone.vocab_size)
-    return backbone, [make_reward(config.reward, backbone, length, None if config.policy_gradient else config.method)]
+    return backbone, [make_reward(config.reward, backbone, None if config.policy_gradient else config.method)]
 
 
 def context_of(config: TracedConfig) -> int | None:

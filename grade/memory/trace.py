@@ -15,14 +15,11 @@ this with full traces, and those with real steps.
 from __future__ import annotations
 
 import contextlib
-import gc
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
@@ -137,20 +134,6 @@ def trace(
     with contextlib.nullcontext() if all_passes else few_passes(config.max_new_tokens):
         trackers = [trace_layers(config, with_layers(model, n), device, processes, sharding) for n in numbers]
     return _assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
-
-
-def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[str, Trace]:
-    """Trace many steps by name, in parallel processes if asked: one trace runs on one core.
-
-    Starting processes takes seconds, which pays off for models of billions of parameters.
-    """
-    if processes == 1:
-        return {name: trace(config) for name, config in configs.items()}
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imported once, however many processes and calls there are
-    # Exempt imported modules from garbage collection: searching them for cycles is a tenth of a trace's time.
-    with ProcessPoolExecutor(processes, context, gc.freeze) as pool:
-        return dict(zip(configs, pool.map(trace, configs.values()), strict=True))
 
 
 def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> LiveTracker:

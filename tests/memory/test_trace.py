@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from grade.errors import InputError
 from grade.experiments.formulas import kv_cache_bytes_per_token
-from grade.experiments.traced import saved_bytes
+from grade.experiments.traced import saved_bytes, trace_all
 from grade.memory.bench import measure
 from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, build_backbone, model_config, with_layers
@@ -19,7 +19,7 @@ from grade.memory.records import LiveTracker
 from grade.memory.settings import StepConfig
 from grade.memory.shapes import SHAPES
 from grade.memory.step import build, make_step
-from grade.memory.trace import run_tracked, trace, trace_all
+from grade.memory.trace import run_tracked, trace
 
 VOCAB = TINY["vocab_size"]
 SMALL = dict(batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from grade.config import Config
 from grade.experiments.measured import progress
 from grade.experiments.setting import load_policy, text_sequences
-from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table
+from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table, trace_all
 from grade.memory.models import model_config, with_layers
 from grade.memory.settings import Device, Microbatch, TracedConfig, generator_on
-from grade.memory.trace import Trace, trace, trace_all, trace_layers
+from grade.memory.trace import Trace, trace, trace_layers
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.head import token_logps

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.experiments.formulas import token_forwards_cached, token_forwards_uncached
-from grade.experiments.traced import categories_table, timelines_table
+from grade.experiments.traced import categories_table, timelines_table, trace_all
 from grade.memory.settings import StepConfig
-from grade.memory.trace import Trace, trace, trace_all
+from grade.memory.trace import Trace, trace
 
 LABELS = {
     "start": "start",

@@ -17,9 +17,16 @@ from torch import Tensor
 from grade.config import Config
 from grade.experiments.formulas import adamw_bytes, checkpoint_bytes, parameter_count, rows_bytes, weights_bytes
 from grade.experiments.setting import load_policy, text_sequences
-from grade.experiments.traced import PolicyStepConfig, categories_table, shape_of, timelines_table, zero3_share
+from grade.experiments.traced import (
+    PolicyStepConfig,
+    categories_table,
+    shape_of,
+    timelines_table,
+    trace_all,
+    zero3_share,
+)
 from grade.memory.plan import plan, remembering
-from grade.memory.trace import Trace, trace, trace_all
+from grade.memory.trace import Trace, trace
 from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty
 from grade.models.prompts import PromptBatch

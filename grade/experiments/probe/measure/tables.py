@@ -30,9 +30,9 @@ from grade.errors import InputError
 from grade.experiments.measured import progress
 from grade.experiments.probe.measure import proposals
 from grade.experiments.setting import load_policy, text_sequences
-from grade.experiments.traced import categories_table, timelines_table
+from grade.experiments.traced import categories_table, timelines_table, trace_all
 from grade.gradients.objective import Objective
-from grade.memory.trace import Trace, trace, trace_all
+from grade.memory.trace import Trace, trace
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.stats import Estimate
