@@ -20,7 +20,7 @@ from typing import Any, Literal
 from transformers.trainer_utils import sort_checkpoints
 
 import grade
-from grade.errors import InputError, file_error
+from grade.errors import InputError, file_error, reading
 from grade.files import LOCK, MANIFEST, claimed, damaged_file, sha256_of, write_text, writing
 from grade.training.config import TrainConfig
 
@@ -69,6 +69,8 @@ class RunFolder:
         data; auto: also the same code, or else it starts over) and replaced by ``overwrite``; otherwise it is an error.
         """
         self.about = now = _about(self.config)
+        if overwrite and resume == "no":
+            return None
         before, checkpoint = self._read(), last_checkpoint(self.path)
         # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
         finished = bool(before.get("finished")) and (self.path / RESULTS_FILE).is_file()
@@ -86,7 +88,7 @@ class RunFolder:
             for name in replaced:
                 raise InputError(name, "another content than before", "what the run was started with, to continue it")
             return "finished" if finished else checkpoint
-        if checkpoint and not finished and not overwrite:
+        if checkpoint and not finished:
             allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
             raise InputError("output_dir", str(self.path), allowed)
         return None
@@ -120,12 +122,13 @@ class RunFolder:
         write_text(self.path / RUN_FILE, json.dumps(run, indent=1, sort_keys=True) + "\n")
 
     def _read(self) -> dict[str, Any]:
-        """The note; empty where there is none that can be read."""
-        try:
-            content = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
-            return content if {"settings", "inputs", "code"} <= set(content) else {}
-        except (OSError, ValueError, TypeError):
+        """The note; empty where there is none."""
+        path = self.path / RUN_FILE
+        if not path.exists():
             return {}
+        with reading("output_dir", path, "the note of a run, or --overwrite to start over"):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return {name: content[name] for name in ("settings", "inputs", "code")} | content
 
 
 def not_written(output_dir: str | Path, error: Exception) -> InputError:

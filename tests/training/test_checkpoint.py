@@ -122,3 +122,15 @@ def test_an_unfinished_checkpoint_is_none(run, tmp_path):
     assert last_checkpoint(tmp_path / "run") is None
     assert train(settings("ste", common, tmp_path / "run"), silent, "yes").step == 4
     assert last_checkpoint(tmp_path / "run").name == "checkpoint-4"
+
+
+def test_a_damaged_note_is_one_line_and_removes_no_checkpoint(run, tmp_path):
+    folder, common = run
+    shutil.copytree(folder, tmp_path / "run")
+    cut(tmp_path / "run" / "run.json", None)
+    cut(tmp_path / "run" / "run.json", None)
+    for resume in ("no", "yes", "auto"):
+        with pytest.raises(InputError, match="output_dir: got .*run.json'; allowed: .*--overwrite"):
+            train(settings("ste", common, tmp_path / "run"), silent, resume)
+    assert last_checkpoint(tmp_path / "run").name == "checkpoint-4"
+    assert train(settings("ste", common, tmp_path / "run"), silent, overwrite=True).step == 4
