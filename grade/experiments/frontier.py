@@ -12,11 +12,13 @@ mixed is chosen for each seed on the *other* seeds, so that the choice does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
 from grade.errors import InputError
+from grade.experiments.intervals import paired
+from grade.experiments.measured import figures_of
 from grade.stats import Estimate
 
 
@@ -58,14 +60,15 @@ def reward_at_kl(curves: pd.DataFrame, level: float, pressure: str = "beta") -> 
 
 
 def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str = "beta") -> pd.DataFrame:
-    """The frontier itself, along a grid of levels: ``method``, ``kl``, ``reward`` (mean over seeds) and ``stderr``.
+    """The frontier itself, along a grid of levels: ``method``, ``kl``, ``reward`` (mean over seeds), ``low``, ``high``.
 
-    The first row of a method is its start.
+    The ends are a standard error away. The first row of a method is its start.
     """
     start = curves[curves["step"] == 0].groupby("method", sort=False, as_index=False)["reward"].mean()
     seeds = _rewards_at_kl(curves, levels, pressure).groupby(["method", "kl"], sort=False)["reward"]
-    table = seeds.agg(reward="mean", stderr="sem").reset_index()
-    return pd.concat([start.assign(kl=0.0, stderr=0.0), table])[["method", "kl", "reward", "stderr"]]
+    table = pd.concat([start.assign(kl=0.0, sem=0.0), seeds.agg(reward="mean", sem="sem").reset_index()])
+    table = table.assign(low=table["reward"] - table["sem"], high=table["reward"] + table["sem"])
+    return table[["method", "kl", "reward", "low", "high"]]
 
 
 def _rewards_at_kl(curves: pd.DataFrame, levels: Sequence[float], pressure: str) -> pd.DataFrame:
@@ -99,6 +102,31 @@ def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
         if next_k > level:
             return float(r + (level - k) / (next_k - k) * (next_r - r))
     return float(points[-1][1])
+
+
+def paired_table(
+    values: Mapping[str, Mapping[str, Mapping[int, float]]], references: Sequence[str]
+) -> pd.DataFrame:  # fmt: skip
+    """Every method against each reference that was run, seed by seed (`intervals.paired`), of each kind of values.
+
+    ``values`` are by kind, method and seed. Columns of (the kind), method, against, difference, stderr, n, p; pairs
+    that share fewer than two seeds are left out.
+    """
+    rows = []
+    for of, each in values.items():
+        for against in (method for method in references if method in each):
+            for method, mine in each.items():
+                if method != against and len(mine.keys() & each[against].keys()) > 1:
+                    test = paired(mine, each[against])
+                    rows.append((of, method, against, *test.difference, test.p))
+    return pd.DataFrame(rows, columns=["of", "method", "against", "difference", "stderr", "n", "p"])
+
+
+def paired_figures(pairs: pd.DataFrame, key: str) -> dict[str, float]:
+    """Metrics ``<key>`` of `paired_table`, with ``_stderr``, ``_n`` and ``_p`` where there are such."""
+    columns = {"": "difference", "_n": "n", "_stderr": "stderr", "_p": "p"}
+    figures = figures_of(pairs, key, columns)
+    return {name: value for name, value in figures.items() if not pd.isna(value)}
 
 
 def estimate_figures(key: str, values: Iterable[float]) -> dict[str, float]:

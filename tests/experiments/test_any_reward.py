@@ -89,7 +89,7 @@ def test_ends_and_rewards_at_equal_kl_by_hand():
     runs = table(*(curve("auto", s, *c, target=t) for s in (0, 1) for t, c in ((5.0, path), (10.0, low))),
                  *(curve("rloo", s, [0.5, 0.6], [0.0, 2.0 + 2 * s], target=5.0) for s in (0, 1)),
                  curve("ste", 0, [0.5, 0.6], [0.0, 2.0]))  # fmt: skip
-    (row,) = learning.paired_table(runs, 1.0).itertuples()  # ste has one seed
+    (row,) = learning.paired_rewards(runs, 1.0).itertuples()  # ste has one seed
     # auto: half of the way to 0.75 at KL 2; rloo: half and a quarter of the way to 0.6.
     assert (row.method, row.against, row.n) == ("auto", "rloo", 2)
     assert row.difference == pytest.approx(0.625 - (0.55 + 0.525) / 2)
@@ -218,7 +218,7 @@ def test_every_figure_is_drawn(tables, tmp_path):
         figures.frontier_figure(runs, [0.5, 1.0]), figures.tokens_figure(tables["tokens"]),
         figures.batches_figure(sizes),
     ]  # fmt: skip
-    for fig, panels in zip(drawn, (1, 1, 2, 4, 4, 2, 1, 1), strict=True):
+    for fig, panels in zip(drawn, (1, 2, 2, 4, 4, 2, 1, 1), strict=True):
         assert len(fig.axes) == panels
         fig.savefig(tmp_path / "figure.png")
     plt.close("all")

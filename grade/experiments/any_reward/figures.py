@@ -19,10 +19,10 @@ _TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", 
 _LINE = dict(color=color("line"), linewidth=1, linestyle="--")
 
 
-def title_of(name: str) -> str:
+def _title(name: str) -> str:
     """A subject for people.
 
-    >>> title_of("smollm2_gold"), title_of("tiny_trunk"), title_of("rule")
+    >>> _title("smollm2_gold"), _title("tiny_trunk"), _title("rule")
     ('gold, SmolLM2', 'trunk, tiny model', 'a rule, tiny model')
     """
     policy, _, reward = name.partition("_")
@@ -61,7 +61,7 @@ def worth_figure(table: pd.DataFrame) -> Figure:
     best = best_worths(table).query("estimator != 'rloo'")
     trained = np.where(best["stage"] == "trained", ", trained", "")
     ends = {end: best[end].astype(float).fillna(best["worth"]).clip(upper=1e4) for end in ("low", "high")}
-    best = best.assign(place=best["subject"].map(title_of) + trained, **ends)
+    best = best.assign(place=best["subject"].map(_title) + trained, **ends)
     colors = {label: color(label.replace("plugin", "plug_in")) for label in best["label"].unique()}
     grid = panels(
         sns.catplot, with_ends(best, "worth"), "What one sample is worth, in samples of rloo (bars: 95 %)", row="n",
@@ -83,7 +83,7 @@ def learning_figure(runs: pd.DataFrame, policy: str, target: float, x: str = "sa
     labels = {"reward": "held-out reward", "kl": "KL, nats"}
     table = main_runs(runs).query("policy == @policy and target_kl == @target").assign(
         x=lambda rows: rows.groupby(["subject", "method", "step"])[x].transform("mean"),
-        subject=lambda rows: rows["subject"].map(title_of),
+        subject=lambda rows: rows["subject"].map(_title),
     ).melt(["subject", "method", "x"], list(labels), var_name="what")  # fmt: skip
     title = f"Reward and KL (nats per completion) against {'samples' if x == 'samples' else 'time'}; dashed: the target"
     grid = panels(sns.relplot, table, title, x="x", y="value", row="subject", col="what", kind="line", errorbar="se",
@@ -102,12 +102,11 @@ def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | Non
     None if no method has two seeds.
     """
     grid = np.linspace(0, max(levels), 41)[1:]
-    tables = [frontier_table(rows, grid, "target_kl").assign(subject=title_of(name))
+    tables = [frontier_table(rows, grid, "target_kl").assign(subject=_title(name))
               for name, rows in several_seeds(main_runs(runs)).groupby("subject", sort=False)]  # fmt: skip
     if not tables:
         return None
     table = pd.concat(tables, ignore_index=True)
-    table = table.assign(low=table["reward"] - table["stderr"], high=table["reward"] + table["stderr"])
     grid = panels(sns.relplot, with_ends(table, "reward"), "The highest reward at each KL", x="kl", y="reward",
                   hue="method", palette=palette(table["method"]), col="subject", col_wrap=min(2, len(tables)),
                   kind="line", height=2.8, aspect=1.3, facet_kws=dict(sharey=False), **INTERVAL)  # fmt: skip
@@ -128,7 +127,7 @@ def batches_figure(ratios: pd.DataFrame) -> Figure | None:
     if table.empty:
         return None
     ends = {end: table[end].astype(float).clip(*_RATIOS) for end in ("low", "high")}
-    table = with_ends(table.assign(subject=table["subject"].map(title_of), **ends), "ratio")
+    table = with_ends(table.assign(subject=table["subject"].map(_title), **ends), "ratio")
     grid = panels(sns.relplot, table, "How few samples a step suffice (bars: 95 %, cut at the edges)",
                   kind="line", x="completions", y="ratio", hue="subject", style="subject", markers=True, dashes=False,
                   palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4, err_style="bars",
@@ -147,7 +146,7 @@ def tokens_figure(table: pd.DataFrame, shown: int = 12) -> Figure | None:
     """Tokens that a distilled reward likes most and least, so many at either end; None for an empty table."""
     if table.empty:
         return None
-    table = table.assign(subject=list(map(title_of, subject_names(table["policy"], table["reward"]))))
+    table = table.assign(subject=list(map(_title, subject_names(table["policy"], table["reward"]))))
     rows = table[table["rank"].abs() <= shown].sort_values("value", ascending=False)
     rows = rows.assign(token=rows["token"].astype(str).str.replace("$", r"\$"), good=rows["value"] > 0)
     grid = panels(

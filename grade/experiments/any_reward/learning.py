@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from grade.experiments.frontier import reward_at_kl
-from grade.experiments.intervals import Interval, interval, paired
+from grade.experiments.frontier import paired_table, reward_at_kl
+from grade.experiments.intervals import Interval, interval
 
 AGAINST = "rloo"
 KL_MARGIN = 1.1
@@ -32,7 +32,7 @@ def subject_names(policies: Iterable[str], rewards: Iterable[str]) -> list[str]:
             for policy, reward in zip(policies, rewards, strict=True)]  # fmt: skip
 
 
-def with_subjects(runs: pd.DataFrame) -> pd.DataFrame:
+def _with_subjects(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs with their ``subject``, and whether their completions per step are the ``most`` of that subject."""
     runs = runs.assign(subject=subject_names(runs["policy"], runs["trained_on"]))
     return runs.assign(most=runs["completions"] == runs.groupby("subject")["completions"].transform("max"))
@@ -40,7 +40,7 @@ def with_subjects(runs: pd.DataFrame) -> pd.DataFrame:
 
 def main_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """Those at the subject's most completions per step."""
-    return with_subjects(runs).query("most")
+    return _with_subjects(runs).query("most")
 
 
 def several_seeds(runs: pd.DataFrame) -> pd.DataFrame:
@@ -98,7 +98,7 @@ def ratio_table(runs: pd.DataFrame) -> pd.DataFrame:
     """
     table = []
     keys = ["subject", "completions", "most", "target_kl"]
-    for place, curves in with_subjects(runs).sort_values("step", kind="stable").groupby(keys, sort=False):
+    for place, curves in _with_subjects(runs).sort_values("step", kind="stable").groupby(keys, sort=False):
         seeds = {seed: run for (method, seed), run in curves.groupby(["method", "seed"]) if method == AGAINST}
         goals = {seed: base for seed, base in seeds.items()
                  if len(base) >= LAST and base["reward"].iloc[-LAST:].mean() > base["reward"].iloc[0]}  # fmt: skip
@@ -135,14 +135,8 @@ def ends(runs: pd.DataFrame) -> pd.DataFrame:
     return table.assign(gain=table["reward"] - curves["reward"].first()).reset_index()
 
 
-def paired_table(runs: pd.DataFrame, level: float) -> pd.DataFrame:
-    """Rewards at one KL, every method against `ste`, `st` and `rloo`, seed by seed; see `paired`."""
-    rows = []
-    for subject, curves in several_seeds(main_runs(runs)).groupby("subject", sort=False):
-        rewards = reward_at_kl(curves, level, "target_kl")
-        for against in (method for method in ("ste", "st", AGAINST) if method in rewards):
-            for method in rewards:
-                if method != against and len(rewards[method].keys() & rewards[against].keys()) > 1:
-                    test = paired(rewards[method], rewards[against])
-                    rows.append((subject, method, against, *test.difference, test.p))
-    return pd.DataFrame(rows, columns=["subject", "method", "against", "difference", "stderr", "n", "p"])
+def paired_rewards(runs: pd.DataFrame, level: float) -> pd.DataFrame:
+    """Rewards at one KL, every method against `ste`, `st` and `rloo`: `paired_table` by subject."""
+    subjects = several_seeds(main_runs(runs)).groupby("subject", sort=False)
+    values = {subject: reward_at_kl(curves, level, "target_kl") for subject, curves in subjects}
+    return paired_table(values, ("ste", "st", AGAINST)).rename(columns={"of": "subject"})

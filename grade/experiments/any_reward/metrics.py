@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 from grade.experiments.any_reward import learning
 from grade.experiments.any_reward.measure.tables import Settings
-from grade.experiments.frontier import estimate_figures, reward_at_kl
+from grade.experiments.frontier import estimate_figures, paired_figures, reward_at_kl
 from grade.experiments.measured import Tables, figures_of
 from grade.gradients.distilled.families import ADDITIVE
 
@@ -46,11 +46,8 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         for level in settings.kl_levels:
             for method, values in reward_at_kl(curves, level, "target_kl").items():
                 figures |= estimate_figures(f"reward_at_kl/{subject}/{level:g}/{method}", values.values())
-    pairs = learning.paired_table(tables["runs"], settings.headline_level)
-    key = "paired/{subject}/{method}_minus_{against}"
-    figures |= figures_of(pairs, key, {"": "difference", "_n": "n"})
-    for name in ("stderr", "p"):
-        figures |= figures_of(pairs.dropna(subset=name), key, {f"_{name}": name})
+    pairs = learning.paired_rewards(tables["runs"], settings.headline_level)
+    figures |= paired_figures(pairs, "paired/{subject}/{method}_minus_{against}")
     return {key: _finite(value) for key, value in figures.items()}
 
 

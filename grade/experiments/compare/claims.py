@@ -50,16 +50,16 @@ def compare_claims(m: Mapping[str, float], level: float) -> list[Claim]:
     return judge(Path(__file__).with_name("claims.yaml"), figures)
 
 
-def difference_verdict(difference: float, seeds: int, p: float | None) -> tuple[str, str]:
+def _difference_verdict(difference: float, seeds: int, p: float | None) -> tuple[str, str]:
     """Verdict on "a is better than b" from a paired t-test over seeds, and its reason; the module's head says the rule.
 
-    >>> difference_verdict(0.1, 5, 0.001), difference_verdict(-0.1, 5, 0.001)
+    >>> _difference_verdict(0.1, 5, 0.001), _difference_verdict(-0.1, 5, 0.001)
     (('confirmed', ''), ('refuted', ''))
-    >>> difference_verdict(0.1, 2, 0.001)
+    >>> _difference_verdict(0.1, 2, 0.001)
     ('not testable', '2 seeds, and a verdict needs 5')
-    >>> difference_verdict(0.1, 5, 0.04)
+    >>> _difference_verdict(0.1, 5, 0.04)
     ('not testable', 'p between 0.01 and 0.1: another run may decide otherwise')
-    >>> difference_verdict(0.1, 5, 0.4)
+    >>> _difference_verdict(0.1, 5, 0.4)
     ('partly', 'these seeds show no difference')
     """
     if seeds < MIN_SEEDS:
@@ -82,7 +82,7 @@ def _comparison(m: Mapping[str, float], a: str, b: str, column: str) -> tuple[fl
     if key not in m:
         return "no figure", "not testable", "not both methods were run, or not both reached this KL with every seed"
     difference, n, p = sign * m[key], int(m[f"{key}_n"]), m.get(f"{key}_p")
-    verdict, reason = difference_verdict(difference, n, p)
+    verdict, reason = _difference_verdict(difference, n, p)
     note = f"± {m.get(f'{key}_stderr', 0.0):.2g} over n={n} seeds, paired, p = {1.0 if p is None else p:.3g}"
     return difference, verdict, note + (f"; {reason}" if reason else "")
 

@@ -31,7 +31,6 @@ def frontier_figure(curves: pd.DataFrame, kl_levels: Sequence[float]) -> Figure:
     mean over seeds of the best mixture of two policies.
     """
     table = frontier_table(curves, frontier_levels(kl_levels))
-    table = table.assign(low=table["reward"] - table["stderr"], high=table["reward"] + table["stderr"])
     grid = panels(sns.relplot, with_ends(_with_family(table), "reward"),
                   "At equal KL, a relaxed method gets the most reward", x="kl", y="reward", col="family", kind="line",
                   hue="method", palette=palette(table["method"]), height=3.6, **INTERVAL)  # fmt: skip

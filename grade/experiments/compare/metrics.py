@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 
 from grade.experiments.compare.measure.tables import Settings
-from grade.experiments.frontier import estimate_figures, reward_at_kl
-from grade.experiments.intervals import paired
+from grade.experiments.frontier import estimate_figures, paired_figures, paired_table, reward_at_kl
 from grade.experiments.measured import Tables, figures_of
 from grade.stats import Estimate
 
@@ -30,10 +29,7 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
         curves, finals = (on_reward(tables[name], reward) for name in ("curves", "finals"))
         figures |= frontier_figures(curves, settings.kl_levels, prefix)
         figures |= final_figures(finals, settings.headline_beta, prefix)
-    pairs, key = paired_rewards(tables, settings), "paired/{method}_minus_{against}/{of}"
-    figures |= figures_of(pairs, key, {"": "difference", "_n": "n"})
-    for name in ("stderr", "p"):
-        figures |= figures_of(pairs.dropna(subset=name), key, {f"_{name}": name})
+    figures |= paired_figures(paired_rewards(tables, settings), "paired/{method}_minus_{against}/{of}")
     slopes = overoptimisation(on_reward(tables["curves"], settings.reward))
     figures |= figures_of(slopes, "gold_slope/{method}", {"": "slope"})
     figures |= {name: value for name, value in tables["peer"].items() if not name.startswith("peer/settings/")}
@@ -85,27 +81,16 @@ def final_table(finals: pd.DataFrame, beta: float) -> pd.DataFrame:
 
 
 def paired_rewards(tables: Tables, settings: Settings) -> pd.DataFrame:
-    """Every method against each of `REFERENCES`: gains at equal samples, rewards at equal KL, seed by seed.
-
-    Columns method, against, of (``gain`` or ``kl<level>``), difference, stderr, n, p; see `paired`.
-    Methods that share fewer than two seeds are left out.
-    """
+    """`paired_table` of gains at equal samples (``gain``) and of rewards at equal KL (``kl<level>``)."""
     curves, finals = (on_reward(tables[name], settings.reward) for name in ("curves", "finals"))
     ends = finals[finals["beta"] == settings.headline_beta]
     values = {"gain": {method: rows.set_index("seed")["gain"].to_dict() for method, rows in ends.groupby("method")}}
     values |= {f"kl{level:g}": reward_at_kl(curves, level) for level in settings.kl_levels}
-    rows = []
-    for of, each in values.items():
-        for against in (method for method in REFERENCES if method in each):
-            for method, mine in each.items():
-                if method != against and len(mine.keys() & each[against].keys()) > 1:
-                    test = paired(mine, each[against])
-                    rows.append((method, against, of, *test.difference, test.p))
-    return pd.DataFrame(rows, columns=["method", "against", "of", "difference", "stderr", "n", "p"])
+    return paired_table(values, REFERENCES)
 
 
-def paired_table(pairs: pd.DataFrame, names: list[str]) -> pd.DataFrame:
-    """Some of `paired_rewards` side by side, each pair once."""
+def each_pair_once(pairs: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    """Some of `paired_rewards` side by side."""
     rows = pairs[pairs["of"].isin(names)]
     pair = [" ".join(sorted(both)) for both in zip(rows["method"], rows["against"], strict=True)]
     once = rows.assign(pair=pair).drop_duplicates(["pair", "of"])

@@ -27,13 +27,13 @@ FIRST_VALIDATION = (0.578, 0.610, 0.573, 0.520)  # after one update each: the ne
 STEPS, BATCH, STATED_BATCH = 250, 2, 16
 
 
-def gae_over_batch(rewards: Tensor, values: Tensor, gamma: float = 0.99, gae_lambda: float = 0.95) -> Tensor:
+def _gae_over_batch(rewards: Tensor, values: Tensor, gamma: float = 0.99, gae_lambda: float = 0.95) -> Tensor:
     """Generalised advantage estimation as the paper's code runs it: backwards over rows, so over the batch.
 
     Returns:
         Advantages [B, T]; row b bootstraps from row b + 1, another completion.
 
-    >>> gae_over_batch(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.full((2, 2), 0.5))
+    >>> _gae_over_batch(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.full((2, 2), 0.5))
     tensor([[-0.4753,  0.5247],
             [-0.5000, -0.5000]])
     """
@@ -54,7 +54,7 @@ def gae_example(over_batch: bool, tokens: int = 8) -> Tensor:
     rewards, values = torch.zeros(2, tokens), torch.full((2, tokens), 0.5)
     rewards[0, -1] = 1.0
     if over_batch:
-        return gae_over_batch(rewards, values)[0]
+        return _gae_over_batch(rewards, values)[0]
     return gae(rewards, values, torch.ones_like(rewards), 0.99, 0.95)[0][0]
 
 

@@ -31,12 +31,12 @@ def write_peers(folder: str | Path, curves: pd.DataFrame, figures: Mapping[str, 
     write_environment(folder / "timings" / "environment.json")
 
 
-def first_crossing(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
+def _first_crossing(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
     """``y`` where ``x`` first reaches a level, linear between neighbours; None if it never does.
 
-    >>> first_crossing([0, 4, 3, 8], [0.5, 0.7, 0.7, 0.9], 2)
+    >>> _first_crossing([0, 4, 3, 8], [0.5, 0.7, 0.7, 0.9], 2)
     0.6
-    >>> first_crossing([0, 4], [0.5, 0.7], 5) is None
+    >>> _first_crossing([0, 4], [0.5, 0.7], 5) is None
     True
     """
     for i, value in enumerate(x):
@@ -73,7 +73,7 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
     goal = base + share * (lowest - base)
     *_, last = ours = [method for method in runs if method != PEER]
     for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
-        at = {method: first_crossing(run["reward"].tolist(), run[name].tolist(), goal) for method, run in runs.items()}
+        at = {method: _first_crossing(run["reward"].tolist(), run[name].tolist(), goal) for method, run in runs.items()}
         figures |= {f"peer/{label}/{method}": value for method, value in at.items()}
         if name != "kl":
             figures[f"peer/{name}_over_trl"] = at[last] / at[PEER]

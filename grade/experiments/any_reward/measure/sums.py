@@ -33,7 +33,7 @@ STEPS, BATCH = 400, 128
 """Optimizer steps, and lines per step: about ten seconds on one core."""
 
 
-def sum_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """All pairs of summands in random order: those to learn and train on, and those held out."""
     size = LARGEST + 1
     order = np.random.default_rng(0).permutation(size * size)
@@ -43,8 +43,8 @@ def sum_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def sum_prompts() -> tuple[list[str], list[str]]:
-    """Prompts "a+b=" of `sum_pairs`."""
-    train, held_out = ([f"{a}+{b}=" for a, b in pairs] for pairs in sum_pairs())
+    """Prompts "a+b=" of `_pairs`."""
+    train, held_out = ([f"{a}+{b}=" for a, b in pairs] for pairs in _pairs())
     return train, held_out
 
 
@@ -66,7 +66,7 @@ def build_sums(folder: str | Path, steps: int = STEPS) -> None:
         steps=steps, muon_lr=0.02, adamw_lr=0.01, warmup_steps=min(20, steps - 1), seed=0,
     )  # fmt: skip
     # Every line is seen once: what is learned is the share of right answers, not which lines are wrong.
-    rows = tokenizer(_lines(sum_pairs()[0], steps * BATCH))["input_ids"]
+    rows = tokenizer(_lines(_pairs()[0], steps * BATCH))["input_ids"]
     windows = torch.tensor([row + [tokenizer.eos_token_id] * (width - len(row)) for row in rows])
     with torch.random.fork_rng(devices=[]):  # the global state is the caller's
         model = new_model(settings, len(tokenizer))
