@@ -40,7 +40,8 @@ from grade.training.run import evaluate_task, train
 def _train(args: argparse.Namespace) -> None:
     """Train, one method or all of them."""
     # Every config is checked before the first run starts.
-    given = {name: value for name in ("method", "reward", "sampler", "output_dir") if (value := getattr(args, name))}
+    options = {name: getattr(args, name) for name in ("method", "reward", "sampler", "output_dir")}
+    given = {name: value for name, value in options.items() if value is not None}
     if args.method == "all":
         values, configs = read_values(args.config, args.set), []
         for method in METHODS:
