@@ -143,18 +143,18 @@ def _tables(run: Path, step: int | None) -> dict[str, pd.DataFrame]:
 
 def _chosen(tables: dict[str, pd.DataFrame], columns: str | None) -> dict[str, pd.DataFrame]:
     """Tables with the columns to show, without tables that have none of them."""
-    if columns is None:  # a single part is the reward
-        parts = {title: list(table.attrs["names"].values()) for title, table in tables.items()}
-        return {title: table[["prompt", "completion", "reward", *(parts[title] if len(parts[title]) > 1 else [])]]
-                for title, table in tables.items()}  # fmt: skip
-    wanted = [name.strip() for name in columns.split(",")]
-    lookups = {title: {name: name for name in table} | table.attrs["names"] for title, table in tables.items()}
+    wanted = [name.strip() for name in columns.split(",")] if columns else []
+    known = list(dict.fromkeys(column for table in tables.values() for column in (*table, *table.attrs["names"])))
     for name in wanted:
-        if tables and not any(name in lookup for lookup in lookups.values()):
-            known = dict.fromkeys(column for table in tables.values() for column in table)
+        if tables and name not in known:
             raise InputError("--columns", name, f"names of columns: {', '.join(known)}")
-    chosen = {title: [lookup[name] for name in wanted if name in lookup] for title, lookup in lookups.items()}
-    return {title: tables[title][present] for title, present in chosen.items() if present}
+    chosen = {}
+    for title, table in tables.items():
+        parts = table.attrs["names"]
+        usual = ["prompt", "completion", "reward", *(parts if len(parts) > 1 else [])]  # a single part is the reward
+        present = [parts.get(name, name) for name in wanted or usual if name in table or name in parts]
+        chosen |= {title: table[present]} if present else {}
+    return chosen
 
 
 def _rich(table: pd.DataFrame) -> Table:
