@@ -81,28 +81,24 @@ def color(name: str) -> str:
     >>> color("ste"), color("gumbel_rao_m8_tau1") == color("gumbel_rao")
     ('#D55E00', True)
     """
-    return _COLORS[_known(name, _COLORS)]
+    return _look_up(name, _COLORS)
 
 
 def marker(name: str) -> str:
     """The mark of a method or engine; see `color`."""
-    return _MARKERS[_known(name, _MARKERS)]
+    return _look_up(name, _MARKERS)
 
 
-def _known(name: str, table: dict[str, str]) -> str:
-    keys = _matches(name, table)
-    if not keys:
+def _look_up(name: str, table: dict[str, str], default: str | None = None) -> str:
+    keys = [key for key in table if f"{name}_".startswith(f"{key}_")]
+    if not keys and default is None:
         raise InputError("name of a colour or mark", name, f"one of {', '.join(table)}, or a setting of one")
-    return max(keys, key=len)
-
-
-def _matches(name: str, table: dict[str, str]) -> list[str]:
-    return [key for key in table if name == key or name.startswith(f"{key}_")]
+    return table[max(keys, key=len)] if keys else default
 
 
 def palette(names: Iterable[str]) -> dict[str, str]:
     """The colour of each name as seaborn takes them; grey for a name of the user's own."""
-    return {name: color(name) if _matches(name, _COLORS) else color("neutral") for name in names}
+    return {name: _look_up(name, _COLORS, color("neutral")) for name in names}
 
 
 def use_style() -> None:

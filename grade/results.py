@@ -16,7 +16,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +41,12 @@ def write_metrics(path: str | Path, flat: Mapping[str, Value]) -> None:
     also a level of another.
     """
     nested: dict[str, Any] = {}
-    for name in sorted(flat):
+    for name in sorted(flat):  # a metric comes before what has its name as a level
         *levels, leaf = name.split("/")
         inner = nested
         for level in levels:
-            inner = inner.setdefault(level, {})
-            if not isinstance(inner, dict):
-                raise InputError("metric name", name, f"a name below {level!r} only where that is not a metric itself")
-        if not all([*levels, leaf]) or leaf in inner:
+            inner = inner.setdefault(level, {}) if isinstance(inner, dict) else None
+        if not all([*levels, leaf]) or not isinstance(inner, dict):
             raise InputError("metric name", name, "levels that are not empty, and no metric that is also a level")
         inner[leaf] = _rounded(name, flat[name])
     write_text(path, json.dumps(nested, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
@@ -105,7 +103,7 @@ def environment() -> dict[str, Value]:
 
     return {
         "python": platform.python_version(),
-        **{package: _version(package) for package in ("torch", "transformers", "peft")},
+        **{package: version(package) for package in ("torch", "transformers", "peft")},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
         "commit": _commit(),
@@ -137,13 +135,6 @@ def _flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flatten(value, f"{prefix}{name}/")
         else:
             yield prefix + name, value
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -45,32 +46,27 @@ _BLOCK = 16  # CUDA's memory-efficient kernel needs rows of a mask in multiples 
 _RealGenerator = torch.Generator
 
 
-def _cpu_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+def _fused_attention(
+    device: Device, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(query, key, value, dropout_p, is_causal, attn_mask=_additive(attn_mask, query), scale=scale)[0]
-
-
-def _cuda_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """Flash attention without a mask, the memory-efficient kernel with one or in float32: torch's own order."""
-    if attn_mask is None and query.dtype != torch.float32:
-        fused = torch.ops.aten._scaled_dot_product_flash_attention
+    """On a GPU flash attention without a mask, the memory-efficient kernel with one or in float32, as torch chooses."""
+    kernels, bias = torch.ops.aten, _additive(attn_mask, query)
+    if device == "cpu":
+        fused = kernels._scaled_dot_product_flash_attention_for_cpu
+        return fused(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]
+    if bias is None and query.dtype != torch.float32:
+        fused = kernels._scaled_dot_product_flash_attention
         return fused(query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale)[0]
     if enable_gqa:  # the memory-efficient kernel has no grouped queries
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    bias = _additive(attn_mask, query)
     if bias is not None:
         length = bias.shape[-1]
         bias = F.pad(bias, (0, -length % _BLOCK))[..., :length] if length % _BLOCK else bias
         bias = bias.expand(*query.shape[:3], length)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    fused = torch.ops.aten._scaled_dot_product_efficient_attention
+    fused = kernels._scaled_dot_product_efficient_attention
     return fused(query, key, value, bias, keep, dropout_p, is_causal, scale=scale)[0]
 
 
@@ -101,10 +97,10 @@ class _SmallBags(TorchDispatchMode):
 @contextlib.contextmanager
 def kernels_of(device: Device) -> Iterator[None]:
     """Within this context a step on tensors without data uses the kernels of ``device``."""
-    attention, fused = F.scaled_dot_product_attention, _cuda_attention if device == "cuda" else _cpu_attention
+    attention = F.scaled_dot_product_attention
 
     def on_meta_too(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return (fused if query.device.type == "meta" else attention)(query, *args, **kwargs)
+        return (partial(_fused_attention, device) if query.is_meta else attention)(query, *args, **kwargs)
 
     with (
         patch.object(sampling, "SKINNY_DEVICES", ("cpu", "meta") if device == "cpu" else ()),
