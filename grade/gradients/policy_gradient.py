@@ -43,7 +43,7 @@ from grade.models.sampling import generate
 from grade.models.scoring import completion_certainty, hidden_logps, predicting_hidden, token_kl
 
 CLOSED_FORM_PENALTY = 0.1
-"""Ridge penalty of `ClosedFormValues` a token, in units of a normalised state's mean square, 1."""
+"""Ridge penalty of `ClosedFormValues` per token, in units of a normalised state's mean square, 1."""
 
 
 @dataclass(frozen=True)

@@ -313,8 +313,7 @@ def test_two_microbatches_are_one_of_their_size(policy, monkeypatch, weight, fam
             whole = own.scored(own.sample(*microbatches(seed=seed)[0]), objective())
             size = len(whole.reward) // count
             parts = [slice(n * size, (n + 1) * size) for n in range(count)]
-            pieces = iter([Sample(whole.seen[part], whole.reward[part], {k: v[part] for k, v in whole.rows.items()})
-                           for part in parts])  # fmt: skip
+            pieces = iter([whole[part] for part in parts])
             with monkeypatch.context() as patch:
                 patch.setattr(own, "scored", lambda *_, pieces=pieces: next(pieces))
                 last = take(own, microbatches(count), objective())[0]

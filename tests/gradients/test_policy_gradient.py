@@ -333,10 +333,6 @@ BAD = {
         dict(method="ppo", minibatches=3),
         "minibatches: got 3; allowed: a divisor of per_device_train_batch_size = 8",
     ),
-    "a value head without PPO": (dict(method="rloo", value_learning_rate=0.1), "got 0.1; allowed: only with ppo"),
-    "passes without a ratio": (dict(method="rloo", num_iterations=2), "num_iterations: got 2; .* only with grpo, ppo"),
-    "groups of relaxed tokens": (dict(method="ste", num_generations=2), "num_generations: got 2; .* not with ste"),
-    "hops": (dict(method="rloo", hops=2), "hops: got 2; allowed: only with .*gumbel, ste, .* not with rloo"),
 }
 
 

@@ -133,6 +133,10 @@ class Sample:
     reward: Tensor  # [B]
     rows: dict[str, Tensor]  # features of each family
 
+    def __getitem__(self, part: slice) -> Sample:
+        """The selected completions."""
+        return Sample(self.seen[part], self.reward[part], {name: rows[part] for name, rows in self.rows.items()})
+
 
 class DistilledGradient(Learner):
     """The method, with everything that it has seen.
@@ -255,17 +259,16 @@ class DistilledGradient(Learner):
             weight = self._weight()
         steps, parts = [], []
         for number, sample in enumerate(samples):
-            place = number * (context.microbatches // len(samples)) + context.rank
-            seen = sample.seen
+            place, seen = number * (context.microbatches // len(samples)) + context.rank, sample.seen
             kl = torch.zeros(seen.mask.shape, dtype=wide(self.backbone.dtype), device=self.backbone.device)
             size, group = len(sample.reward), self.config.group
             half = size // group // 2 * group if measured and context.microbatches == 1 else 0
             for rows in [slice(0, half), slice(half, size)] if half else [slice(0, size)]:  # whole groups
-                share = each * len(sample.reward[rows]) / size
-                part = seen[rows]
+                part = sample[rows]
+                share = each * len(part.reward) / size
                 with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
-                    hidden = predicting_hidden(self.backbone, part.prompts, part.ids)
-                losses, kl[rows] = self.losses_from(hidden, sample, rows, place, objective)
+                    hidden = predicting_hidden(self.backbone, part.seen.prompts, part.seen.ids)
+                losses, kl[rows] = self.losses_from(hidden, part, (place * size + rows.start) // group, objective)
                 if measured:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
@@ -309,26 +312,24 @@ class DistilledGradient(Learner):
         return self.blend.weight(self.fit.choice.explained, self.reliability) if self.reliability > 0 else 1.0
 
     def losses_from(
-        self, hidden: Tensor, sample: Sample, rows: slice, place: int, objective: Objective
+        self, hidden: Tensor, sample: Sample, first: int, objective: Objective
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """Losses of plug-in, residual and KL, three scalars to be minimised, and KL [b, T].
+        """Losses of plug-in, residual and KL, three scalars to be minimised, and KL [B, T].
 
-        From hidden states [b, T, D] that predict the tokens of some rows of a microbatch, whole groups. ``place`` is
-        the number of the microbatch in the step, over all processes. Of the objective only KL's weight is used.
+        From hidden states [B, T, D] that predict the tokens of whole groups. ``first`` is the number of the first group
+        in the step, over all processes. Of the objective only KL's weight is used.
         """
-        whole, backbone, group = sample.seen, self.backbone, self.config.group
-        seen, mask = whole[rows], whole.mask[rows]
+        backbone, group, seen, mask = self.backbone, self.config.group, sample.seen, sample.seen.mask
         least = self.config.min_completion_length
         logps = hidden_logps(backbone, hidden, seen.ids, mask, min_new_tokens=least)
         kl = token_kl(backbone, hidden, seen.predicting, mask)
-        returns = penalised(sample.reward[rows], kl, mask, objective.beta).detach()
+        returns = penalised(sample.reward, kl, mask, objective.beta).detach()
         returns = returns.unsqueeze(1).expand(mask.shape)
         plug, additive = hidden.new_zeros(()), True
         # Selecting on this step's rewards biases the gradient by a few percent, so w = 1 forbids it.
         usable = self.fit is not None and (self.fit.predates or self.config.residual_weight != 1)
         if usable and self.fit.choice.slope > 0:
             family = self.families[self.fit.family]
-            first = place * len(whole.ids) // group + rows.start // group
             weights = self.fit.without(first, len(seen.ids) // group) * self.trust
             # Of the distribution that was sampled from.
             values, early, eos = family.values(weights, seen), early_rows(mask, least), backbone.eos_token_ids

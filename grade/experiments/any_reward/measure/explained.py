@@ -83,8 +83,7 @@ def ascent(learner: DistilledGradient, sample: Sample, hidden: Tensor) -> tuple[
 
     Their sum is unbiased if the family is additive, and `rloo`'s otherwise.
     """
-    rows = slice(0, len(sample.reward))
-    (*losses, _), _ = learner.losses_from(hidden, sample, rows, 0, Objective(None, 0.0))  # type: ignore[arg-type]
+    (*losses, _), _ = learner.losses_from(hidden, sample, 0, Objective(None, 0.0))  # type: ignore[arg-type]
     plug, residual = (
         -torch.autograd.grad(loss, hidden, retain_graph=True)[0] if loss.requires_grad else torch.zeros_like(hidden)
         for loss in losses
