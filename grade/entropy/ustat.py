@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from grade.errors import InputError
 from grade.stats import jackknife_stderr
 
 
@@ -33,7 +32,7 @@ class _UStatistic:
 
 
 def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:
-    """The U-statistic of ``E[X] . E[Y]`` over units (prompts, or independent blocks of them), x and y [B, P].
+    """The U-statistic of ``E[X] . E[Y]`` over two or more units (prompts, or blocks of them), x and y [B, P].
 
     >>> import torch
     >>> x, y = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[1.0], [0.0], [3.0]])
@@ -42,10 +41,7 @@ def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:
     """
     if x.shape != y.shape or x.ndim != 2:
         raise ValueError(f"x and y have shapes {list(x.shape)} and {list(y.shape)}, not the same [B, P]")
-    batch = len(x)
-    if batch < 2:
-        raise InputError("prompts of the U-statistic", batch, "at least 2: it pairs different prompts")
-    x, y = x.double(), y.double()
+    batch, x, y = len(x), x.double(), y.double()
     sum_x, sum_y, diagonal = x.sum(0), y.sum(0), (x * y).sum(1)
     rows = (x @ sum_y + y @ sum_x - 2 * diagonal) / (2 * (batch - 1))
     value = rows.mean()
@@ -66,10 +62,6 @@ def two_batch(x: Tensor, y: Tensor) -> tuple[float, float]:
     >>> two_batch(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]]))   # 2 * 2; X: var 2, times 4, over 2
     (4.0, 2.0)
     """
-    if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1]:
-        raise ValueError(f"x and y have shapes {list(x.shape)} and {list(y.shape)}, not the same width")
-    if min(len(x), len(y)) < 2:
-        raise InputError("prompts of a batch", min(len(x), len(y)), "at least 2, for a standard error")
     x, y = x.double(), y.double()
     mean_x, mean_y = x.mean(0), y.mean(0)
     along_x, along_y = (x @ mean_y).var() / len(x), (y @ mean_x).var() / len(y)
