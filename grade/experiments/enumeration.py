@@ -5,6 +5,8 @@ The number of completions grows as V^T, so tens of thousands at most.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
@@ -14,7 +16,7 @@ from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.parameters import flatten, moved, trained_parameters
-from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch, padded
 from grade.models.scoring import predicting_hidden
 
 LARGEST = 100_000
@@ -59,15 +61,9 @@ def every_completion(vocab: int, length: int, eos: tuple[int, ...]) -> tuple[Ten
     """
     if vocab**length > LARGEST:
         raise InputError("completions to enumerate", vocab**length, f"at most {LARGEST}")
-    rows: list[list[int]] = [[]]
-    for _ in range(length):
-        rows = [[*r, v] for r in rows for v in range(vocab) if not (r and r[-1] in eos)] + [
-            r for r in rows if r and r[-1] in eos
-        ]
-    rows.sort()
-    ids = torch.tensor([r + [0] * (length - len(r)) for r in rows])
-    mask = torch.tensor([[1] * len(r) + [0] * (length - len(r)) for r in rows])
-    return ids, mask
+    every = itertools.product(range(vocab), repeat=length)
+    rows = sorted({row[: next((t + 1 for t, token in enumerate(row) if token in eos), length)] for row in every})
+    return padded(rows)
 
 
 def completion_logps(backbone: Backbone, prompts: PromptBatch, length: int, temperature: float = 1.0) -> Tensor:

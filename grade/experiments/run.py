@@ -37,13 +37,7 @@ TOY = "Toy sizes: every figure below shows that the code runs, and means nothing
 
 
 class Run:
-    """One execution of an experiment's notebook.
-
-    Attributes:
-        settings: The experiment's, from the parameters cell or from a profile.
-        tables: Its tables.
-        toy: Whether these are the sizes of a smoke test.
-    """
+    """One execution of an experiment's notebook; ``toy``: with the sizes of a smoke test."""
 
     def __init__(self, experiment: Experiment, parameters: Mapping[str, Any]) -> None:
         """Open a run; the working folder becomes the project's, to which every path in a parameter is relative.

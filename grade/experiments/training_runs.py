@@ -51,13 +51,9 @@ SEARCH_PROMPTS = 512
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
+    """One training run: columns that name it in tables, fields of `TrainConfig`, one of the bench's bases, its reward.
 
-    Attributes:
-        names: Columns that name it in the tables.
-        values: Fields of `TrainConfig`; those of other methods are left out.
-        policy: One of the bench's bases.
-        reward: Name of its reward, for `Bench.reward`.
+    Fields of other methods are left out.
     """
 
     names: Mapping[str, Any]
@@ -76,13 +72,9 @@ class Run:
 class Bench:
     """Models and prompts of many runs; sent to each worker process once.
 
-    An experiment says in a subclass which rewards there are, and what else its tables hold.
-
-    Attributes:
-        bases: Folder of each policy; an empty one: the toy task's.
-        gold_file: The judge of evaluations; the toy task has its own.
-        reviews_dir: Folder of the review splits.
-        on_search_prompts: Evaluate on held-out training prompts instead of the validation split.
+    An experiment says in a subclass which rewards there are, and what else its tables hold. ``bases`` are folders of
+    policies, an empty one the toy task's, which has a judge and prompts of its own. ``on_search_prompts``: evaluate on
+    held-out training prompts instead of the validation split.
     """
 
     bases: Mapping[str, str]

@@ -17,9 +17,8 @@ from grade.experiments.compare import metrics as stats
 from grade.experiments.compare.measure import tables as experiment
 from grade.experiments.compare.measure.runs import CURVES, FINALS, Comparison, make_run, search
 from grade.experiments.compare.measure.tables import Settings
-from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
+from grade.experiments.compare.measure.text_quality import reference_nats
 from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
-from grade.experiments.intervals import paired
 from grade.experiments.measured import Tables, measure_all
 from grade.experiments.training_runs import FIXED, train_all
 from grade.gradients.methods import METHODS
@@ -113,17 +112,6 @@ def test_the_hull_is_above_every_point_and_every_mixture(points):
 # --- tests over seeds, ends of runs ---
 
 
-def test_paired_test_by_hand():
-    # Differences 1, 2, 3: mean 2, sd 1, standard error 1/sqrt(3); t = 2 sqrt(3) = 3.464, p (2 df) = 0.0742.
-    found = paired({0: 2.0, 1: 4.0, 2: 6.0, 9: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0, 8: 5.0})
-    assert found.difference.mean == 2 and found.difference.n == 3
-    assert found.difference.stderr == pytest.approx(3**-0.5)
-    assert (found.t, found.p) == pytest.approx((12**0.5, 0.07417990), rel=1e-6)
-    assert paired({0: 1.0, 1: 2.0}, {0: 0.0, 1: 1.0})[1:] == (None, None)
-    with pytest.raises(InputError, match="at least two"):
-        paired({0: 1.0}, {0: 1.0, 1: 2.0})
-
-
 def test_final_figures_are_means_over_seeds_at_one_beta():
     rows = [
         ("ste", beta, seed, 2, 16, 1.0, 0.6, 0.5, 3.0, gain, 0.0, 40.0, 0.5, 0.9)
@@ -144,15 +132,6 @@ def test_overoptimisation_is_the_slope_of_gold_on_reward():
 
 
 # --- text ---
-
-
-def test_distinct_n_and_perplexity():
-    assert distinct_n(["the the cat", "The cat"], 1) == 2 / 5
-    assert distinct_n(["the the cat", "The cat"], 2) == 2 / 3  # "the the", "the cat" twice
-    assert distinct_n(["one"], 2) == 0.0
-    with pytest.raises(InputError, match="distinct"):
-        distinct_n(["a"], 0)
-    assert perplexity(np.array([2.0, 4.0]), np.array([1, 2])) == pytest.approx(math.exp(2))
 
 
 def test_reference_likelihood_is_the_references():

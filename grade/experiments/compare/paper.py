@@ -28,10 +28,9 @@ STEPS, BATCH, STATED_BATCH = 250, 2, 16
 
 
 def _gae_over_batch(rewards: Tensor, values: Tensor, gamma: float = 0.99, gae_lambda: float = 0.95) -> Tensor:
-    """Generalised advantage estimation as the paper's code runs it: backwards over rows, so over the batch.
+    """Advantages [B, T] as the paper's code estimates them, backwards over rows, so over the batch.
 
-    Returns:
-        Advantages [B, T]; row b bootstraps from row b + 1, another completion.
+    Row b bootstraps from row b + 1, another completion.
 
     >>> _gae_over_batch(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.full((2, 2), 0.5))
     tensor([[-0.4753,  0.5247],
@@ -46,11 +45,7 @@ def _gae_over_batch(rewards: Tensor, values: Tensor, gamma: float = 0.99, gae_la
 
 
 def gae_example(over_batch: bool, tokens: int = 8) -> Tensor:
-    """Advantages of the first of two completions with rewards 1 and 0 at their last token and values 0.5.
-
-    Returns:
-        [T].
-    """
+    """Advantages [T] of the first of two completions with rewards 1 and 0 at their last token and values 0.5."""
     rewards, values = torch.zeros(2, tokens), torch.full((2, tokens), 0.5)
     rewards[0, -1] = 1.0
     if over_batch:

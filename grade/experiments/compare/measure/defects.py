@@ -39,11 +39,7 @@ def relative_variance(gradients: Tensor) -> float:
 
 
 def repeated_gradients(task: Task, config: TrainConfig, batch: int, repetitions: int) -> tuple[Tensor, float]:
-    """Gradients of one batch of prompts at fixed weights, with fresh noise each time.
-
-    Returns:
-        Gradients [M, N], and the paper's "variance" of the first one.
-    """
+    """Gradients [M, N] of one batch of prompts at fixed weights, each with fresh noise; the first's "variance"."""
     backbone, parameters = task.backbone, task.backbone.trainable_parameters()
     objective = Objective(task.reward_model, config.beta, config.reward_scope)
     prompts = encode_prompts(backbone.tokenizer, task.train_prompts[:batch], config.max_prompt_length)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
@@ -20,16 +19,11 @@ from grade.models.scoring import completion_logps
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Distinct-n (Li et al. 2016, arXiv:1510.03055): different n-grams over all n-grams, of words in lower case.
-
-    Returns:
-        In (0, 1]; 0 if there is no n-gram.
+    """Distinct-n (Li et al. 2016, arXiv:1510.03055): different n-grams of lower-case words over all, or 0.
 
     >>> distinct_n(["a b a b", "A b"], 1), distinct_n(["a b a b", "A b"], 2)
     (0.3333333333333333, 0.5)
     """
-    if n < 1:
-        raise InputError("n of distinct-n", n, "at least 1")
     words = [text.lower().split() for text in texts]
     grams = [tuple(row[i : i + n]) for row in words for i in range(len(row) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
@@ -37,19 +31,10 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
 @torch.no_grad()
 def reference_nats(
-    backbone: Backbone,
-    texts: Sequence[str],
-    max_new_tokens: int,
-    max_prompt_tokens: int,
-    min_new_tokens: int = 0,
-    batch_size: int = 64,
-    seed: int = 2,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sample a completion of each prompt from the policy and take its log-likelihood under the reference.
-
-    Returns:
-        Negative log-likelihood of each completion in nats [n], and its number of tokens [n].
-    """
+    backbone: Backbone, texts: Sequence[str], max_new_tokens: int, max_prompt_tokens: int, min_new_tokens: int = 0,
+    batch_size: int = 64, seed: int = 2,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Minus the reference's log-likelihood of the policy's completions, one per prompt, in nats [n], and tokens [n]."""
     generator, nats, tokens = torch.Generator(backbone.device).manual_seed(seed), [], []
     for start in range(0, len(texts), batch_size):
         chunk = list(texts[start : start + batch_size])
