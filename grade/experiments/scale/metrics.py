@@ -6,8 +6,8 @@ import pandas as pd
 
 from grade.experiments.measured import Tables, figures_of
 from grade.experiments.scale.measure.sampling import PEER, sampling_ratios, training_differences
+from grade.experiments.scale.measure.tables import GIB
 
-GIB = 2**30
 OWN = "own"
 Values = dict[str, float | int | str]
 

@@ -135,10 +135,7 @@ def training_differences(table: pd.DataFrame) -> pd.DataFrame:
 
 
 # ---- what they cost ----
-def sampling_seconds(
-    batches: Sequence[int] = (8, 64), repeats: int = 5, model: str = "models/backbone",
-    samplers: Sequence[str] = LOCAL, peer: bool | None = None, texts: Sequence[str] | None = None,
-) -> pd.DataFrame:  # fmt: skip
+def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> pd.DataFrame:
     """Seconds per completion of each sampler and of TRL's GRPO trainer, in one process of one thread, interleaved.
 
     All get the same prompts, in groups of `GROUP` as GRPO has them, and return `COMPLETION` tokens of each. TRL
@@ -150,13 +147,12 @@ def sampling_seconds(
     """
     torch.set_num_threads(1)
     backbone = Backbone.load(model, lora=LoraSettings())
-    texts, rows = texts or review_prompts("data/reviews")[0], []
-    peer = importlib.util.find_spec(PEER) is not None if peer is None else peer
+    texts, rows = review_prompts("data/reviews")[0], []
     with tempfile.TemporaryDirectory() as folder:
         for batch in batches:
             prompts = encode_prompts(backbone.tokenizer, texts[: batch // GROUP], PROMPT).repeat(GROUP)
-            work = {name: _of_sampler(make_sampler(name), backbone, prompts) for name in samplers}
-            if peer:
+            work = {name: _of_sampler(make_sampler(name), backbone, prompts) for name in LOCAL}
+            if importlib.util.find_spec(PEER) is not None:
                 work[PEER] = _of_peer(model, backbone, prompts, folder)
             names = list(work)
             for number in progress(range(-1, repeats), f"rounds of {batch} completions"):

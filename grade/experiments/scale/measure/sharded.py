@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from grade.gradients.methods import GROUPED, METHODS, OPTIONS
+from grade.gradients.methods import GROUPED, OPTIONS
 from grade.memory.compat import divide
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
@@ -47,20 +47,20 @@ REPEATS = 3
 arrived when the next one is allocated."""
 
 
-def sharded_memory_table(names: Sequence[str] = tuple(STEPS), processes: int = 2) -> pd.DataFrame:
-    """Peaks of one of several processes that divide the base: traced alone, and counted in real gloo processes.
+def sharded_memory_table(names: Sequence[str]) -> pd.DataFrame:
+    """Peaks of one of two processes that divide the base: traced alone, and counted in real gloo processes.
 
     One row for each step and process: ``traced`` and ``tracked`` peak in bytes, ``rel_error``, bytes ``received``
     from other processes in the step, traced and tracked, and ``whole``, the traced peak of one process that holds
     the base alone.
     """
     with tempfile.TemporaryDirectory() as place:
-        _in_processes(processes, track, place, tuple(names))
+        _in_processes(2, track, place, tuple(names))
         rows = []
         for name in names:
-            traced = trace(STEPS[name], device="cpu", processes=processes)
+            traced = trace(STEPS[name], device="cpu", processes=2)
             whole = trace(STEPS[name], device="cpu").peak
-            for rank in range(processes):
+            for rank in range(2):
                 peak, received = json.loads((Path(place) / f"{rank}.json").read_text())[name]
                 rows.append({
                     "step": name, "rank": rank, "traced": traced.peak, "tracked": peak,
@@ -85,8 +85,8 @@ def track(place: str, names: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def fsdp2_table(steps: int = 5, methods: Sequence[str] = METHODS, dtype: str = "float32") -> pd.DataFrame:
-    """Every method trained in one process with the whole base, and in two gloo processes with half of it each.
+def fsdp2_table(steps: int, methods: Sequence[str]) -> pd.DataFrame:
+    """Every method trained in one process with the whole base, and in two gloo processes with half of it each, float64.
 
     Both have the same two microbatches a step. What may go wrong between processes is in it: a reward on the embedding
     table and one through the base, recomputed layers, two hops, completions that end early.
@@ -97,7 +97,7 @@ def fsdp2_table(steps: int = 5, methods: Sequence[str] = METHODS, dtype: str = "
     """
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
-        common = _project(root) | {"max_steps": steps, "dtype": dtype}
+        common = _project(root) | {"max_steps": steps, "dtype": "float64"}
         (root / "runs.json").write_text(json.dumps([_values(method, common) for method in methods]))
         for processes in (1, 2):
             _in_processes(processes, _train, str(root))

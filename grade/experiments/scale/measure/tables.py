@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
 from typing import get_args
 
 import pandas as pd
@@ -10,10 +16,10 @@ from pydantic import Field
 from grade.config import Config
 from grade.experiments.measured import read_table
 from grade.experiments.scale.measure import sampling, sharded
-from grade.experiments.scale.measure.fits import fits_table, lean_table
 from grade.memory.settings import Sharding, StepConfig
 from grade.memory.trace import trace
 
+GIB = 2**30
 _COLUMNS = {
     "fsdp2": "method max_rel_diff bytes bytes_0 bytes_1 adapter_bytes",
     "sharded": "step rank traced tracked rel_error traced_received tracked_received whole",
@@ -64,6 +70,48 @@ def _gpus(s: Settings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def _lean(s: Settings) -> pd.DataFrame:
+    """Bytes of the leanest step by phase: replay on one base in three roles, layers recomputed, reward on the table.
+
+    One row for each phase and one, ``step``, for the whole step. Over its weights are adapter, optimizer, and what the
+    step itself needs.
+    """
+    step = StepConfig(
+        model=s.model, batch_size=s.lean_batch, prompt_tokens=s.lean_tokens, max_new_tokens=s.lean_tokens, method="ste",
+        reward="bag", gradient_checkpointing=True,
+    )  # fmt: skip
+    traced = trace(step, all_passes=False)
+    parts = traced.phases | {"step": traced.categories}
+    rows = [(name, sum(bytes_of.values()), bytes_of["weights"]) for name, bytes_of in parts.items()]
+    table = pd.DataFrame(rows, columns=["phase", "peak_bytes", "weights_bytes"])
+    return table.assign(over_weights_gib=(table.peak_bytes - table.weights_bytes) / GIB)
+
+
+def _fits(s: Settings) -> pd.DataFrame:
+    """Seconds of ``grade memory --fits`` as users run it, in a process of its own: start and imports count.
+
+    cpu_seconds: user and system; settings: rows of the table of settings; then the largest sizes that fit.
+    """
+    if not s.fits_model:
+        return _empty("fits")
+    command = [sys.executable, "-m", "grade", "memory", "--model", s.fits_model, "--fits", s.fits_budget, "--json"]
+    rows = []
+    for run in range(s.fits_repeats):
+        before, start = _cpu_seconds(), time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        wall, data = time.perf_counter() - start, json.loads(done.stdout)
+        largest = {fit["quantity"]: fit["value"] for fit in data["fits"]}
+        sizes = largest["batch_size"], largest["max_new_tokens"]
+        rows.append((run, wall, _cpu_seconds() - before, len(data["settings"]), *sizes))
+    return pd.DataFrame(rows, columns=_COLUMNS["fits"].split())
+
+
+def _cpu_seconds() -> float:
+    """Of processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def _sampling(s: Settings) -> pd.DataFrame:
     """Seconds per completion of each sampler; see `sampling.sampling_seconds`."""
     if s.sampling_file:
@@ -86,15 +134,14 @@ def _empty(name: str) -> pd.DataFrame:
 
 
 TABLES = {
-    # In float64, without rounding.
-    "fsdp2": lambda s: sharded.fsdp2_table(s.steps, s.methods, "float64") if s.methods else _empty("fsdp2"),
+    "fsdp2": lambda s: sharded.fsdp2_table(s.steps, s.methods) if s.methods else _empty("fsdp2"),
     "sharded": lambda s: sharded.sharded_memory_table(s.sharded_steps) if s.sharded_steps else _empty("sharded"),
     "gpus": _gpus,
-    "lean": lambda s: lean_table(s.model, s.lean_batch, s.lean_tokens),
+    "lean": _lean,
     "law": lambda s: sampling.law_table(s.draws, s.policy_dir, s.samplers) if s.policy_dir else _empty("law"),
     "training": _training,
 }
 TIMED = {
-    "fits": lambda s: fits_table(s.fits_model, s.fits_budget, s.fits_repeats) if s.fits_model else _empty("fits"),
+    "fits": _fits,
     "sampling": _sampling,
 }
