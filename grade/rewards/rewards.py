@@ -69,6 +69,7 @@ class Rewards(Reward):
 
     Attributes:
         last: Parts of the batch that was scored last; None before the first.
+        recorded: A list that takes those of every batch, if there is one.
         trainer_state: Passed to functions.
     """
 
@@ -92,6 +93,7 @@ class Rewards(Reward):
         self.parts, self.weights, self.scope, self.dtype = list(parts), weights, scope, dtype
         self.names = _distinct([part.name for part in parts])
         self.last: Scores | None = None
+        self.recorded: list[Scores] | None = None
         self.trainer_state: Any = None
         self._warned = False
 
@@ -112,6 +114,8 @@ class Rewards(Reward):
             seconds[name] = time.perf_counter() - start if took is None else took
             values.append(given.to(device=ids.device, dtype=self.dtype))
         self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, dict(log.columns), dict(log.metrics))
+        if self.recorded is not None:
+            self.recorded.append(self.last)
         missing = torch.stack(values).isnan()
         if not missing.any():
             return self._sum(values)

@@ -31,7 +31,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,6 @@ if TYPE_CHECKING:
 
     from grade.models.backbone import Backbone
     from grade.rewards.gold import GoldJudge
-    from grade.rewards.rewards import Scores
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ class GradeTrainer(Trainer):
         self.rewards = make_rewards(
             reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
         )
-        self.objective = _RecordingObjective(self.rewards, args.beta, args.reward_scope)
+        self.objective = Objective(self.rewards, args.beta, args.reward_scope)
         if args.method == AUTO:
             args = copy.copy(args)
             args.method, why = _choose_method(args, self.objective)
@@ -229,6 +228,7 @@ class GradeTrainer(Trainer):
         args, last = self.args, self.accelerator.sync_gradients
         if self._place == 0:
             self._started, self.rewards.trainer_state = time.perf_counter(), self.state
+            self.rewards.recorded = []
         place = self._place * args.world_size + args.process_index
         self._place = 0 if last else self._place + 1
         seed = np.random.SeedSequence([args.seed, self.state.global_step + 1, place]).generate_state(1, np.uint64)[0]
@@ -274,11 +274,10 @@ class GradeTrainer(Trainer):
                 self._clip_grad_norm(self.model)
                 self.optimizer.step()
 
-        recorded = self.objective.recorded
-        recorded.clear()
         context = StepContext(microbatches, apply, self._sum, gather_object, self.args.process_index)
         parts = self.learner.step(pending, self.objective, context)
         # Each microbatch's samples are scored first; a greedy baseline's completions come after them.
+        recorded = self.rewards.recorded
         scores = recorded[:: max(1, len(recorded) // len(parts))] or [None] * len(parts)
         for part, microbatch, given in zip(parts, pending, scores, strict=True):
             own = isinstance(microbatch, Completions)
@@ -514,18 +513,6 @@ class GradeTrainer(Trainer):
             datasets=_listed(dataset_tags), about={name: value for name, value in about.items() if value},
         )  # fmt: skip
         write_text(output / "README.md", card)
-
-
-@dataclass(frozen=True)
-class _RecordingObjective(Objective):
-    """An objective that keeps what each reward gave, for each batch that is scored."""
-
-    recorded: list[Scores | None] = field(default_factory=list)
-
-    def score(self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        reward = super().score(backbone, prompts, ids, mask)
-        self.recorded.append(self.reward_model.last)
-        return reward
 
 
 class _StepEnd(TrainerCallback):
