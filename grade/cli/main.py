@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": ("train", "complete a prompt with a trained adapter"),
     "show": ("runs", "show a run in the terminal: settings, history, completions with their rewards"),
     "merge": ("runs", "merge a run's adapter into its base: a plain transformers folder"),
+    "env": ("runs", "print versions and device, for reports"),
     "probe": ("probe", "predict how the next optimizer step will move the entropy, and check it"),
     "memory": ("memory", "predict the peak memory of a training step, without a GPU"),
     "bench": ("bench", "measure on this machine what is otherwise predicted"),

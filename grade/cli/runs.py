@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import re
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from rich.table import Table
 
 from grade.cli.options import command, option
 from grade.errors import InputError, reading, require_file
+from grade.results import environment
 
 HISTORY_ROWS = 10
 PART = "rewards/"
@@ -25,6 +28,7 @@ HISTORY = {
     "kl": "KL", "eval_reward": HELD_OUT, "eval_reward_stderr": "stderr",
 }  # fmt: skip
 """Columns of ``history.csv`` and names in the Trainer's log, as they are shown."""
+PACKAGES = ("grade-rl", "accelerate", "datasets", "trl", "vllm")
 WRITTEN = "a file that a training run wrote"
 
 
@@ -87,16 +91,25 @@ def _merge(args: argparse.Namespace) -> None:
     print(f"wrote {args.out} ({str(dtype).removeprefix('torch.')})")
 
 
+@command("env")
+def _env(args: argparse.Namespace) -> None:
+    """Print what a number depends on besides code and parameters."""
+    installed = {found.name: found.version for found in distributions() if found.name in PACKAGES}
+    for name, value in {"platform": platform.platform(), **environment(), **installed}.items():
+        print(f"{name}: {value}")
+
+
 def _settings(settings: dict[str, Any], metrics: dict[str, Any], state: dict[str, Any]) -> str:
     """One line: method, base, rewards, steps, seed; what is not known is left out. Without metrics it is unfinished."""
     known = {**metrics, **settings}
     rewards = known.get("reward", [])
     total = known.get("steps") or state.get("max_steps") or settings.get("max_steps", -1)
-    steps = f"{total} steps" if metrics else f"step {state.get('global_step', 0)} of {total}, not finished"
+    finished = metrics or 0 < total <= state.get("global_step", 0)  # without metrics: trained from Python
+    steps = f"{total} steps" if finished else f"step {state.get('global_step', 0)} of {total}, not finished"
     parts = {
         "": known.get("method"), "base ": known.get("model"),
         "reward ": " + ".join([rewards] if isinstance(rewards, str) else rewards),
-        " ": steps if total > 0 else "" if metrics else "not finished", "seed ": known.get("seed"),
+        " ": steps if total > 0 else "" if finished else "not finished", "seed ": known.get("seed"),
     }  # fmt: skip
     return ", ".join(f"{name.lstrip()}{value}" for name, value in parts.items() if value not in (None, ""))
 
