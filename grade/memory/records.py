@@ -8,10 +8,8 @@ backward) or not (temporary).
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -97,22 +95,24 @@ class LiveTracker(MemoryTracker):
     def tag(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
         """Set the category of tensors that have none; storages that are not counted are skipped."""
         for tensor in tensors:
-            storage = None if tensor is None else storage_of(tensor)
-            record = None if storage is None else self._open.get(storage._cdata)
+            record = self._record_of(tensor)
             if record is not None and record.tag is None:
                 record.tag = category
 
+    def _record_of(self, tensor: torch.Tensor | None) -> StorageRecord | None:
+        storage = None if tensor is None else storage_of(tensor)
+        return None if storage is None else self._open.get(storage._cdata)
+
     def resized(self, tensor: torch.Tensor, category: Category) -> None:
         """Count a storage that was resized directly, to nothing or from nothing, as freed or as new."""
-        storage, outer = storage_of(tensor), self._op
-        if storage is None or storage.nbytes() == 0:
-            if storage is not None and storage._cdata in self._live:
-                self._forget(storage._cdata)(None)
-            return
-        self._op = "all_gather"
-        self.track_existing([tensor])
-        self.tag([tensor], category)
-        self._op = outer
+        storage, outer = tensor.untyped_storage(), self._op
+        if storage.nbytes():
+            self._op = "all_gather"
+            self.track_existing([tensor])
+            self.tag([tensor], category)
+            self._op = outer
+        elif storage._cdata in self._live:
+            self._forget(storage._cdata)(None)
 
     @contextlib.contextmanager
     def naming(self, root: nn.Module) -> Iterator[None]:
@@ -126,8 +126,7 @@ class LiveTracker(MemoryTracker):
             self._modules.pop()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = storage_of(tensor)
-            record = None if storage is None else self._open.get(storage._cdata)
+            record = self._record_of(tensor)
             if record is not None:
                 record.saved = True
             return tensor.detach()  # an output saved by its own node would otherwise hold that node, and never be freed
@@ -185,33 +184,21 @@ class LiveTracker(MemoryTracker):
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:
-        storage = storage_of(tensor)
-        if storage is None or (self.device is not None and tensor.device.type != self.device):
-            return
-        new = storage._cdata not in self._live
-        super()._count(tensor)
-        if not new:
-            return
-        nbytes = math.ceil(storage.nbytes() / self.round_to) * self.round_to
+        if self.device in (None, tensor.device.type):
+            super()._count(tensor)
+
+    def _made(self, tensor: torch.Tensor, size: int) -> None:
         module = self._modules[-1] if self._modules else ""
         record = StorageRecord(
-            nbytes, tuple(tensor.shape), tensor.dtype, self._op, module, self.phase, len(self.records), self.current
+            size, tuple(tensor.shape), tensor.dtype, self._op, module, self.phase, len(self.records), self.current
         )
         self.records.append(record)
-        self._open[storage._cdata] = record
+        self._open[storage_of(tensor)._cdata] = record
 
-    def _forget(self, key: int) -> Callable[[weakref.ref], None]:
-        forget, tracker = super()._forget(key), weakref.ref(self)
-
-        def callback(reference: weakref.ref) -> None:
-            alive = tracker()
-            if alive is not None:
-                record = alive._open.pop(key, None)
-                if record is not None:
-                    record.death, record.end_phase = len(alive.records), alive.phase
-            forget(reference)
-
-        return callback
+    def _freed(self, key: int) -> None:
+        record = self._open.pop(key, None)
+        if record is not None:
+            record.death, record.end_phase = len(self.records), self.phase
 
 
 def _received(func: Any, args: tuple) -> int:

@@ -135,6 +135,7 @@ class MemoryTracker(TorchDispatchMode):
         if known is None:
             self._live[key] = (weakref.ref(storage, self._forget(key)), size)
             self._update(size)
+            self._made(tensor, size)
         elif known[1] not in (_OLDER, size):  # resized by this operator
             self._live[key] = (known[0], size)
             self._update(size - known[1])
@@ -146,9 +147,16 @@ class MemoryTracker(TorchDispatchMode):
         def callback(_: weakref.ref) -> None:
             alive = tracker()
             if alive is not None:
+                alive._freed(key)
                 alive._update(-max(alive._live.pop(key)[1], 0))
 
         return callback
+
+    def _made(self, tensor: torch.Tensor, size: int) -> None:
+        """What a subclass notes of a new storage."""
+
+    def _freed(self, key: int) -> None:
+        """What a subclass notes of a storage that dies."""
 
     def _update(self, change: int) -> None:
         self.current += change
