@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Union
+from unittest.mock import patch
 
 import nbformat
+from nbstripout import strip_output
 from pydantic import create_model
 
 import grade
@@ -51,7 +53,11 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     try:
         for statement in ast.parse(cells[0].source).body:
-            defaults.update(_literal(statement))
+            match statement:
+                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
+                    defaults[name] = ast.literal_eval(value)
+                case _:
+                    raise ValueError(f"line {statement.lineno} is something else")
     except (SyntaxError, ValueError, TypeError) as error:
         allowed = f"only lines like 'name = literal' ({error})"
         raise InputError(f"{Path(notebook).name}: parameters cell", cells[0].source, allowed) from None
@@ -117,8 +123,6 @@ def strip_on_save(model: dict[str, Any], path: str, contents_manager: Any = None
 
 def stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """A notebook without outputs, counts, random cell ids, and what a front end adds to its metadata."""
-    from nbstripout import strip_output
-
     strip_output(content, keep_output=False, keep_count=False, keep_id=False, extra_keys=list(FRONT_END_KEYS))
     return content
 
@@ -128,43 +132,22 @@ def _read(notebook: str | Path) -> nbformat.NotebookNode:
         return nbformat.read(require_file(notebook), as_version=4)
 
 
-def _literal(statement: ast.stmt) -> dict[str, Any]:
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        target = statement.target
-    else:
-        raise ValueError(f"line {statement.lineno} is something else")
-    if not isinstance(target, ast.Name):
-        raise ValueError(f"line {statement.lineno} assigns to something else than one name")
-    return {target.id: ast.literal_eval(statement.value)}
-
-
 def _type_of(default: Any) -> Any:
     if isinstance(default, list) and default:
         return list[Union[tuple(map(_type_of, default))]]  # noqa: UP007 - of types known at run time
     return Any if default is None else type(default)
 
 
-@contextmanager
-def _kernel_environment() -> Iterator[None]:
+def _kernel_environment() -> AbstractContextManager[Any]:
     # The kernel starts in the notebook's folder, where `import grade` would find an installed copy. It has to use the
     # same one as this process: a pipeline workspace runs its own.
-    before = dict(os.environ)
     root = str(Path(grade.__file__).resolve().parents[1])
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *([path] if path else [])])
-    os.environ |= {"GRADE_EXECUTED": "1", "GRADE_PROGRESS": "0"}  # what the copy shows must not depend on time
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    # What the copy shows must not depend on time.
+    return patch.dict(os.environ, PYTHONPATH=path, GRADE_EXECUTED="1", GRADE_PROGRESS="0")
 
 
 def _tidy(path: Path) -> None:
-    from nbstripout import strip_output
-
     content = nbformat.read(path, as_version=4)
     # Also replaces the cell ids, of which papermill draws one at random, by the cells' positions.
     strip_output(content, keep_output=True, keep_count=True, keep_id=False, extra_keys=list(VOLATILE_KEYS))
