@@ -13,6 +13,7 @@ from grade.models.head import (
     Head,
     entropy,
     kl_divergence,
+    self_certainty,
     support_logits,
     token_logps,
     weighted_embedding,
@@ -122,10 +123,13 @@ def test_what_support_and_embedding_keep_is_proportional_to_k_and_independent_of
     assert kept(4000, 32) < N * 4000 * 4 / 10
 
 
-def test_kl_keeps_one_hidden_state_a_row():
-    head, h = make_head(v=3000, dtype=torch.float32), hidden(dtype=torch.float32)
-    saved = saved_bytes(lambda: kl_divergence(head, h, hidden(seed=3, dtype=torch.float32)), exclude=[h, head.weight])
-    assert saved == N * D * 4
+@pytest.mark.parametrize("vocab", [1000, 3000])
+def test_a_row_function_keeps_one_hidden_state_per_row_and_nothing_without_gradient(vocab):
+    head, h, ref = make_head(v=vocab, dtype=torch.float32), hidden(dtype=torch.float32), hidden(seed=3).float().detach()
+    for function in (self_certainty, entropy, lambda *given: kl_divergence(*given, ref)):
+        assert saved_bytes(lambda function=function: function(head, h), exclude=[h, head.weight]) == N * D * 4
+        with torch.no_grad():
+            assert saved_bytes(lambda function=function: function(head, h)) == 0
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)

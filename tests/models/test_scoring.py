@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from grade.errors import InputError
 from grade.experiments.intuitor.measure.tables import chunked_over_vocabulary
-from grade.experiments.traced import saved_bytes
 from grade.models.head import CHUNK_ROWS, Head, certainty_of_logits, entropy, self_certainty
 from grade.models.sampling import generate
 from grade.models.scoring import completion_certainty, completion_logps, completion_states, pool, predicting_hidden
@@ -91,17 +90,6 @@ def test_self_certainty_is_never_negative_and_does_not_see_a_shift(values, shift
     logits = torch.tensor(values, dtype=torch.float64)
     assert float(certainty_of_logits(logits)) >= -1e-12
     assert torch.allclose(certainty_of_logits(logits + shift), certainty_of_logits(logits), atol=1e-12)
-
-
-def test_backward_keeps_what_does_not_depend_on_the_vocabulary():
-    kept = []
-    for vocab in (100, 1000):
-        head = a_head(vocab, dtype=torch.float32)
-        hidden = a_hidden(dtype=torch.float32).requires_grad_()
-        kept.append(saved_bytes(lambda head=head, hidden=hidden: self_certainty(head, hidden), exclude=[hidden]))
-    assert kept == [hidden.numel() * 4] * 2
-    with torch.no_grad():
-        assert saved_bytes(lambda: self_certainty(head, hidden)) == 0
 
 
 def test_chunking_the_vocabulary_is_another_quantity_and_blind_to_confidence():
