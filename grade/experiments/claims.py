@@ -61,7 +61,7 @@ class Row(Config):
     timed: bool = Field(False, description="whether figure or note hold times, which differ from run to run")
 
 
-class Document(Config):
+class _Document(Config):
     """A file ``claims.yaml``."""
 
     document: str = Field(min_length=1, description="the document's number")
@@ -118,7 +118,7 @@ def judge(path: str | Path, figures: Mapping[str, Any]) -> list[Claim]:
     Returns:
         The claims, in the order of the file.
     """
-    document = Document.load([path])
+    document = _Document.load([path])
     claims = []
     for row in document.claims:
         try:

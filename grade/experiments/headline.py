@@ -26,7 +26,7 @@ from grade.results import read_metrics
 FILE = Path(__file__).with_suffix(".yaml")
 
 
-class Figure(Config):
+class _Figure(Config):
     """A row of ``headline.yaml``: one of ``share``, ``stderrs`` and ``at_most`` is the tolerance."""
 
     name: str = Field("", description="short name, a column of dvc exp show; empty for a figure that is only checked")
@@ -49,10 +49,10 @@ class Figure(Config):
 
 
 @dataclass(frozen=True)
-class Line:
+class _Line:
     """One line of the check: a figure, its value in git and in the working folder, and what passes."""
 
-    figure: Figure
+    figure: _Figure
     published: float
     current: float
     low: float
@@ -64,9 +64,9 @@ class Line:
         return self.low <= self.current <= self.high
 
 
-def figures(path: Path = FILE) -> list[Figure]:
+def figures(path: Path = FILE) -> list[_Figure]:
     """The rows of ``headline.yaml``."""
-    return [Figure.parse(row, path.name) for row in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    return [_Figure.parse(row, path.name) for row in yaml.safe_load(path.read_text(encoding="utf-8"))]
 
 
 def headline(outputs: str | Path) -> dict[str, float]:
@@ -80,7 +80,7 @@ def headline(outputs: str | Path) -> dict[str, float]:
     return values
 
 
-def check(outputs: str | Path, revision: str = "HEAD") -> list[Line]:
+def check(outputs: str | Path, revision: str = "HEAD") -> list[_Line]:
     """Compare the figures of a folder of results, relative to the working folder, with those of a git revision."""
     lines = []
     for figure in figures():
@@ -91,13 +91,13 @@ def check(outputs: str | Path, revision: str = "HEAD") -> list[Line]:
         current = read_metrics(Path(outputs) / figure.file).get(figure.key)
         if current is None:
             raise InputError(f"{figure.file}: figure", figure.key, "a figure that the file has")
-        lines.append(Line(figure, published[figure.key], current, *figure.allowed(published)))
+        lines.append(_Line(figure, published[figure.key], current, *figure.allowed(published)))
     if not lines:
         raise InputError("revision", revision, f"a git revision that has results in {outputs}")
     return lines
 
 
-def as_text(lines: list[Line]) -> str:
+def as_text(lines: list[_Line]) -> str:
     """The check as a table for a terminal, at most 120 columns wide, with the tolerances' reasons and a count below."""
     reasons = list(dict.fromkeys(line.figure.reason for line in lines))
     rows = [f"{'figure':<66}{'published':>10}{'yours':>10}  {'allowed':<20} why"]

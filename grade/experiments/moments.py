@@ -70,7 +70,7 @@ class Moments:
             return self.inner / np.sqrt(self.ref2 * (self.norm2 + self.noise / n))
 
 
-def gram(x: Tensor, y: Tensor) -> np.ndarray:
+def _gram(x: Tensor, y: Tensor) -> np.ndarray:
     """Inner products [R, R'] of rows [R, P] and [R', P], summed in float64."""
     total = torch.zeros(len(x), len(y), dtype=torch.float64)
     for a, b in zip(x.split(_CHUNK, 1), y.split(_CHUNK, 1), strict=True):
@@ -88,14 +88,14 @@ def moments(rows: Tensor, reference: Tensor, size: int = 1) -> Moments:
     if reference.ndim == 2 and len(reference) != len(rows) or reference.shape[-1] != rows.shape[-1]:
         raise InputError("reference gradient", list(reference.shape), f"[P] or [R, P] with [R, P] = {list(rows.shape)}")
     sets = _leave_one_out(len(rows))
-    own = gram(rows, rows)
+    own = _gram(rows, rows)
     norm2, square = _off_diagonal(own, sets), sets @ own.diagonal() / sets.sum(1)
     if reference.ndim == 1:
         exact = reference.unsqueeze(0)
-        inner = sets @ gram(rows, exact)[:, 0] / sets.sum(1)
-        ref2 = np.full(len(sets), gram(exact, exact)[0, 0])
+        inner = sets @ _gram(rows, exact)[:, 0] / sets.sum(1)
+        ref2 = np.full(len(sets), _gram(exact, exact)[0, 0])
     else:
-        inner, ref2 = (_off_diagonal(gram(other, reference), sets) for other in (rows, reference))
+        inner, ref2 = (_off_diagonal(_gram(other, reference), sets) for other in (rows, reference))
     return Moments(inner, norm2, size * (square - norm2), ref2)
 
 
@@ -267,7 +267,7 @@ def _pair_grams(unbiased: Tensor, relaxed: Tensor, least: int) -> list[np.ndarra
         _check_rows(rows, least)
     if unbiased.shape != relaxed.shape:
         raise InputError("relaxed gradients", list(relaxed.shape), f"the policy gradients' {list(unbiased.shape)}")
-    return [gram(unbiased, unbiased), gram(unbiased, relaxed), gram(relaxed, relaxed)]
+    return [_gram(unbiased, unbiased), _gram(unbiased, relaxed), _gram(relaxed, relaxed)]
 
 
 def _pair_moments(grams: list[np.ndarray], sets: np.ndarray, size: int) -> PairMoments:
