@@ -1,9 +1,9 @@
 """The command line: ``grade <command>``, or ``python -m grade <command>``.
 
 Each command is a function with the decorator `grade.cli.options.command`, which has its options, in the module that
-`COMMANDS` names, imported only when it is asked for. Bad input is one line on stderr and exit
-code 2: what a module refuses itself (`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`).
-Any other exception is a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import, prints
+`COMMANDS` names, imported only when it is asked for. Bad input is one line on stderr and exit code 2: what a module
+refuses itself (`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`). Any other exception is
+a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import, prints
 errors as boxes, and the options that come from config classes would still be written here.
 """
 
