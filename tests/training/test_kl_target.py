@@ -116,8 +116,8 @@ def test_the_objective_has_the_beta_that_is_logged_and_the_evaluation_the_curren
     logged = [row for row in made.state.log_history if "loss" in row][-1]
     loss = logged["beta"] * logged["kl"] - logged["reward"]
     assert logged["loss"] == pytest.approx(loss, abs=1e-4)  # the Trainer's loss has four decimals or more
-    found = [row for row in made.state.log_history if "eval_loss" in row][-1]
-    assert found["eval_loss"] == pytest.approx(made.kl_target.beta * found["eval_kl"] - found["eval_reward"], rel=1e-6)
+    last = [row for row in made.state.log_history if "eval_loss" in row][-1]
+    assert last["eval_loss"] == pytest.approx(made.kl_target.beta * last["eval_kl"] - last["eval_reward"], rel=1e-6)
 
 
 @pytest.mark.parametrize("method", OWN)

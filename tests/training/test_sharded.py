@@ -90,24 +90,9 @@ def test_a_trace_of_one_process_says_what_a_tracker_counts_in_each_of_two(runs, 
     ("variables", "name"),
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "fsdp_version"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"},
-            "fsdp_reshard_after_forward",
-        ),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"},
-            "fsdp_auto_wrap_policy",
-        ),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
-            "fsdp_activation_checkpointing",
-        ),
         ({SHARDING: "zero3"}, "grade_sharding"),
     ],
 )
