@@ -90,6 +90,6 @@ def _memory(args: argparse.Namespace) -> None:
             more["changes"] = plan.single_changes(config, traced, tracer)
         # The engines whose every token is a pass with gradient through all layers take long without extrapolation.
         if args.device == "cuda" and (config.engine_name not in ("unrolled", "checkpointed") or args.all_layers):
-            more["reserved"] = reserved_by(config, "cuda", args.gpus, args.shard)
+            more["reserved"] = reserved_by(config, args.gpus, args.shard)
     data = report(config, traced, gpus=args.gpus, overhead=overhead, **more)
     print(json.dumps(data, indent=1) if args.json else text(config.headline, data, budget))

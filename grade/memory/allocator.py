@@ -25,7 +25,7 @@ from operator import attrgetter
 
 from grade.memory.models import model_config
 from grade.memory.records import StorageRecord
-from grade.memory.settings import Device, Sharding, TracedConfig
+from grade.memory.settings import Sharding, TracedConfig
 from grade.memory.trace import few_passes, trace_layers
 
 # Names of c10/core/AllocatorConfig.h
@@ -143,7 +143,7 @@ class Reserved:
         return 1 - self.live / self.reserved if self.reserved else 0.0
 
 
-def allocate_step(records: Iterable[StorageRecord], steps: int = 2, workspace: int = 0) -> Reserved:
+def allocate_step(records: Iterable[StorageRecord], workspace: int = 0) -> Reserved:
     """Run a step's allocations and frees (all layers, in order of allocation) through the allocator.
 
     Storages that existed before come first and stay, then ``workspace`` bytes. The step is repeated on the cache that
@@ -155,7 +155,7 @@ def allocate_step(records: Iterable[StorageRecord], steps: int = 2, workspace: i
     for nbytes in filter(None, fixed):
         allocator.allocate(nbytes)  # never freed: their blocks need no name
     made = [r for r in records if not stays[r.birth] and r.nbytes]
-    peak = max(_run(allocator, made) for _ in range(steps))
+    peak = max(_run(allocator, made), _run(allocator, made))
     return Reserved(sum(fixed) + peak, allocator.peak_allocated, allocator.reserved)
 
 
@@ -178,14 +178,13 @@ def _run(allocator: CachingAllocator, records: list[StorageRecord]) -> int:
 
 
 def reserved_by(
-    config: TracedConfig, device: Device = "cuda", processes: int = 1, sharding: Sharding = "fsdp2",
-    workspace: int = WORKSPACE,
-) -> Reserved:  # fmt: skip
+    config: TracedConfig, processes: int = 1, sharding: Sharding = "fsdp2", workspace: int = WORKSPACE
+) -> Reserved:
     """The allocator's peaks of a step; arguments as of `grade.memory.trace.trace`.
 
     Reserved bytes are not linear in layers, so every layer is traced. Of the passes that sample, only the first and the
     last ones run, and the key-value cache grows token by token between them (`grade.memory.trace.few_passes`).
     """
     with few_passes(config.max_new_tokens, growing=True):
-        tracker = trace_layers(config, model_config(config.model), device, processes, sharding)
+        tracker = trace_layers(config, model_config(config.model), "cuda", processes, sharding)
     return allocate_step(tracker.records, workspace=workspace)

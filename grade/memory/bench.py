@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,9 +119,7 @@ def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
     }
 
 
-def compare_with_real(
-    configs: Sequence[StepConfig], device: Device = "cpu", log: Callable[[str], None] = print
-) -> list[dict[str, Any]]:
+def compare_with_real(configs: Sequence[StepConfig], device: Device = "cpu") -> list[dict[str, Any]]:
     """Trace and measure each step: its configuration, traced and measured bytes, and their ratio.
 
     On CUDA also live and reserved bytes, predicted and measured; None for what there is not, as a step that ran out of
@@ -145,7 +143,7 @@ def compare_with_real(
             }
             torch.cuda.empty_cache()
         rows.append(row)
-        log(f"{row['name']}: traced {traced.peak}, " + (f"ratio {ratio:.4f}" if ratio else "out of memory"))
+        print(f"{row['name']}: traced {traced.peak}, " + (f"ratio {ratio:.4f}" if ratio else "out of memory"))
         gc.collect()
     return rows
 

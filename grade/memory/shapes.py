@@ -10,35 +10,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer.
+    """Sizes of a decoder-only transformer."""
 
-    Attributes:
-        name: Hub name without the organisation.
-        layers: Number of decoder layers.
-        hidden: D, width of the residual stream.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Width of a head; ``heads * head_dim`` need not be ``hidden``.
-        intermediate: Width of the gated MLP.
-        vocab: V, rows of the embedding table (padding rows included).
-        tied: Whether the head is the embedding table.
-        context: Tokens that it can read.
-        qkv_bias: Whether q, k and v have a bias.
-        qk_norm: Whether queries and keys pass an RMSNorm over the head.
-    """
-
-    name: str
+    name: str  # hub name without the organisation
     layers: int
-    hidden: int
-    heads: int
+    hidden: int  # D, width of the residual stream
+    heads: int  # of queries
     kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
-    context: int
+    head_dim: int  # heads * head_dim need not be D
+    intermediate: int  # width of the gated MLP
+    vocab: int  # V, rows of the embedding table (padding rows included)
+    tied: bool  # whether the head is the embedding table
+    context: int  # tokens that it can read
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # an RMSNorm over each head of queries and keys
 
 
 QWEN3_4B = ModelShape("Qwen3-4B", 36, 2560, 32, 8, 128, 9728, 151_936, tied=True, context=40_960, qk_norm=True)

@@ -159,10 +159,19 @@ def trace_layers(
         counted = None
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         to_fake(backbone, mode, *others)
-    with _untraceable_lines_named(), mode, NoData(), kernels_of(device), alone_among(processes):
-        if processes > 1 and sharding == "fsdp2":
-            divide(backbone)
-        return run_tracked(make_step(config, backbone, others), device=counted)
+    try:
+        with mode, NoData(), kernels_of(device), alone_among(processes):
+            if processes > 1 and sharding == "fsdp2":
+                divide(backbone)
+            return run_tracked(make_step(config, backbone, others), device=counted)
+    except (*_FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        if not isinstance(error, _FAKE_ERRORS) and "meta" not in str(error).lower():
+            raise
+        frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+        path, last = [(p, f) for p, f in frames if "torch" not in p.parts and p.parent != Path(__file__).parent][-1]
+        where = f"{path.name}:{last.lineno} ({last.line})"
+        allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
+        raise InputError("traced step", where, allowed) from error
 
 
 @contextlib.contextmanager
@@ -211,19 +220,6 @@ def _grow(decoder: Decoder, positions: int) -> None:
             old = getattr(layer, name)
             setattr(layer, name, torch.cat([old, old[:, :, -1:].expand(-1, -1, positions, -1)], 2))
             decoder.backbone._watcher.tag([getattr(layer, name)], "kv cache")
-
-
-@contextlib.contextmanager
-def _untraceable_lines_named() -> Iterator[None]:
-    try:
-        yield
-    except (*_FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        if not isinstance(error, _FAKE_ERRORS) and "meta" not in str(error).lower():
-            raise
-        last = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts][-1]
-        where = f"{Path(last.filename).name}:{last.lineno} ({last.line})"
-        allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
-        raise InputError("traced step", where, allowed) from error
 
 
 def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:

@@ -16,7 +16,7 @@ from grade.memory.bench import measure
 from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, build_backbone, model_config, with_layers
 from grade.memory.records import LiveTracker
-from grade.memory.settings import StepConfig
+from grade.memory.settings import StepConfig, TracedConfig
 from grade.memory.shapes import SHAPES
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
@@ -132,21 +132,25 @@ def test_unknown_models_and_lengths_beyond_the_context_are_refused(five_layers, 
         trace(StepConfig(model=five_layers, gumbel_topk=VOCAB + 1))
 
 
-def test_code_that_reads_values_is_named():
-    class Reads(torch.nn.Module):
-        def forward(self, x):
-            return x[x > 0]
+class Reads(TracedConfig):
+    """A step that reads the values of a tensor, or divides by zero."""
 
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    zero: bool = False
 
-    from grade.memory.trace import _untraceable_lines_named
+    def microbatch(self, backbone, others):
+        def run():
+            x = torch.ones(3, device=backbone.device)
+            return 1 / 0 if self.zero else x[x > 0]
 
-    with pytest.raises(InputError, match=r"x\[x > 0\]"), _untraceable_lines_named(), FakeTensorMode():
-        Reads()(torch.ones(3))
-    with pytest.raises(InputError, match=r"x\[x > 0\]"), _untraceable_lines_named():
-        Reads()(torch.ones(3, device="meta"))
-    with pytest.raises(ZeroDivisionError), _untraceable_lines_named():  # any other error stays what it is
-        1 / 0  # noqa: B018
+        return run
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_code_that_reads_values_is_named_and_any_other_error_stays_what_it_is(autocast):
+    with pytest.raises(InputError, match=r"x\[x > 0\]"):
+        trace(Reads(model="tiny", autocast=autocast))
+    with pytest.raises(ZeroDivisionError):
+        trace(Reads(model="tiny", zero=True))
 
 
 @pytest.mark.parametrize("masked", [True, False])
