@@ -5,9 +5,8 @@ import torch
 from conftest import make_backbone, make_prompts
 
 from grade.errors import InputError
-from grade.experiments.caching.claims import caching_claims
 from grade.experiments.caching.measure import tables as experiment
-from grade.experiments.caching.metrics import layer_parts, metrics, timed_metrics
+from grade.experiments.caching.metrics import caching_claims, layer_parts, metrics, timed_metrics
 from grade.experiments.claims import to_markdown
 from grade.experiments.measured import Tables, measure_all
 from grade.experiments.setting import load_policy, text_sequences

@@ -1,9 +1,8 @@
 """Experiment 4: configurations, token counts by hand, and verdicts that follow from the figures."""
 
 from grade.experiments.claims import to_markdown
-from grade.experiments.exp4.claims import exp4_claims
 from grade.experiments.exp4.measure import tables as experiment
-from grade.experiments.exp4.metrics import GIB, metrics, timed_metrics
+from grade.experiments.exp4.metrics import GIB, exp4_claims, metrics, timed_metrics
 from grade.experiments.measured import Tables, measure_all
 
 SETTINGS = experiment.Settings(prompt_tokens=3)

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from grade.experiments.intuitor.claims import intuitor_claims
 from grade.experiments.intuitor.measure import tables as experiment
-from grade.experiments.intuitor.metrics import metrics, peaks_by_length
+from grade.experiments.intuitor.metrics import intuitor_claims, metrics, peaks_by_length
 from grade.experiments.measured import Tables
 from grade.experiments.traced import zero3_share
 from grade.memory.shapes import QWEN25_1_5B

@@ -8,7 +8,6 @@ from grade.entropy.run import ProbeRunConfig
 from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.errors import InputError
 from grade.experiments.measured import Tables, read_table, write_table
-from grade.experiments.probe.claims import probe_claims
 from grade.experiments.probe.measure import tables as experiment
 from grade.experiments.probe.measure.proposals import (
     ProbeStepConfig,
@@ -19,7 +18,7 @@ from grade.experiments.probe.measure.proposals import (
     restore_errors,
     saved_by_log_probabilities,
 )
-from grade.experiments.probe.metrics import metrics, timed_metrics
+from grade.experiments.probe.metrics import metrics, probe_claims, timed_metrics
 from grade.memory.bench import measure
 from grade.memory.shapes import QWEN25_1_5B
 from grade.memory.trace import trace

@@ -1,13 +1,20 @@
-"""Figures of the experiment on Intuitor, from its tables."""
+"""Figures of the experiment on Intuitor, and verdicts on document 004 (``claims.yaml``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from grade.experiments.intuitor.measure.tables import Settings
+from grade.experiments.claims import Claim, in_units, judge
+from grade.experiments.formulas import rows_bytes
+from grade.experiments.intuitor.measure.tables import SETTINGS, STATED_GB, Settings
 from grade.experiments.measured import Tables, figures_of
+from grade.memory.shapes import ModelShape
+
+LENGTH = 6144  # tokens at which the document states its sizes
 
 
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
@@ -27,3 +34,35 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
 def peaks_by_length(lengths: pd.DataFrame) -> Mapping[int, Mapping[str, float]]:
     """Peak in decimal GB by length and step."""
     return {n: dict(zip(rows.step, rows.peak_gb, strict=True)) for n, rows in lengths.groupby("tokens")}
+
+
+def intuitor_claims(
+    shape: ModelShape, rows_gb: Mapping[str, float], peaks: Mapping[int, Mapping[str, float]], m: Mapping[str, float]
+) -> list[Claim]:
+    """A verdict on each claim of document 004.
+
+    From its model, GB by formula and row of `grade.experiments.intuitor.measure.tables.memory_table`, traced GB by
+    length and step, and the figures of ``metrics``.
+    """
+    nearest = min(peaks, key=lambda n: abs(n - LENGTH))
+    pairs = {n: (at["Intuitor, dense logits"], at["PPO, dense logits"]) for n, at in peaks.items()}
+    more = {n: ours - ppo for n, (ours, ppo) in pairs.items()}
+    factors = {n: ours / ppo for n, (ours, ppo) in pairs.items()}
+    four, eighteen = (64 * n * shape.vocab * 8 / 1e9 for n in (4096, 18_432))
+    figures: dict[str, Any] = {
+        **m, **{f"{row} GB": size for row, size in rows_gb.items()},
+        **{f"{step} GB": peak for step, peak in peaks[nearest].items()},
+        "Intuitor more GB": more[nearest], "Intuitor most more GB": max(more.values()),
+        "scores": rows_bytes(64, 4096, 1), "64 prompts of 16": 64 * 16, "L": shape.layers,
+        "all at once TB": 16 * 2 * rows_gb["full logits"] / 1e3, "its rows GB": 3 + 1.2 + 0.0008 + 3 + 6,
+        "largest factor": max(factors.values()),
+        "factors": ", ".join(f"{n}: {factors[n]:.2f}" for n in sorted(set(STATED_GB) & set(peaks))),
+        "less by its formula": 1 - four / eighteen, "18K TB": eighteen / 1e3, "4K GB": four,
+        "logits of a sequence": rows_bytes(1, LENGTH, shape.vocab),
+        "conservative GB": 16 * 4 * 3072 * shape.vocab * 8 / 1e9,
+        "aggressive TB": 32 * 8 * 4096 * shape.vocab * 8 / 1e9 / 1e3,
+    }  # fmt: skip
+    for name in SETTINGS:
+        fits = m[f"intuitor/{name}_fits_chunked"]
+        figures[f"{name}/most"] = f"{fits:.0f}" + (" (all that are asked for)" if fits >= 32 else "")
+    return judge(Path(__file__).with_name("claims.yaml"), in_units(figures))
