@@ -6,6 +6,7 @@ not maintained and knows no folders.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
@@ -25,6 +26,26 @@ MANIFEST = "manifest.json"
 LOCK, _STAGING = ".lock", ".staging"
 _KEPT = ("lost+found", ".gitignore", ".gitkeep")
 """Names that a file system or git puts into empty folders; they stay where they are."""
+
+_STAGES = {"models/backbone": "backbone", "models/tiny": "pretrain"}
+_FOLDERS = ("models", "data", "outputs", "runs")
+"""Models that the pipeline makes, with their stages, and folders that are no owners on the hub."""
+
+
+def require_source(field: str, name: str, allowed: str, known: Iterable[str] = ()) -> None:
+    """Refuse what is neither here nor ``owner/name`` of the hub, which is asked for nothing else: it tries five times.
+
+    ``known``: names that would do as well, for a hint.
+    """
+    owner = name.partition("/")[0]
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and owner not in _FOLDERS and not name.endswith(".json")
+    if on_hub or os.path.exists(name):
+        return
+    folder = Path(name).parent
+    beside = [str(folder / entry) for entry in os.listdir(folder)] if os.path.isdir(folder) else []
+    close = difflib.get_close_matches(name, {*known, *_STAGES, *beside}, n=1)
+    hint = f"; run `dvc repro {_STAGES[name]}`" if name in _STAGES else f"; did you mean {close[0]!r}?" if close else ""
+    raise InputError(field, name, f"{allowed} (no folder {name}, and no owner/name of the hub{hint})")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 
 from grade.errors import InputError, reading
+from grade.files import require_source
 
 _HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]+))??(:(?P<split>[^:]+(\[.*\])?))?")
 _SOURCES = "a file (.jsonl, .json, .csv, .parquet), a folder that save_to_disk wrote, or a hub id 'user/name'"
@@ -129,6 +130,7 @@ def _from_hub(
     split = split or asked
     place = ":".join(filter(None, (name, config, split)))
     allowed = "a file or folder that exists, or a dataset on the hub that can be loaded"
+    require_source("prompts", name, allowed)
     with reading("prompts", place, allowed), _without_progress_bars():
         loaded = datasets.load_dataset(name, config, split=split)
     return ({split: loaded} if split else loaded), split

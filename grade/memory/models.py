@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from grade.errors import InputError
+from grade.files import require_source
 from grade.memory.meta import NoData
 from grade.memory.shapes import SHAPES
 from grade.models.adapter import LoraSettings
@@ -47,6 +48,7 @@ def model_config(name: str) -> PretrainedConfig:
 
 def read_config(field: str, value: str, source: str, allowed: str) -> PretrainedConfig:
     """A model's ``config.json``, from a folder or the hub."""
+    require_source(field, source, allowed, SHAPES)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises a dozen types, which mean the same to the user

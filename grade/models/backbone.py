@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from grade.errors import InputError, reading
+from grade.files import require_source
 from grade.models.adapter import (
     FOLDED_TYPES,
     LoraSettings,
@@ -199,6 +200,7 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
     """Model and tokenizer: safetensors only, no remote code, all dropout rates 0; arguments as of `Backbone.load`."""
     name = str(source)
     allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
+    require_source("backbone", name, allowed)
     with reading("backbone", name, allowed, Exception):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.is_encoder_decoder:

@@ -29,6 +29,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.utils import logging as transformers_logging
 
 from grade.errors import InputError, file_error, reading
+from grade.files import require_source
 from grade.models.backbone import errors_only
 from grade.models.head import EmbeddingTable, wide
 from grade.models.prompts import PromptBatch, padded, position_ids
@@ -268,6 +269,7 @@ def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[Pr
     with random ones.
     """
     allowed = "a folder or hub id of a sequence classifier with safetensors weights, a tokenizer and no remote code"
+    require_source("reward", source, allowed)
     transformers_logging.disable_progress_bar()
     with reading("reward", source, allowed), errors_only():
         model, info = AutoModelForSequenceClassification.from_pretrained(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from grade.errors import InputError, reading
-from grade.files import check_whole, claimed
+from grade.files import check_whole, claimed, require_source
 from grade.models.adapter import ADAPTER_FILES, load_adapter
 from grade.models.backbone import DTYPES, errors_only
 from grade.models.compatibility import check_loaded
@@ -37,6 +37,7 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> t
     allowed = "a base to be named in adapter_config.json, by a Hugging Face id or a folder with safetensors weights"
     if not base:
         raise InputError("base_model_name_or_path", base, allowed)
+    require_source("base_model_name_or_path", base, allowed)
     logging.disable_progress_bar()
     with claimed(output, (), inputs=(source,), option="OUT") as folder:
         with warnings.catch_warnings(action="ignore"):  # transformers' and PEFT's on what is checked here

@@ -28,9 +28,11 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.rollout import sample
 from grade.gradients.unrolled import unrolled
+from grade.memory.models import model_config
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.sampling import generate
+from grade.rewards.classifier import load_classifier
 
 COMMON = dict(
     vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -216,3 +218,29 @@ def test_missing_and_corrupt_models_are_one_line(saved, tmp_path):
         Backbone.load(saved)
     with pytest.raises(InputError, match="dtype: got 'int8'"):
         Backbone.load(saved, "int8")
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [("models/backbone", "run `dvc repro backbone`"), ("models/bakbone", "did you mean 'models/backbone'?"),
+     ("my_modle", "did you mean 'my_model'?"), ("./a/b", ""), ("/a/b", ""), ("a/b/c", ""), ("qwen3-4b", ""), ("", ""),
+     ("a\0b", ""), ("x" * 5000, "")],
+)  # fmt: skip
+def test_what_is_no_folder_and_no_owner_and_name_is_not_asked_of_the_hub(name, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_model").mkdir()
+    for load in (Backbone.load, load_classifier):
+        with pytest.raises(InputError, match="no folder .*, and no owner/name of the hub") as caught:
+            load(name)
+        assert hint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_owner_and_a_name_are_asked_of_the_hub():
+    with pytest.raises(InputError, match="backbone: got 'no-one/nothing'") as caught:
+        Backbone.load("no-one/nothing")
+    assert "no folder" not in str(caught.value)
+
+
+def test_a_misspelt_shape_is_named():
+    with pytest.raises(InputError, match="model: got 'qwen3-5b'.*did you mean 'qwen3-(4|0.6|8)b'"):
+        model_config("qwen3-5b")
