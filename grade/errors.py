@@ -12,6 +12,8 @@ import errno
 import os
 import re
 import stat
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +102,16 @@ def file_error(error: BaseException) -> str:
         reason = f"{type(error).__name__}: {error}"
     line = " ".join(reason.split())
     return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
+
+
+def last_line_of_user(error: BaseException) -> str:
+    """The innermost line of an exception that is neither the library's nor an installed package's, for a message."""
+    ours, lines = str(Path(__file__).parent), []
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = frame.filename
+        if not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or "site-packages" in file):
+            lines.append(f", {file}, line {frame.lineno}")
+    return lines[-1] if lines else ""
 
 
 BAD_CONTENT = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)  # the last: torch

@@ -27,7 +27,8 @@ from grade.training.toy import toy_reviews
 SECONDS = 60
 """A case that takes longer hangs: on a named pipe, an endless device."""
 
-REWARDS = """
+REWARDS = """import asyncio, json
+
 number = 3
 
 def length(completions, **columns):
@@ -56,6 +57,18 @@ def leaves(completions, **columns):
 
 async def late(completions, **columns):
     raise RuntimeError("too late")
+
+def inside_a_library(completions, **columns):
+    return json.loads("{")
+
+async def stops(completions, **columns):
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(1)
+
+async def cancels(completions, **columns):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(1)
 """
 TRAIN = {
     "model": "base", "train_dataset": "prompts.jsonl", "eval_dataset": "held_out.jsonl", "reward": "rewards.py:length",
@@ -75,7 +88,7 @@ GOOD = {
     "train": "--config train.yaml --output-dir out",
     "evaluate": "--config train.yaml --adapter run/adapter",
     "generate": "--backbone base --prompt film --max-new-tokens 2",
-    "show": "run",
+    "show": "run", "env": "",
     "merge": "run merged",
     "probe": "--output report.json --set backbone=base --set reward=bag --set reviews=reviews",
     "memory": "--set model=tiny --set max_new_tokens=2 --set prompt_tokens=2 --set gumbel_topk=8",
@@ -150,6 +163,11 @@ def cases():
         yield "train", f"--set {text}", "" if text.endswith("0") else text.partition("=")[2], {}
     for name in ("raises", "nan", "short", "none", "words", "needs_more", "leaves", "late", "number", "nothing", ""):
         yield "train", f"--reward rewards.py:{name}", "", {}
+    for name, says in {
+        "raises": "rewards.py, line 9", "late": "rewards.py, line 30", "inside_a_library": "rewards.py, line 33",
+        "stops": "cancelled", "cancels": "cancelled",
+    }.items():
+        yield "train", f"--reward rewards.py:{name} # {says}", says, {}
     for text in ("nowhere", "nowhere.py:f", "no_such_module:f", "os:path", ":f", "hf:nowhere", "run"):
         yield "train", f"--reward {text}", "reward", {}
     for content in ("def f(:\n", "1 / 0\n", "raise SystemExit\n"):

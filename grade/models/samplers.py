@@ -25,6 +25,7 @@ server is asked again here.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
@@ -37,15 +38,16 @@ from contextlib import suppress
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
 import torch
-from pydantic import BaseModel, FiniteFloat, StrictInt, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, StrictInt, ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from grade.background import wait_for
 from grade.errors import InputError
 from grade.files import writing
 from grade.models.backbone import Backbone
@@ -55,6 +57,8 @@ from grade.models.sampling import check_length, generate
 
 COMPLETIONS, CONNECTIONS = 128, 64
 """Most completions of a prompt in one request to a server, and requests under way at the same time; it batches them."""
+MOST_BYTES = 2**28
+"""Of an answer."""
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer later."""
 WAITS = (0.5, 2.0)
@@ -156,7 +160,7 @@ class Sampler:
 
 
 class _Logprobs(BaseModel):
-    token_logprobs: list[FiniteFloat]
+    token_logprobs: list[Annotated[FiniteFloat, Field(ge=-1e9, le=1)]]
     tokens: list[str] | None = None
 
 
@@ -205,11 +209,24 @@ class ServerSampler(Sampler):
         self._loaded: tuple[str, Path] | None = None
 
     @cached_property
-    def _client(self) -> httpx.Client:
+    def _client(self) -> httpx.AsyncClient:
         # A transport of its own: no proxy of the environment, and no connection outlives its answer.
         limits = httpx.Limits(max_keepalive_connections=0)
-        transport = httpx.HTTPTransport(verify=ssl.create_default_context(), limits=limits)
-        return httpx.Client(transport=transport, timeout=self.timeout)
+        transport = httpx.AsyncHTTPTransport(verify=ssl.create_default_context(), limits=limits)
+        return httpx.AsyncClient(transport=transport, timeout=None)
+
+    async def _answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, str]:
+        """Status and content, all of it within the time limit: httpx's own limits are for each part."""
+        content = b""
+        async with (
+            asyncio.timeout(self.timeout),
+            self._client.stream("POST", self.name + path, json=body, headers=headers) as answer,
+        ):
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+        return answer.status_code, content.decode(errors="replace")
 
     def post(self, path: str, body: dict[str, Any], needs: str = "an answer with status 200") -> str:
         """The text of an answer with status 200. After a time-out, which was all the time there is, nobody asks again.
@@ -220,14 +237,14 @@ class ServerSampler(Sampler):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for wait in (*self.waits, None):
             try:
-                answer = self._client.post(self.name + path, json=body, headers=headers)
-                if answer.status_code == 200:
-                    return answer.text
-                failure, again = f"status {answer.status_code}: {answer.text}", answer.status_code in BUSY
-            except httpx.TimeoutException:
+                status, content = wait_for(self._answer(path, body, headers))
+                if status == 200:
+                    return content
+                failure, again = f"status {status}: {content}", status in BUSY
+            except TimeoutError:
                 failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
                 raise InputError(field, failure, allowed) from None
-            except httpx.RequestError as error:
+            except Exception as error:  # httpx alone has three families
                 failure, again = f"{type(error).__name__}: {error}", True
             if wait is None or not again:
                 break
@@ -292,10 +309,10 @@ class ServerSampler(Sampler):
         return Samples(*(pad_sequence(column, batch_first=True).to(backbone.device) for column in columns))
 
     def _complete(self, backbone: Backbone, request: dict[str, Any]) -> list[Row]:
-        """The ``n`` completions of a request, if the policy could have written them, cut after their first end."""
-        text, n, field = self.post("/v1/completions", request), request["n"], f"sampler {self.name}"
+        """The ``n`` completions of a request, if the policy could have written them."""
+        content, n, field = self.post("/v1/completions", request), request["n"], f"sampler {self.name}"
         try:
-            choices = sorted(_Answer.model_validate_json(text).choices, key=lambda choice: choice.index)
+            choices = sorted(_Answer.model_validate_json(content).choices, key=lambda choice: choice.index)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -309,7 +326,7 @@ class ServerSampler(Sampler):
         for choice in choices:
             ids, logps, prompt = choice.token_ids, choice.logprobs.token_logprobs, choice.prompt_token_ids
             if ids is None:  # written "token_id:5" beside the log-probabilities
-                written = [re.fullmatch(r"token_id:(\d+)", token) for token in choice.logprobs.tokens or [""]]
+                written = [re.fullmatch(r"token_id:(\d{1,18})", token) for token in choice.logprobs.tokens or [""]]
                 ids = [int(number[1]) for number in written] if all(written) else None
             if ids is None:
                 raise InputError(field, "text without token ids", "return_token_ids, as vLLM >= 0.10.2 has")
@@ -330,16 +347,25 @@ class ServerSampler(Sampler):
                     f"none before {least} tokens",
                 ),
                 (
+                    end is not None and end + 1 < len(ids),
+                    f"{len(ids)} tokens, with an end-of-sequence after {end}",
+                    "no tokens after the end",
+                ),
+                (
                     end is None and len(ids) < most,
                     f"a completion that stops after {len(ids)} tokens",
                     f"{most} tokens, or an end-of-sequence of the policy ({ends})",
+                ),
+                (
+                    choice.logprobs.tokens is not None and len(choice.logprobs.tokens) != len(ids),
+                    f"{len(choice.logprobs.tokens or ())} texts of {len(ids)} tokens",
+                    "one of each token",
                 ),
             )
             for wrong, value, allowed in rules:
                 if wrong:
                     raise InputError(field, value, allowed)
-            stop = len(ids) if end is None else end + 1
-            rows.append((ids[:stop], logps[:stop]))
+            rows.append((ids, logps))
         return rows
 
 

@@ -15,7 +15,6 @@ import asyncio
 import functools
 import inspect
 import numbers
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grade.errors import InputError
+from grade.background import wait_for
+from grade.errors import InputError, last_line_of_user
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import Reward
@@ -162,7 +162,8 @@ def run_functions(
             results[reward] = checked(reward, result, start)
     waiting = [reward for reward in rewards if reward.is_async]
     if waiting:
-        finished = asyncio.run_coroutine_threadsafe(gather(waiting), _event_loop()).result()
+        with _named_errors(waiting[0], texts):
+            finished = wait_for(gather(waiting))
         for outcome in finished:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -177,9 +178,10 @@ def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         first = f"row 0 of {len(texts.completions)} begins {beginning(texts.completions[0])}"
-        allowed = f"no exception ({str(error)[:_MOST_SHOWN] or 'no message'}), but {_RETURNS}; {first}"
+        message = f"{str(error)[:_MOST_SHOWN] or 'no message'}{last_line_of_user(error)}"
+        allowed = f"no exception ({message}), but {_RETURNS}; {first}"
         raise InputError(f"reward {reward.name!r}", type(error).__name__, allowed) from error
 
 
@@ -202,14 +204,6 @@ def _values(reward: FunctionReward, result: Any, texts: Texts, dtype: torch.dtyp
             where = f"{field}, row {row} ({beginning(texts.completions[row])})"
             raise InputError(where, value, "a finite number, or None where the reward does not apply")
     return torch.tensor([float("nan") if value is None else float(value) for value in result], dtype=dtype)
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop in a thread of its own: it works inside Jupyter's loop, and clients keep their connections."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
-    return loop
 
 
 def _valid(ids: Tensor, mask: Tensor) -> list[list[int]]:

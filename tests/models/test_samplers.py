@@ -3,6 +3,9 @@
 import json
 import os
 import socket
+import threading
+import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -222,6 +225,15 @@ WRONG = {
     "cut short": (
         choices(lambda c: (c["token_ids"].pop(), c["logprobs"]["token_logprobs"].pop())), "stops after 2 tokens"
     ),
+    "more texts than tokens": (choices(lambda c: c["logprobs"]["tokens"].append("token_id:3")), "4 texts of 3 tokens"),
+    "a number of thousands of digits": (
+        choices(lambda c: (c.pop("token_ids"), c["logprobs"].update(tokens=["token_id:" + "1" * 5000] * 3))),
+        "text without token ids",
+    ),
+    "no logarithm": (
+        choices(lambda c: c["logprobs"].update(token_logprobs=[-1e300] * 3)), "token_logprobs.0: .* greater than"
+    ),
+    "nested too deeply": (whole(lambda a: (200, '{"choices": ' + "[" * 20_000)), "JSON"),
     "fewer completions": (whole(lambda a: (200, {"choices": a["choices"][1:]})), "1 choices.*2 choices"),
     "the same twice": (whole(lambda a: (200, {"choices": a["choices"][:1] * 2})), "2 choices with indices 0 to 1"),
     "another prompt": (choices(lambda c: c.update(prompt_token_ids=[1])), "the prompt's tokens as they were sent"),
@@ -240,6 +252,18 @@ def test_a_servers_answer_is_checked(case, served):
     finally:
         server.spoil = None
     assert server.address in str(error.value) and "\n" not in str(error.value)
+
+
+def test_tokens_after_the_end_are_refused(served):
+    backbone, server, sampler = served
+    server.spoil = choices(
+        lambda c: (c.update(token_ids=[3, EOS[0], 3]), c["logprobs"].update(token_logprobs=[-1.0] * 3))
+    )
+    try:
+        with pytest.raises(InputError, match="3 tokens, with an end-of-sequence after 1"):
+            sampler.sample(backbone, one_prompt(2), 3, generator())
+    finally:
+        server.spoil = None
 
 
 def test_ids_may_be_written_beside_the_log_probabilities(served):
@@ -277,11 +301,42 @@ def test_nobody_there_and_nobody_who_answers(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(InputError, match=f"POST {address}/v1/.*: got 'ConnectError: .*refused"):
+        with pytest.raises(InputError, match=f"POST {address}/v1/.*: got 'ConnectError: .*failed"):
             ServerSampler(address, 5.0, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
         taken.listen()  # connections are taken, and nothing follows
         with pytest.raises(InputError, match=r"no answer for 0.2 s.* sampler_timeout"):
             ServerSampler(address, 0.2, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+
+
+@pytest.mark.parametrize(
+    "answer, wait, says",
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b" " * 99, 0.1, "no answer for 0.5 s"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 50, 0.1, "no answer for 0.5 s"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[]", None, "Error: "),
+        (b"\x00" * 99, None, "RemoteProtocolError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n[]", None, "DecodingError"),
+        (b"HTTP/1.1 500 X\r\nContent-Type: a/b; charset=base64\r\n\r\n[]", None, "status 500: .*"),
+    ],
+    ids=["a slow body", "slow headers", "too short", "no HTTP", "no gzip", "a codec that is no charset"],
+)  # fmt: skip
+def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(answer, wait, says):
+    """``wait``: seconds between bytes; None: all at once, and the connection is closed."""
+
+    def serve():
+        with listening.accept()[0] as connection, suppress(OSError):
+            connection.recv(65536)
+            for part in [answer] if wait is None else [answer[i : i + 1] for i in range(len(answer))]:
+                connection.sendall(part)
+                time.sleep(wait or 0)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        sampler = ServerSampler(f"http://127.0.0.1:{listening.getsockname()[1]}", 0.5, waits=())
+        start = time.monotonic()
+        with pytest.raises(InputError, match=says) as error:
+            sampler.post("/v1/completions", {})
+    assert "\n" not in str(error.value) and time.monotonic() - start < 4
 
 
 def test_the_servers_key_is_sent(served, monkeypatch):
