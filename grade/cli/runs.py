@@ -18,14 +18,20 @@ from rich.table import Table
 
 from grade.cli.options import command, option
 from grade.errors import InputError, reading, require_file
+from grade.files import check_file, write_text
 from grade.results import environment
 
 HISTORY_ROWS = 10
+EVALUATIONS = 6
+"""At most, side by side on a page."""
+STATE = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
+"""Settings of a run from Python that the Trainer keeps in its state."""
 PART = "rewards/"
 HELD_OUT = "held-out reward"
 HISTORY = {
     "train/reward": "reward", "train/kl": "KL", "val/reward_mean": HELD_OUT, "val/reward_stderr": "stderr",
     "kl": "KL", "eval_reward": HELD_OUT, "eval_reward_stderr": "stderr",
+    "train/distilled/r2": "R2", "distilled/r2": "R2", "train/length": "length", "completions/mean_length": "length",
 }  # fmt: skip
 """Columns of ``history.csv`` and names in the Trainer's log, as they are shown."""
 PACKAGES = ("grade-rl", "accelerate", "datasets", "trl", "vllm")
@@ -38,6 +44,7 @@ WRITTEN = "a file that a training run wrote"
     option("--step", type=int, metavar="N", help="completions of this step (default: the newest)"),
     option("--rows", type=int, default=5, metavar="N", help="completions of each table (default: 5)"),
     option("--columns", metavar="NAME,NAME", help="default: prompt, completion, reward and its parts"),
+    option("--html", metavar="FILE", help="write a page with curves and completions by step instead"),
 )
 def _show(args: argparse.Namespace) -> None:
     """Print a run: its settings, its history, some of its completions with their rewards."""
@@ -53,12 +60,29 @@ def _show(args: argparse.Namespace) -> None:
     state = _read_json(checkpoints[max(checkpoints)] / "trainer_state.json") if checkpoints else {}
     # The note says so itself; an earlier run's results may still be beside it.
     finished = bool(metrics) and bool(about.get("finished", not about))
+    if args.html:
+        check_file(args.html, "--html")
     tables = _tables(run, args.step)
     liked = [tables.pop(title) for title in list(tables) if title.startswith("tokens, ")]
     shown = _chosen(tables, args.columns)
     with reading("RUN", run, "the folder of a training run"):
         settings = _settings(about.get("settings", {}), metrics if finished else {}, state)
-        history = _history(run, state, finished)
+        log = _log(run, state, finished)
+        history = _history(log) if len(log) else log
+    tokens = _liked(run, liked[-1], args.rows) if liked else []
+    if args.html:
+        from grade.cli.page import page  # here: matplotlib takes a second
+
+        evaluations = {step: _tables(run, step)[f"eval, step {step}"] for step in _eval_steps(run)}
+        evaluations = evaluations or {int(title.split()[-1]): table for title, table in tables.items()}
+        card = run / "README.md"
+        with reading("RUN", run, "the folder of a training run"):
+            text = require_file(card).read_text(encoding="utf-8") if card.exists() and (finished or not about) else ""
+            known = about.get("settings") or {name: state[name] for name in STATE if name in state}
+            html = page(run.resolve().name, settings, log, evaluations, tokens, known, text, args.rows, _shown)
+        write_text(args.html, html)
+        print(f"wrote {args.html}")
+        return
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(settings, soft_wrap=True)
     if len(history):
@@ -66,11 +90,8 @@ def _show(args: argparse.Namespace) -> None:
     for title, table in shown.items():
         console.print(f"\n{title}: {min(args.rows, len(table))} of {len(table)} completions")
         console.print(_rich(table.head(args.rows)))
-    for table in liked:
-        with reading("RUN", run, "a table of tokens that a training run wrote"):
-            pairs = zip(table["token"], table["value"], strict=True)
-            listed = [f"{_shown(repr(token))} {value:+.2g}" for token, value in pairs]
-        best, worst = (", ".join(part[: args.rows]) or "nothing yet" for part in (listed, listed[::-1]))
+    if tokens:
+        best, worst = (", ".join(words) or "nothing yet" for words in tokens)
         console.print(f"\nthe reward likes: {best}\ndislikes: {worst}", soft_wrap=True)
     if not shown:
         console.print("\nno completions yet: they are kept with log_completions=true, and by every evaluation")
@@ -114,8 +135,16 @@ def _settings(settings: dict[str, Any], metrics: dict[str, Any], state: dict[str
     return ", ".join(f"{name.lstrip()}{value}" for name, value in parts.items() if value not in (None, ""))
 
 
-def _history(run: Path, state: dict[str, Any], finished: bool) -> pd.DataFrame:
-    """Some rows of the history: those with an evaluation, or evenly spaced ones, always with the last."""
+def _liked(run: Path, table: pd.DataFrame, most: int) -> list[list[str]]:
+    """Tokens that the reward likes most and least, each with its value."""
+    with reading("RUN", run, "a table of tokens that a training run wrote"):
+        pairs = zip(table["token"], table["value"], strict=True)
+        listed = [f"{_shown(repr(token))} {value:+.2g}" for token, value in pairs]
+    return [listed[:most], listed[::-1][:most]]
+
+
+def _log(run: Path, state: dict[str, Any], finished: bool) -> pd.DataFrame:
+    """All rows of the history, with the names of `HISTORY`."""
     if finished and (run / "history.csv").exists():
         rows = pd.read_csv(require_file(run / "history.csv"))
     elif state:
@@ -123,7 +152,13 @@ def _history(run: Path, state: dict[str, Any], finished: bool) -> pd.DataFrame:
         rows = rows.dropna(how="all").dropna(axis=1, how="all").reset_index()
     else:
         return pd.DataFrame()
-    rows = rows.rename(columns=HISTORY).reindex(columns=["step", "reward", "KL", HELD_OUT, "stderr"]).astype(float)
+    names = list(dict.fromkeys(["step", "reward", *HISTORY.values()]))
+    return rows.rename(columns=HISTORY).reindex(columns=names).astype(float)
+
+
+def _history(rows: pd.DataFrame) -> pd.DataFrame:
+    """Some rows of the history: those with an evaluation, or evenly spaced ones, always with the last."""
+    rows = rows[["step", "reward", "KL", HELD_OUT, "stderr"]]
     evaluated = rows.index[rows[HELD_OUT].notna()]
     kept = evaluated.union(rows.index[-1:]) if len(evaluated) > 2 else rows.index
     places = np.linspace(0, len(kept) - 1, min(HISTORY_ROWS, len(kept))).round().astype(int)
@@ -131,6 +166,12 @@ def _history(run: Path, state: dict[str, Any], finished: bool) -> pd.DataFrame:
     errors = rows.pop("stderr").map(lambda v: "" if pd.isna(v) else f" ± {v:.2g}")
     rows[HELD_OUT] = rows[HELD_OUT].map(_shown) + errors
     return rows if len(evaluated) else rows.drop(columns=HELD_OUT)
+
+
+def _eval_steps(run: Path) -> list[int]:
+    """Steps of some evaluations whose completions were kept: evenly spaced, with the first and the last."""
+    steps = sorted(int(path.stem[5:]) for path in run.glob("completions/eval_*.parquet") if path.stem[5:].isdecimal())
+    return [steps[i] for i in np.linspace(0, len(steps) - 1, min(EVALUATIONS, len(steps))).round().astype(int)]
 
 
 def _tables(run: Path, step: int | None) -> dict[str, pd.DataFrame]:
@@ -182,11 +223,11 @@ def _rich(table: pd.DataFrame) -> Table:
     return rich
 
 
-def _shown(value: Any) -> str:
-    """A number with four digits, or a text on one line, without what a terminal would obey."""
+def _shown(value: Any, kept: str = "") -> str:
+    """A number with four digits, or a text on one line, without what a terminal would obey, except what is kept."""
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.4g}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in str(value))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

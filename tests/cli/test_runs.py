@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import unicodedata
+from html import unescape
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
@@ -12,6 +14,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grade import GradeConfig, GradeTrainer
 from grade.cli.main import main
 from grade.training.toy import toy_task
 
@@ -177,7 +180,69 @@ def test_a_run_that_has_no_checkpoint_yet_is_shown(unfinished, capsys):
     assert "step 0 of 4, not finished" in out and "no completions yet" in out
 
 
+def test_a_page_holds_curves_completions_by_step_settings_and_command(place, tmp_path, capsys):
+    assert show(capsys, place / "run", "--html", tmp_path / "run.html") == f"wrote {tmp_path / 'run.html'}\n"
+    page = (tmp_path / "run.html").read_text()
+    assert "<h1>run</h1>" in page and "rloo, base base, reward rewards.py:length + rewards.py:vowels, 4 steps" in page
+    curves = ElementTree.fromstring(re.sub("(xlink|xml):", "", re.search("<svg.*</svg>", page, re.S)[0]))
+    titles = [text.text for text in curves.iter("text")]
+    assert "held-out reward ± standard error" in titles and "KL to the base, nats per token" in titles
+    assert "R² of the distilled reward" not in titles  # rloo has none
+    for step in (0, 4):
+        table = pd.read_parquet(place / "run" / "completions" / f"eval_{step:05}.parquet")
+        scores = [f"{name} {table[column][0]:.4g}" for name, column in
+                  (("reward", "reward"), ("length", "rewards/length"), ("vowels", "rewards/vowels"))]  # fmt: skip
+        assert f"<th>step {step}</th>" in page and ", ".join(scores) in page
+        assert table["prompt"][0] in unescape(page)
+    assert "<li>learning rate: 0.1</li>" in page and "grade train --method rloo" in page and "<li>torch 2" in page
+    assert not re.search("https?://|<script|<link|src=", page)
+
+
+def test_a_page_shows_what_the_reward_likes_and_escapes_all_that_the_run_wrote(copied, tmp_path, capsys):
+    bad = "<script>alert(1)</script> & \"two\"\nlines \x1b[31m"
+    for step, reward in ((5, 1.5), (9, float("nan"))):
+        rows = [{"prompt": bad, "completion": f"{step}{bad}", "reward": reward}]
+        pd.DataFrame(rows).to_parquet(copied / "completions" / f"eval_{step:05}.parquet")
+    tokens = {"token": ["<b>", "&"], "value": [0.5, -0.25]}
+    pd.DataFrame(tokens).to_parquet(copied / "completions" / "tokens_00009.parquet")
+    (copied / "README.md").write_text("\n## Training\n\n- <b>bold</b>\n")
+    show(capsys, copied, "--rows", 9, "--html", tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    safe = "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &#34;two&#34;\nlines \\x1b[31m"
+    assert f"<td>{safe}</td>" in page and f"<td>9{safe}<" in page and "reward 1.5" in page
+    assert "<script" not in page and "<b>" not in page
+    likes, dislikes = re.findall(r"<p>The reward (?:dis)?likes: <code>(.*?)</code>", page)
+    assert likes == "&#39;&lt;b&gt;&#39; +0.5" and dislikes == "&#39;&amp;&#39; -0.25"
+
+
+def test_a_page_of_a_run_that_was_killed_or_has_only_begun(unfinished, tmp_path, capsys):
+    show(capsys, unfinished, "--html", tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert "step 2 of 4, not finished" in page and "<svg" in page and "<th>step 0</th>" in page
+    assert "<td>learning_rate</td><td>0.1</td>" in page and "<th>step 4</th>" not in page
+    shutil.rmtree(unfinished / "checkpoint-2")
+    shutil.rmtree(unfinished / "completions")
+    show(capsys, unfinished, "--html", tmp_path / "run.html")
+    assert "Nothing is logged yet." in (tmp_path / "run.html").read_text()
+
+
+def test_a_page_of_a_run_from_python_has_the_fit_of_the_distilled_reward(tmp_path, capsys):
+    task = toy_task()
+    prompts = [{"prompt": text} for text in task.train_prompts[:4]]
+    config = GradeConfig(str(tmp_path / "run"), max_steps=4, learning_rate=1e-2, eval_strategy="steps", eval_steps=2,
+                         max_completion_length=4, report_to="none", use_cpu=True)  # fmt: skip
+    reward = lambda completions, **_: [float("e" in text) for text in completions]  # noqa: E731
+    GradeTrainer(task.backbone, reward, config, prompts, eval_dataset=prompts).train()
+    capsys.readouterr()
+    show(capsys, tmp_path / "run", "--html", tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert "R² of the distilled reward" in page and "<p>4 steps</p>" in page and "The reward likes" in page
+    assert all(f"<th>step {step}</th>" in page for step in (2, 4))
+
+
 BAD = {
+    "a page that is a folder": (["show", "RUN", "--html", "EMPTY"], "--html: got '.*'; allowed: a file: not a folder"),
+    "no run for a page": (["show", "nowhere", "--html", "run.html"], "RUN: got 'nowhere'"),
     "no run": (["show", "nowhere"], "RUN: got 'nowhere'; allowed: the folder of a training run"),
     "an empty folder": (["show", "EMPTY"], "allowed: the folder of a training run"),
     "no rows": (["show", "RUN", "--rows", "0"], "--rows: got 0; allowed: at least 1"),
