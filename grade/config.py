@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,6 +28,19 @@ MOST_KEYS = 60
 """Keys that an error lists."""
 SEEDS = 2**32
 """Seeds are below this: numpy takes no larger ones, and torch's generator on CPUs reads only their lower 32 bits."""
+
+LARGEST = 1e18
+"""Largest number of a setting: its square is still a float32, and it is still a whole number of 64 bits."""
+MOST_BYTES = 10**12
+"""More than any machine has for what is estimated from below."""
+
+
+def check_bytes(sizes: Mapping[str, int], each: int) -> None:
+    """Refuse the largest of sizes (of a batch, of a model) if their product needs more than any machine has."""
+    need, name = math.prod(sizes.values()) * each, max(sizes, key=sizes.__getitem__)
+    if need > MOST_BYTES:
+        others = ", ".join(f"{key} = {value}" for key, value in sizes.items() if key != name)
+        raise InputError(name, sizes[name], f"less: it would need {need / 1e12:,.3g} TB with {others}")
 
 
 class _Loading:
@@ -62,6 +76,16 @@ class Config(_Loading, pydantic.BaseModel):
     """Base of all configs: immutable, strict types, no unknown keys, no NaN or infinity."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @pydantic.field_validator("*")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(part, int | float) and abs(part) > LARGEST:
+                raise ValueError(f"at most {LARGEST:g} in size: arithmetic with larger numbers overflows")
+            if isinstance(part, str) and "\0" in part:
+                raise ValueError("text without the character NUL")
+        return value
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:

@@ -61,6 +61,7 @@ FILE_ERRORS = {
     "builtins.OSError": "the file system, subprocesses, and transformers for a model that it cannot find",
     "builtins.UnicodeError": "text that is not in UTF-8, or that UTF-8 cannot store",
     "builtins.EOFError": "a file that ends too early: pickle, zipfile, numpy",
+    "builtins.RecursionError": "JSON that is nested too deeply",
     "json.decoder.JSONDecodeError": "json",
     "ruamel.yaml.error.YAMLError": "ruamel.yaml",
     "yaml.error.YAMLError": "yaml, in datasets and transformers",
@@ -85,9 +86,9 @@ By name, because importing a library only to name its exceptions takes seconds."
 
 
 def is_file_error(error: BaseException) -> bool:
-    """Whether an exception is one of `FILE_ERRORS`, derived from one, or what a library in Rust says of the system."""
+    """Whether an exception is one of `FILE_ERRORS`, derived from one, or what Rust and torch say of the system."""
     known = any(f"{kind.__module__}.{kind.__qualname__}" in FILE_ERRORS for kind in type(error).__mro__)
-    return known or bool(re.search(r"\(os error \d+\)", str(error)))
+    return known or bool(re.search(r"\(os error \d+\)|PytorchStreamWriter|inline_container", str(error)))
 
 
 def file_error(error: BaseException) -> str:
@@ -110,7 +111,7 @@ def last_line_of_user(error: BaseException) -> str:
     for frame in traceback.extract_tb(error.__traceback__):
         file = frame.filename
         if not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or "site-packages" in file):
-            lines.append(f", {file}, line {frame.lineno}")
+            lines.append(f" in {file}, line {frame.lineno}")
     return lines[-1] if lines else ""
 
 

@@ -111,6 +111,7 @@ CONFIGURED = ("train", "probe", "memory", "bench", "fetch", "data", "backbone", 
 BINARY = bytes(range(256)) * 8
 FIFO, DIRECTORY, ENDLESS = os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")
 DEEP = "[" * 20_000
+BIG = json.dumps({"model_type": "llama", "num_hidden_layers": 10**6, "hidden_size": 4096, "vocab_size": 99})
 YAML = {
     "duplicate keys": "seed: 1\nseed: 2\n", "duplicate nested keys": "lora: {r: 2, r: 4}\n",
     "a sexagesimal number": "seed: 1:30\n", "an impossible date": "seed: 2024-13-45\n", "a circle": "seed: &a [*a]\n",
@@ -181,6 +182,25 @@ def cases():
         yield "train", f"--set train_dataset={name}", "", {name: content}
     yield "train", "--output-dir run --resume --set seed=1", "seed", {}
     yield "train", "--output-dir run --resume", "", {"run/run.json": '{"settings": {}, "inputs": {}, "code": "x"}'}
+    for text, says in (
+        ("--learning_rate -1.0", "learning_rate: got -1.0"), ("--learning-rate=1e30", "learning_rate: got 1e+30"),
+        ("--lora.r 0", "lora.r: got 0"), ("--beta 1e38", "overflows"), ("--learning_rte 1", "unrecognized"),
+        ("--per_device_train_batch_size 1000000000", "would need"), ("--max_completion_length 100000000000", "TB"),
+        ("--gradient_accumulation_steps 1000000000", "gradient_accumulation_steps"),
+        ("--method gumbel_rao --max_completion_length 512 --rao_draws 1000000 --num_generations null", "rao_draws"),
+        ("--model 'a\0b'", "NUL"), ("--set 'reward=[\"a\\0b\"]'", "NUL"), ("--seed 1" + "0" * 50, "seed"),
+        ("--dataloader_num_workers 1000000", "dataloader_num_workers"),
+    ):  # fmt: skip
+        yield "train", text, says, {}
+    for text, says in (
+        ("--batch-size 1000000000", "TB"), ("--max-new-tokens 100000000000", "TB"), ("--model big", "TB"),
+        ("--set base_copies=1000000000", "base_copies"), ("--model mdels/backbone", "mdels/backbone"),
+    ):  # fmt: skip
+        yield "memory", text, says, {"big/config.json": BIG} if "big" in text else {}
+    yield "generate", "--samples 1000000000000", "TB", {}
+    yield "show", "# deep JSON", "", {"run/run.json": '{"settings": ' + DEEP}
+    yield "generate", "# deep JSON", "", {"base/config.json": DEEP}
+    yield "notebook", "# deep literals", "", {"small.ipynb": json.dumps(NOTEBOOK).replace("seed = 0", f"seed = {DEEP}")}
     for command, text in (
         ("generate", "--temperature nan"), ("generate", "--max-new-tokens 0"), ("generate", "--seed 4294967296"),
         ("generate", "--samples 0"), ("generate", "--prompt ''"), ("generate", "--adapter nowhere"),
@@ -262,6 +282,7 @@ def test_it_is_one_line_and_nothing_else(command, more, says, files, project, tm
     shutil.copytree(project, folder)
     monkeypatch.chdir(folder)
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         put(folder / name, content)
     before = snapshot(folder)
 

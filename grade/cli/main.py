@@ -81,6 +81,9 @@ def _run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in CHECKOUT and find_spec("grade.experiments") is None:
         _report(argv[0], "needs a checkout of the repository: the installed library has no experiments and no pipeline")
         return 2
+    if any("\0" in word for word in argv):
+        _report(argv[0], InputError("arguments", argv, "text without the character NUL"))
+        return 2
     args = parse(argv)
     try:
         args.execute(args)
@@ -109,8 +112,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if name in argv:  # importing torch takes seconds: only the command that runs pays for it
             _import(COMMANDS[name][0])
             _import("options").ADD[name](sub)
+            argv = _import("options").spelt(sub, argv)
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
+    if unknown and (unknown := _import("options").take_keys(args, unknown)):
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -48,7 +48,8 @@ def command(
                 parser.add_argument(*names, **settings)
             if config:
                 lines = _describe(config) + ([f"  ... {others}"] if others else [])
-                parser.epilog = "config keys (default): meaning\n" + "\n".join(lines)
+                parser.epilog = "config keys (--set KEY=VALUE, or --KEY VALUE; default): meaning\n" + "\n".join(lines)
+                parser.set_defaults(keys=frozenset(_fields(config)))
             parser.set_defaults(execute=execute)
 
         ADD[name] = add
@@ -57,8 +58,38 @@ def command(
     return registered
 
 
+def spelt(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """The arguments, with ``--output_dir``, as other libraries write it, for ``--output-dir``."""
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        words.append(dashed + equals + value if dashed in parser._option_string_actions else word)
+    return words
+
+
+def take_keys(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
+    """Take ``--key value`` of the command's config, with ``_`` or ``-``, as ``--set key=value``; what is left."""
+    left, rest = [], list(unknown)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        if not word.startswith("--") or key.partition(".")[0] not in getattr(args, "keys", ()):
+            left.append(word)
+            continue
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        args.set.append(f"{key}={value}")
+    return left
+
+
+def _fields(config: type[Config] | type[Settings]) -> dict[str, pydantic.fields.FieldInfo]:
+    return config.model_fields if issubclass(config, Config) else config.schema().model_fields
+
+
 def _describe(config: type[Config] | type[Settings], prefix: str = "") -> list[str]:
-    fields, lines = config.model_fields if issubclass(config, Config) else config.schema().model_fields, []
+    fields, lines = _fields(config), []
     for name, field in fields.items():
         if not issubclass(config, Config) and name not in own_fields(config):
             continue

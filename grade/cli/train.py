@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from grade.cli.options import command, option, print_metrics
-from grade.config import SEEDS, read_values
+from grade.config import SEEDS, check_bytes, read_values
 from grade.errors import InputError
 from grade.files import check_file, writing
-from grade.gradients.methods import METHODS
+from grade.gradients.methods import BYTES_PER_TOKEN, METHODS
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.models.sampling import generate
@@ -48,7 +48,7 @@ def _train(args: argparse.Namespace) -> None:
             own = {"method": method, "output_dir": str(Path(args.output_dir) / method)}
             configs.append(TrainConfig.parse(TrainConfig.values_for(method, values) | given | own))
     else:
-        options = [f"{name}={json.dumps(value)}" for name, value in given.items()]
+        options = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items()]
         configs = [TrainConfig.load(args.config, args.set, options)]
     for config in configs:
         show = config.process_index == 0
@@ -103,6 +103,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise InputError("--samples", args.samples, "at least 1")
     if not 0 <= args.seed < SEEDS:
         raise InputError("--seed", args.seed, f"0 to {SEEDS - 1}")
+    check_bytes({"--samples": args.samples, "--max-new-tokens": args.max_new_tokens}, BYTES_PER_TOKEN)
     backbone = Backbone.load(args.backbone, adapter=args.adapter)
     texts = [text for text in args.prompt for _ in range(args.samples)]
     prompts = encode_prompts(backbone.tokenizer, texts, 2**31)

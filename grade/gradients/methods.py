@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from grade.config import Settings, setting
+from grade.config import LARGEST, Settings, check_bytes, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support, tau_at
 
@@ -107,8 +107,11 @@ def _residual_weight(value: float | str) -> float | str:
     return value
 
 
-Rate = Annotated[float, Field(gt=0, le=1e30)]
-"""A learning rate: where ten times the rate overflows float32, torch ends with a traceback."""
+Rate = Annotated[float, Field(gt=0, le=LARGEST)]
+"""A learning rate: AdamW moves a weight by about this much."""
+MOST_MICROBATCHES = 2**16
+BYTES_PER_TOKEN = 1024
+"""Of a completion in a step, at the least: an embedding of 256 numbers, for the smallest of models."""
 _Tau = Annotated[float, Field(ge=TAU_RANGE[0], le=TAU_RANGE[1])]
 
 
@@ -194,6 +197,11 @@ class MethodConfig(Settings):
         if self.method in (DISTILLED, AUTO) and self.distil_window < 2 * self.group:
             allowed = f"at least {2 * self.group}: two groups of {self.group}, as each is judged by the others"
             raise InputError("distil_window", self.distil_window, allowed)
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Refuse a step that no machine can hold: ``sizes`` are of the batch and the completion, by their names."""
+        drawn = {"rao_draws": self.rao_draws} if self.method.startswith("gumbel_rao") else {}
+        check_bytes({**sizes, **drawn}, 4 * max(self.gumbel_topk, 1) if drawn else BYTES_PER_TOKEN)
 
     @staticmethod
     def values_for(method: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from grade.config import check_bytes
 from grade.errors import InputError
 from grade.files import require_source
 from grade.memory.meta import NoData
@@ -43,6 +44,7 @@ def model_config(name: str) -> PretrainedConfig:
     if missing or config.is_encoder_decoder:
         allowed = f"a decoder-only language model; config.json lacks {missing[0]}" if missing else "not encoder-decoder"
         raise InputError("model", name, allowed)
+    check_bytes({key: getattr(config, key) for key in ("num_hidden_layers", "hidden_size")}, config.hidden_size)
     return config
 
 

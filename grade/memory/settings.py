@@ -21,6 +21,7 @@ from grade.gradients.methods import (
     AUTO,
     DISTILLED,
     METHODS,
+    MOST_MICROBATCHES,
     OPTIONS,
     POLICY_GRADIENTS,
     RELAXED,
@@ -51,7 +52,9 @@ class TracedConfig(Config):
 
     model: str = Field("qwen3-4b", description="shipped shape, Hugging Face id, or folder with config.json")
     batch_size: int = Field(1, ge=1, description="sequences in a microbatch, B")
-    gradient_accumulation_steps: int = Field(1, ge=1, description="microbatches in an optimizer step")
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, le=MOST_MICROBATCHES, description="microbatches in an optimizer step"
+    )
     prompt_tokens: int = Field(32, ge=1, description="prompt length P in tokens")
     max_new_tokens: int = Field(64, ge=1, description="completion length T in tokens")
     gradient_checkpointing: bool = Field(False, description="recompute layers in backward")
@@ -60,7 +63,9 @@ class TracedConfig(Config):
     adapter: Literal["lora", "full"] = Field("lora", description="lora, or full: every weight of the layers is trained")
     lora: LoraSettings = Field(LoraSettings(), description="the adapter")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
-    base_copies: int = Field(1, ge=1, description="copies of the base (3: policy, reference and reward of their own)")
+    base_copies: int = Field(
+        1, ge=1, le=64, description="copies of the base (3: policy, reference and reward of their own)"
+    )
 
     @property
     def batch_unit(self) -> int:
@@ -162,6 +167,8 @@ class StepConfig(TracedConfig):
             allowed = f"a multiple of {self.batch_unit} ({self.trainer.group} completions of a prompt"
             allowed += f", {self.minibatches} minibatches)" if self.minibatches > 1 else ")"
             raise InputError("batch_size", self.batch_size, allowed)
+        for length in ("prompt_tokens", "max_new_tokens"):
+            self.trainer.check_sizes({"batch_size": self.batch_size, length: getattr(self, length)})
         return self
 
     @property

@@ -242,6 +242,9 @@ def _token_ids(
     for field, prompt, ids in zip(fields, prompts, checked, strict=True):
         if not ids or not str(prompt).strip():
             raise InputError(field, prompt, "text (not only white space) of at least one token")
+    for field, ids in zip(fields, encoded, strict=True):
+        if max(ids) >= len(tokenizer) and tokenizer.convert_ids_to_tokens(max(ids)) is None:  # its template adds it
+            raise InputError(f"token of the {field}", max(ids), f"an id of the tokenizer, below {len(tokenizer)}")
     return encoded
 
 

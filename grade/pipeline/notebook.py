@@ -58,7 +58,7 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
                     defaults[name] = ast.literal_eval(value)
                 case _:
                     raise ValueError(f"line {statement.lineno} is something else")
-    except (SyntaxError, ValueError, TypeError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last: nested deeply
         allowed = f"only lines like 'name = literal' ({error})"
         raise InputError(f"{Path(notebook).name}: parameters cell", cells[0].source, allowed) from None
     return defaults
@@ -82,6 +82,7 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
     executed copy is ``<stem of output>.failed.ipynb`` beside it.
     """
     import papermill
+    from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     notebook, output = Path(notebook), Path(output)
@@ -108,6 +109,8 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
         os.replace(temporary, failed)
         message = f"{notebook.name}, cell In [{error.exec_count}]: {error.ename}: {error.evalue} (see {failed})"
         raise NotebookError(" ".join(message.split())) from None
+    except DeadKernelError as error:
+        raise NotebookError(f"{notebook.name}: a cell ended its kernel ({error})") from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -180,8 +180,8 @@ def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         first = f"row 0 of {len(texts.completions)} begins {beginning(texts.completions[0])}"
-        message = f"{str(error)[:_MOST_SHOWN] or 'no message'}{last_line_of_user(error)}"
-        allowed = f"no exception ({message}), but {_RETURNS}; {first}"
+        message = f"({str(error)[:_MOST_SHOWN] or 'no message'}){last_line_of_user(error)}"
+        allowed = f"no exception {message}, but {_RETURNS}; {first}"
         raise InputError(f"reward {reward.name!r}", type(error).__name__, allowed) from error
 
 

@@ -19,7 +19,7 @@ from grade.config import SEEDS, allowed_names, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
-from grade.gradients.methods import POLICY_GRADIENTS, RELAXED, MethodConfig, Rate
+from grade.gradients.methods import MOST_MICROBATCHES, POLICY_GRADIENTS, RELAXED, MethodConfig, Rate
 from grade.models.adapter import LoraSettings
 from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
@@ -136,7 +136,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
     per_device_train_batch_size: PositiveInt = setting(
         8, "completions in a microbatch, B, of B / num_generations prompts (relaxed methods: of B)"
     )
-    gradient_accumulation_steps: PositiveInt = setting(1, "microbatches of a process in an optimizer step")
+    gradient_accumulation_steps: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = setting(
+        1, "microbatches of a process in an optimizer step"
+    )
     max_steps: Annotated[int, Field(ge=-1)] = setting(-1, "optimizer steps; -1: num_train_epochs passes")
     seed: Seed = setting(42, "seed of adapter, prompt order and noise")
     data_seed: Seed | None = setting(None, "not used: the order of the prompts comes from seed")
@@ -148,7 +150,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
     logging_steps: PositiveFloat = setting(1, "steps between rows of the log; below 1: their share of all steps")
     eval_steps: PositiveFloat | None = setting(None, "steps between evaluations; null: as logging_steps")
     save_steps: PositiveFloat = setting(500, "steps between checkpoints")
-    dataloader_num_workers: NonNegativeInt = setting(0, "processes that read rows; 0: this one")
+    dataloader_num_workers: Annotated[int, Field(ge=0, le=1024)] = setting(0, "processes that read rows; 0: this one")
     per_device_eval_batch_size: PositiveInt = setting(64, "prompts sampled at once in an evaluation")
     dataloader_pin_memory: bool = setting(False, "pin memory in the data loader: rows are text, so it does nothing")
     remove_unused_columns: bool = setting(False, "only false: other columns are for the rewards")
@@ -190,6 +192,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
         for name, wrong, allowed in rules:
             if wrong:
                 raise InputError(name, getattr(self, name), allowed)
+        names = ("per_device_train_batch_size", "max_completion_length")
+        self.check_sizes({name: getattr(self, name) for name in names})
         for name in self.trackers:
             if name not in INTEGRATION_TO_CALLBACK:
                 raise InputError("report_to", name, allowed_names(name, [*INTEGRATION_TO_CALLBACK, "none"]))

@@ -12,7 +12,7 @@ import pytest
 from imports import ROOT
 
 import grade
-from grade.cli.main import entry, main
+from grade.cli.main import entry, main, parse
 
 
 @pytest.mark.parametrize("name", grade.__all__)
@@ -76,3 +76,18 @@ def test_an_error_names_where_the_value_comes_from(options, message, tmp_path, c
 def test_an_option_of_its_own_goes_over_set_and_is_not_named_set(capsys):
     assert main(["memory", "--model", "tiny", "--batch-size", "0", "--set", "batch_size=1"]) == 2
     assert capsys.readouterr().err.startswith("grade memory: batch_size: got 0")
+
+
+@pytest.mark.parametrize(
+    "words, values",
+    [("--learning_rate 1e-3", ["learning_rate=1e-3"]), ("--learning-rate=1e-3", ["learning_rate=1e-3"]),
+     ("--set beta=1 --lora.r 3 --use_cpu --beta -0.5", ["beta=1", "lora.r=3", "use_cpu=true", "beta=-0.5"])],
+)  # fmt: skip
+def test_a_key_may_be_written_as_an_option(words, values):
+    args = parse(f"train --output_dir out {words}".split())
+    assert args.set == values and args.output_dir == "out"
+
+
+def test_an_output_folder_may_have_any_name(tmp_path, capsys):
+    assert main(["train", "--output-dir", str(tmp_path / "out😀"), "--set", "model=nowhere"]) == 2
+    assert "backbone: got 'nowhere'" in capsys.readouterr().err

@@ -236,3 +236,12 @@ def test_a_long_prompt_is_cut_here_and_not_by_the_tokenizer():
     chat.model_max_length = 2
     assert encode_examples(chat, [{"prompt": turns("a b")}]).ids.tolist() == [[BOS, A, B, EOS, BOS]]
     assert check_prompts(tokenizer, [{"prompt": "a b c"}]) == 3
+
+
+def test_a_template_that_adds_an_id_which_no_token_has_is_refused():
+    tokenizer = word_tokenizer("<s> $A")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 10**9)]
+    )
+    with pytest.raises(InputError, match="token of the prompt in row 0: got 1000000000; allowed: an id of the token"):
+        encode_prompts(tokenizer, ["a b"], max_prompt_tokens=9)

@@ -139,3 +139,10 @@ def test_an_executed_copy_keeps_its_outputs():
     content = lab_content(ROOT / "notebooks/validation.ipynb")
     assert "0.8" in saved("outputs/validation/validation.ipynb", content)
     assert strip_on_save({"type": "file", "content": "text"}, "notebooks/a.txt") is None
+
+
+def test_a_cell_that_ends_its_kernel_is_one_line(tmp_path):
+    notebook = write(tmp_path / "n.ipynb", "import os\nos._exit(1)")
+    with pytest.raises(NotebookError, match="n.ipynb: a cell ended its kernel"):
+        execute(notebook, tmp_path / "out" / "n.ipynb", {})
+    assert not list((tmp_path / "out").iterdir())

@@ -377,4 +377,4 @@ def test_crop_range_and_non_finite_base_are_refused():
         with pytest.raises(InputError, match=f"{kind} reward features"):
             train_reward(kind, config(), broken, reviews(20, 0), reviews(10, 1))
     with pytest.raises(InputError, match="bag reward loss"):
-        train_reward("bag", config(lr=1e30), bare(), reviews(60, 0), reviews(10, 1))
+        train_reward("bag", config(lr=1e18), bare(), reviews(60, 0), reviews(10, 1))
