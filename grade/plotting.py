@@ -14,6 +14,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -99,6 +100,13 @@ def _look_up(name: str, table: dict[str, str], default: str | None = None) -> st
 def palette(names: Iterable[str]) -> dict[str, str]:
     """The colour of each name as seaborn takes them; grey for a name of the user's own."""
     return {name: _look_up(name, _COLORS, color("neutral")) for name in names}
+
+
+def shades(methods: Mapping[str, str]) -> dict[str, Any]:
+    """A colour for each name, from its method: the method's own for the first setting of one, lighter for the next."""
+    names = pd.Series(methods)
+    return {name: sns.light_palette(color(method), len(rows) + 2)[-1 - place] for method, rows in names.groupby(names)
+            for place, name in enumerate(rows.index)}  # fmt: skip
 
 
 def use_style() -> None:

@@ -62,12 +62,16 @@ def reward_at_kl(curves: pd.DataFrame, level: float, pressure: str = "beta") -> 
 def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str = "beta") -> pd.DataFrame:
     """The frontier itself, along a grid of levels: ``method``, ``kl``, ``reward`` (mean over seeds), ``low``, ``high``.
 
-    The ends are a standard error away. The first row of a method is its start.
+    The ends are a standard error away. The first row of a method is its start. What is reached at a KL is not lost at a
+    larger one: where the mean falls, as mixtures are chosen on other seeds, the row before it is repeated.
     """
     start = curves[curves["step"] == 0].groupby("method", sort=False, as_index=False)["reward"].mean()
     seeds = _rewards_at_kl(curves, levels, pressure).groupby(["method", "kl"], sort=False)["reward"]
-    table = pd.concat([start.assign(kl=0.0, sem=0.0), seeds.agg(reward="mean", sem="sem").reset_index()])
+    table = pd.concat([start.assign(kl=0.0, sem=0.0), seeds.agg(reward="mean", sem="sem").reset_index()],
+                      ignore_index=True)  # fmt: skip
     table = table.assign(low=table["reward"] - table["sem"], high=table["reward"] + table["sem"])
+    values = table[["reward", "low", "high"]].where(table["reward"] == table.groupby("method")["reward"].cummax())
+    table[["reward", "low", "high"]] = values.groupby(table["method"]).ffill()
     return table[["method", "kl", "reward", "low", "high"]]
 
 

@@ -97,6 +97,17 @@ def test_the_frontiers_line_goes_through_the_tables_values():
         assert line.set_index("kl")["reward"][level] == pytest.approx(np.mean(values))
 
 
+def test_the_frontiers_line_never_falls():
+    # Each seed mixes what the other one prefers, which here is worse at a large KL than its own start of the hull.
+    table = curves(curve("ste", 0.1, 0, [0, 4, 8], [0.5, 0.7, 0.3]), curve("ste", 0.1, 1, [0, 4, 8], [0.5, 0.6, 0.9]),
+                   curve("ste", 0.1, 2, [0, 4, 8], [0.5, 0.6, 0.7]))  # fmt: skip
+    levels = [2.0, 4.0, 6.0, 8.0]
+    means = [np.mean(list(frontier.reward_at_kl(table, level)["ste"].values())) for level in levels]
+    line = frontier.frontier_table(table, levels)
+    assert min(np.diff(means)) < 0 and line["reward"].tolist() == pytest.approx(np.maximum.accumulate([0.5, *means]))
+    assert (line["low"] <= line["reward"]).all() and (line["reward"] <= line["high"]).all()
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
 def test_the_hull_is_above_every_point_and_every_mixture(points):
@@ -225,11 +236,11 @@ def test_figures_draw_tables():
     runs = [curve(m, 0.1, seed, [0, 2 + seed, 5], [0.5, 0.7, 0.8], [0.5, 0.55, 0.6])
             for m in ("ste", "ppo") for seed in (0, 1)]  # fmt: skip
     table = curves(*runs)
-    for fig in (figures.frontier_figure(table, [2.0]), figures.gold_figure(table)):
+    for fig in (figures.frontier_figure(table, [2.0]), figures.gold_figure(table, 0.1)):
         assert [ax.get_title() for ax in fig.axes] == ["relaxed gradients", "policy gradients"]
         assert sorted(text.get_text() for text in fig.legends[0].get_texts()) == ["ppo", "ste"]
     assert figures.learning_figure(table, 0.1).axes[0].get_xlabel() == "completions generated"
-    gains = {"gain/ste": 0.1, "gain/ppo": 0.2, "gain/ppo_stderr": 0.01}
+    gains = {"gain/ste": 0.1, "gain/ppo": 0.2, "gain/ppo_stderr": 0.01, "final/ste/kl": 2.0, "final/ppo/kl": 3.14159}
     ax = figures.gains_figure(gains, ["ste", "ppo", "grpo"]).axes[0]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["ppo", "ste"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["ppo, KL 3.14", "ste, KL 2"]
     plt.close("all")

@@ -13,7 +13,6 @@ from grade.experiments.estimators.figures import (
     bias_variance_figure,
     cosine_figure,
     hybrid_figure,
-    spread_figure,
     worth_figure,
 )
 from grade.experiments.estimators.measure import tables as experiment
@@ -71,9 +70,9 @@ def test_written_tables_give_the_metrics_and_figures_of_measured_ones(settings, 
     read = Tables(experiment, settings, str(tmp_path / "measured"))
     assert metrics(read, settings) == measured
     drawn = [bias_variance_figure(read["quality"], ["bag", "trunk"], 16), worth_figure(read["worth"], settings.rewards),
-             cosine_figure(read["cosine"], settings.rewards, ["rloo"], {("before", "bag"): 30.0}),
-             hybrid_figure(read["hybrid"], settings.rewards), spread_figure(read["spread"])]  # fmt: skip
-    for fig, panels in zip(drawn, (2, 1, 3, 1, 1), strict=True):
+             cosine_figure(read["cosine"], settings.rewards, {("before", "bag"): 30.0}),
+             hybrid_figure(read["hybrid"], settings.rewards)]  # fmt: skip
+    for fig, panels in zip(drawn, (2, 1, 3, 1), strict=True):
         assert len(fig.axes) == panels and fig.get_suptitle()
         fig.savefig(tmp_path / "figure.png")
     plt.close("all")

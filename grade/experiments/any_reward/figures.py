@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from grade.experiments.any_reward.learning import main_runs, several_seeds, subject_names
 from grade.experiments.any_reward.metrics import best_worths
 from grade.experiments.frontier import frontier_table
-from grade.plotting import INTERVAL, SERIES, by_method, color, palette, panels, with_ends
+from grade.plotting import INTERVAL, SERIES, by_method, color, palette, panels, shades, with_ends
 
 _TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", "sums": "right sums"}
 _LINE = dict(color=color("line"), linewidth=1, linestyle="--")
@@ -33,11 +33,14 @@ def law_figure(table: pd.DataFrame) -> Figure:
     """The gain in variance of the corrected form against the law ``1 / (1 - R2)``, which is the dashed line."""
     fig, ax = plt.subplots(figsize=(5.6, 4.2))
     shown = table[np.isfinite(table["law"]) & (table["law"] > 0)]
-    sns.scatterplot(shown, x="law", y="gain", hue="family", style="family", s=45, alpha=0.8, ax=ax,
-                    palette=SERIES[: shown["family"].nunique()])  # fmt: skip
-    ax.axline((1, 1), (10, 10), zorder=0, **_LINE)
+    families, ratio = shown["family"].nunique(), shown["gain"] / shown["law"]
+    # Families may coincide: each one's marks are smaller than those below them.
+    sns.scatterplot(shown, x="law", y="gain", hue="family", style="family", size="family", alpha=0.8, ax=ax,
+                    sizes=list(np.linspace(120, 25, families)), palette=SERIES[:families])  # fmt: skip
+    ax.axline((1, 1), (10, 10), zorder=0, label="the law", **_LINE)
+    ax.legend()
     ax.set(xscale="log", yscale="log", xlabel="1 / (1 - R2)", ylabel="variance of rloo / corrected form's",
-           title="Noise that critics take away, and what they explain")  # fmt: skip
+           title=f"The gain is {ratio.min():.2g} to {ratio.max():.2g} times what the law says")  # fmt: skip
     return fig
 
 
@@ -57,14 +60,16 @@ def explained_figure(table: pd.DataFrame, policy: str) -> Figure:
 
 
 def worth_figure(table: pd.DataFrame) -> Figure:
-    """What one sample of each estimator is worth, alone and in batches, a panel for each size of the batch."""
-    best = best_worths(table).query("estimator != 'rloo'")
+    """What one sample of each estimator is worth, alone and in the largest batch."""
+    best = best_worths(table).query("estimator != 'rloo' and n in [n.min(), n.max()]")
     trained = np.where(best["stage"] == "trained", ", trained", "")
     ends = {end: best[end].astype(float).fillna(best["worth"]).clip(upper=1e4) for end in ("low", "high")}
-    best = best.assign(place=best["subject"].map(_title) + trained, **ends)
-    colors = {label: color(label.replace("plugin", "plug_in")) for label in best["label"].unique()}
+    names = best["label"].replace({"plugin": "plug-in", "_w": ", w = ", r"_(\d+)$": r", fitted on \1"}, regex=True)
+    best = best.assign(place=best["subject"].map(_title) + trained, label=names, **ends).sort_values("label")
+    colors = shades({label: label.split(",")[0].replace("-", "_") for label in best["label"].unique()})
     grid = panels(
-        sns.catplot, with_ends(best, "worth"), "What one sample is worth, in samples of rloo (bars: 95 %)", row="n",
+        sns.catplot, with_ends(best, "worth"),
+        "What one sample is worth, in samples of rloo (above the line: better; bars: 95 %)", row="n",
         kind="point", x="place", y="worth", hue="label", palette=colors, dodge=0.6, linestyle="none", capsize=0.05,
         height=2.5, aspect=2.8, err_kws=dict(linewidth=1), **INTERVAL,
     )  # fmt: skip
@@ -97,7 +102,7 @@ def learning_figure(runs: pd.DataFrame, policy: str, target: float, x: str = "sa
 
 
 def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | None:
-    """Highest held-out reward at each KL up to the highest level, a panel for each subject; bands: one standard error.
+    """Highest held-out reward at KL of at most each level, a panel for each subject; bands: one standard error.
 
     None if no method has two seeds.
     """
@@ -107,10 +112,11 @@ def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | Non
     if not tables:
         return None
     table = pd.concat(tables, ignore_index=True)
-    grid = panels(sns.relplot, with_ends(table, "reward"), "The highest reward at each KL", x="kl", y="reward",
-                  hue="method", palette=palette(table["method"]), col="subject", col_wrap=min(2, len(tables)),
+    grid = panels(sns.relplot, with_ends(table, "reward"), "The highest reward at KL of at most x (running maximum)",
+                  x="kl", y="reward", hue="method", palette=palette(table["method"]), col="subject",
+                  col_wrap=min(2, len(tables)),
                   kind="line", height=2.8, aspect=1.3, facet_kws=dict(sharey=False), **INTERVAL)  # fmt: skip
-    grid.set_titles("{col_name}").set_axis_labels("KL, nats per completion", "held-out reward")
+    grid.set_titles("{col_name}").set_axis_labels("KL of at most, nats per completion", "held-out reward")
     return grid.figure
 
 
@@ -128,13 +134,14 @@ def batches_figure(ratios: pd.DataFrame) -> Figure | None:
         return None
     ends = {end: table[end].astype(float).clip(*_RATIOS) for end in ("low", "high")}
     table = with_ends(table.assign(subject=table["subject"].map(_title), **ends), "ratio")
-    grid = panels(sns.relplot, table, "How few samples a step suffice (bars: 95 %, cut at the edges)",
-                  kind="line", x="completions", y="ratio", hue="subject", style="subject", markers=True, dashes=False,
+    title = "Completions that auto needs over rloo's (below the line: fewer; bars: 95 %, cut at the edges)"
+    grid = panels(sns.relplot, table, title, kind="line", x="completions", y="ratio", hue="subject",
+                  style="subject", markers=True, dashes=False,
                   palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4, err_style="bars",
                   **INTERVAL)  # fmt: skip
     grid.ax.axhline(1, **_LINE)
     grid.set(xscale="log", yscale="log", ylim=_RATIOS)
-    grid.set(xlabel="completions per step", ylabel="samples of auto / of rloo")
+    grid.set(xlabel="completions per step", ylabel="completions of auto / of rloo")
     sizes = sorted(table["completions"].unique())
     grid.ax.set_xticks(sizes, [str(size) for size in sizes])
     grid.ax.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
@@ -152,7 +159,8 @@ def tokens_figure(table: pd.DataFrame, shown: int = 12) -> Figure | None:
     grid = panels(
         sns.catplot, rows, "Tokens that the reward likes most and least", kind="bar", x="value", y="token", hue="good",
         palette={True: color("good"), False: color("bad")}, legend=False, errorbar=None, col="subject",
-        col_order=table["subject"].unique(), sharex=False, sharey=False, height=0.22 * 2 * shown + 1.0, aspect=0.6,
+        col_order=table["subject"].unique(), col_wrap=min(2, table["subject"].nunique()), sharex=False,
+        sharey=False, height=0.18 * 2 * shown + 1.0, aspect=0.8,
     )  # fmt: skip
     grid.set_titles("{col_name}").set_axis_labels("change in the completion's reward", "").tick_params("y", labelsize=8)
     return grid.figure

@@ -25,16 +25,18 @@ def frontier_levels(kl_levels: Sequence[float], n: int = 60) -> list[float]:
 
 
 def frontier_figure(curves: pd.DataFrame, kl_levels: Sequence[float]) -> Figure:
-    """Highest held-out reward at each KL, of relaxed methods and of policy gradients; bands: one standard error.
+    """Highest held-out reward at KL of at most x, of relaxed methods and of policy gradients; bands: 1 standard error.
 
-    The table of rewards at equal KL is read from these lines: not a straight segment between two evaluations, but the
-    mean over seeds of the best mixture of two policies.
+    Not a straight segment between two evaluations, but the mean over seeds of the best mixture of two policies, and
+    the running maximum of that.
     """
     table = frontier_table(curves, frontier_levels(kl_levels))
-    grid = panels(sns.relplot, with_ends(_with_family(table), "reward"),
-                  "At equal KL, a relaxed method gets the most reward", x="kl", y="reward", col="family", kind="line",
-                  hue="method", palette=palette(table["method"]), height=3.6, **INTERVAL)  # fmt: skip
-    grid.set_titles("{col_name}").set_axis_labels("KL to the reference, nats per completion", "held-out reward")
+    best = table.loc[table[table["kl"].isin(kl_levels)].groupby("kl")["reward"].idxmax()]
+    title = "Most reward at KL of at most " + ", ".join(f"{row.kl:g}: {row.method}" for row in best.itertuples())
+    grid = panels(sns.relplot, with_ends(_with_family(table), "reward"), title, x="kl", y="reward",
+                  col="family", kind="line", hue="method", palette=palette(table["method"]),
+                  height=3.6, **INTERVAL)  # fmt: skip
+    grid.set_titles("{col_name}").set_axis_labels("KL of at most, nats per completion", "highest held-out reward")
     return grid.figure
 
 
@@ -43,7 +45,12 @@ def learning_figure(curves: pd.DataFrame, beta: float, x: str = "samples") -> Fi
     table = curves[curves["beta"] == beta]
     table = table.assign(x=table.groupby(["method", "step"])[x].transform("mean"))
     samples = x == "samples"
-    title = "Relaxed gradients learn from fewer completions" if samples else "The same runs against training time"
+    if samples:
+        means = table.pivot_table("reward", "x", "method")
+        best = means.iloc[[len(means) // 4, -1]].idxmax(axis=1)
+        title = "Most reward after " + ", ".join(f"{n:.0f} completions: {method}" for n, method in best.items())
+    else:
+        title = "The same runs against training time"
     grid = panels(sns.relplot, table, title, x="x", y="reward", kind="line", errorbar="se", height=3.8, aspect=1.6,
                   **by_method(table))  # fmt: skip
     label = "completions generated" if samples else "training time, seconds"
@@ -51,16 +58,17 @@ def learning_figure(curves: pd.DataFrame, beta: float, x: str = "samples") -> Fi
     return grid.figure
 
 
-def gold_figure(curves: pd.DataFrame) -> Figure:
-    """Gold judge against trained reward, a dot for each evaluation: relaxed methods, then policy gradients.
+def gold_figure(curves: pd.DataFrame, beta: float) -> Figure:
+    """Gold judge against trained reward along training at one weight of KL, means over seeds, by family of methods.
 
     On the dotted line the judge shares every gain; below it the reward is exploited.
     """
     start = curves[curves["step"] == 0][["reward", "gold"]].mean()
-    options = by_method(curves)
-    del options["dashes"]  # of lines only
-    grid = panels(sns.relplot, _with_family(curves), "The gold judge shares a part of every method's gain", x="reward",
-                  y="gold", col="family", alpha=0.75, height=3.6, **options)  # fmt: skip
+    rows = curves[curves["beta"] == beta].dropna(subset=["gold"])
+    paths = rows.groupby(["method", "step"], sort=False, as_index=False)[["reward", "gold"]].mean()
+    grid = panels(sns.relplot, _with_family(paths), "Along training: below the dotted line, gains that the gold judge "
+                  "does not share", x="reward", y="gold", col="family", kind="line", sort=False, estimator=None,
+                  height=3.6, **by_method(paths))  # fmt: skip
     for ax in grid.axes.flat:
         limits = ax.get_ylim()
         ax.axline(start, slope=1, color=color("text"), linestyle=":", linewidth=1.2)
@@ -69,15 +77,16 @@ def gold_figure(curves: pd.DataFrame) -> Figure:
     return grid.figure
 
 
-def gains_figure(figures: Mapping[str, float], methods: Sequence[str], prefix: str = "") -> Figure:
-    """A bar for each method, largest gain first, with two standard errors over seeds."""
-    keys = {method: f"{prefix}gain/{method}" for method in methods if f"{prefix}gain/{method}" in figures}
-    rows = [(method, figures[key], 2 * figures.get(f"{key}_stderr", 0.0)) for method, key in keys.items()]
+def gains_figure(figures: Mapping[str, float], methods: Sequence[str]) -> Figure:
+    """A bar for each method, largest gain first, with two standard errors over seeds, and the KL that it took."""
+    rows = [(f"{method}, KL {figures[f'final/{method}/kl']:.3g}", figures[key], 2 * figures.get(f"{key}_stderr", 0.0))
+            for method in methods if (key := f"gain/{method}") in figures]  # fmt: skip
     table = pd.DataFrame(rows, columns=["method", "gain", "error"]).sort_values("gain", ascending=False)
     table = table.assign(low=table["gain"] - table["error"], high=table["gain"] + table["error"])
-    title = f"{'Other reward: l' if prefix else 'L'}argest mean gain from equal completions: {table['method'].iloc[0]}"
+    title = f"Largest mean gain from equal completions, not at equal KL: {table['method'].iloc[0]}"
     grid = panels(sns.catplot, with_ends(table, "gain"), title, kind="bar", x="gain", y="method", hue="method",
-                  legend=False, palette=palette(table["method"]), height=0.4 * len(table) + 1.2, aspect=2.5,
+                  legend=False, palette={name: color(name.split(",")[0]) for name in table["method"]},
+                  height=0.4 * len(table) + 1.2, aspect=2.5,
                   **INTERVAL)  # fmt: skip
     grid.set_axis_labels("gain in held-out reward (bars: 2 standard errors over seeds)", "")
     return grid.figure

@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS
-from grade.plotting import INTERVAL, SERIES, color, panels, with_ends
+from grade.plotting import INTERVAL, color, panels, shades, with_ends
 
 _DASHES = ("", (4, 1.5), (1, 1), (3, 1, 1, 1), (7, 3), (3, 1, 1, 1, 1, 1))
 
@@ -57,19 +57,20 @@ def bias_variance_figure(table: pd.DataFrame, rewards: Sequence[str], batch: int
 
 
 def cosine_figure(
-    curves: pd.DataFrame, rewards: Sequence[str], banded: Sequence[str], crossovers: Mapping[tuple[str, str], float]
+    curves: pd.DataFrame, rewards: Sequence[str], crossovers: Mapping[tuple[str, str], float]
 ) -> Figure:
     """Expected cosine with the true gradient against the number of samples, by policy and reward.
 
-    The estimators of ``banded`` get a 95 % band; a dotted line stands where the policy gradient overtakes.
+    Bands are 95 %, where the table has intervals; a dotted line stands where `rloo` overtakes the chosen estimator.
     """
     shown = _labelled(curves)
-    shown[["low", "high"]] = shown[["low", "high"]].astype(float).clip(-1, 1).where(shown.estimator.isin(banded))
+    shown[["low", "high"]] = shown[["low", "high"]].astype(float).clip(-1, 1)
     names = {f"{reward}, {policy} training": (policy, reward) for policy in curves.policy.unique()
              for reward in rewards}  # fmt: skip
     shown["panel"] = shown.reward + ", " + shown.policy + " training"
     grid = panels(
-        sns.relplot, with_ends(shown, "cosine"), "rloo keeps improving, relaxed gradients level off", kind="line",
+        sns.relplot, with_ends(shown, "cosine"),
+        "Cosine with the true gradient (dotted: rloo overtakes the chosen ste)", kind="line",
         x="n", y="cosine", hue="label", style="label", palette=_palette(shown), dashes=_dashes(shown), col="panel",
         col_order=list(names), col_wrap=min(3, len(names)), height=2.5, aspect=0.95, **INTERVAL,
     )  # fmt: skip
@@ -92,8 +93,9 @@ def worth_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
     shown = _labelled(table[~table.estimator.isin(POLICY_GRADIENTS)]).sort_values("label", kind="stable")
     grid = panels(
         sns.catplot, with_ends(shown, "worth", "worth_low", "worth_high"),
-        "A relaxed sample is worth most where the reward is shallow", x="reward", order=rewards, y="worth",
-        hue="label", palette=_palette(shown), linestyle="none", markersize=6, row="policy", height=3.2, aspect=2.2,
+        "Samples of rloo that one relaxed sample is worth (above the line: better than rloo; bars: 95 %)", x="reward",
+        order=rewards, y="worth", hue="label", palette=_palette(shown), linestyle="none", markersize=6,
+        row="policy", height=3.2, aspect=2.2,
         **_points(shown.label.nunique()),
     )  # fmt: skip
     grid.set(ylabel="worth, in rloo samples", xlabel="reward (trunk<n>: n layers)")
@@ -109,25 +111,14 @@ def worth_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
 def hybrid_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
     """Expected cosine of the blend over that of the better of its parts, with 95 % intervals; cut above twice."""
     grid = panels(
-        sns.catplot, with_ends(table, "ratio"), "For bag, the blend gains nothing over its better part", x="n",
-        y="ratio", hue="reward", hue_order=rewards, palette=SERIES[: len(rewards)], linewidth=1, col="policy",
+        sns.catplot, with_ends(table, "ratio"), "The blend over its better part (95 %, cut at 2)", x="n",
+        y="ratio", hue="reward", hue_order=rewards, palette="crest", linewidth=1, col="policy",
         height=3.6, aspect=1.1, **_points(len(rewards)),
     )  # fmt: skip
     grid.set(ylim=(0, 2), xlabel="batch (completions)", ylabel="cosine over the better part's")
     grid.set_titles("{col_name} training")
     for ax in grid.axes.flat:
         ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
-    return grid.figure
-
-
-def spread_figure(table: pd.DataFrame) -> Figure:
-    """The paper's "gradient variance" against the variance relative to the squared gradient, both on log axes."""
-    shown = _labelled(table[np.isfinite(table.relative)])
-    families = {kind: color(kind) for kind in shown.family.unique()}
-    grid = panels(sns.relplot, shown, "The paper's variance is not the variance of the gradient", x="tensor_spread",
-                  y="relative", hue="family", palette=families, style="reward", s=60, height=4, aspect=1.6)  # fmt: skip
-    grid.set(xscale="log", yscale="log", xlabel="the paper's variance: spread of norms over tensors",
-             ylabel="variance / |mean gradient|², of a batch")  # fmt: skip
     return grid.figure
 
 
@@ -138,7 +129,7 @@ def _labelled(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _palette(table: pd.DataFrame) -> dict[str, str]:
-    return {name: color(kind) for name, kind in zip(table.label, table.family, strict=True)}
+    return shades(dict(zip(table.label, table.family, strict=True)))
 
 
 def _bars(table: pd.DataFrame) -> dict:

@@ -28,9 +28,12 @@ def sweep_figure(table: pd.DataFrame) -> Figure:
     shown = shown.assign(low=shown.y - 2 * shown.error, high=shown.y + 2 * shown.error)
     shown["learning_rate"] *= 1.08 ** shown.step.rank(method="dense")  # the bars of training steps stand side by side
     shown["step"] = "training step " + shown.step.astype(str)
+    off = table.linearity_error.abs().groupby(table.multiple).max()
+    title = f"The prediction is off by at most {off.iloc[0]:.1%} at {off.index[0]:g} of the run's learning rate, by " \
+            f"{off.iloc[-1]:.0%} at {off.index[-1]:g}"  # fmt: skip
     grid = panels(
-        sns.relplot, with_ends(shown, "y"), "The true change agrees with the prediction, whose error vanishes with the "
-        "step", kind="line", x="learning_rate", y="y", hue="step", palette=SERIES[: table.step.nunique()],
+        sns.relplot, with_ends(shown, "y"), title, kind="line", x="learning_rate", y="y", hue="step",
+        palette=SERIES[: table.step.nunique()],
         style="what", markers=True, err_style="bars", err_kws=dict(capsize=3), col="quantity", linewidth=1.3,
         height=4, facet_kws=dict(sharey=False), **INTERVAL,
     )  # fmt: skip
@@ -41,8 +44,11 @@ def sweep_figure(table: pd.DataFrame) -> Figure:
     return grid.figure
 
 
-def parts_figure(layers: pd.DataFrame, sequences: pd.Series) -> Figure:
-    """Each layer's and each completion's part of one prediction: layers sum to it, completions average to it."""
+def parts_figure(layers: pd.DataFrame, sequences: pd.Series, stderr: float) -> Figure:
+    """Each layer's and each completion's part of one prediction: layers sum to it, completions average to it.
+
+    ``stderr``: of the mean over completions.
+    """
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.8))
     names = layers.layer.astype(str).where(layers.layer >= 0, "rest")
     parts = layers.part, sequences.sort_values()
@@ -52,26 +58,37 @@ def parts_figure(layers: pd.DataFrame, sequences: pd.Series) -> Figure:
         ax.axhline(0, color=color("text"), linewidth=0.8)
         ax.xaxis.set_major_locator(plt.MaxNLocator(7, integer=True))
         ax.set_ylabel("part of the predicted change, nats")
-    axes[0].set(title="Layers pull the entropy both ways", xlabel="layer")
-    axes[1].axhline(sequences.mean(), color=color("text"), linewidth=1, linestyle="--", label="mean: the prediction")
-    axes[1].set(title="The mean is small beside its parts", xlabel="completions, in order of their parts")
+    axes[0].set(title=f"The layers' parts sum to {layers.part.sum():.2f} nats", xlabel="layer")
+    mean = sequences.mean()
+    axes[1].axhline(mean, color=color("text"), linewidth=1, linestyle="--", label="mean: the prediction")
+    axes[1].axhspan(mean - 2 * stderr, mean + 2 * stderr, color=color("text"), alpha=0.2, linewidth=0, label="± 2 SE")
+    axes[1].set(title=f"The completions' parts average to {mean:.2f} ± {stderr:.2f}",
+                xlabel="completions, in order of their parts")  # fmt: skip
     axes[1].legend()
     return fig
 
 
 def precision_figure(table: pd.DataFrame) -> Figure:
-    """Change of entropy against step size, the forward passes in each type."""
+    """Change of entropy over step size, the forward passes in each type, ± 2 SE: the prediction is a level line."""
     first = table[table.dtype == table.dtype.iloc[0]]
-    lines = [first.assign(delta_h=first.predicted, line="predicted"), table.assign(line="measured in " + table.dtype)]
+    lines = pd.concat([first.assign(delta_h=first.predicted, delta_h_stderr=0.0, line="predicted"),
+                       table.assign(line="measured in " + table.dtype)], ignore_index=True)  # fmt: skip
+    lines = lines.assign(y=lines.delta_h / lines.multiple, error=2 * lines.delta_h_stderr / lines.multiple)
+    lines = lines.assign(low=lines.y - lines.error, high=lines.y + lines.error)
+    lines["multiple"] *= 1.1 ** lines.groupby("line", sort=False).ngroup()  # bars stand side by side
+    smallest = table[table.multiple == table.multiple.min()].set_index("dtype").delta_h_stderr
+    (fine, *_, coarse), times = smallest.index, smallest.iloc[-1] / smallest.iloc[0]
+    title = f"At the smallest step {coarse}'s standard error is {times:.0f} times {fine}'s"
     grid = panels(
-        sns.relplot, pd.concat(lines, ignore_index=True), "bfloat16 is too coarse for small steps", kind="line",
-        x="multiple", y="delta_h", hue="line", palette=[color("line"), *SERIES[: table.dtype.nunique()]], style="line",
-        markers=True, height=3.8, aspect=1.6,
+        sns.relplot, with_ends(lines, "y"), title, kind="line", x="multiple", y="y", hue="line",
+        palette=[color("line"), *SERIES[: table.dtype.nunique()]], style="line", markers=True, err_style="bars",
+        err_kws=dict(capsize=3), height=3.8, aspect=1.6, **INTERVAL,
     )  # fmt: skip
+    grid.ax.set_yscale("symlog", linthresh=1)
     for ax in grid.axes.flat:
         ax.axhline(0, color=color("text"), linewidth=1, linestyle="--")
     grid.set(xscale="log", xlabel="step size, times the learning rate",
-             ylabel="change of entropy, nats per completion")  # fmt: skip
+             ylabel="change / step size, nats ± 2 SE")  # fmt: skip
     return grid.figure
 
 
@@ -79,5 +96,6 @@ def phases_figure(table: pd.DataFrame) -> Figure:
     """Peak of live bytes in each phase of a probe, in decimal MB above those that were there before it."""
     fig, ax = plt.subplots(figsize=(6.4, 2.8))
     sns.barplot(x=table.peak_bytes / 1e6, y=table.phase, color=SERIES[0], saturation=1, ax=ax)
-    ax.set(title="Gradients need the most memory", xlabel="peak of live bytes, MB", ylabel="")
+    most = table.phase[table.peak_bytes >= 0.95 * table.peak_bytes.max()]
+    ax.set(title=f"Most memory is needed by: {', '.join(most)}", xlabel="peak of live bytes, MB", ylabel="")
     return fig
