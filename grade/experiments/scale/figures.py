@@ -45,8 +45,8 @@ def sampling_figure(table: pd.DataFrame) -> Figure | None:
     grid = panels(
         sns.catplot, shown, f"At best ({best.sampler}) a completion takes {best.ratio:.2g} times TRL's seconds",
         kind="point", x="sampler", y="ratio", hue="completions", palette=SERIES[:many],
-       
-        dodge=0.3 if many > 1 else False, linestyle="none", capsize=0.1, markersize=6, height=3.2, aspect=1.8, err_kws=dict(linewidth=1.5), **INTERVAL,
+        dodge=0.3 if many > 1 else False, linestyle="none", capsize=0.1, markersize=6, height=3.2, aspect=1.8,
+        err_kws=dict(linewidth=1.5), **INTERVAL,
     )  # fmt: skip
     for ax in grid.axes.flat:
         ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
