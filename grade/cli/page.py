@@ -17,17 +17,12 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from grade.plotting import SERIES
+from grade.plotting import SERIES, use_style
 
 _PANELS = {"reward": "reward of the training batches", "KL": "KL to the base, nats per token",
            "held-out reward": "held-out reward ± standard error", "R2": "R² of the distilled reward"}  # fmt: skip
-_STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "grade", "font.size": 10, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.grid": True, "grid.color": "#DDDDDD", "axes.titlelocation": "left",
-}  # fmt: skip
 
 
 def page(
@@ -49,7 +44,7 @@ def page(
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()
               if value not in (None, "", [], {})}  # fmt: skip
     return environment.get_template("page.html.jinja").render(
-        title=title, summary=summary, curves=Markup(_curves(rows, target)) if len(rows) else "",
+        title=title, summary=summary, curves=_curves(rows, target) if len(rows) else "",
         steps=list(evaluations), prompts=_side_by_side(evaluations, most), tokens=tokens, facts=_items(facts),
         command=command[2] if command else "", versions=_items(versions), settings=values,
     )  # fmt: skip
@@ -74,10 +69,11 @@ def _side_by_side(evaluations: dict[int, pd.DataFrame], most: int) -> list[tuple
 def _curves(rows: pd.DataFrame, target: float | None) -> str:
     """One SVG element, a panel for each figure that was logged; the target is in nats per completion."""
     panels = [name for name in _PANELS if rows[name].notna().any()]
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(9, 2.6 * max(1, -(-len(panels) // 2))), layout="constrained")
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "grade"}):
+        use_style()
+        figure = Figure(figsize=(9, 2.6 * max(1, -(-len(panels) // 2))))
         for i, name in enumerate(panels):
-            ax = figure.add_subplot(-(-len(panels) // 2), min(2, len(panels)), i + 1)
+            ax = figure.add_subplot(-(-len(panels) // 2), 2, i + 1)
             known = rows.dropna(subset=name)
             errors = known["stderr"] if name == "held-out reward" else None
             mark = "o" if errors is not None or len(known) == 1 else ""
