@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from grade.config import LARGEST, Settings, check_bytes, setting
 from grade.errors import InputError
@@ -115,6 +123,11 @@ BYTES_PER_TOKEN = 1024
 _Tau = Annotated[float, Field(ge=TAU_RANGE[0], le=TAU_RANGE[1])]
 
 
+def _scaling(value: object) -> object:
+    """TRL's older spelling of ``scale_rewards`` is a truth value."""
+    return ("none", "group")[value] if isinstance(value, bool) else value
+
+
 @dataclass
 class MethodConfig(Settings):
     """Settings of a method. `grade.training.config.GradeConfig` adds those of a training run."""
@@ -155,7 +168,7 @@ class MethodConfig(Settings):
         None, "grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (no clipping then)"
     )
     minibatches: PositiveInt = setting(1, "grpo, ppo: updates per pass; each uses an equal share of every microbatch")
-    scale_rewards: Literal["group", "none"] = setting(
+    scale_rewards: Annotated[Literal["group", "none"], BeforeValidator(_scaling)] = setting(
         "none", "grpo: group divides advantages by the group's standard deviation, as published; biased"
     )
     self_certainty_reward: bool = setting(False, "grpo: the completion's self-certainty is the reward (Intuitor)")
@@ -181,6 +194,7 @@ class MethodConfig(Settings):
     distil_window: PositiveInt = setting(2048, "distilled: completions that are kept for the fit; the oldest go first")
 
     def __post_init__(self) -> None:
+        self.scale_rewards = _scaling(self.scale_rewards)
         self.check_values(field.name for field in fields(MethodConfig))
         if self.min_completion_length > self.max_completion_length:
             allowed = f"at most max_completion_length = {self.max_completion_length}"

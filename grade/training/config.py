@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from grade.config import SEEDS, allowed_names, setting
+from grade.config import SEEDS, allowed_names, own_fields, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
@@ -27,6 +27,50 @@ from grade.rewards.base import RewardScope
 Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+
+_HONOURED = frozenset(
+    """output_dir num_train_epochs lr_scheduler_type lr_scheduler_kwargs optim_args adam_beta1 adam_beta2 adam_epsilon
+    bf16 fp16 tf32 activation_checkpointing use_cpu full_determinism fsdp fsdp_config deepspeed accelerator_config
+    logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node log_level log_level_replica disable_tqdm
+    report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id debug skip_memory_metrics
+    eval_strategy eval_delay eval_on_start save_only_model save_strategy save_on_each_node save_total_limit
+    enable_jit_checkpoint load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+    restore_callback_states_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy
+    hub_always_push hub_revision dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context dataloader_in_order ddp_backend ddp_timeout do_train do_eval do_predict
+    local_rank""".split()
+)
+"""Fields of ``TrainingArguments`` that have an effect here, beside those that `GradeConfig` has itself."""
+
+_NONE = "nothing: there is no such setting here"
+_PACKING = "per_device_train_batch_size and gradient_accumulation_steps: a step samples what it trains on"
+_SERVER = "sampler: http://host:port, a server that is started by itself"
+_TABLES = "log_completions, which writes them as tables"
+_TRL = {
+    "loss_type": "method: the loss is a mean over sequences of a sum over tokens",
+    "epsilon_high": "epsilon, both sides",
+    "steps_per_generation": _PACKING, "generation_batch_size": _PACKING, "num_generations_eval": "eval_prompts, one "
+    "completion of each", "num_completions_to_print": _TABLES, "log_unique_prompts": _TABLES,
+    "wandb_log_unique_prompts": _TABLES, "vllm_importance_sampling_correction": "importance_sampling",
+    "vllm_importance_sampling_mode": "importance_sampling", "vllm_importance_sampling_cap": "importance_sampling_cap",
+    "ds3_gather_for_generation": "accelerate launch with FSDP2", "cast_lm_head_to_fp32": "dtype or bf16",
+    "generation_kwargs": "temperature, max_completion_length, min_completion_length", "cache_implementation": _NONE,
+    "importance_sampling_level": "importance_sampling", "logging_dir": "the variable TENSORBOARD_LOGGING_DIR",
+    "max_tool_calling_iterations": _NONE, "multi_objective_aggregation": "reward_weights: rewards are added up",
+    **dict.fromkeys((
+        "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
+        "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_model_impl",
+        "vllm_enable_sleep_mode", "vllm_guided_decoding_regex", "vllm_structured_outputs_regex",
+        "use_transformers_paged", "vllm_group_port",
+    ), _SERVER),
+    **dict.fromkeys((
+        "mask_truncated_completions", "top_entropy_quantile", "delta", "sync_ref_model", "ref_model_mixup_alpha",
+        "ref_model_sync_steps", "disable_dropout", "use_liger_loss", "use_bias_correction_kl", "sapo_temperature_neg",
+        "sapo_temperature_pos", "off_policy_mask_threshold", "pad_to_multiple_of", "trust_remote_code",
+        "log_completions_hub_repo",
+    ), _NONE),
+}  # fmt: skip
+"""Settings of TRL's ``GRPOConfig`` that are not ours, with what does it here."""
 
 FSDP2, SHARDING = "fsdp2", "GRADE_SHARDING"
 """The only way to divide the base, and the variable that asks for it without Accelerate."""
@@ -141,7 +185,6 @@ class GradeConfig(MethodConfig, TrainingArguments):
     )
     max_steps: Annotated[int, Field(ge=-1)] = setting(-1, "optimizer steps; -1: num_train_epochs passes")
     seed: Seed = setting(42, "seed of adapter, prompt order and noise")
-    data_seed: Seed | None = setting(None, "not used: the order of the prompts comes from seed")
     learning_rate: Rate = setting(2e-4, "AdamW learning rate of the adapter")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW weight decay")
     max_grad_norm: NonNegativeFloat = setting(1.0, "the gradient is clipped to this norm; 0: it is not clipped")
@@ -155,6 +198,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
     dataloader_pin_memory: bool = setting(False, "pin memory in the data loader: rows are text, so it does nothing")
     remove_unused_columns: bool = setting(False, "only false: other columns are for the rewards")
 
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """Say of a setting of TRL's what does it here."""
+        _refuse_trl(values)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check our own values, then let transformers check its own.
 
@@ -163,6 +211,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
         """
         MethodConfig.__post_init__(self)
         self.check_values(field.name for field in fields(GradeConfig) if field.name in GradeConfig.__annotations__)
+        ours = own_fields(type(self))
+        for field in fields(TrainingArguments):
+            value, default = getattr(self, field.name), self.default_of(field.name)
+            if field.init and field.name not in ours | _HONOURED and value != default:
+                raise InputError(field.name, value, f"{default}: it has no effect here")
         sharding()  # before transformers reads the same variables
         batch, weighted = self.per_device_train_batch_size, self.importance_sampling != "none"
         replayed = [method for method in RELAXED if _replays_given(method)]
@@ -209,6 +262,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
         """As `grade.config.Settings.parse`."""
         sharding()  # what it refuses is not in the source
+        _refuse_trl(values)
         return super().parse(values, source, sources)
 
     @property
@@ -232,6 +286,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
         """Completions generated and scored for a microbatch, greedy ones included."""
         greedy = self.policy_gradient is not None and self.policy_gradient.greedy
         return self.per_device_train_batch_size + (self.batch_prompts if greedy else 0)
+
+
+def _refuse_trl(values: Mapping[str, Any]) -> None:
+    for name in values.keys() & _TRL.keys():
+        raise InputError(name, values[name], f"TRL's, not ours; here: {_TRL[name]}")
 
 
 def _replays_given(method: str) -> bool:

@@ -21,12 +21,14 @@ from transformers.trainer_utils import sort_checkpoints
 
 import grade
 from grade.errors import InputError, file_error, reading
-from grade.files import LOCK, MANIFEST, claimed, damaged_file, sha256_of, write_text, writing
+from grade.files import LOCK, MANIFEST, claimed, damaged_file, remove, sha256_of, write_text, writing
 from grade.training.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
 RUN_FILE, RESULTS_FILE, OPTIMIZER_FILE = "run.json", "metrics.json", "optimizer.pt"
+STATE_FILE = "grade_state.json"
+"""What a checkpoint has beside the Trainer's own files, written last before its manifest."""
 Resume = Literal["no", "yes", "auto"]
 
 _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base_name", "samples", "log_completions",
@@ -66,7 +68,7 @@ class RunFolder:
         """Where a run begins: at a checkpoint, at the beginning (None), or nowhere, because it has finished.
 
         Nothing is changed yet, see `begin`. An interrupted run is continued by ``resume`` (yes: the same settings and
-        data; auto: also the same code, or else it starts over) and replaced by ``overwrite``; otherwise it is an error.
+        data; auto: also the same code, or else it starts over). Only ``overwrite`` replaces a run, finished or not.
         """
         self.about = now = _about(self.config)
         if overwrite and resume == "no":
@@ -74,13 +76,18 @@ class RunFolder:
         before, checkpoint = self._read(), last_checkpoint(self.path)
         # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
         finished = bool(before.get("finished")) and (self.path / RESULTS_FILE).is_file()
-        if not before or checkpoint is None and not finished:  # nothing was trained: a bad start may be mended
+        unusable = [path.name for path in map(Path, sort_checkpoints(str(self.path))) if (path / STATE_FILE).is_file()]
+        begun = finished or checkpoint or unusable
+        if not before or not begun:  # nothing was trained: a bad start may be mended
             return None
         changed, replaced = (
             [name for name in now[part] if before[part].get(name) != now[part][name]] for part in ("settings", "inputs")
         )
         if resume == "auto" and (changed or before["inputs"] != now["inputs"] or before["code"] != now["code"]):
             return None
+        if not finished and not checkpoint:
+            allowed = f"--overwrite to start over: {unusable[-1]} has no {MANIFEST} or is damaged; nothing was deleted"
+            raise InputError("output_dir", str(self.path), allowed)
         if resume != "no":
             for name in changed:
                 allowed = f"{before['settings'].get(name)!r}, as the run was started with, to continue it"
@@ -88,16 +95,15 @@ class RunFolder:
             for name in replaced:
                 raise InputError(name, "another content than before", "what the run was started with, to continue it")
             return "finished" if finished else checkpoint
-        if checkpoint and not finished:
-            allowed = f"--resume to continue the interrupted run at {checkpoint.name}, or --overwrite to start over"
-            raise InputError("output_dir", str(self.path), allowed)
-        return None
+        way = "this run has finished" if finished else f"--resume to continue the interrupted run at {checkpoint.name}"
+        raise InputError("output_dir", str(self.path), f"{way}; --overwrite to start over")
 
     def begin(self) -> None:
-        """Remove an earlier run's checkpoints, and note what this run is: once its inputs are known to be good."""
+        """Remove an earlier run's checkpoints and tables, and note what this run is, once its inputs are read."""
         with writing(self.path, "output_dir"):
             for checkpoint in sort_checkpoints(str(self.path)):
                 shutil.rmtree(checkpoint)
+            remove(self.path / "completions")
             self._write(self.about | {"id": uuid.uuid4().hex[:12]})
 
     def forget(self) -> None:

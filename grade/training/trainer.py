@@ -64,7 +64,7 @@ from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import last_checkpoint, not_written
+from grade.training.folder import STATE_FILE, last_checkpoint, not_written
 from grade.training.kl_target import KLTarget
 from grade.training.load import make_policy, place
 from grade.training.logs import LogBuffer, token_table
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE, LEARNER_FILE = "grade_state.json", "learner.safetensors"
+LEARNER_FILE = "learner.safetensors"
 
 
 class GradeTrainer(Trainer):
@@ -167,7 +167,7 @@ class GradeTrainer(Trainer):
             eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
             optimizers=optimizers,
         )  # fmt: skip
-        self.add_callback(_StepEnd(self._step_ended))
+        self.add_callback(_StepEnd(self))
 
     # ---- data ----
     def _check_dataset(self, dataset: Any, args: GradeConfig) -> None:
@@ -372,6 +372,12 @@ class GradeTrainer(Trainer):
             self.objective = replace(self.objective, beta=self.kl_target.update(self._mean(kl)))
 
     # ---- log and evaluation ----
+    def passes(self, steps: int) -> float:
+        """Passes over the prompts in so many steps."""
+        args = self.args
+        prompts = steps * args.gradient_accumulation_steps * args.world_size * args.batch_prompts
+        return prompts / len(self.train_dataset)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the steps since the last row had, as means over microbatches and processes."""
         args, step = self.args, self.state.global_step
@@ -382,7 +388,7 @@ class GradeTrainer(Trainer):
             if args.log_completions:
                 self._write_table(f"completions_{step:05d}", self.log_buffer.drain_rows())
         if self.train_dataset is not None:
-            self.state.epoch = microbatches * args.batch_prompts / len(self.train_dataset)
+            self.state.epoch = self.passes(step)
         super().log(logs, start_time)
 
     def evaluation_loop(
@@ -516,14 +522,22 @@ class GradeTrainer(Trainer):
 
 
 class _StepEnd(TrainerCallback):
-    """After each step what the trainer does then; after the last one a row of the log, and perhaps an evaluation."""
+    """After each step what the trainer does then; after the last one a row of the log, and perhaps an evaluation.
 
-    def __init__(self, ended: Any) -> None:
-        self.ended = ended
+    Steps may cross the end of a pass over the prompts, so all passes are one epoch of the Trainer's loop, which reports
+    its begin and end; those of the passes in between are reported here.
+    """
+
+    def __init__(self, trainer: GradeTrainer) -> None:
+        self.trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ended()
+        self.trainer._step_ended()
         last = state.global_step >= state.max_steps
+        state.epoch = self.trainer.passes(state.global_step)
+        if not last and int(state.epoch) > int(self.trainer.passes(state.global_step - 1)):
+            self.trainer.callback_handler.on_epoch_end(args, state, control)
+            self.trainer.callback_handler.on_epoch_begin(args, state, control)
         control.should_evaluate = control.should_evaluate or (last and args.eval_on_end)
         # An evaluation without the step's own row would have no samples and seconds beside it.
         control.should_log = control.should_log or last or control.should_evaluate

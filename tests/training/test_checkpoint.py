@@ -118,10 +118,39 @@ def test_an_unfinished_checkpoint_is_none(run, tmp_path):
     shutil.copytree(folder, tmp_path / "run")
     (tmp_path / "run" / "metrics.json").unlink()
     for step in (2, 4):
-        (tmp_path / "run" / f"checkpoint-{step}" / "manifest.json").unlink()
+        for name in ("manifest.json", "grade_state.json"):
+            (tmp_path / "run" / f"checkpoint-{step}" / name).unlink()
     assert last_checkpoint(tmp_path / "run") is None
     assert train(settings("ste", common, tmp_path / "run"), silent, "yes").step == 4
     assert last_checkpoint(tmp_path / "run").name == "checkpoint-4"
+
+
+@pytest.mark.parametrize("resume", ["no", "yes", "auto"])
+@pytest.mark.parametrize("name", ["manifest.json", "adapter_model.safetensors"])
+def test_checkpoints_that_cannot_be_used_are_not_deleted(run, tmp_path, name, resume):
+    """Older code wrote none of the manifests; a disk may damage every checkpoint."""
+    folder, common = run
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "run" / "metrics.json").unlink()
+    for step in (2, 4):
+        (tmp_path / "run" / f"checkpoint-{step}" / name).unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match="--overwrite to start over: checkpoint-4 .* nothing was deleted"):
+        train(settings("ste", common, tmp_path / "run"), silent, resume)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_finished_run_needs_overwrite(run, tmp_path):
+    folder, common = run
+    shutil.copytree(folder, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="this run has finished; --overwrite to start over"):
+        train(settings("ste", common | {"beta": 0.3}, tmp_path / "run"), silent)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    stale = tmp_path / "run" / "completions" / "eval_00099.parquet"
+    stale.touch()
+    assert train(settings("ste", common, tmp_path / "run"), silent, overwrite=True).step == 4
+    assert not stale.exists()
 
 
 def test_a_damaged_note_is_one_line_and_removes_no_checkpoint(run, tmp_path):

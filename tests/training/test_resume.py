@@ -48,7 +48,7 @@ class Stop(Exception):
     pass
 
 
-def interrupted(common, output, monkeypatch, method="ste", after=2):
+def interrupted(common, output, monkeypatch, method="ste", after=2, overwrite=False):
     """A run that dies after a step, with its checkpoint on disk."""
 
     def die(self, *args, plain=GradeTrainer.training_step):
@@ -58,7 +58,7 @@ def interrupted(common, output, monkeypatch, method="ste", after=2):
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
         patch.setattr(GradeTrainer, "training_step", die)
-        train(settings(method, common, output), silent)
+        train(settings(method, common, output), silent, overwrite=overwrite)
 
 
 @pytest.mark.parametrize(("method", "options"), [("distilled", {"distil_window": 24}), ("auto", {})])
@@ -140,7 +140,7 @@ def test_a_finished_run_is_left_alone(common, tmp_path):
 def test_a_run_killed_in_a_finished_runs_folder_is_not_taken_for_finished(common, tmp_path, monkeypatch):
     assert train(settings("ste", common, tmp_path), silent).step == 4
     other = common | {"beta": 0.3}
-    interrupted(other, tmp_path, monkeypatch)
+    interrupted(other, tmp_path, monkeypatch, overwrite=True)
     assert (tmp_path / "metrics.json").is_file()  # the earlier run's results stand until there are others
     assert train(settings("ste", other, tmp_path), silent, "yes").step == 4
     assert train(settings("ste", other, tmp_path), silent, "yes") is None
