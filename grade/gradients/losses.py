@@ -27,7 +27,9 @@ from grade.errors import InputError
 ImportanceSampling = Literal["none", "token", "sequence"]
 
 STD_EPSILON = 1e-4
-"""Added to a group's standard deviation, so that equal rewards give advantages of 0."""
+"""Added to a group's standard deviation."""
+ROUNDING = 4
+"""Values that differ by at most this many units of rounding are equal: no completion is better than another."""
 
 
 def ema_baseline(means: Sequence[float], momentum: float = 0.9) -> float:
@@ -45,14 +47,29 @@ def ema_baseline(means: Sequence[float], momentum: float = 0.9) -> float:
     return total / weight if weight else 0.0
 
 
+def relative(values: Tensor) -> Tensor:
+    """Values [N, G] minus their group's mean, exactly 0 where a group differs by rounding alone; NaN stays, uncounted.
+
+    >>> relative(torch.tensor([[1.0, 3.0, torch.nan], [1.0, 1.0000001, 1.0]]))
+    tensor([[-1.,  1., nan],
+            [ 0.,  0.,  0.]])
+    """
+    most, least = values.nan_to_num(-torch.inf).amax(1), values.nan_to_num(torch.inf).amin(1)
+    largest = values.abs().nan_to_num(0.0).amax(1)
+    differ = most - least > ROUNDING * torch.finfo(values.dtype).eps * largest
+    return (values - values.nanmean(1, keepdim=True)) * differ.unsqueeze(1)
+
+
 def rloo(returns: Tensor) -> Tensor:
     """Leave-one-out advantages ``A_g = r_g - mean_{g' != g} r_g'`` [N, G] (Kool et al. 2019; Ahmadian et al. 2024).
+
+    A completion that was not scored (NaN) is in no mean, and has advantage 0.
 
     >>> rloo(torch.tensor([[1.0, 2.0, 6.0]]))       # 1 - 4, 2 - 3.5, 6 - 1.5
     tensor([[-3.0000, -1.5000,  4.5000]])
     """
-    group = _group(returns)
-    return (returns - returns.mean(1, keepdim=True)) * (group / (group - 1))
+    scored = _scored(returns)
+    return (relative(returns) * (scored / (scored - 1))).nan_to_num(0.0)
 
 
 def remax(returns: Tensor, greedy: Tensor) -> Tensor:
@@ -70,15 +87,16 @@ def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
     """
     if not normalize_std:
         return rloo(returns)
-    _group(returns)
-    return (returns - returns.mean(1, keepdim=True)) / (returns.std(1, keepdim=True) + STD_EPSILON)
+    scored, centred = _scored(returns), relative(returns)
+    std = (centred.square().nansum(1, keepdim=True) / (scored - 1)).sqrt()
+    return (centred / (std + STD_EPSILON)).nan_to_num(0.0)
 
 
-def _group(returns: Tensor) -> int:
-    group = returns.shape[1]
-    if group < 2:
+def _scored(returns: Tensor) -> Tensor:
+    """How many completions of each group were scored [N, 1]."""
+    if (group := returns.shape[1]) < 2:
         raise InputError("num_generations", group, "at least 2: the baseline averages a prompt's other completions")
-    return group
+    return (~returns.isnan()).sum(1, keepdim=True).to(returns.dtype)
 
 
 def token_rewards(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
@@ -115,20 +133,24 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([mask.double().sum(), kept.sum(), (kept * kept).sum()])
 
 
+def equal(over: Tensor, dtype: torch.dtype) -> bool:
+    """Whether values of this type with these `moments` differ by rounding alone; fewer than two do."""
+    n, total, squares = over.tolist()
+    # What is left of equal values is rounding of their own type, or of the float64 squares.
+    return n < 2 or squares - total * total / n <= max((ROUNDING * torch.finfo(dtype).eps) ** 2, 1e-14) * squares
+
+
 def whiten(values: Tensor, mask: Tensor, over: Tensor | None = None) -> tuple[Tensor, float]:
     """``(x - mean) / std`` [B, T] of the valid entries, 0 where masked, with n - 1 in the variance; and ``1 / std``.
 
-    ``over`` are the `moments` of the whole step, if ``values`` are a part of it.
+    ``over`` are the `moments` of the whole step, if ``values`` are a part of it. Equal values give 0, and a factor of 1.
     """
-    n, total, squares = (moments(values, mask) if over is None else over).tolist()
-    if n < 2:
-        raise InputError("values to whiten", int(n), "at least 2: one value has no standard deviation")
+    over = moments(values, mask) if over is None else over
+    if equal(over, values.dtype):
+        return torch.zeros_like(values), 1.0
+    n, total, squares = over.tolist()
     mean = total / n
-    variance = (squares - n * mean * mean) / (n - 1)
-    # For equal values only rounding error of the squares' size is left, which must not become a divisor.
-    if variance <= 1e-14 * squares / n:
-        raise InputError("values to whiten", f"{int(n)} equal ones", "values that differ")
-    factor = variance**-0.5
+    factor = ((squares - n * mean * mean) / (n - 1)) ** -0.5
     return (values - mean) * factor * mask, factor
 
 

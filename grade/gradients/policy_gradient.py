@@ -72,13 +72,18 @@ class _Experience:
     reference: Tensor  # hidden states of the reference [B, T, D], or for k3 its log-probabilities [B, T]
     logps: Tensor  # log-probabilities under the policy that sampled [B, T]
     kl: Tensor  # KL, or its estimate, under that policy [B, T]
-    reward: Tensor  # [B]
+    reward: Tensor  # [B], NaN where no function scored
     returns: Tensor  # penalised returns [B]
     advantages: Tensor  # [B, T], or [B, 1] if all tokens share one
     values: Tensor | None = None  # with a value head: V of the state before each token [B, T]
     targets: Tensor | None = None  # with a value head: its targets [B, T]
     # Factor on KL's own gradient: 1, or the whitening factor, so that whitening keeps the balance of reward and KL.
     kl_factor: float = 1.0
+
+    @property
+    def scored(self) -> Tensor:
+        """The mask [B, T] of completions that have a reward."""
+        return self.completions.mask * self.reward.isfinite().unsqueeze(1)
 
     def rows(self, rows: slice) -> _Experience:
         """The selected rows."""
@@ -244,14 +249,10 @@ class PolicyGradient(Learner):
                 experience.append(self._experience(completions, objective, self._terms(completions, None)))
         if self.closed_form:  # after the advantages: a baseline must not have seen its own completions
             for seen in experience:
-                self.value_head.add(seen.reference, seen.returns, seen.completions.mask, context.total)
+                self.value_head.add(seen.reference, seen.returns.nan_to_num(0.0), seen.scored, context.total)
             self.value_head.solve()
         if self.value_head is not None and self.config.whiten_advantages:
-            moments = [losses.moments(seen.advantages, seen.completions.mask) for seen in experience]
-            over = context.total(torch.stack(moments).sum(0))
-            for number, seen in enumerate(experience):
-                advantages, factor = losses.whiten(seen.advantages, seen.completions.mask, over)
-                experience[number] = replace(seen, advantages=advantages, kl_factor=factor)
+            experience = self._whitened(experience, objective, context)
         inputs = [*self.backbone.trainable_parameters(), *self.parameters()]
         for _ in range(self.config.passes):
             for part in range(self.config.minibatches):
@@ -264,6 +265,29 @@ class PolicyGradient(Learner):
                     (loss * scale).backward(inputs=inputs)
                 context.apply()
         return [_result(seen) for seen in experience]
+
+    def _whitened(self, experience: list[_Experience], objective: Objective, context: StepContext) -> list[_Experience]:
+        def over(values: Callable[[_Experience], Tensor], mask: Callable[[_Experience], Tensor]) -> Tensor:
+            return context.total(torch.stack([losses.moments(values(e), mask(e)) for e in experience]).sum(0))
+
+        rewards = over(lambda e: e.reward.nan_to_num(0.0).unsqueeze(1), lambda e: e.scored[:, :1])
+        if rewards[0] != 1 and losses.equal(rewards, experience[0].reward.dtype):
+            # No completion is better than another: what remains is KL.
+            return [replace(e, advantages=self._gae(e.reward * 0, e.kl, 0 * e.values, e.scored, objective)[0])
+                    for e in experience]  # fmt: skip
+        advantages, whitened = over(lambda e: e.advantages, lambda e: e.scored), []
+        for seen in experience:
+            values, factor = losses.whiten(seen.advantages, seen.scored, advantages)
+            whitened.append(replace(seen, advantages=values, kl_factor=factor))
+        return whitened
+
+    def _gae(
+        self, reward: Tensor, kl: Tensor, values: Tensor, scored: Tensor, objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and targets [B, T]: 0 and the value itself where a completion was not scored."""
+        rewards = losses.token_rewards(reward.nan_to_num(0.0), kl, scored, objective.beta).nan_to_num(0.0)
+        advantages, targets = losses.gae(rewards, values, scored, self.config.gamma, self.config.gae_lambda)
+        return advantages, torch.where(scored.bool(), targets, values)
 
     def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probabilities and KL [B, T], hidden states [B, T, D] and the reference's part of KL."""
@@ -296,14 +320,13 @@ class PolicyGradient(Learner):
         if reward is None:
             reward = self._reward(completions, objective, hidden)
         returns = penalised(reward, kl, mask, objective.beta)
-        check_finite(reward, returns)
-        constants = completions, reference, logps, kl, reward, returns
+        check_finite(reward.nan_to_num(0.0), returns.nan_to_num(0.0))
+        seen = _Experience(completions, reference, logps, kl, reward, returns, returns)
         if self.value_head is None:
-            return _Experience(*constants, self._advantages(completions, returns, objective))
+            return replace(seen, advantages=self._advantages(seen, objective))
         values = self.value_head(reference if self.closed_form else hidden)
-        rewards = losses.token_rewards(reward, kl, mask, objective.beta)
-        advantages, targets = losses.gae(rewards, values, mask, self.config.gamma, self.config.gae_lambda)
-        return _Experience(*constants, advantages, values, targets)
+        advantages, targets = self._gae(reward, kl, values, seen.scored, objective)
+        return replace(seen, advantages=advantages, values=values, targets=targets)
 
     @torch.no_grad()
     def _reward(self, completions: Completions, objective: Objective, hidden: Tensor | None = None) -> Tensor:
@@ -311,11 +334,11 @@ class PolicyGradient(Learner):
         if self.config.self_certainty_reward:
             values = self_certainty(self.backbone.head, hidden.flatten(0, 1)).view(mask.shape)
             return completion_certainty(values * mask, mask)
-        return objective.score(self.backbone, prompts, ids, mask)
+        return scored_rewards(self.backbone, prompts, ids, mask, objective)
 
-    def _advantages(self, completions: Completions, returns: Tensor, objective: Objective) -> Tensor:
+    def _advantages(self, seen: _Experience, objective: Objective) -> Tensor:
         """Advantages of whole completions [B, 1]."""
-        grouped = returns.view(-1, self.config.group)
+        completions, grouped = seen.completions, seen.returns.view(-1, self.config.group)
         if self.method.running_mean:
             advantages = grouped - losses.ema_baseline(self.means, self.config.baseline_momentum)
         elif self.method.greedy:
@@ -325,8 +348,10 @@ class PolicyGradient(Learner):
             reward = self._reward(greedy, objective, hidden)
             advantages = losses.remax(grouped, penalised(reward, kl, greedy.mask, objective.beta))
         else:
+            reward = losses.relative(seen.reward.view(grouped.shape)).flatten()  # before KL, which is smaller
+            grouped = penalised(reward, seen.kl, completions.mask, objective.beta).view(grouped.shape)
             advantages = losses.grpo(grouped, self.config.scale_rewards == "group")
-        return advantages.reshape(-1, 1)
+        return advantages.nan_to_num(0.0).reshape(-1, 1)
 
     def _loss(self, logps: Tensor, kl: Tensor, seen: _Experience, objective: Objective) -> Tensor:
         mask, epsilon = seen.completions.mask, self.config.epsilon
@@ -352,7 +377,18 @@ class PolicyGradient(Learner):
 
 
 def _result(seen: _Experience) -> GradientStep:
-    return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward, seen.kl, -seen.returns.mean())
+    loss = -seen.returns.nanmean().nan_to_num(0.0)
+    return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward.nan_to_num(0.0), seen.kl, loss)
+
+
+def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
+    """Rewards [B] of completions, which must be finite; NaN where every function returned None."""
+    reward = objective.score(backbone, prompts, ids, mask)
+    check_finite(reward, reward)
+    parts = getattr(objective.reward_model.last, "values", None)
+    if not parts:
+        return reward
+    return reward.masked_fill(torch.stack(list(parts.values())).isnan().all(0), torch.nan)
 
 
 def penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from grade.errors import InputError
 from grade.models.backbone import Backbone
@@ -193,6 +194,9 @@ def _shared_decoder(backbone: Backbone, prompts: PromptBatch) -> Decoder:
     _, place = torch.unique_consecutive(keys, return_inverse=True, dim=0)
     first = torch.cat([place.new_ones(1), place.diff()]).nonzero().squeeze(1)
     state = Decoder(backbone, prompts[first])
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in state.cache.layers):
+        allowed = f"own for {type(backbone.model).__name__}: a state of linear attention cannot be shared"
+        raise InputError("sampler", "shared", allowed)
     if len(first) < len(prompts):
         state.cache.batch_select_indices(place)
         state.mask, state.last = prompts.mask, state.last[place]

@@ -137,8 +137,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
         "own", "who samples the completions of a step: own; shared: own, each prompt read once for its group; "
         "http://host:port: a server with the OpenAI completions protocol and token ids, as vLLM's",
     )  # fmt: skip
-    sampler_max_difference: PositiveFloat = setting(
-        1.0, "largest difference of a token's log-probability between another sampler and the policy, in nats"
+    sampler_max_difference: PositiveFloat | None = setting(
+        None, "largest difference of a token's log-probability between another sampler and the policy, in nats; null: "
+        "what rounding explains, 0.05, and 1 where the policy has 16 bits"
     )
     sampler_timeout: PositiveFloat = setting(600.0, "seconds to wait for a server's answer")
     sampler_folder: str | None = setting(

@@ -304,7 +304,8 @@ class GradeTrainer(Trainer):
         with torch.no_grad():
             logps = completion_logps(self.backbone, prompts, samples.ids, samples.mask, min_new_tokens=least)
         policies = samples.mismatch(logps)
-        policies.check(args.sampler_max_difference, self.sampler.name)
+        rounding = 1.0 if self.backbone.dtype.itemsize < 4 else 0.05
+        policies.check(args.sampler_max_difference or rounding, self.sampler.name)
         figures = {"mean_ratio": policies.mean_ratio, "largest_difference": policies.largest_difference,
                    "seconds": seconds}  # fmt: skip
         self.log_buffer.add({f"sampler/{name}": torch.tensor(v, dtype=torch.float64) for name, v in figures.items()})

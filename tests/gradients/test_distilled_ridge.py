@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from grade.gradients.distilled.ridge import (
-    PENALTIES,
     Choice,
     Spectrum,
     calibrated,
@@ -55,9 +54,8 @@ def test_predictions_are_those_of_fits_made_again_without_each_group(group, pena
 
 def test_coefficients_are_those_of_fits_made_again():
     x, y = data()
-    gram, share, numbers = x @ x.T, 0.1, (6, 0, 3)
-    penalty = share * float(gram.diagonal().mean())  # one penalty, also for the fits that have fewer rows
-    got = coefficients(gram, y, GROUP, share, numbers)
+    gram, penalty, numbers = x @ x.T, 0.3, (6, 0, 3)  # one penalty, also for the fits that have fewer rows
+    got = coefficients(gram, y, GROUP, penalty, numbers)
     assert got.shape == (4, len(y))
     for row, rest in zip(got, [list(range(len(y))), *(without(len(y), number) for number in numbers)], strict=True):
         weights = refit(x[rest], y[rest], penalty)
@@ -66,18 +64,21 @@ def test_coefficients_are_those_of_fits_made_again():
         assert (row[rest] - alpha).abs().max() <= 1e-10 * alpha.abs().max()
         left = [i for i in range(len(y)) if i not in rest]
         assert not row[left].any(), "exactly 0: what the fit has not seen must not enter by rounding"
-    assert torch.equal(coefficients(gram, y, GROUP, share, ()), got[:1])
+    assert torch.equal(coefficients(gram, y, GROUP, penalty, ()), got[:1])
 
 
 def test_slope_and_r2_by_hand():
-    """p = (1, -1 | 2, -2) and y = (2, -2 | 2, -2): sum py = 12, sum pp = 10, sum yy = 16.
+    """p = (1, -1 | 2, -2) and y = (2, -2 | 2, -2), three times: sum py = 36, sum pp = 30, sum yy = 48.
 
-    Slope 1.2; R2 = 12^2 / (10 * 16) = 0.9. What is left of y is (.8, -.8 | -.4, .4), times p and summed by groups 1.6
-    and -1.6: the error is sqrt(2 * 1.6^2) / 10.
+    Slope 1.2; R2 = 36^2 / (30 * 48) = 0.9. What is left of y is (.8, -.8 | -.4, .4), times p and summed by groups 1.6
+    and -1.6: the error is sqrt(6 * 1.6^2) / 30. Groups have shares 2/30 and 8/30 of sum pp, so m = 900 / 204 decide.
     """
-    p, y = torch.tensor([[1.0, -1, 2, -2], [2, -2, 2, -2]], dtype=torch.float64)
+    p, y = torch.tensor([[1.0, -1, 2, -2] * 3, [2, -2, 2, -2] * 3], dtype=torch.float64)
     r2, slope, stderr = calibrated(p, y, 2)
-    assert (r2, slope) == pytest.approx((0.9, 1.2)) and stderr == pytest.approx(math.sqrt(5.12) / 10)
+    m = 900 / 204
+    assert (r2, slope) == pytest.approx((0.9, 1.2))
+    assert stderr == pytest.approx(math.sqrt(15.36 * m / (m - 3)) / 30)
+    assert calibrated(p[:4], y[:4], 2) == pytest.approx((0.9, 1.2, math.inf)), "two groups show nothing"
     residual = y - slope * p
     assert r2 == pytest.approx(1 - float(residual @ residual / (y @ y)))
     assert calibrated(-p, y, 2) == pytest.approx((-0.9, -1.2, stderr)), "the wrong way: negative"
@@ -109,4 +110,13 @@ def test_nothing_to_explain_or_to_explain_it_with(what):
         "nothing at all": (x[:0], y[:0]),
     }[what]  # fmt: skip
     choice = choose(Spectrum.of(x @ x.T), y, GROUP)
-    assert (choice.r2, choice.slope, choice.explained) == (0.0, 0.0, 0.0) and choice.penalty in PENALTIES
+    assert (choice.r2, choice.slope, choice.explained) == (0.0, 0.0, 0.0) and choice.penalty > 0
+
+
+def test_groups_without_a_token_in_common_predict_nothing():
+    """What is left of their predictions is rounding, which is not to be divided by."""
+    x = centred(torch.eye(8, dtype=torch.float64).repeat(1, 3) * torch.linspace(0.1, 7, 24), 4)
+    for first in range(8):
+        y = centred((torch.arange(8) == first).double(), 4)
+        choice = choose(Spectrum.of(x @ x.T), y, 4)
+        assert (choice.raw_slope, choice.slope, choice.r2) == (0.0, 0.0, 0.0)

@@ -72,10 +72,28 @@ def test_whitening_is_over_the_valid_entries_and_parts_add_up():
 
 
 def test_a_single_value_and_equal_values_are_not_whitened():
-    with pytest.raises(InputError, match="values to whiten: got 1; allowed: at least 2"):
-        losses.whiten(t([3, 5]), torch.tensor([[1, 0]]))
-    with pytest.raises(InputError, match="2 equal ones"):
-        losses.whiten(torch.full((1, 2), 0.1), torch.ones(1, 2))
+    for values, mask in ((t([3, 5]), [[1, 0]]), (torch.full((1, 2), 0.1), [[1, 1]])):
+        whitened, factor = losses.whiten(values, torch.tensor(mask))
+        assert not whitened.any() and factor == 1.0
+
+
+@pytest.mark.parametrize("advantages", [losses.rloo, lambda r: losses.grpo(r, normalize_std=True)])
+def test_a_completion_without_a_reward_is_in_no_baseline(advantages):
+    """The others' advantages are those of the group without it, its own is 0; so is that of one that is alone."""
+    want = advantages(t([1, 4, 7]))
+    got = advantages(t([1, torch.nan, 4, 7], [3, torch.nan, torch.nan, torch.nan], [torch.nan] * 4))
+    torch.testing.assert_close(got[:1, [0, 2, 3]], want)
+    assert got[0, 1] == 0 and not got[1:].any()
+
+
+@pytest.mark.parametrize("advantages", [losses.rloo, lambda r: losses.grpo(r, normalize_std=True)])
+@pytest.mark.parametrize("level", [0.1, 1e6, 3e10])
+def test_rewards_that_differ_by_rounding_give_no_advantage(advantages, level):
+    values = torch.full((2, 6), level)
+    values[1, 2] = torch.nextafter(values[1, 2], torch.tensor(torch.inf))
+    assert not advantages(values).any()
+    values[1, 2] *= 1 + 1e-5
+    assert advantages(values)[1].all()
 
 
 def test_clipped_surrogate():

@@ -9,8 +9,8 @@ the preceding terms, a step ascends
 The first term is the plug-in, exact over all actions (Ciosek and Whiteson 2018; Petit et al. 2019): biased where s is
 not the reward, with almost no noise. The second is the residual, with weight w:
 
-- w = 1 is unbiased for every s that was fitted on other completions, here on all but the prompt's own, with a family
-  and a slope that earlier steps chose (the first step, which has none, is that of `rloo`): a trajectory-wise control
+- w = 1 is unbiased for every s that was fitted on other completions, here on all but the prompt's own, with a family,
+  a penalty and a slope that earlier steps chose (the first step, which has none, is that of `rloo`): a trajectory-wise control
   variate (Cheng, Yan and Boots 2019, arXiv:1908.03263; Pan and Schoelkopf 2024, arXiv:2402.12874). A baseline of the
   action at t alone would gain nothing, because the noise lies in the future (Tucker et al. 2018, arXiv:1802.10031). The
   variance falls by about ``1 - R2``;
@@ -42,10 +42,10 @@ from grade.gradients.all_action import expected_values
 from grade.gradients.distilled.families import Family, Observed, make_family
 from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
-from grade.gradients.losses import rloo
+from grade.gradients.losses import relative, rloo
 from grade.gradients.methods import FAMILIES, MethodConfig
-from grade.gradients.objective import GradientStep, Objective, check_finite, sequence_mean
-from grade.gradients.policy_gradient import Completions, Learner, Microbatch, StepContext, penalised
+from grade.gradients.objective import GradientStep, Objective, sequence_mean
+from grade.gradients.policy_gradient import Completions, Learner, Microbatch, StepContext, penalised, scored_rewards
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
@@ -130,7 +130,7 @@ class Sample:
     """Scored completions of a microbatch."""
 
     seen: Observed  # completions, with the base's states
-    reward: Tensor  # [B]
+    reward: Tensor  # [B], NaN where no function scored
     rows: dict[str, Tensor]  # features of each family
 
     def __getitem__(self, part: slice) -> Sample:
@@ -196,10 +196,9 @@ class DistilledGradient(Learner):
 
     @torch.no_grad()
     def scored(self, completions: Completions, objective: Objective) -> Sample:
-        """Completions with rewards, which must be finite, and features."""
+        """Completions with rewards and features."""
         prompts, ids, mask = completions.prompts, completions.ids, completions.mask
-        reward = objective.score(self.backbone, prompts, ids, mask)
-        check_finite(reward, reward)
+        reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
         seen = Observed.of(self.backbone, self.families.values(), prompts, ids, mask)
         return Sample(seen, reward, {name: family.rows(seen) for name, family in self.families.items()})
 
@@ -210,25 +209,27 @@ class DistilledGradient(Learner):
                  for number, s in enumerate(samples)]  # fmt: skip
         # Sorted by microbatch, then by rank: the order of one process.
         _, scores, parts = zip(*sorted(context.gather(parts), key=lambda part: part[0]), strict=True)
-        rewards, group = torch.cat(scores).double(), self.config.group
+        rewards, group = torch.cat(scores), self.config.group
+        # A completion without a reward counts as its group's mean: no better, no worse.
+        differences = relative(rewards.view(-1, group)).flatten().nan_to_num(0.0).double()
         rows = {name: joined([part[name] for part in parts]).to(self.backbone.device) for name in parts[0]}
         predicted = self._predict(rows)
         self.trust = self.evidence.trust  # of the steps before: this step's rewards must not weigh their own gradient
         if predicted is not None:
             self._note({"distilled/reward": predicted.mean() + self.intercept})
-            self.evidence.add(centred(predicted, group), centred(rewards, group), group)
+            self.evidence.add(centred(predicted, group), differences, group)
         tokens = rows.pop("tokens")
-        self.store.append(rows, rewards, tokens)
+        self.store.append(rows, differences, tokens)
         if self.fit is not None and not self.store.refit_due:
             self.fit = replace(self.fit, weights=self.fit.weights[:1], predates=True)
         else:
             predates, fit = bool(self.store.choices), self.store.fit(len(rewards) // group)
             self.fit = fit and replace(fit, predates=predates)
         figures = {"trust": self.trust, "completions": float(len(self.store)), "dropped": float(self.store.dropped)}
-        if self.fit is None:
+        if not self.store.kept["rewards"].any():
             warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=3)
-        else:
-            self.intercept = float(rewards.mean() - self._predict(rows).mean())
+        elif self.fit is not None:
+            self.intercept = float(rewards.double().nanmean().nan_to_num(0.0) - self._predict(rows).mean())
             figures |= {f"r2/{name}": choice.r2 for name, choice in self.store.choices.items()}
             figures |= {"r2": self.fit.choice.r2, "slope": self.fit.choice.slope}
         self._note({f"distilled/{name}": value for name, value in figures.items()})
@@ -275,8 +276,8 @@ class DistilledGradient(Learner):
                     plug, residual, penalty = losses
                     total = (plug + weight * residual + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
-            loss = -penalised(sample.reward, kl, seen.mask, objective.beta).mean()
-            steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, loss))
+            loss = -penalised(sample.reward, kl, seen.mask, objective.beta).nanmean().nan_to_num(0.0)
+            steps.append(GradientStep(seen.ids, seen.mask, sample.reward.nan_to_num(0.0), kl, loss))
         if measured:
             weight = self._blend(parts, context)
         self.steps += 1
@@ -287,7 +288,8 @@ class DistilledGradient(Learner):
         parameters = self.backbone.trainable_parameters()
         if not loss.requires_grad:
             return torch.zeros(sum(p.numel() for p in parameters), device=self.backbone.device)
-        return flatten(torch.autograd.grad(loss, parameters, retain_graph=True))
+        # Adapted layers may have no part in text: the vision tower's.
+        return flatten(torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True))
 
     def _blend(self, parts: list[tuple[float, list[Tensor]]], context: StepContext) -> float:
         """Add the blended gradient of all parts; the weight."""
@@ -323,7 +325,8 @@ class DistilledGradient(Learner):
         least = self.config.min_completion_length
         logps = hidden_logps(backbone, hidden, seen.ids, mask, min_new_tokens=least)
         kl = token_kl(backbone, hidden, seen.predicting, mask)
-        returns = penalised(sample.reward, kl, mask, objective.beta).detach()
+        reward = relative(sample.reward.view(-1, group)).flatten()
+        returns = penalised(reward, kl, mask, objective.beta).detach()
         returns = returns.unsqueeze(1).expand(mask.shape)
         plug, additive = hidden.new_zeros(()), True
         # Selecting on this step's rewards biases the gradient by a few percent, so w = 1 forbids it.

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-8
+"""Predictions below this share of the rewards' size are rounding: groups without a common feature predict nothing."""
 PENALTIES = (0.01, 0.1, 1.0, 10.0)
 """Ridge penalties, in units of the mean diagonal of the Gram matrix."""
 
@@ -30,11 +32,11 @@ class Choice:
     """How well one penalty does out of sample.
 
     Attributes:
-        penalty: In units of the Gram matrix's mean diagonal.
+        penalty: In the features' own units.
         r2: Share of the within-prompt variance of the reward that is explained, ``1 - |y - c p|^2 / |y|^2`` at the
             slope c, with p the predictions without their own group; negative if they point the wrong way.
         raw_slope: c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
-        stderr: Its standard error, over groups.
+        stderr: Its standard error, over groups; infinite where three or fewer decide.
     """
 
     penalty: float
@@ -87,15 +89,16 @@ class Spectrum:
 
 
 def choose(spectrum: Spectrum, rewards: Tensor, group: int, penalties: Sequence[float] = PENALTIES) -> Choice:
-    """The penalty that explains most out of sample, in units of the Gram matrix's mean diagonal.
+    """The penalty that explains most out of sample.
 
     The spectrum is of the Gram matrix of centred features [n, n], rewards are centred [n]. Slope and R2 are 0 if there
     is nothing to explain or to explain it with.
     """
     scale = spectrum.scale
     if len(rewards) < 2 * group or not scale > 0 or not float(rewards @ rewards) > 0:
-        return Choice(penalties[-1], 0.0, 0.0, math.inf)
-    fits = (calibrated(left_out(spectrum, rewards, group, penalty * scale), rewards, group) for penalty in penalties)
+        return Choice(penalties[-1] * (scale if scale > 0 else 1.0), 0.0, 0.0, math.inf)
+    penalties = [penalty * scale for penalty in penalties]
+    fits = (calibrated(left_out(spectrum, rewards, group, penalty), rewards, group) for penalty in penalties)
     return max((Choice(penalty, *fit) for penalty, fit in zip(penalties, fits, strict=True)), key=lambda fit: fit.r2)
 
 
@@ -110,14 +113,26 @@ def left_out(spectrum: Spectrum, rewards: Tensor, group: int, penalty: float) ->
     return centred(rewards - torch.linalg.solve(blocks, alpha.view(-1, group, 1)).flatten(), group)
 
 
+def negligible(predicted: Tensor, rewards: Tensor) -> bool:
+    """Whether centred predictions of centred rewards are 0 up to rounding."""
+    return not float(predicted.norm()) > ROUNDING * float(rewards.norm())
+
+
 def calibrated(predicted: Tensor, rewards: Tensor, group: int) -> tuple[float, float, float]:
-    """R2, slope and the slope's standard error, of centred rewards [n] on their centred predictions [n]."""
+    """R2, slope and the slope's standard error, of centred rewards [n] on their centred predictions [n].
+
+    With s the groups' sums of squared predictions, ``m = (sum s)^2 / sum s^2`` groups decide the slope. The error is
+    that over groups times ``sqrt(m / (m - 3))``: the variance of Student's t with m - 1 degrees of freedom.
+    """
     square, total = float(predicted @ predicted), float(rewards @ rewards)
-    if not square > 0 or not total > 0:
+    if negligible(predicted, rewards) or not total > 0 or not math.isfinite(1 / square):
         return 0.0, 0.0, math.inf
     slope = float(predicted @ rewards) / square
-    rest = (predicted * (rewards - slope * predicted)).view(-1, group).sum(1)
-    stderr = math.sqrt(float(rest @ rest)) / square
+    products = torch.stack([predicted * (rewards - slope * predicted), predicted * predicted / square])
+    rest, shares = products.view(2, -1, group).sum(2)
+    deciding = 1 / float(shares @ shares)
+    few = deciding <= 3 + ROUNDING
+    stderr = math.inf if few else math.sqrt(float(rest @ rest) * deciding / (deciding - 3)) / square
     r2 = math.copysign(slope * slope * square / total, slope)
     return r2, slope, stderr
 
@@ -125,11 +140,11 @@ def calibrated(predicted: Tensor, rewards: Tensor, group: int) -> tuple[float, f
 def coefficients(gram: Tensor, rewards: Tensor, group: int, penalty: float, without: Sequence[int]) -> Tensor:
     """Coefficients [1 + k, n] of the fit on all groups, and of the fits without one of the k groups ``without``.
 
-    From the Gram matrix of centred features [n, n] and centred rewards [n]; the penalty is in units of the Gram
-    matrix's mean diagonal.
+    From the Gram matrix of centred features [n, n] and centred rewards [n]. The penalty is a constant: in units of this
+    matrix it would depend on the completions that a fit leaves out.
     """
     shifted = gram.clone()
-    shifted.diagonal().add_(penalty * float(gram.diagonal().mean()))
+    shifted.diagonal().add_(penalty)
     factor = torch.linalg.cholesky(shifted)
     alpha = torch.cholesky_solve(rewards.unsqueeze(1), factor).squeeze(1)
     rows = (torch.tensor(list(without), dtype=torch.long).unsqueeze(1) * group + torch.arange(group)).to(gram.device)

@@ -13,6 +13,7 @@ rewards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grade.gradients.distilled.families import Family
-from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, coefficients
+from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, coefficients, negligible
 
 RECENT = 1024
 """Latest completions on which family and penalty are chosen: the cost is cubic, and they resemble the next ones."""
@@ -42,7 +43,8 @@ class Evidence:
     groups: list[Tensor] = field(default_factory=list)
 
     def add(self, predicted: Tensor, rewards: Tensor, group: int) -> None:
-        """Add a batch: predictions p and rewards y [N G], both centred."""
+        """Add a batch: predictions p and rewards y [N G], both centred; p that is rounding is none."""
+        predicted = torch.zeros_like(predicted) if negligible(predicted, rewards) else predicted
         products = torch.stack([predicted * rewards, predicted * predicted])
         self.groups = [*self.groups, products.view(2, -1, group).sum(2)][-TRUST_STEPS:]
 
@@ -156,18 +158,22 @@ class Store:
         """Distil everything, with the family and penalty that the completions before the last batch chose.
 
         In the first step the batch itself chooses. Each of the ``newest`` groups, those of the last batch, gets a fit
-        without it. None if rewards do not differ within prompts.
+        without it. None if rewards do not differ within prompts, or no fit can be made.
         """
         self.absorb()
         if not float(self.kept["rewards"].abs().max()) > 0:
             return None
-        if not self.choices:
-            self._choose()
-        fit = self.fit_of(self.best_of(self.families), newest)
+        try:
+            if not self.choices:
+                self._choose()
+            fit = self.fit_of(self.best_of(self.families), newest)
+        except (torch.linalg.LinAlgError, ArithmeticError):
+            fit = None
         # For the next fit: a choice made on a group's own rewards biases its gradient by a few percent.
         if self.since_choice >= growth(len(self)):
-            self._choose()
-        return fit
+            with suppress(torch.linalg.LinAlgError, ArithmeticError):
+                self._choose()
+        return fit if fit is not None and fit.all.isfinite().all() and fit.weights.isfinite().all() else None
 
     def _choose(self) -> None:
         recent, self.since_choice = min(len(self), RECENT // self.group * self.group), 0

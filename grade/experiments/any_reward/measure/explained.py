@@ -124,7 +124,7 @@ def explained(spectrum: Spectrum, rewards: Tensor, group: int) -> tuple[Choice, 
     choice = choose(spectrum, rewards, group)
     if not float(rewards @ rewards) > 0 or not spectrum.scale > 0:
         return Choice(choice.penalty, math.nan, math.nan, math.nan), math.nan
-    predicted = left_out(spectrum, rewards, group, choice.penalty * spectrum.scale)
+    predicted = left_out(spectrum, rewards, group, choice.penalty)
     sums = torch.stack([predicted * rewards, predicted * predicted, rewards * rewards]).view(3, -1, group).sum(2)
     py, pp, yy = sums.sum(1, keepdim=True) - sums  # [n / G] each, one group left out
     return choice, jackknife_stderr(py.abs() * py / (pp * yy))

@@ -1,0 +1,151 @@
+"""Where arithmetic ends: rewards that do not differ, that are missing, and fits that cannot be made."""
+
+from itertools import product
+
+import pytest
+import torch
+from conftest import ToyReward, make_backbone, make_prompts, tiny_config, tiny_gpt2
+from transformers import GPT2Config
+
+from grade.experiments.enumeration import every_completion
+from grade.gradients.distilled.learner import DistilledGradient
+from grade.gradients.distilled.store import Evidence
+from grade.gradients.methods import MethodConfig
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
+from grade.models.parameters import flatten
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import completion_logps
+from grade.rewards.base import Reward
+from grade.rewards.rewards import Scores
+
+GROUP, LENGTH = 6, 5
+METHODS = {
+    "rloo": {}, "grpo": dict(scale_rewards="group"), "ppo": {}, "distilled": {}, "reinforce": {},
+}  # fmt: skip
+
+
+class Given(Reward):
+    """What a function gives for each completion; NaN is None."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def score(self, policy, prompts, ids, mask):
+        values = self.values(ids, mask)
+        self.last = Scores({"given": values})
+        return values.nan_to_num(0.0)
+
+
+def learner(backbone, method, **options):
+    values = dict(method=method, max_completion_length=LENGTH, num_generations=1 if method == "reinforce" else GROUP)
+    config = MethodConfig(**values | METHODS.get(method, {}) | options)
+    return (DistilledGradient if method == "distilled" else PolicyGradient)(config, backbone)
+
+
+def take(own, values, seed=0, prompts=3, beta=0.0):
+    own.backbone.zero_grad(set_to_none=True)
+    batch = make_prompts(prompts, seed=seed), torch.Generator().manual_seed(seed)
+    own.step([batch], Objective(Given(values), beta), StepContext(1, lambda: None))
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own.backbone.trainable_parameters()]
+    return flatten(grads)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return make_backbone(tiny_gpt2(), target_modules=["c_attn"])
+
+
+@pytest.mark.filterwarnings("ignore:the reward is equal")
+@pytest.mark.parametrize("method", ["rloo", "grpo", "ppo", "distilled"])
+@pytest.mark.parametrize("level", [0.0, 0.1, 3333333.3])
+def test_rewards_that_differ_by_rounding_move_nothing(policy, method, level):
+    own, level = learner(policy, method), torch.tensor(level, dtype=torch.float32)
+    for seed in range(3):
+        found = take(own, lambda ids, mask: level + level * 2**-23 * (torch.arange(len(ids)) % 3 == 0), seed)
+        assert not found.any()
+    assert take(own, lambda ids, mask: level + mask.sum(1)).norm() > 1e-3, "others do"
+
+
+@pytest.mark.filterwarnings("ignore:the reward is equal")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_completion_that_nothing_scored_has_no_part_in_the_step(policy, method):
+    """The gradient does not depend on its tokens' probability, and all of a step may be so."""
+    assert not take(learner(policy, method), lambda ids, mask: torch.full((len(ids),), torch.nan)).any()
+    if method == "reinforce":
+        return
+    one = torch.arange(3 * GROUP) % GROUP == 0
+    found = take(learner(policy, method), lambda ids, mask: torch.where(one, torch.nan, 3.0))
+    assert not found.any(), "as a reward of 0 it would be the worst"
+
+
+@pytest.mark.parametrize("family", ["counts", "bag", "ngrams"])
+def test_features_that_do_not_differ_leave_the_step_to_rloo(policy, family):
+    """A noisy judge of equal completions."""
+    own, batch = learner(policy, "distilled", distil_families=[family], residual_weight=1.0), make_prompts(3)
+    ids = torch.arange(3 * LENGTH).view(3, LENGTH).repeat_interleave(GROUP, 0) % 5 + 13
+    completions = Completions(batch.repeat(GROUP), ids, torch.ones_like(ids))
+    for seed in range(3):
+        noise, found = torch.randn(len(ids), generator=torch.Generator().manual_seed(seed)), []
+        for each in (own, learner(policy, "rloo")):
+            policy.zero_grad(set_to_none=True)
+            each.step([completions], Objective(Given(lambda *_: noise), 0.0), StepContext(1, lambda: None))
+            found.append(flatten(p.grad for p in policy.trainable_parameters()))
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("vocab", [300, 5000, 50_000])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sparse_verifier_does_not_make_gradients_explode(vocab, seed):
+    """One right answer now and then, in completions that hardly share a token."""
+    config = tiny_config(vocab_size=vocab)
+    own = learner(make_backbone(config, seed=seed, perturb=False), "distilled", residual_weight="auto")
+    norms, generator = [], torch.Generator().manual_seed(seed)
+    for step in range(4):
+        right = int(torch.randint(3 * GROUP, (), generator=generator))
+        found = take(own, lambda ids, mask, right=right: (torch.arange(len(ids)) == right).double(), 10 * seed + step)
+        norms.append(float(found.norm()))
+    assert max(norms) < 100
+
+
+def test_predictions_that_are_rounding_are_no_evidence():
+    evidence, y = Evidence(), torch.tensor([0.75, -0.25, -0.25, -0.25] * 2, dtype=torch.float64)
+    evidence.add(-1e-14 * y, y, 4)
+    assert evidence.trust == 1.0
+    evidence.add(-y, y, 4)
+    assert evidence.trust == 0.0
+
+
+def test_residual_weight_1_is_unbiased():
+    """Enumerated: every pair of completions, each by its probability, after 18 completions, with a refit on the pair."""
+    config = GPT2Config(
+        vocab_size=3, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1,
+        initializer_range=0.5, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    backbone, length = make_backbone(config, target_modules=["c_attn"]), 2
+    ids, mask = every_completion(3, length, backbone.eos_token_ids)
+    prompts = PromptBatch(torch.tensor([[0, 2, 0]]), torch.ones(1, 3, dtype=torch.long))
+    every = Completions(prompts.repeat(len(ids)), ids, mask)
+    goal = Objective(ToyReward(16), 0.0)
+    own = learner(backbone, "distilled", num_generations=2, max_completion_length=length, residual_weight=1.0,
+                  distil_families=["counts", "values"])  # fmt: skip
+    context = StepContext(1, lambda: None)
+
+    def step(rows):
+        backbone.zero_grad(set_to_none=True)
+        own.step([every.rows(rows)], goal, context)
+        return flatten(p.grad for p in backbone.trainable_parameters())
+
+    order = torch.randint(len(ids), (18,), generator=torch.Generator().manual_seed(1)).tolist()
+    step(order)
+    assert own.fit.choice.slope > 0
+    before = {name: value.clone() for name, value in own.tensors().items()}
+    logps = completion_logps(backbone, every.prompts, ids, mask).sum(1)
+    rewards = goal.score(backbone, every.prompts, ids, mask)
+    truth = flatten(torch.autograd.grad(-(logps.exp() * rewards).sum(), backbone.trainable_parameters()))
+    probabilities, mean = logps.exp().detach(), torch.zeros_like(truth)
+    for pair in map(list, product(range(len(ids)), repeat=2)):
+        own.load_tensors({name: value.clone() for name, value in before.items()})
+        mean += probabilities[pair].prod() * step(pair)
+        assert own.fit.predates and own.fit.weights.shape[0] == 2, "refitted on the pair"
+    assert (mean - truth).norm() <= 1e-12 * truth.norm()
