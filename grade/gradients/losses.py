@@ -143,7 +143,7 @@ def equal(over: Tensor, dtype: torch.dtype) -> bool:
 def whiten(values: Tensor, mask: Tensor, over: Tensor | None = None) -> tuple[Tensor, float]:
     """``(x - mean) / std`` [B, T] of the valid entries, 0 where masked, with n - 1 in the variance; and ``1 / std``.
 
-    ``over`` are the `moments` of the whole step, if ``values`` are a part of it. Equal values give 0, and a factor of 1.
+    ``over`` are the `moments` of the whole step, if ``values`` are a part of it. Equal values give 0 and factor 1.
     """
     over = moments(values, mask) if over is None else over
     if equal(over, values.dtype):

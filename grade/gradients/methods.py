@@ -158,8 +158,8 @@ class MethodConfig(Settings):
         None, "policy gradients: completions of each prompt, G; null: 8 with a group baseline (rloo, grpo), else 1"
     )
     kl_estimator: Literal["exact", "k3"] = setting(
-        "exact", "policy gradients: KL over the full vocabulary, or estimated from the sampled token (k3: where lengths "
-        "differ its mean is another penalty than KL's; 2.4 % of the gradient where that was enumerated)"
+        "exact", "policy gradients: KL over the full vocabulary, or estimated from the sampled token (k3: where "
+        "lengths differ its mean is another penalty than KL's; 2.4 % of the gradient where that was enumerated)"
     )
     baseline_momentum: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.9, "reinforce: momentum of the baseline over steps"

@@ -86,10 +86,10 @@ def test_features_that_do_not_differ_leave_the_step_to_rloo(policy, family):
     ids = torch.arange(3 * LENGTH).view(3, LENGTH).repeat_interleave(GROUP, 0) % 5 + 13
     completions = Completions(batch.repeat(GROUP), ids, torch.ones_like(ids))
     for seed in range(3):
-        noise, found = torch.randn(len(ids), generator=torch.Generator().manual_seed(seed)), []
+        noise, found = Given(lambda *_, seed=seed: torch.randn(18, generator=torch.Generator().manual_seed(seed))), []
         for each in (own, learner(policy, "rloo")):
             policy.zero_grad(set_to_none=True)
-            each.step([completions], Objective(Given(lambda *_: noise), 0.0), StepContext(1, lambda: None))
+            each.step([completions], Objective(noise, 0.0), StepContext(1, lambda: None))
             found.append(flatten(p.grad for p in policy.trainable_parameters()))
         torch.testing.assert_close(*found)
 
@@ -117,7 +117,7 @@ def test_predictions_that_are_rounding_are_no_evidence():
 
 
 def test_residual_weight_1_is_unbiased():
-    """Enumerated: every pair of completions, each by its probability, after 18 completions, with a refit on the pair."""
+    """Enumerated: every pair of completions by its probability, after 18 completions, with a refit on the pair."""
     config = GPT2Config(
         vocab_size=3, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1,
         initializer_range=0.5, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,

@@ -214,7 +214,7 @@ def test_importance_weights_reach_the_gradient(base, tmp_path):
             return samples._replace(logps=(samples.logps + shift) * samples.mask)
 
     for level in ("token", "sequence"):
-        importance = dict(importance_sampling=level, importance_sampling_cap=1.2)
+        importance = dict(importance_sampling=level, importance_sampling_cap=1.2, sampler_max_difference=1.0)
         made = trainer(base, tmp_path, "rloo", Recorded(Off("own")), **importance)
         seen = []
         made.learner.step = lambda given, *rest, seen=seen, step=made.learner.step: (

@@ -226,12 +226,12 @@ class DistilledGradient(Learner):
             predates, fit = bool(self.store.choices), self.store.fit(len(rewards) // group)
             self.fit = fit and replace(fit, predates=predates)
         figures = {"trust": self.trust, "completions": float(len(self.store)), "dropped": float(self.store.dropped)}
-        if not self.store.kept["rewards"].any():
-            warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=3)
-        elif self.fit is not None:
+        if self.fit is not None:
             self.intercept = float(rewards.double().nanmean().nan_to_num(0.0) - self._predict(rows).mean())
             figures |= {f"r2/{name}": choice.r2 for name, choice in self.store.choices.items()}
             figures |= {"r2": self.fit.choice.r2, "slope": self.fit.choice.slope}
+        elif not self.store.kept["rewards"].any():
+            warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=3)
         self._note({f"distilled/{name}": value for name, value in figures.items()})
 
     def _predict(self, rows: dict[str, Tensor]) -> Tensor | None:
