@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
 KINDS = "package.module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder that 'grade reward' wrote"
-ALL_NONE = "all reward functions returned None for {row}; its reward is 0"
+ALL_NONE = "all reward functions returned None for {row}: it has no advantage, and counts as 0 in means"
 
 
 @dataclass(frozen=True)
