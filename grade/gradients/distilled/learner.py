@@ -12,8 +12,8 @@ not the reward, with almost no noise. The second is the residual, with weight w:
 - w = 1 is unbiased for every s that was fitted on other completions, here on all but the prompt's own, with a family,
   a penalty and a slope that earlier steps chose (the first step, which has none, is that of `rloo`): a
   trajectory-wise control variate (Cheng, Yan and Boots 2019, arXiv:1908.03263; Pan and Schoelkopf 2024,
-  arXiv:2402.12874). A baseline of the action at t alone would gain nothing, because the noise lies in the future (Tucker et al. 2018, arXiv:1802.10031). The
-  variance falls by about ``1 - R2``;
+  arXiv:2402.12874). A baseline of the action at t alone would gain nothing, because the noise lies in the future
+  (Tucker et al. 2018, arXiv:1802.10031). The variance falls by about ``1 - R2``;
 - w = 0 is the plug-in alone;
 - ``auto`` takes the w of the largest expected cosine to the true gradient (`Blend`).
 
