@@ -50,7 +50,7 @@ def test_the_wheel_is_the_library_and_says_what_needs_a_checkout(tmp_path):
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
-    command = [sys.executable, "-m", "grade", "memory", "--model", "tiny"]
+    command = [sys.executable, "-m", "grade", "env"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()  # before anything is written
         assert process.stderr.read() == b""

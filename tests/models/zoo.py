@@ -4,7 +4,7 @@ Each is either refused, with the reason, or accepted; then the log-probabilities
 from one pass, are held against an oracle: transformers' model on ids, no cache, no padding, the prefix run again for
 every token. Weights are large and random, an adapter is on, sliding windows are four tokens long.
 
-``python tests/models/zoo.py --write`` writes ``docs/models.md``; a test fails when it is not up to date.
+``python tests/models/zoo.py --write`` writes ``docs/models.md``; a test fails where it is not up to date.
 """
 
 from __future__ import annotations
