@@ -95,8 +95,9 @@ class RunFolder:
             for name in replaced:
                 raise InputError(name, "another content than before", "what the run was started with, to continue it")
             return "finished" if finished else checkpoint
-        way = "this run has finished" if finished else f"--resume to continue the interrupted run at {checkpoint.name}"
-        raise InputError("output_dir", str(self.path), f"{way}; --overwrite to start over")
+        resumed = f"--resume to continue the interrupted run at {checkpoint and checkpoint.name}, or"
+        way = "this run has finished;" if finished else resumed
+        raise InputError("output_dir", str(self.path), f"{way} --overwrite to start over")
 
     def begin(self) -> None:
         """Remove an earlier run's checkpoints and tables, and note what this run is, once its inputs are read."""

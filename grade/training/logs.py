@@ -6,13 +6,15 @@ as 64.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers import ProgressCallback
 
 from grade.gradients.objective import GradientStep, sequence_mean
 from grade.models.prompts import PromptBatch, decode
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from grade.gradients.distilled.learner import DistilledGradient
     from grade.models.backbone import Backbone
     from grade.rewards.rewards import Scores
+    from grade.training.evaluate import Evaluation
 
 SHOWN = 20
 """Tokens at either end of `token_table`."""
@@ -162,3 +165,41 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         table[logged["step"]] = table.get(logged["step"], {}) | row
     return [table[step] for step in sorted(table)]
+
+
+class Lines(ProgressCallback):
+    """A short line for every row of the log, with one completion after an evaluation; a bar where one is asked for."""
+
+    def __init__(self, evaluations: Mapping[int, Evaluation], write: Callable[[str], None] = print) -> None:
+        super().__init__()
+        self.evaluations, self.write = evaluations, write
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the bar, if one is asked for."""
+        if not args.disable_tqdm:
+            super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move it."""
+        if self.training_bar is not None:
+            super().on_step_end(args, state, control, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close it."""
+        if self.training_bar is not None:
+            super().on_train_end(args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Write the line, above the bar."""
+        row = logs or {}
+        names = ("reward", "kl", "grad_norm", "eval_reward", "eval_gold", "eval_kl")
+        figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
+        if not figures or not state.is_world_process_zero:
+            return
+        write = self.write if self.training_bar is None else self.training_bar.write
+        seconds = f"  {row['seconds']:7.1f} s" if "seconds" in row else " " * 11
+        write(f"step {state.global_step:>4}/{state.max_steps}{seconds}  {figures}")
+        evaluation = self.evaluations.get(state.global_step)
+        if "eval_reward" in row and evaluation is not None:
+            text = " ".join(f"{evaluation.prompts[0]}|{evaluation.completions[0]}".split())
+            write(f"  {textwrap.shorten(text, 100)}  reward {evaluation.reward[0]:.4g}")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from grade.errors import InputError
 from grade.files import MANIFEST, atomic, write_manifest, write_text, writing
@@ -34,7 +34,7 @@ from grade.training.card import run_card
 from grade.training.evaluate import Evaluation
 from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, last_checkpoint, not_written
 from grade.training.load import Prompts, Task, load_task
-from grade.training.logs import history_rows
+from grade.training.logs import Lines, history_rows
 from grade.training.trainer import GradeTrainer
 
 if TYPE_CHECKING:
@@ -130,8 +130,10 @@ def run_training(
         trainer = _trainer(
             config, task, task.train_prompts, place, disable_tqdm=log is not None or output_dir is None, **kept
         )
+        if log is not None or output_dir is None:
+            trainer.remove_callback(Lines)
         if log is not None:
-            trainer.add_callback(_Lines(log))
+            trainer.add_callback(Lines(trainer.evaluations, log))
         stop = _StopOnSignal(trainer)
         if output_dir is not None:
             trainer.add_callback(stop)
@@ -156,6 +158,7 @@ def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
     with tempfile.TemporaryDirectory() as place:
         quiet = {"save_strategy": "no", "disable_tqdm": True, "report_to": []}
         trainer = _trainer(config, task, [], place, final_eval_prompts=n, **quiet)
+        trainer.remove_callback(Lines)
         trainer.evaluate()
     return trainer.evaluations[0]
 
@@ -168,9 +171,7 @@ def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str,
         [{"prompt": p} for p in given] if len(given) and isinstance(given[0], str) else given or None
         for given in (prompts, task.validation_prompts)
     )
-    trainer = GradeTrainer(task.backbone, task.reward_model, args, train, held_out, judge=task.judge)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    return GradeTrainer(task.backbone, task.reward_model, args, train, held_out, judge=task.judge)
 
 
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
@@ -276,18 +277,3 @@ class _StopOnSignal(TrainerCallback):
         """Put the handlers back that were there before training."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-class _Lines(TrainerCallback):
-    """One line for every row of the log, where there is no progress bar."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.write = write
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        row = logs or {}
-        names = ("reward", "kl", "grad_norm", "eval_reward", "eval_gold", "eval_kl")
-        figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
-        if figures and state.is_world_process_zero:
-            seconds = f"  {row['seconds']:7.1f} s" if "seconds" in row else " " * 11
-            self.write(f"step {state.global_step:>4}/{state.max_steps}{seconds}  {figures}")

@@ -44,7 +44,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from grade.errors import InputError, reading
@@ -64,10 +64,10 @@ from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import STATE_FILE, last_checkpoint, not_written
+from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written
 from grade.training.kl_target import KLTarget
 from grade.training.load import make_policy, place
-from grade.training.logs import LogBuffer, token_table
+from grade.training.logs import Lines, LogBuffer, token_table
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -128,6 +128,9 @@ class GradeTrainer(Trainer):
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
+        for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []:
+            if not isinstance(callback, TrainerCallback) and not _is_callback_class(callback) or callback is callbacks:
+                raise InputError("callbacks", callbacks, "a list of TrainerCallback")
         self.backbone = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
         place(self.backbone, args.device, args.bf16, args.sharded)
         if args.temperature != 1.0:
@@ -157,24 +160,44 @@ class GradeTrainer(Trainer):
             self._check_dataset(dataset, args)
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
+            args = copy.copy(args)  # the caller's serves other trainers too
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
         self._pending: list[Microbatch] = []
         self._place, self._started, self.seconds = 0, 0.0, 0.0  # microbatch in the step, the step's start
         self._published = -1  # the step whose adapter the sampler has
+        self._check_optimizer(optimizers[0])
         super().__init__(
             model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
             eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
             optimizers=optimizers,
         )  # fmt: skip
+        for theirs in (PrinterCallback, ProgressCallback):
+            self.remove_callback(theirs)
+        self.add_callback(Lines(self.evaluations))
         self.add_callback(_StepEnd(self))
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """A given optimizer must have what is trained, and nothing else: the frozen base is also the reference."""
+        if optimizer is None:
+            return
+        trained = self.backbone.trainable_parameters()
+        head = self.learner.parameters() if self.learner else []
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if given - {id(p) for p in (*trained, *head)}:
+            raise InputError("optimizers", "parameters that are not trained", "the adapter's parameters alone")
+        missing = "the adapter's parameters" if {id(p) for p in trained} - given else "PPO's value head"
+        if {id(p) for p in (*trained, *head)} - given:
+            raise InputError("optimizers", f"an optimizer without {missing}", "one with all that is trained, or none")
 
     # ---- data ----
     def _check_dataset(self, dataset: Any, args: GradeConfig) -> None:
         if dataset is None:
             return
+        kind = type(dataset).__name__
+        if isinstance(dataset, pd.DataFrame):
+            raise InputError("dataset", kind, "rows with a prompt: frame.to_dict('records') makes them")
         if not hasattr(dataset, "__len__"):
-            kind = type(dataset).__name__
             raise InputError("dataset", kind, "one with a length: a stream cannot be continued where it was")
         longest = check_prompts(self.backbone.tokenizer, dataset, **_reading(args))
         check_length(self.backbone, longest + args.max_completion_length)
@@ -475,6 +498,9 @@ class GradeTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_whole(Path(resume_from_checkpoint), "resume_from_checkpoint")
+        if not (Path(resume_from_checkpoint) / OPTIMIZER_FILE).is_file():
+            allowed = f"a checkpoint with {OPTIMIZER_FILE}: save_only_model leaves out what continues a run"
+            raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         check_saved(self.backbone.peft, resume_from_checkpoint)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -572,6 +598,10 @@ def _choose_method(args: GradeConfig, objective: Objective) -> tuple[str, str]:
     if without:
         return DISTILLED, f"reward {without[0].name!r} gives values only, so a gradient is distilled from them"
     return DISTILLED, "the reward has a gradient, but through a transformer one distilled from its values trains better"
+
+
+def _is_callback_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, TrainerCallback)
 
 
 def _reading(args: GradeConfig) -> dict[str, Any]:

@@ -360,3 +360,37 @@ def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path):
     model.config._name_or_path = ""
     with pytest.raises(InputError, match="processing_class: got None"):
         trainer(model, tmp_path)
+
+
+def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    made = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4))
+    args = GradeConfig(str(tmp_path / "run"), **SMALL | {"max_steps": -1, "method": "ppo", "num_generations": None})
+    everything = torch.optim.AdamW(made.peft.parameters())
+    adapter = torch.optim.AdamW(made.trainable_parameters())
+    for given, message in (
+        (dict(optimizers=(everything, None)), "optimizers: got 'parameters that are not trained'"),
+        (dict(optimizers=(adapter, None)), "without PPO's value head"),
+        (dict(train_dataset=PROMPTS.to_pandas()), "dataset: got 'DataFrame'"),
+        (dict(callbacks="tensorboard"), "callbacks: got 'tensorboard'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            GradeTrainer(made, length, args, **{"train_dataset": PROMPTS} | given)
+    assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
+
+
+def test_a_checkpoint_without_optimizer_is_not_continued(base, tmp_path):
+    changes = dict(max_steps=2, save_steps=1, save_only_model=True)
+    trainer(base, tmp_path, **changes).train()
+    with pytest.raises(InputError, match="resume_from_checkpoint: .*save_only_model"):
+        trainer(base, tmp_path, **changes).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_row_of_the_log_is_a_short_line(base, tmp_path, capsys, bar):
+    changes = dict(disable_tqdm=not bar, eval_strategy="steps", eval_steps=2, save_strategy="no")
+    trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), **changes).train()
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert not any("{" in line for line in lines)
+    assert [line.split()[:2] for line in lines if line.startswith("step")] == [["step", "1/2"], *[["step", "2/2"]] * 2]
+    assert "reward" in lines[-1] and lines[-1].startswith("The film was 0|")
