@@ -187,7 +187,7 @@ def cases():
         ("--lora.r 0", "lora.r: got 0"), ("--beta 1e38", "overflows"), ("--learning_rte 1", "unrecognized"),
         ("--per_device_train_batch_size 1000000000", "would need"), ("--max_completion_length 100000000000", "TB"),
         ("--gradient_accumulation_steps 1000000000", "gradient_accumulation_steps"),
-        ("--method gumbel_rao --max_completion_length 512 --rao_draws 1000000 --num_generations null", "rao_draws"),
+        ("--method gumbel_rao --max_completion_length 4096 --rao_draws 1000000 --num_generations null", "rao_draws"),
         ("--model 'a\0b'", "NUL"), ("--set 'reward=[\"a\\0b\"]'", "NUL"), ("--seed 1" + "0" * 50, "seed"),
         ("--dataloader_num_workers 1000000", "dataloader_num_workers"),
     ):  # fmt: skip
