@@ -165,8 +165,11 @@ def cases():
     for name in ("raises", "nan", "short", "none", "words", "needs_more", "leaves", "late", "number", "nothing", ""):
         yield "train", f"--reward rewards.py:{name}", "", {}
     for name, says in {
-        "raises": "rewards.py, line 9", "late": "rewards.py, line 30", "inside_a_library": "rewards.py, line 33",
-        "stops": "cancelled", "cancels": "cancelled",
+        "raises": "rewards.py, line 9",
+        "late": "rewards.py, line 30",
+        "inside_a_library": "rewards.py, line 33",
+        "stops": "cancelled",
+        "cancels": "cancelled",
     }.items():
         yield "train", f"--reward rewards.py:{name} # {says}", says, {}
     for text in ("nowhere", "nowhere.py:f", "no_such_module:f", "os:path", ":f", "hf:nowhere", "run"):

@@ -43,8 +43,3 @@ def test_continuous_integration_runs_what_a_developer_runs():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert script.read_text().splitlines()[-1] == "make test"
-
-
-def test_files_that_pyproject_names_exist():
-    assert (ROOT / PROJECT["readme"]).is_file()
-    assert [name for name in PROJECT["license-files"] if not (ROOT / name).is_file()] == []

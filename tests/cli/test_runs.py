@@ -199,7 +199,7 @@ def test_a_page_holds_curves_completions_by_step_settings_and_command(place, tmp
 
 
 def test_a_page_shows_what_the_reward_likes_and_escapes_all_that_the_run_wrote(copied, tmp_path, capsys):
-    bad = "<script>alert(1)</script> & \"two\"\nlines \x1b[31m"
+    bad = '<script>alert(1)</script> & "two"\nlines \x1b[31m'
     for step, reward in ((5, 1.5), (9, float("nan"))):
         rows = [{"prompt": bad, "completion": f"{step}{bad}", "reward": reward}]
         pd.DataFrame(rows).to_parquet(copied / "completions" / f"eval_{step:05}.parquet")

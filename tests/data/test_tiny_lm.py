@@ -8,13 +8,7 @@ import torch
 
 from grade.cli.main import main
 from grade.data.base_model import train_tokenizer
-from grade.data.tiny_lm import (
-    Muon,
-    PretrainConfig,
-    orthogonalised,
-    pretrain,
-    text_windows,
-)
+from grade.data.tiny_lm import Muon, PretrainConfig, orthogonalised, pretrain, text_windows
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.results import read_metrics

@@ -10,15 +10,7 @@ import pytest
 
 from grade.cli.main import main
 from grade.errors import InputError
-from grade.experiments.claims import (
-    COLUMNS,
-    Claim,
-    judge,
-    read_claims,
-    to_markdown,
-    verdict_counts,
-    write_claims,
-)
+from grade.experiments.claims import COLUMNS, Claim, judge, read_claims, to_markdown, verdict_counts, write_claims
 from grade.experiments.exp6.claims import exp6_claims
 
 ROW = Claim("000", "4 GB of a|b", "4 GB", 8.192, "MB", "derived", "refuted", "1*64*32000*4\nbytes")

@@ -50,10 +50,7 @@ def curves(*runs):
 
 
 def test_reward_at_kl_is_that_of_a_mixture_of_two_policies():
-    table = curves(
-        curve("ste", 0.1, 0, [0, 4, 8], [0.5, 0.7, 0.8]),
-        curve("ste", 0.1, 1, [0, 1, 3], [0.5, 0.6, 0.8]),
-    )
+    table = curves(curve("ste", 0.1, 0, [0, 4, 8], [0.5, 0.7, 0.8]), curve("ste", 0.1, 1, [0, 1, 3], [0.5, 0.6, 0.8]))
     # Seed 0, chosen on seed 1: its hull is the start and its end, so here the start and (8, 0.8): 0.5 + 2/8 * 0.3.
     # Seed 1, chosen on seed 0: the start and its middle, here (1, 0.6), which is below the level by itself.
     assert frontier.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.575, 1: 0.6})

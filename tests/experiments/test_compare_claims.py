@@ -1,6 +1,5 @@
 """Verdicts follow from the figures; the paper's defects against hand arithmetic."""
 
-
 import pytest
 
 from grade.experiments.compare import paper

@@ -9,12 +9,7 @@ import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
-from grade.experiments.estimators.figures import (
-    bias_variance_figure,
-    cosine_figure,
-    hybrid_figure,
-    worth_figure,
-)
+from grade.experiments.estimators.figures import bias_variance_figure, cosine_figure, hybrid_figure, worth_figure
 from grade.experiments.estimators.measure import tables as experiment
 from grade.experiments.estimators.measure.rows import Variant, gradient_rows
 from grade.experiments.estimators.metrics import metrics, timed_metrics

@@ -8,12 +8,7 @@ import pytest
 from completions_server import serving
 from conftest import save_toy_base
 
-from grade.experiments.scale.measure.sampling import (
-    law_table,
-    sampling_ratios,
-    training_differences,
-    training_table,
-)
+from grade.experiments.scale.measure.sampling import law_table, sampling_ratios, training_differences, training_table
 
 TEXTS = [f"The film was {word}" for word in ("a", "so", "not", "it", "all", "bad", "good", "new")]
 

@@ -5,15 +5,7 @@ import math
 import pytest
 import torch
 
-from grade.gradients.distilled.ridge import (
-    Choice,
-    Spectrum,
-    calibrated,
-    centred,
-    choose,
-    coefficients,
-    left_out,
-)
+from grade.gradients.distilled.ridge import Choice, Spectrum, calibrated, centred, choose, coefficients, left_out
 
 GROUP = 3
 

@@ -20,12 +20,6 @@ from grade.memory.trace import trace_layers
 KIB, MIB = 2**10, 2**20
 
 
-@pytest.mark.parametrize(("asked", "block"), [(1, 512), (512, 512), (513, 1024), (1000, 1024), (MIB + 1, MIB + 512)])
-def test_sizes_are_rounded_up_to_512_bytes(asked, block):
-    allocator = CachingAllocator()
-    assert allocator.allocate(asked).size == block == allocator.allocated
-
-
 @pytest.mark.parametrize(
     ("asked", "segment"),
     [
@@ -87,24 +81,6 @@ def test_the_smallest_block_that_is_large_enough_is_reused():
     assert between.address == 16 * MIB
     assert allocator.allocate(13 * MIB).address == 28 * MIB  # of 16 and 14 MiB the one of 14
     assert allocator.reserved == 42 * MIB
-
-
-def test_the_pools_do_not_lend_to_each_other():
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(20 * MIB))
-    allocator.allocate(MIB)  # 20 MiB are free, in the pool for more than 1 MiB
-    assert allocator.reserved == 22 * MIB
-
-
-def test_free_bytes_in_pieces_serve_no_large_request():
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(5 * MIB) for _ in range(8)]  # two segments
-    for block in blocks[::2]:
-        allocator.free(block)
-    assert allocator.reserved - allocator.allocated == 20 * MIB
-    allocator.allocate(6 * MIB)  # no piece is larger than 5 MiB
-    assert allocator.reserved == 3 * LARGE_SEGMENT
-    assert allocator.peak_allocated == 40 * MIB
 
 
 def record(nbytes, birth, death=None, op="mm"):

@@ -1,5 +1,6 @@
 """What fits a budget, ways to run a step, single changes and methods in one table: straight lines, and real traces."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -162,6 +163,7 @@ def test_a_method_that_cannot_use_the_reward_says_so(tmp_path):
     BertConfig(vocab_size=600, **sizes).save_pretrained(tmp_path)
     rows = compare_methods(every_method((), [], OPTIONS | {"reward": f"hf:{tmp_path}"}), trace)
     text, data = methods_text(rows), {row["method"]: row for row in rows}
+    assert [row["method"] for row in rows] == list(METHODS) and json.loads(json.dumps(rows)) == rows
     assert {row["method"] for row in rows if row["reason"]} == set(RELAXED)
     assert text.count("needs its gradient") == len(RELAXED) and "ppo " in text
     assert data["ste"]["peak_bytes"] is None and "vocabulary of 512" in data["ste"]["reason"]

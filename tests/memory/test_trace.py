@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from grade.errors import InputError
 from grade.experiments.formulas import kv_cache_bytes_per_token
-from grade.experiments.traced import saved_bytes, trace_all
+from grade.experiments.traced import saved_bytes
 from grade.memory.bench import measure
 from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, build_backbone, model_config, with_layers
@@ -194,13 +194,6 @@ def test_a_shipped_shape_has_its_published_parameters_and_fewer_layers_keep_the_
     config = model_config("qwen3-4b")
     short = with_layers(config, 2)
     assert (short.num_hidden_layers, len(short.layer_types), config.num_hidden_layers) == (2, 2, 36)
-
-
-def test_traces_in_two_processes_are_the_same():
-    configs = {name: StepConfig(model="tiny", **SMALL | {"method": name}) for name in ("ste", "gumbel")}
-    one, two = trace_all(configs), trace_all(configs, processes=2)
-    assert list(two) == list(configs)
-    assert [t.peak for t in one.values()] == [t.peak for t in two.values()]
 
 
 SAMPLED = dict(model="tiny", prompt_tokens=4, max_new_tokens=9)

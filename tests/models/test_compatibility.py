@@ -49,11 +49,67 @@ def test_a_model_without_data_is_not_run():
     Backbone(model)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_refused(value):
+def _alone(forward, *args, past_key_values=None, **kw):
+    """Attention that decodes each token without those before."""
+    hidden = kw.get("hidden_states", args[0] if args else None)
+    if past_key_values is None or hidden.shape[1] > 1:
+        return forward(*args, past_key_values=past_key_values, **kw)
+    return forward(*args, past_key_values=None, **{**kw, "attention_mask": None})
+
+
+def layer_changed(function):
+    model = tiny()
+    change(model.model.layers[0], function)
+    return model
+
+
+def weight_of(value):
     model = tiny()
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = value
-    refused(model, "finite logits")
+    return model
+
+
+def counts_padding():
+    model = tiny(tiny_gpt2())
+    change(model.transformer.wpe, lambda forward, ids: forward(torch.arange(ids.shape[1]).expand_as(ids)))
+    return model
+
+
+def forgets_its_cache():
+    model = tiny()
+    for layer in model.model.layers:
+        change(layer.self_attn, _alone)
+    return model
+
+
+SPOILT = {
+    "a weight that is no number": (lambda: weight_of(float("nan")), "finite logits"),
+    "an infinite weight": (lambda: weight_of(float("inf")), "finite logits"),
+    "a function in place of a dropout module": (
+        lambda: layer_changed(lambda forward, *args, **kw: F.dropout(forward(*args, **kw), 0.1)), "without randomness",
+    ),
+    "looks ahead": (
+        lambda: layer_changed(lambda forward, x, *args, **kw: forward(x, *args, **kw) + x.mean(1, True)), "causal",
+    ),
+    "ignores the mask": (
+        lambda: layer_changed(lambda forward, *args, **kw: forward(*args, **{**kw, "attention_mask": None})), "padding",
+    ),
+    "positions count padding": (counts_padding, "padding|cache"),
+    "forgets its cache": (forgets_its_cache, "cache"),
+    "changes its inputs in place": (
+        lambda: layer_changed(lambda forward, x, *args, **kw: forward(x.mul_(1.5), *args, **kw)),
+        "inputs_embeds as they are",
+    ),
+    "a finite root of 0 with an infinite slope": (
+        lambda: layer_changed(lambda forward, x, *args, **kw: forward(x, *args, **kw) + (x * 0).sqrt()),
+        "finite gradient",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoilt", "reason"), SPOILT.values(), ids=SPOILT)
+def test_a_model_that_could_not_be_trained_exactly_is_refused(spoilt, reason):
+    refused(spoilt(), reason)
 
 
 @pytest.mark.parametrize(
@@ -73,17 +129,6 @@ def test_a_soft_cap_that_the_head_does_not_know_is_refused(cap, dtype):
     refused(model, "soft-capped")
 
 
-def layer_changed(function, config=None):
-    model = tiny(config)
-    change(model.model.layers[0], function)
-    return model
-
-
-def test_a_function_in_place_of_a_dropout_module_is_refused():
-    model = layer_changed(lambda forward, *args, **kw: F.dropout(forward(*args, **kw), 0.1))
-    refused(model, "without randomness")
-
-
 def test_randomness_in_training_mode_only_is_refused():
     """As a router's jitter: off in eval mode, on when the layer is recomputed."""
     model = tiny()
@@ -97,50 +142,10 @@ def test_randomness_in_training_mode_only_is_refused():
     refused(model, "when its layers are recomputed")
 
 
-def test_a_model_that_looks_ahead_is_refused():
-    refused(layer_changed(lambda forward, x, *args, **kw: forward(x, *args, **kw) + x.mean(1, keepdim=True)), "causal")
-
-
-def test_a_model_that_ignores_the_mask_is_refused():
-    refused(layer_changed(lambda forward, *args, **kw: forward(*args, **{**kw, "attention_mask": None})), "padding")
-
-
 def test_a_type_that_is_not_finite_beside_padding_is_refused():
     """Gemma 2 casts a mask with float64's smallest number to float32."""
     refused(build("gemma2", torch.float64), "in float64 beside padding")
     Backbone(build("gemma2", torch.float32))
-
-
-def test_positions_that_count_padding_are_refused():
-    model = tiny(tiny_gpt2())
-    change(model.transformer.wpe, lambda forward, ids: forward(torch.arange(ids.shape[1]).expand_as(ids)))
-    refused(model, "padding|cache")
-
-
-def test_a_model_that_forgets_its_cache_is_refused():
-    model = tiny()
-    for layer in model.model.layers:
-        change(layer.self_attn, _alone)
-    refused(model, "cache")
-
-
-def _alone(forward, *args, past_key_values=None, **kw):
-    """Attention that decodes each token without those before."""
-    hidden = kw.get("hidden_states", args[0] if args else None)
-    if past_key_values is None or hidden.shape[1] > 1:
-        return forward(*args, past_key_values=past_key_values, **kw)
-    return forward(*args, past_key_values=None, **{**kw, "attention_mask": None})
-
-
-def test_inputs_changed_in_place_are_refused():
-    model = tiny()
-    change(model.model.layers[0], lambda forward, x, *args, **kw: forward(x.mul_(1.5), *args, **kw))
-    refused(model, "inputs_embeds as they are")
-
-
-def test_a_gradient_that_is_not_finite_is_refused():
-    """The root of 0 is finite, its slope is not."""
-    refused(layer_changed(lambda forward, x, *args, **kw: forward(x, *args, **kw) + (x * 0).sqrt()), "finite gradient")
 
 
 def test_an_exception_of_the_model_is_one_line():

@@ -12,11 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grade.errors import InputError
 from grade.models import prompts as module
-from grade.models.prompts import (
-    check_prompts,
-    encode_examples,
-    encode_prompts,
-)
+from grade.models.prompts import check_prompts, encode_examples, encode_prompts
 
 UNK, BOS, EOS, PAD, A, B, C = range(7)
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

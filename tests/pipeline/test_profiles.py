@@ -237,8 +237,6 @@ stages:
 """
 
 
-
-
 @pytest.fixture
 def meeting(project):
     """Two stages of which neither ends before the other has begun, one that needs both, and one that needs none."""

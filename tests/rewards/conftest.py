@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    GPT2Config,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, GPT2Config, LlamaConfig
 
 from grade.data.base_model import train_tokenizer
 from grade.models.adapter import LoraSettings

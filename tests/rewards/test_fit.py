@@ -32,10 +32,7 @@ def backbone():
 REVIEWS = [review("abcdefghijkl", 1), review("klmno", 0), review("aaab", 1), review("ponmlkjih", 0)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("bag", {}), ("bag", {"pooling": "root"}), ("trunk", {})],
-)
+@pytest.mark.parametrize(("kind", "settings"), [("bag", {}), ("bag", {"pooling": "root"}), ("trunk", {})])
 def test_measures_on_held_out_reviews_are_those_of_the_cut_texts(kind, settings):
     torch.manual_seed(0)
     model, labels = RewardModel(kind, backbone(), HeadSettings(**settings)), [1, 0, 1, 0]

@@ -153,8 +153,7 @@ def test_bag_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "want"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+    ("dtype", "want"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
 )
 @pytest.mark.parametrize("kind", ["bag", "trunk"])
 def test_scores_are_float32_or_wider(kind, dtype, want):
