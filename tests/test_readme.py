@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import save_toy_base
 
 import grade
@@ -236,8 +235,3 @@ def test_every_word_of_the_layout_is_a_folder_or_a_file():
     layout = blocks("README.md", "text")[1]
     for line in layout.splitlines():
         assert (ROOT / line.split()[0]).exists(), line
-
-
-def test_the_citation_file_is_yaml_with_what_the_format_requires():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)

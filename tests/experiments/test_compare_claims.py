@@ -51,16 +51,11 @@ def test_a_comparison_is_decided_from_five_seeds_and_away_from_the_threshold(dif
     assert verdict(words) == "not testable"
 
 
-def test_a_gain_counts_from_three_standard_errors():
-    assert verdict("PPO ends below") == "partly"  # 2 standard errors
-    assert verdict("PPO ends below", gain__ppo=0.04) == "refuted"
-    assert verdict("PPO ends below", gain__ppo=-0.04) == "confirmed"
+def test_a_gain_counts_from_three_standard_errors_and_from_two_seeds_from_ten():
+    for gain, n, want in ((0.02, 5, "partly"), (0.04, 5, "refuted"), (-0.04, 5, "confirmed"), (0.09, 2, "partly"),
+                          (0.11, 2, "refuted")):  # fmt: skip
+        assert verdict("PPO ends below", gain__ppo=gain, gain__ppo_n=n) == want
     assert verdict("GRADE-STE learns") == "confirmed"
-
-
-def test_a_gain_from_two_seeds_counts_from_ten():
-    assert verdict("PPO ends below", gain__ppo=0.09, gain__ppo_n=2) == "partly"
-    assert verdict("PPO ends below", gain__ppo=0.11, gain__ppo_n=2) == "refuted"
 
 
 def test_the_verdict_on_variance_is_on_noise_and_not_on_the_spread_of_norms():

@@ -192,13 +192,6 @@ def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
     assert metrics["eval_a_kl"] == 0
 
 
-def test_epochs_count_passes_over_the_prompts(base, tmp_path):
-    made = trainer(base, tmp_path, max_steps=-1, num_train_epochs=2, save_strategy="no")  # 10 prompts, 2 a step
-    assert made.args.max_steps == 10
-    made.train()
-    assert made.state.log_history[-2]["epoch"] == 2.0
-
-
 def test_temperature_changes_the_policy_everywhere(base, tmp_path):
     """Sampling, log-probabilities and KL are of softmax(l / T): at the first step the clipped ratio is exactly 1."""
     made = trainer(base, tmp_path, method="grpo", num_iterations=2, temperature=0.5, max_steps=1, save_strategy="no")
