@@ -1,8 +1,7 @@
 """Train in one process with twice the microbatches, then in two; used by test_processes.py, test_sharded.py and
 test_sampler.py, from a fresh process.
 
-    python tests/training/processes.py FOLDER METHOD...
-    python tests/training/processes.py FOLDER --reward REWARD METHOD     # two processes only; prints their exit codes
+    python tests/training/processes.py FOLDER REWARD METHOD...           # and rloo on that reward, on two processes
     python tests/training/processes.py FOLDER --sharded METHOD...        # the base divided between two processes
     python tests/training/processes.py FOLDER --settings JSON            # of one run
 """
@@ -223,12 +222,10 @@ def main(root: Path, kind: str, *rest: str) -> int:
         return sharded(root, list(rest))
     if kind == "--settings":
         return given_settings(root, json.loads(rest[0]))
-    if kind == "--reward":
-        reward, method = rest
-        values = toy_project(root) | {"reward": reward, "method": method, "num_generations": 4}
-        print(json.dumps(failing(root, values, {})))
-        return 0
-    return one_and_two(root, [kind, *rest], toy_project(root) | {"max_steps": 3, "logging_steps": 1}, {})
+    common = toy_project(root) | {"max_steps": 3, "logging_steps": 1}
+    code = one_and_two(root, list(rest), common, {})
+    print(json.dumps(failing(root, common | {"reward": kind, "method": "rloo", "num_generations": 4}, {})))
+    return code
 
 
 if __name__ == "__main__":

@@ -20,14 +20,21 @@ CASES = (*METHODS, AUTO) if ALL else ("gumbel", "reinforce", "grpo", "ppo", "dis
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    done, errors = script(SCRIPT, folder, *CASES)
+    (folder / "fails.py").write_text(
+        "import os\n"
+        "def reward(completions, **_):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise KeyError('judge is gone')\n"
+        "    return [0.0 for _ in completions]\n"
+    )
+    done, errors = script(SCRIPT, folder, f"{folder}/fails.py:reward", *CASES)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:] + errors[-2000:]
-    return folder
+    return folder, json.loads(done.stdout.splitlines()[-1]), errors
 
 
 @pytest.mark.parametrize("method", CASES)
 def test_two_processes_train_as_one_does_on_both_batches(runs, method):
-    one, two = (runs / f"{method}-{n}" for n in (1, 2))
+    one, two = (runs[0] / f"{method}-{n}" for n in (1, 2))
     # float32; a microbatch's noise is seeded by its place in the step, so only the order of the sum differs.
     metrics = [read_metrics(folder / "metrics.json") for folder in (one, two)]
     assert metrics[0] == {
@@ -42,21 +49,13 @@ def test_two_processes_train_as_one_does_on_both_batches(runs, method):
 
 
 def test_files_are_written_once(runs):
-    for folder in runs.glob("*-2"):
+    for folder in runs[0].glob("*-2"):
         assert not {path.name for path in folder.iterdir()} & {".partial", ".old"}
         assert len(list(folder.glob("checkpoint-*/rng_state_*.pth"))) == 2 * len(list(folder.glob("checkpoint-*")))
 
 
-def test_a_reward_that_fails_on_one_process_says_so_and_ends_both(tmp_path):
-    (tmp_path / "fails.py").write_text(
-        "import os\n"
-        "def reward(completions, **_):\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        raise KeyError('judge is gone')\n"
-        "    return [0.0 for _ in completions]\n"
-    )
-    done, errors = script(SCRIPT, tmp_path, "--reward", f"{tmp_path}/fails.py:reward", "rloo")
-    codes = json.loads(done.stdout.splitlines()[-1])
-    assert codes[0] and codes[1] == 2, done.stdout + done.stderr
+def test_a_reward_that_fails_on_one_process_says_so_and_ends_both(runs):
+    _, codes, errors = runs
+    assert codes[0] and codes[1] == 2, errors
     messages = [line for line in errors.splitlines() if "judge is gone" in line]
     assert len(messages) == 1 and messages[0].startswith("grade train (process 1): reward 'reward'"), errors
