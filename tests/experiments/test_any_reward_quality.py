@@ -111,12 +111,12 @@ def test_r2_is_that_of_fits_without_the_group_and_its_error_a_jackknife():
     x = centred(torch.randn(40, 3, generator=generator, dtype=torch.float64), 4)
     y = centred(x[:, 0] + 0.5 * torch.randn(40, generator=generator, dtype=torch.float64), 4)
     choice, stderr = explained(Spectrum.of(x @ x.T), y, 4)
-    penalty = choice.penalty * float((x @ x.T).diagonal().mean())
     said = torch.empty(40, dtype=torch.float64)
     for group in range(10):
         out = torch.zeros(40, dtype=torch.bool)
         out[4 * group : 4 * group + 4] = True
-        w = torch.linalg.solve(x[~out].T @ x[~out] + penalty * torch.eye(3, dtype=torch.float64), x[~out].T @ y[~out])
+        ridge = choice.penalty * torch.eye(3, dtype=torch.float64)
+        w = torch.linalg.solve(x[~out].T @ x[~out] + ridge, x[~out].T @ y[~out])
         said[out] = x[out] @ w
 
     def r2(keep):
