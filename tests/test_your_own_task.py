@@ -96,7 +96,7 @@ def test_its_commands_run_one_after_the_other(project, capsys):
             assert name in names, name
     assert any(name.startswith("checkpoint-") for name in names)
     for command in ("show", "merge", "generate"):
-        (line,) = [line for line in COMMANDS if line[:2] == ["grade", command]]
         changed = ["--backbone", "models/backbone"] if command == "generate" else []
-        assert run(line, *changed) == 0, capsys.readouterr().err
+        for line in (line for line in COMMANDS if line[:2] == ["grade", command]):
+            assert run(line, *changed) == 0, capsys.readouterr().err
     assert (project / "runs/short-merged/config.json").is_file()

@@ -159,7 +159,7 @@ class MethodConfig(Settings):
     )
     kl_estimator: Literal["exact", "k3"] = setting(
         "exact", "policy gradients: KL over the full vocabulary, or estimated from the sampled token (k3: where "
-        "lengths differ its mean is another penalty than KL's; 2.4 % of the gradient where that was enumerated)"
+        "lengths differ its mean is another penalty than KL's; 0.024 of the gradient where that was enumerated)"
     )
     baseline_momentum: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.9, "reinforce: momentum of the baseline over steps"

@@ -47,10 +47,10 @@ from pydantic import BaseModel, Field, FiniteFloat, StrictInt, ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grade.background import wait_for
 from grade.errors import InputError
 from grade.files import writing
 from grade.models.backbone import Backbone
+from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, generate

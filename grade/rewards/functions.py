@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grade.background import wait_for
 from grade.errors import InputError, last_line_of_user
+from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import Reward

@@ -26,7 +26,7 @@ def test_a_plan_is_a_table_for_people(capsys):
     assert main([*TINY, "--fits", "400000B", "--overhead", "1KiB", "--gpus", "2"]) == 0
     out = capsys.readouterr().out
     for text in ("at the peak", "peak of each phase", "largest tensors", "fits ", "one of 2 GPUs", "TFLOP", "ddp ",
-                 "by the caching allocator", "with the CUDA context and communication", "settings that fit 506.8",
+                 "by the caching allocator", "with the CUDA context and communication", "settings that fit ",
                  "fsdp2 "):  # fmt: skip
         assert text in out
 

@@ -230,7 +230,7 @@ def test_what_is_no_folder_and_no_owner_and_name_is_not_asked_of_the_hub(name, h
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model").mkdir()
     for load in (Backbone.load, load_classifier):
-        with pytest.raises(InputError, match="no folder .*, and no owner/name of the hub") as caught:
+        with pytest.raises(InputError, match="no folder .*; a hub id is owner/name") as caught:
             load(name)
         assert hint in str(caught.value) and "\n" not in str(caught.value)
 
