@@ -18,6 +18,8 @@ from grade.files import atomic, write_text
 from grade.pipeline.params import DEFAULT_PROFILE, resolved_files, suite_values
 
 _SUITE = "params/{}/suite.yaml"
+_PEERS = "outputs/peers"
+"""What ``grade peers`` measured beside TRL, which the environment does not have: read by stages, made by none."""
 
 
 def workspace_of(root: Path, profile: str) -> Path:
@@ -104,5 +106,6 @@ def _project_files(root: Path) -> list[str]:
     except subprocess.CalledProcessError:
         raise InputError("project folder", str(root), "a git checkout (git lists the project's files)") from None
     # Results and their lock are the project's own. A tracked file may have been deleted since.
-    names = sorted({name for name in listing.split("\0") if name and name.split("/")[0] not in ("outputs", "dvc.lock")})
+    own = ("outputs/", "dvc.lock")
+    names = sorted(name for name in set(listing.split("\0")) if name.startswith(_PEERS) or not name.startswith(own))
     return [name for name in names if (root / name).is_file()]

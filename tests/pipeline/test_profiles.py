@@ -75,6 +75,7 @@ def project(tmp_path, monkeypatch):
         ".gitignore": "/.workspaces/\nbig\n__pycache__/\n",
         "params/cpu/suite.yaml": "profile: cpu\noutputs: outputs\n",
         "params/full/suite.yaml": "profile: full\noutputs: outputs/full\n",
+        "outputs/peers/read.csv": "measured elsewhere",
     }
     root = tmp_path / "a, 'b' #c %(d)s $e"  # what a shell or DVC's settings could take for something else
     for name, text in files.items():
@@ -100,7 +101,6 @@ def lines_of(capfd, start):
 
 
 def test_a_run_stays_in_its_workspace_until_it_is_published(project, capfd):
-    (project / "outputs").mkdir()
     (project / "outputs/mine").write_text("kept")
     commit(project)
     with pytest.raises(InputError, match="one that has run"):
@@ -142,7 +142,7 @@ def test_a_failed_stage_stops_the_pipeline_which_then_goes_on_from_there(project
     assert lines_of(capfd, "[") == ["[1/1] second: the second step"]
     assert (place / "outputs/full/first/metrics.json").read_text() == '{"profile": "full"}' and not changed(project)
     publish(project, "full")
-    assert changed(project) == ["?? outputs/"] and not (project / "dvc.lock").exists()
+    assert changed(project) == ["?? outputs/full/"] and not (project / "dvc.lock").exists()
 
     # An edit in the project arrives in the workspace, and the stage uses the workspace's copy of the package.
     (project / "grade" / "__init__.py").write_text("WHO = 'the second version'")
@@ -160,7 +160,8 @@ def test_a_workspace_follows_the_project_and_keeps_what_it_made(project):
     (project / odd).touch()
     place = prepare_workspace(project, "cpu")
     (place / "made").touch()
-    assert (place / odd).exists() and not (place / "outputs").exists()
+    assert (place / odd).exists()
+    assert list((place / "outputs").rglob("*.*")) == [place / "outputs/peers/read.csv"]  # what no stage makes
     (project / odd).unlink()
     prepare_workspace(project, "cpu")
     assert not (place / odd).exists() and (place / "made").exists() and (place / "steps/step.py").exists()
@@ -254,7 +255,7 @@ def test_stages_that_do_not_need_each_other_run_side_by_side(meeting, capfd):
 
 def test_the_longest_chain_of_stages_goes_first(meeting, capfd):
     place = prepare_workspace(meeting, "cpu")
-    (place / "outputs").mkdir()
+    (place / "outputs").mkdir(exist_ok=True)
     (place / "outputs/timings.json").write_text('{"alone": {"seconds": 100}, "one": {"seconds": 20}}')
     assert main(["repro", "cpu", "--jobs", "2", "--dry"]) == 0
     assert set(capfd.readouterr().out.split()) == {"one", "two", "last", "alone"}
