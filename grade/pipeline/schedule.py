@@ -77,10 +77,10 @@ def run(
     lock = FileLock(place / ".dvc" / "tmp" / "repro.lock")
     Path(lock.lock_file).parent.mkdir(exist_ok=True)
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         raise InputError("profile", profile, "one whose pipeline is not running") from None
-    with lock:
+    with held:
         stages = _outdated(place, names, force)
         if dry:
             print(*stages, sep="\n")
