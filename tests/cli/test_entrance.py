@@ -1,14 +1,15 @@
 """The entrance: public names import, a closed pipe ends quietly, and an error names where its value comes from."""
 
 import os
+import re
 import shutil
 import site
 import subprocess
 import sys
 import tomllib
-import zipfile
 
 import pytest
+from conftest import save_toy_base
 from imports import ROOT
 
 import grade
@@ -30,23 +31,35 @@ def test_the_console_script_is_the_module():
     assert project["scripts"] == {"grade": f"{entry.__module__}:{entry.__name__}"}
 
 
-def test_the_wheel_is_the_library_and_says_what_needs_a_checkout(tmp_path):
+def test_the_wheel_is_the_library_and_runs_the_readme_without_a_checkout(tmp_path):
+    source, installed, empty = tmp_path / "source", tmp_path / "installed", tmp_path / "empty"
+    shutil.copytree(ROOT / "grade", source / "grade", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "grade", tmp_path / "grade", ignore=shutil.ignore_patterns("__pycache__"))
-    words = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", "wheels", "."]
-    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True)
-    (wheel,) = (tmp_path / "wheels").iterdir()
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    assert {"grade/gradients/replay.py", "grade/training/card.md.jinja"} <= set(names)
-    assert not [name for name in names if "experiments/" in name or "pipeline/" in name or "tests" in name]
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "..", "."], cwd=source, check=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(installed), str(wheel)], check=True)
+    held = {path.relative_to(installed / "grade").parts[0] for path in installed.glob("grade/*")}
+    assert "gradients" in held and not held & {"experiments", "pipeline", "tests"}
     # Without the site module: it would find an editable installation.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(wheel), *site.getsitepackages()])}
-    for words, code, says in ((["--help"], 0, ""), (["measure", "exp4"], 2, "grade measure: needs a checkout")):
-        command = [sys.executable, "-S", "-P", "-m", "grade", *words]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == code and done.stderr.startswith(says) and done.stderr.count("\n") <= 1, done.stderr
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *site.getsitepackages()])}
+
+    def run(*words):
+        command = [sys.executable, "-S", "-P", *words]
+        return subprocess.run(command, env=environment, cwd=empty, capture_output=True, text=True)
+
+    save_toy_base(empty / "models/backbone")  # in place of SmolLM2
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    trained = run("-c", snippet + "\nimport grade\nprint(grade.__file__)")
+    assert trained.returncode == 0 and trained.stdout.endswith(f"{installed}/grade/__init__.py\n"), trained.stderr
+    for words in ("show runs/short --html run.html", "merge runs/short runs/short-merged"):
+        done = run("-m", "grade", *words.split())
+        assert done.returncode == 0 and done.stdout and not done.stderr, (words, done.stderr)
+    checkout = run("-m", "grade", "measure", "exp4")
+    assert checkout.returncode == 2 and checkout.stderr.startswith("grade measure: needs a checkout")
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
