@@ -1,4 +1,4 @@
-"""Result files: ``metrics.json`` and ``history.csv``, the same bytes for the same numbers on every machine.
+"""Result files: ``metrics.json`` and ``history.csv``, the same bytes for the same numbers on every machine; progress.
 
 Floats are rounded to 6 significant digits, because the last digits differ between machines and would show up as
 changes; keys are sorted; files are replaced in one step. What is left out on purpose: wall-clock dates, host names and
@@ -11,11 +11,12 @@ import csv
 import io
 import json
 import math
+import os
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from grade.files import write_text
 
 if TYPE_CHECKING:
     import torch
+    from tqdm import tqdm
 
 
 Value = float | int | str | bool | None
@@ -117,6 +119,17 @@ def peak_memory(device: torch.device) -> int:
 
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+
+
+def progress(items: Iterable[Any] | None, description: str) -> tqdm:
+    """A bar on a terminal or in a notebook, over items or for a caller that updates it; none if GRADE_PROGRESS is 0.
+
+    A pipeline's output and executed notebooks must not hold times.
+    """
+    from tqdm.auto import tqdm
+
+    quiet = True if os.environ.get("GRADE_PROGRESS") == "0" else None  # None: where somebody sees it
+    return tqdm(items, desc=description, leave=False, disable=quiet)
 
 
 def _rounded(name: str, value: Any) -> Value:

@@ -68,8 +68,6 @@ def _measure(args: argparse.Namespace) -> None:
             from grade.memory.models import model_config  # here, because a notebook starts without models
 
             model_config(value)
-    if not sys.stderr.isatty():
-        os.environ.setdefault("GRADE_PROGRESS", "0")
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
     with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
         import_module("grade.experiments.measured").measure_all(experiment, settings, args.output_dir)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
 
@@ -14,6 +13,7 @@ from grade.cli.options import Option, command, option
 from grade.config import Config
 from grade.errors import InputError
 from grade.memory.settings import Sharding, StepConfig
+from grade.results import progress
 
 ALL = "all"
 """In place of a method's name: every method."""
@@ -47,8 +47,6 @@ def _step_options() -> Iterator[Option]:
 def _memory(args: argparse.Namespace) -> None:
     """Trace a step and say what it needs and why."""
     # Here, so that --help starts without models.
-    from tqdm.auto import tqdm
-
     from grade.memory import plan
     from grade.memory.allocator import reserved_by
     from grade.memory.report import methods_text, report, text
@@ -57,8 +55,7 @@ def _memory(args: argparse.Namespace) -> None:
     options = {name: value for name in StepConfig.model_fields if (value := getattr(args, name, None)) is not None}
     budget = None if args.fits is None else plan.parse_bytes(args.fits)
     overhead = 0 if args.overhead is None else plan.parse_bytes(args.overhead, "overhead")
-    quiet = True if os.environ.get("GRADE_PROGRESS") == "0" else None  # None: shown on a terminal only
-    with tqdm(desc="steps traced", unit="", leave=False, disable=quiet) as bar, contextlib.ExitStack() as after:
+    with progress(None, "steps traced") as bar, contextlib.ExitStack() as after:
         gc.disable()  # searching for garbage takes a tenth of a trace's time, and finds little
         after.callback(gc.enable)
 

@@ -26,6 +26,8 @@ def _probe(args: argparse.Namespace) -> None:
     """Predict and verify how the coming optimizer step moves the policy's entropy."""
     config = ProbeRunConfig.load(args.config, args.set, section=SECTION)
     check_file(args.output, "--output")
+    batch, length = config.batch_config, config.generation.max_new_tokens
+    print(f"probing {config.backbone}: {batch.B} prompts, {batch.G} completions of {length} tokens each", flush=True)
     report = probe_adapter(config, args.adapter, args.optimizer_state)
     content = {"environment": environment(), "config": config.model_dump(), **report.as_dict()}
     write_text(args.output, json.dumps(content, indent=1) + "\n")

@@ -37,6 +37,7 @@ from grade.models.parameters import flatten, split_vector, trained_parameters
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, hidden_logps, predicting_hidden
+from grade.results import progress
 
 ROWS = 64
 """Rows of logits, with their tangents, computed at once."""
@@ -56,13 +57,17 @@ class Samples:
         return Samples(self.prompts[rows], self.ids[rows], self.mask[rows], self.temperature)
 
     def microbatches(
-        self, size: int, device: torch.device | str
+        self, size: int, device: torch.device | str, title: str = ""
     ) -> Iterator[tuple[slice, PromptBatch, Tensor, Tensor]]:
-        """Consecutive rows of the flattened [B G] completions on a device: rows, prompts, ids [n, T], mask [n, T]."""
+        """Consecutive rows of the flattened [B G] completions on a device: rows, prompts, ids [n, T], mask [n, T].
+
+        With a title, a bar shows how far they are.
+        """
         batch, group, length = self.ids.shape
         owner = torch.arange(batch).repeat_interleave(group)
         ids, mask = self.ids.reshape(-1, length), self.mask.reshape(-1, length)
-        for start in range(0, batch * group, size):
+        starts = range(0, batch * group, size)
+        for start in progress(starts, title) if title else starts:
             rows = slice(start, min(start + size, batch * group))
             yield rows, self.prompts[owner[rows]].to(device), ids[rows].to(device), mask[rows].to(device)
 
@@ -75,7 +80,7 @@ def draw(
     """G = ``group`` completions of each prompt, ``microbatch`` of them at once."""
     owner = torch.arange(len(prompts)).repeat_interleave(group)
     ids, masks = [], []
-    for rows in owner.split(microbatch):
+    for rows in progress(owner.split(microbatch), "sampling"):
         part = prompts[rows].to(backbone.device)
         one, mask = generate(backbone, part, max_new_tokens, generator, temperature, stop_early=False)
         ids.append(one.cpu())
@@ -121,7 +126,7 @@ def scores_at(
     if vector is not None:
         replaced = {name: p + eta * part for name, (p, part) in module.along(vector).items()}
     logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
-    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
+    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device, "scores"):
         hidden = functional_call(module, replaced, (prompts, ids))
         chosen = hidden_logps(backbone, hidden, ids, mask, samples.temperature)
         every = entropy(backbone.head, hidden.flatten(0, 1), samples.temperature).view(mask.shape) * mask
@@ -164,7 +169,7 @@ def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor,
         raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
     parameters = trained_parameters(backbone)
     sums = torch.zeros(len(samples.ids), sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
-    for n, c in enumerate(coefficients):
+    for n, c in enumerate(progress(coefficients, "gradients, by prompt")):
         one = samples.of_prompts(slice(n, n + 1))
         for rows, prompts, ids, mask in one.microbatches(microbatch, backbone.device):
             logps = completion_logps(backbone, prompts, ids, mask, samples.temperature).sum(-1)
@@ -221,7 +226,7 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
         raise InputError("attention", implementation, "sdpa or eager: no other has a forward mode")
     module, terms = _HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
     pairs = module.along(vector)
-    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
+    for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device, "forward mode"):
         with fwd.dual_level(), sdpa_kernel(SDPBackend.MATH):
             dual = {name: fwd.make_dual(*pair) for name, pair in pairs.items()}
             hidden = functional_call(module, dual, (prompts, ids)).flatten(0, 1)

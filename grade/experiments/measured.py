@@ -12,7 +12,6 @@ Nothing below ``measure`` knows a figure or a claim, so neither ever costs a mea
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -111,14 +110,6 @@ def figures_of(table: pd.DataFrame, key: str, columns: Mapping[str, str] | Itera
     ends = columns if isinstance(columns, Mapping) else {f"/{column}": column for column in columns}
     rows = table.to_dict("records")
     return {key.format(**row) + end: row[column] for row in rows for end, column in ends.items()}
-
-
-def progress(items: Iterable[Any], description: str) -> Iterable[Any]:
-    """A progress bar over items for a person who waits; none in a pipeline, whose output must not hold times."""
-    from tqdm.auto import tqdm
-
-    quiet = os.environ.get("GRADE_PROGRESS") == "0"
-    return tqdm(items, desc=description, leave=False, disable=quiet)
 
 
 def write_environment(path: str | Path) -> None:

@@ -18,9 +18,9 @@ import pandas as pd
 import torch
 
 from grade.data.reviews import load_reviews, prompt_text
-from grade.experiments.measured import progress
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.results import progress
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig

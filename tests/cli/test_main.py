@@ -86,7 +86,8 @@ def test_probe_writes_a_report_and_refuses_a_state_that_does_not_fit(project, tr
     options = ["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "report.json")]
     options += [word for value in places + small for word in ("--set", value)]
     assert main(["probe", *options]) == 0
-    assert "predicted change" in capsys.readouterr().out
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert "2 prompts, 3 completions of 4 tokens" in first and any("predicted change" in line for line in rest)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["figures"]["samples"] == 6 and report["config"]["batch_config"]["G"] == 3
     assert report["figures"]["delta_h1_momentum"] != 0  # optimizer.pt beside the adapter was taken

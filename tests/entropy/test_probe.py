@@ -1,6 +1,7 @@
 """The probe as a whole: it leaves everything as it was, agrees with itself, and with the truth by enumeration."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -66,6 +67,19 @@ def test_policy_optimizer_and_random_state_are_as_before_and_two_runs_are_equal(
     assert all(p.grad is None for p in probe.policy.parameters())
     timeless = [{k: v for k, v in r.figures.items() if not k.startswith("seconds/")} for r in (first, second)]
     assert timeless[0] == timeless[1] and torch.equal(first.sequences, second.sequences)
+
+
+def test_bars_show_on_a_terminal_how_far_it_is(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, seen in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.delenv("GRADE_PROGRESS", raising=False)
+        monkeypatch.setattr("sys.stderr", stream)
+        a_probe().run(prompts(), reward)
+        for title in ("sampling", "gradients", "forward mode", "scores"):
+            assert (title in stream.getvalue()) == seen
 
 
 def test_parts_sum_to_the_whole():

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from grade.experiments.any_reward.measure.explained import ascent, fitted_ascent
 from grade.experiments.enumeration import completion_logps, every_completion, random_prompts, tiny_policy
-from grade.experiments.measured import progress
 from grade.gradients.distilled.families import ADDITIVE, Observed, make_family
 from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
@@ -35,6 +34,7 @@ from grade.models.backbone import Backbone
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
+from grade.results import progress
 from grade.rewards.base import Reward
 
 FAMILIES = (*ADDITIVE, "trunk")

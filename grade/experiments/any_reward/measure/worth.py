@@ -30,7 +30,6 @@ from grade.errors import InputError
 from grade.experiments.any_reward.measure.explained import fitted_ascent, scored_completions
 from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Policy, RewardName, Subject
 from grade.experiments.intervals import Interval
-from grade.experiments.measured import progress
 from grade.experiments.moments import moments, sketch, worth_interval
 from grade.gradients.distilled.learner import Sample
 from grade.gradients.distilled.store import Fit, Store
@@ -41,6 +40,7 @@ from grade.gradients.replay import ReplayGraph
 from grade.gradients.rollout import condition
 from grade.models.head import wide
 from grade.models.scoring import hidden_logps
+from grade.results import progress
 
 SKETCH = 2**15
 """Numbers that are kept of a gradient."""

@@ -21,7 +21,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from grade.config import Config
-from grade.experiments.measured import progress
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table, trace_all
 from grade.memory.models import model_config, with_layers
@@ -33,6 +32,7 @@ from grade.models.head import token_logps
 from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import completion_logps, predicting_hidden
+from grade.results import progress
 
 Option = Literal["selected", "clone", "activations", "dual", "hybrid", "stored"]
 OPTIONS: dict[Option, str] = {

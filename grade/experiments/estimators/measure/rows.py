@@ -18,7 +18,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from grade.experiments.measured import progress
 from grade.gradients import losses
 from grade.gradients.estimators import EstimatorName, RelaxationConfig
 from grade.gradients.objective import Objective, sequence_mean
@@ -28,6 +27,7 @@ from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
+from grade.results import progress
 from grade.rewards.base import RewardScope
 
 PolicyGradient = Literal["reinforce", "rloo", "remax", "grpo"]

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.experiments.measured import progress
 from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
 from grade.experiments.traced import kept_bytes
 from grade.gradients.estimators import relax
@@ -47,7 +46,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import weighted_embedding
 from grade.models.noise import gumbel_noise
 from grade.models.parameters import restoring, set_values
-from grade.results import read_metrics
+from grade.results import progress, read_metrics
 from grade.rewards.model import RewardModel
 from grade.training.config import TrainConfig
 from grade.training.run import run_training, write_run

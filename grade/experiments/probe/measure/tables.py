@@ -27,7 +27,6 @@ from grade.entropy.samples import (
     sequence_logps,
 )
 from grade.errors import InputError
-from grade.experiments.measured import progress
 from grade.experiments.probe.measure import proposals
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import categories_table, timelines_table, trace_all
@@ -35,6 +34,7 @@ from grade.gradients.objective import Objective
 from grade.memory.trace import Trace, trace
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
+from grade.results import progress
 from grade.stats import Estimate
 from grade.training.folder import OPTIMIZER_FILE
 from grade.training.toy import toy_task

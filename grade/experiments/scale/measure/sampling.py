@@ -20,13 +20,13 @@ from scipy.stats import chi2
 
 from grade.errors import InputError
 from grade.experiments.intervals import interval, paired
-from grade.experiments.measured import progress
 from grade.experiments.training_runs import FIXED, SETTINGS, review_prompts
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone, load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.models.samplers import LOCAL, Sampler, make_sampler
 from grade.models.scoring import completion_logps, predicting_hidden
+from grade.results import progress
 from grade.training.config import TrainConfig
 from grade.training.load import load_task
 from grade.training.run import run_training

@@ -38,9 +38,9 @@ from grade.experiments.enumeration import (
     random_prompts,
     tiny_policy,
 )
-from grade.experiments.measured import progress
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
+from grade.results import progress
 from grade.stats import Estimate
 
 
