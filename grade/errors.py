@@ -105,13 +105,16 @@ def file_error(error: BaseException) -> str:
     return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}..."
 
 
+def is_users(file: str) -> bool:
+    """Whether a file of code is neither this package's, nor an installed one's, nor the standard library's."""
+    ours, installed = str(Path(__file__).parent), ("site-packages", "dist-packages")
+    return not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or any(n in file for n in installed))
+
+
 def last_line_of_user(error: BaseException) -> str:
-    """The innermost line of an exception that is neither the library's nor an installed package's, for a message."""
-    ours, lines = str(Path(__file__).parent), []
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = frame.filename
-        if not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or "site-packages" in file):
-            lines.append(f" in {file}, line {frame.lineno}")
+    """The innermost line of an exception that is in the user's code, for a message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f" in {frame.filename}, line {frame.lineno}" for frame in frames if is_users(frame.filename)]
     return lines[-1] if lines else ""
 
 
