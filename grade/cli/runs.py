@@ -24,8 +24,6 @@ from grade.results import environment
 HISTORY_ROWS = 10
 EVALUATIONS = 6
 """At most, side by side on a page."""
-STATE = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps")
-"""Settings of a run from Python that the Trainer keeps in its state."""
 PART = "rewards/"
 HELD_OUT = "held-out reward"
 HISTORY = {
@@ -57,7 +55,8 @@ def _show(args: argparse.Namespace) -> None:
     if not checkpoints and not any((run / name).exists() for name in files):
         raise InputError("RUN", str(run), "the folder of a training run")
     about, metrics = _read_json(run / "run.json"), _read_json(run / "metrics.json")
-    state = _read_json(checkpoints[max(checkpoints)] / "trainer_state.json") if checkpoints else {}
+    newest = checkpoints[max(checkpoints)] if checkpoints else run
+    state, ours = (_read_json(newest / name) for name in ("trainer_state.json", "grade_state.json"))
     # The note says so itself; an earlier run's results may still be beside it.
     finished = bool(metrics) and bool(about.get("finished", not about))
     if args.html:
@@ -66,7 +65,8 @@ def _show(args: argparse.Namespace) -> None:
     liked = [tables.pop(title) for title in list(tables) if title.startswith("tokens, ")]
     shown = _chosen(tables, args.columns)
     with reading("RUN", run, "the folder of a training run"):
-        settings = _settings(about.get("settings", {}), metrics if finished else {}, state)
+        known = about.get("settings") or ours.get("settings", {})  # the latter of a run from Python
+        settings = _settings(known, metrics if finished else {}, state)
         log = _log(run, state, finished)
         history = _history(log) if len(log) else log
     tokens = _liked(run, liked[-1], args.rows) if liked else []
@@ -78,7 +78,6 @@ def _show(args: argparse.Namespace) -> None:
         card = run / "README.md"
         with reading("RUN", run, "the folder of a training run"):
             text = require_file(card).read_text(encoding="utf-8") if card.exists() and (finished or not about) else ""
-            known = about.get("settings") or {name: state[name] for name in STATE if name in state}
             html = page(run.resolve().name, settings, log, evaluations, tokens, known, text, args.rows, _shown)
         write_text(args.html, html)
         print(f"wrote {args.html}")

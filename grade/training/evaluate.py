@@ -26,6 +26,7 @@ from grade.models.noise import NoiseBlocks
 from grade.models.prompts import PromptBatch, decode, encode_examples
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
+from grade.results import progress
 from grade.rewards.base import Reward, RewardScope
 from grade.stats import Estimate
 
@@ -165,7 +166,8 @@ def evaluate(
     starts, own = range(0, len(rows), batch_size), []
     # Each pass of a sharded base needs all processes: one that has no batch left does the last one again.
     rounds = len(starts) if backbone.shards is None else -(-len(starts) // processes) * processes
-    for number in range(rank, rounds, processes):
+    numbers = range(rank, rounds, processes)
+    for number in progress(numbers, "held-out prompts") if rank == 0 else numbers:
         start = starts[min(number, len(starts) - 1)]
         stop = min(start + batch_size, len(rows))
         batch = encode(rows[start:stop]).to(backbone.device)

@@ -25,7 +25,7 @@ from transformers.trainer_utils import sort_checkpoints
 import grade
 from grade.errors import InputError, file_error, is_users, reading
 from grade.files import LOCK, MANIFEST, claimed, damaged_file, remove, sha256_of, write_text, writing
-from grade.training.config import TrainConfig
+from grade.training.config import GradeConfig, TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +162,7 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 def _about(config: TrainConfig) -> dict[str, Any]:
     """Settings that decide a run's result, and hashes of its inputs and of this package's code."""
-    names = [field.name for field in fields(config) if field.init]
-    kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
-    settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
+    settings = settings_of(config)
     settings["gradient_accumulation_steps"] *= config.world_size  # microbatches in a step, on however many processes
     package = Path(grade.__file__).parent
     others = {"experiments", "cli", "pipeline"}
@@ -175,6 +173,13 @@ def _about(config: TrainConfig) -> dict[str, Any]:
         "inputs": {name: _fingerprint(value) for name, value in inputs.items()} | _imported(inputs),
         "code": _digest(sources, package),
     }
+
+
+def settings_of(config: GradeConfig) -> dict[str, Any]:
+    """Settings that decide a run's result, as JSON."""
+    names = [field.name for field in fields(config) if field.init]
+    kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
+    return {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
 
 
 def _inputs(config: TrainConfig) -> dict[str, str]:

@@ -14,10 +14,11 @@ import pandas as pd
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import ProgressCallback
+from transformers import TrainerCallback
 
 from grade.gradients.objective import GradientStep, sequence_mean
 from grade.models.prompts import PromptBatch, decode
+from grade.results import progress, timeless
 
 if TYPE_CHECKING:
     from grade.gradients.distilled.learner import DistilledGradient
@@ -167,27 +168,27 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [table[step] for step in sorted(table)]
 
 
-class Lines(ProgressCallback):
-    """A short line for every row of the log, with one completion after an evaluation; a bar where one is asked for."""
+class Lines(TrainerCallback):
+    """A short line for every row of the log, with one completion after an evaluation; a bar where somebody sees it."""
 
     def __init__(self, evaluations: Mapping[int, Evaluation], write: Callable[[str], None] = print) -> None:
-        super().__init__()
-        self.evaluations, self.write = evaluations, write
+        self.evaluations, self.write, self.bar = evaluations, write, None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the bar, if one is asked for."""
-        if not args.disable_tqdm:
-            super().on_train_begin(args, state, control, **kwargs)
+        """Open the bar."""
+        if state.is_world_process_zero and not args.disable_tqdm:
+            self.bar = progress(range(state.max_steps), "training")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Move it."""
-        if self.training_bar is not None:
-            super().on_step_end(args, state, control, **kwargs)
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close it."""
-        if self.training_bar is not None:
-            super().on_train_end(args, state, control, **kwargs)
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write the line, above the bar."""
@@ -196,8 +197,8 @@ class Lines(ProgressCallback):
         figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
         if not figures or not state.is_world_process_zero:
             return
-        write = self.write if self.training_bar is None else self.training_bar.write
-        seconds = f"  {row['seconds']:7.1f} s" if "seconds" in row else " " * 11
+        write = self.write if self.bar is None else self.bar.write
+        seconds = "" if timeless() else f"  {row['seconds']:7.1f} s" if "seconds" in row else " " * 11
         write(f"step {state.global_step:>4}/{state.max_steps}{seconds}  {figures}")
         evaluation = self.evaluations.get(state.global_step)
         if "eval_reward" in row and evaluation is not None:

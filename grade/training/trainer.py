@@ -44,7 +44,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from grade.errors import InputError, reading
@@ -64,7 +65,7 @@ from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written
+from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written, settings_of
 from grade.training.kl_target import KLTarget
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
@@ -172,7 +173,7 @@ class GradeTrainer(Trainer):
             eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
             optimizers=optimizers,
         )  # fmt: skip
-        for theirs in (PrinterCallback, ProgressCallback):
+        for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(theirs)
         self.add_callback(Lines(self.evaluations))
         self.add_callback(_StepEnd(self))
@@ -486,7 +487,9 @@ class GradeTrainer(Trainer):
 
     def _save_state(self, folder: Path) -> None:
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
-        state = {"seconds": self.seconds, "window": self.log_buffer.state()}
+        base = getattr(self.backbone.model.config, "_name_or_path", "")
+        settings = {"model": base, "reward": self.rewards.names} | settings_of(self.args)  # for `grade show`
+        state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": settings}
         if self.kl_target is not None:
             state["kl_target"] = self.kl_target.state()
         if self.learner is not None:

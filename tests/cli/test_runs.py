@@ -236,7 +236,9 @@ def test_a_page_of_a_run_from_python_has_the_fit_of_the_distilled_reward(tmp_pat
     capsys.readouterr()
     show(capsys, tmp_path / "run", "--html", tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
-    assert "R² of the distilled reward" in page and "<p>4 steps</p>" in page and "The reward likes" in page
+    assert "R² of the distilled reward" in page and "The reward likes" in page
+    assert "<p>distilled, reward &lt;lambda&gt;, 4 steps, seed 42</p>" in page
+    assert "<td>learning_rate</td><td>0.01</td>" in page and "<td>max_completion_length</td><td>4</td>" in page
     assert all(f"<th>step {step}</th>" in page for step in (2, 4))
 
 

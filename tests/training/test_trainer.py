@@ -1,6 +1,7 @@
 """`GradeTrainer`: what people expect of a Trainer, and what it refuses."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -370,11 +371,15 @@ def test_a_checkpoint_without_optimizer_is_not_continued(base, tmp_path):
         trainer(base, tmp_path, **changes).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
-@pytest.mark.parametrize("bar", [False, True])
-def test_a_row_of_the_log_is_a_short_line(base, tmp_path, capsys, bar):
+@pytest.mark.parametrize("progress, bar", [("0", False), ("1", False), ("1", True)])
+def test_a_row_of_the_log_is_a_short_line(base, tmp_path, capsys, monkeypatch, progress, bar):
+    monkeypatch.setenv("GRADE_PROGRESS", progress)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     changes = dict(disable_tqdm=not bar, eval_strategy="steps", eval_steps=2, save_strategy="no")
     trainer(base, tmp_path, held_out=PROMPTS.select(range(4)), **changes).train()
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert not any("{" in line for line in lines)
+    out, err = capsys.readouterr()
+    lines = [line.strip() for line in out.splitlines() if line.strip()]
+    assert not any("{" in line for line in lines) and ("training:" in err) == bar
+    assert bool(re.search(r"\d s ", out)) == (progress == "1")  # an executed notebook holds no times
     assert [line.split()[:2] for line in lines if line.startswith("step")] == [["step", "1/2"], *[["step", "2/2"]] * 2]
     assert "reward" in lines[-1] and lines[-1].startswith("The film was 0|")
