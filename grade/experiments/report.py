@@ -74,9 +74,7 @@ def _methods(outputs: Path, key: str) -> str:
     levels = sorted({int(match[1]) for name in metrics if (match := re.fullmatch(r"frontier/\w+/kl(\d+)", name))})
     names = ["gain/{}", "gold_gain/{}", *(f"frontier/{{}}/kl{level}" for level in levels)]
     rows = [[f"`{method}`", *(_value(metrics, name.format(method)) for name in names)] for method in methods]
-    text = (
-        "Gains over the untrained policy; rewards at a KL, nats per completion, are of the best mix of two policies."
-    )
+    text = "Gains over the untrained policy; rewards at a KL, nats per completion, are of the best mix of two policies."
     columns = ["method", "gain", "gold gain", *(f"reward at KL {level}" for level in levels)]
     return _table(f"Methods side by side: {key}", text, columns, rows)
 

@@ -91,7 +91,7 @@ class Run:
     def verdicts(self, claims: Iterable[Claim]) -> None:
         """Show the verdicts; none are given on toy sizes, and the figures of timed ones stand below ``timings``."""
         if self.toy:
-            _display(Markdown('No verdicts: these are toy sizes.'))
+            _display(Markdown("No verdicts: these are toy sizes."))
             return
         table = claims_table([claim.without_times() if _executed() else claim for claim in claims])
         with pd.option_context("display.max_colwidth", None, "display.max_rows", None):

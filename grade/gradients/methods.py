@@ -97,7 +97,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "num_generations": (*POLICY_GRADIENTS, DISTILLED),
     "kl_estimator": POLICY_GRADIENTS,
     **dict.fromkeys(("residual_weight", "distil_families", "distil_window"), (DISTILLED,)),
-    **dict.fromkeys(("epsilon", "num_iterations", "minibatches"), _CLIPPED),
+    **dict.fromkeys(("epsilon", "passes_per_step", "minibatches"), _CLIPPED),
     **{option: (name,) for name, method in POLICY_GRADIENT_METHODS.items() for option in method.options},
 }
 """Settings that only some methods read, with those methods. Any other setting applies to every method."""
@@ -158,14 +158,15 @@ class MethodConfig(Settings):
         None, "policy gradients: completions of each prompt, G; null: 8 with a group baseline (rloo, grpo), else 1"
     )
     kl_estimator: Literal["exact", "k3"] = setting(
-        "exact", "policy gradients: KL over the full vocabulary, or estimated from the sampled token (k3: where "
-        "lengths differ its mean is another penalty than KL's; 0.024 of the gradient where that was enumerated)"
+        "exact",
+        "policy gradients: KL over the full vocabulary, or estimated from the sampled token (k3: where "
+        "lengths differ its mean is another penalty than KL's; 0.024 of the gradient where that was enumerated)",
     )
     baseline_momentum: Annotated[float, Field(ge=0, lt=1)] = setting(
         0.9, "reinforce: momentum of the baseline over steps"
     )
     epsilon: Annotated[float, Field(gt=0, lt=1)] = setting(0.2, "grpo, ppo: clip range of the probability ratio")
-    num_iterations: PositiveInt | None = setting(
+    passes_per_step: PositiveInt | None = setting(
         None, "grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (no clipping then)"
     )
     minibatches: PositiveInt = setting(1, "grpo, ppo: updates per pass; each uses an equal share of every microbatch")
@@ -241,7 +242,7 @@ class MethodConfig(Settings):
     @property
     def passes(self) -> int:
         """Passes of the update over a step's completions."""
-        return self.num_iterations or (self.policy_gradient.passes if self.policy_gradient else 1)
+        return self.passes_per_step or (self.policy_gradient.passes if self.policy_gradient else 1)
 
     @property
     def updates(self) -> int:

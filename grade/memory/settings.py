@@ -120,7 +120,7 @@ def _as_in_training(name: str, default: Any = ...) -> Any:
 
 
 _OF_SOME_METHODS = (
-    "hops", "support", "gumbel_topk", "num_generations", "kl_estimator", "num_iterations", "minibatches",
+    "hops", "support", "gumbel_topk", "num_generations", "kl_estimator", "passes_per_step", "minibatches",
     "self_certainty_reward", "distil_window",
 )  # fmt: skip
 
@@ -136,7 +136,7 @@ class StepConfig(TracedConfig):
     explicit_freeing: bool = Field(False, description="drop each step's dense tensors at once (unrolled)")
     num_generations: PositiveInt | None = _as_in_training("num_generations")
     kl_estimator: Literal["exact", "k3"] = _as_in_training("kl_estimator")
-    num_iterations: PositiveInt | None = _as_in_training("num_iterations")
+    passes_per_step: PositiveInt | None = _as_in_training("passes_per_step")
     minibatches: PositiveInt = _as_in_training("minibatches")
     self_certainty_reward: bool = _as_in_training("self_certainty_reward")
     distil_window: PositiveInt = _as_in_training("distil_window")

@@ -160,9 +160,7 @@ def _relaxed(config: StepConfig, backbone: Backbone, reward: nn.Module) -> Micro
     return run
 
 
-def _policy_gradient(
-    config: StepConfig, backbone: Backbone, reward: nn.Module
-) -> tuple[Program, list[nn.Module]]:
+def _policy_gradient(config: StepConfig, backbone: Backbone, reward: nn.Module) -> tuple[Program, list[nn.Module]]:
     """The step's code, and modules beside the backbone that are trained."""
     objective, trainer, count = Objective(reward, config.kl_coef), config.trainer, config.gradient_accumulation_steps
     prompts = config.prompts(backbone, config.batch_size // trainer.group)

@@ -15,6 +15,7 @@ Left out: training the base itself, quantised bases, encoder-decoders.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ from grade.models.adapter import (
     write_fingerprint,
 )
 from grade.models.base import FrozenBase
-from grade.models.compatibility import check_loaded, check_supported, probe
+from grade.models.compatibility import check_loaded, check_supported, check_vocabulary, probe
 from grade.models.sharding import any_process, shard_base, whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -127,6 +128,20 @@ class Backbone(FrozenBase):
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The adapter's parameters, in a fixed order."""
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    def view(self, tokenizer: Any = None, temperature: float = 1.0) -> Backbone:
+        """The same weights and adapter with a sampling temperature of their own, and another tokenizer if one is given.
+
+        Completions end with the model's ends of sequence, and with the tokenizer's, which a chat template may use.
+        """
+        other = copy.copy(self)
+        other.tokenizer = tokenizer = tokenizer or self.tokenizer
+        other.head = replace(self.head, temperature=temperature)
+        end = getattr(tokenizer, "eos_token_id", None)
+        if end is not None and end not in self.eos_token_ids:
+            other.eos_token_ids = (*self.eos_token_ids, end)
+        check_vocabulary(other)
+        return other
 
     def shard(self, device: torch.device) -> None:
         """Divide the base among all processes, unless it is divided already; see `grade.models.sharding`."""

@@ -70,7 +70,7 @@ def check_supported(model: PreTrainedModel) -> None:
                 raise InputError("backbone", name, allowed)
 
 
-def _check_vocabulary(base: FrozenBase) -> None:
+def check_vocabulary(base: FrozenBase) -> None:
     """Reject a tokenizer or end-of-sequence ids with tokens that the embedding table lacks."""
     rows, tokenizer = base.vocab_size, base.tokenizer
     for token in base.eos_token_ids:
@@ -100,7 +100,7 @@ def probe(base: FrozenBase) -> None:
 
     Without data it is not run; one whose results differ is rejected with what failed.
     """
-    _check_vocabulary(base)
+    check_vocabulary(base)
     weight = base.embedding_weight
     if weight.is_meta or isinstance(weight, FakeTensor):
         return

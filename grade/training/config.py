@@ -131,6 +131,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
     top_k: int = setting(0, f"only 0: {SAMPLED}")
     min_p: float | None = setting(None, f"only null: {SAMPLED}")
     repetition_penalty: float = setting(1.0, f"only 1: {SAMPLED}")
+    num_iterations: PositiveInt | None = setting(
+        None, "only 1: TRL makes each pass over a generation a step; passes_per_step are made within one"
+    )
     use_vllm: bool = setting(False, "only false: a vLLM server is a sampler, http://host:port")
 
     sampler: Annotated[str, AfterValidator(known_sampler)] = setting(
@@ -138,8 +141,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
         "http://host:port: a server with the OpenAI completions protocol and token ids, as vLLM's",
     )  # fmt: skip
     sampler_max_difference: PositiveFloat | None = setting(
-        None, "largest difference of a token's log-probability between another sampler and the policy, in nats; null: "
-        "what rounding explains, 0.05, and 1 where the policy has 16 bits"
+        None,
+        "largest difference of a token's log-probability between another sampler and the policy, in nats; null: "
+        "what rounding explains, 0.05, and 1 where the policy has 16 bits",
     )
     sampler_timeout: PositiveFloat = setting(600.0, "seconds to wait for a server's answer")
     sampler_folder: str | None = setting(
@@ -223,6 +227,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
         by_launch = "null; accelerate launch --config_file params/accelerate/fsdp2.yaml divides the base"
         rules = (
             *((name, getattr(self, name) != neutral, f"{neutral} ({SAMPLED})") for name, neutral in _NEUTRAL.items()),
+            ("num_iterations", self.num_iterations is not None and (self.num_iterations, self.passes) != (1, 1),
+             "passes_per_step: in TRL each pass over the completions counts as a step, here a step makes all"),
             ("use_vllm", self.use_vllm, "False (sampler: http://host:port for a server)"),
             ("importance_sampling", weighted and self.sampler == "own",
              "none with sampler = own: its completions are the policy's"),

@@ -90,6 +90,8 @@ def make_policy(
     Without a tokenizer it is the model's own. Without ``peft_config`` a new adapter has `LoraSettings`, on all linear
     layers if the base has none of those names; ``seed`` initialises it. ``init_kwargs`` are for a model given by name.
     """
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise InputError("processing_class", type(tokenizer).__name__, "a tokenizer of transformers, or None")
     if peft_config is not None and not isinstance(peft_config, LoraConfig):
         raise InputError("peft_config", type(peft_config).__name__, "a LoraConfig")
     if peft_config is not None and isinstance(model, Backbone | PeftModel):
@@ -97,8 +99,6 @@ def make_policy(
     if isinstance(model, Backbone):
         if model.peft is None:
             raise InputError("model", "a backbone without an adapter", "one made with lora=LoraSettings(...)")
-        if tokenizer is not None:
-            model.tokenizer = tokenizer
         return model
     if isinstance(model, str | Path):
         kwargs = dict(init_kwargs or {})
@@ -107,7 +107,6 @@ def make_policy(
             raise InputError("model_init_kwargs", unknown[0], ", ".join(_INIT_KEYS))
         dtype = str(kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))).removeprefix("torch.")
         backbone = Backbone.load(str(model), dtype, attention=kwargs.get("attn_implementation") or "auto")
-        backbone.tokenizer = tokenizer or backbone.tokenizer
     elif isinstance(model, PreTrainedModel | PeftModel):
         backbone = Backbone(model, tokenizer or _tokenizer_of(model))
     else:

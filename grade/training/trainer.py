@@ -129,19 +129,18 @@ class GradeTrainer(Trainer):
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
+        args = copy.copy(args)  # the caller's serves other trainers too
         for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []:
             if not isinstance(callback, TrainerCallback) and not _is_callback_class(callback) or callback is callbacks:
                 raise InputError("callbacks", callbacks, "a list of TrainerCallback")
-        self.backbone = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
-        place(self.backbone, args.device, args.bf16, args.sharded)
-        if args.temperature != 1.0:
-            self.backbone.head = replace(self.backbone.head, temperature=args.temperature)
+        policy = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
+        place(policy, args.device, args.bf16, args.sharded)
+        self.backbone = policy.view(processing_class, args.temperature)
         self.rewards = make_rewards(
             reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
         )
         self.objective = Objective(self.rewards, args.beta, args.reward_scope)
         if args.method == AUTO:
-            args = copy.copy(args)
             args.method, why = _choose_method(args, self.objective)
             if args.process_index == 0:  # a warning, because others are not shown unless asked for
                 logger.warning(f"method: {args.method}: {why}")
@@ -161,7 +160,6 @@ class GradeTrainer(Trainer):
             self._check_dataset(dataset, args)
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
-            args = copy.copy(args)  # the caller's serves other trainers too
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
         self._pending: list[Microbatch] = []
@@ -223,15 +221,16 @@ class GradeTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``."""
-        if resume_from_checkpoint:
-            self.args.eval_on_start = False  # its row is in the history
         if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
             resume_from_checkpoint = str(newest)
         self._place, self._published = 0, -1
         self._pending.clear()
+        eval_on_start = self.args.eval_on_start
+        self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
+            self.args.eval_on_start = eval_on_start
             if self.sampler is not None:
                 self.sampler.close()
 
@@ -349,8 +348,10 @@ class GradeTrainer(Trainer):
         return float(mean)
 
     def _sum_gradients(self) -> None:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        have = self._sum(torch.tensor([float(p.grad is not None) for p in weights], device=self.args.device))
+        for p, count in zip(weights, have.tolist(), strict=True):
+            if count:  # on some process; weight decay would move the others
                 p.grad = self._sum(torch.zeros_like(p) if p.grad is None else p.grad)
 
     def _clip_grad_norm(self, model: Any) -> Tensor:

@@ -131,7 +131,7 @@ def test_with_k3_the_expected_gradient_is_that_of_the_estimate():
 def test_ppo_without_whitening_is_unbiased_where_every_completion_has_the_same_length():
     """Per-token penalties are divided by the length, which later tokens decide; so only there."""
     backbone = policy()
-    options = dict(whiten_advantages=False, gae_lambda=1.0, num_iterations=1)
+    options = dict(whiten_advantages=False, gae_lambda=1.0, passes_per_step=1)
     got = expected_gradient("ppo", backbone, 1, least=T, **options)
     torch.testing.assert_close(got, exact_gradient(backbone, least=T))
 
@@ -143,7 +143,7 @@ def sampled(backbone, own, n=4, seed=3):
 CASES = {
     "reinforce": dict(method="reinforce"),
     "grpo": dict(method="grpo", minibatches=2),
-    "ppo": dict(method="ppo", num_iterations=2, minibatches=2),
+    "ppo": dict(method="ppo", passes_per_step=2, minibatches=2),
 }
 
 
@@ -180,7 +180,7 @@ def test_microbatches_add_up_to_one_big_batch(case):
 def test_processes_add_up_to_one_big_batch(method):
     """Each process knows only its half and what `total` sums: moments of rewards and advantages, the mean return."""
     backbone = policy(vocab=7)
-    own = learner(backbone, method, max_completion_length=5, **({"num_iterations": 1} if method == "ppo" else {}))
+    own = learner(backbone, method, max_completion_length=5, **({"passes_per_step": 1} if method == "ppo" else {}))
     every, sums = sampled(backbone, own), []
 
     def run(part, total=lambda x: x, microbatches=1):
@@ -203,7 +203,7 @@ def test_one_pass_and_scoring_first_give_one_gradient():
     """grpo's clipped ratio against log-probabilities scored before, rloo's score function: equal without moves."""
     backbone = policy()
     found = []
-    for method, options in (("rloo", {}), ("grpo", {}), ("grpo", dict(num_iterations=2))):
+    for method, options in (("rloo", {}), ("grpo", {}), ("grpo", dict(passes_per_step=2))):
         own = learner(backbone, method, **options)
         backbone.zero_grad(set_to_none=True)
         own.step([sampled(backbone, own, 2)], objective(), StepContext(1, lambda: None))
@@ -214,7 +214,7 @@ def test_one_pass_and_scoring_first_give_one_gradient():
 
 def test_later_passes_clip_and_the_value_head_learns_alone():
     backbone = policy(vocab=7)
-    own = learner(backbone, "ppo", max_completion_length=5, num_iterations=6, value_learning_rate=0.05)
+    own = learner(backbone, "ppo", max_completion_length=5, passes_per_step=6, value_learning_rate=0.05)
     groups = [dict(params=backbone.trainable_parameters(), lr=0.1), dict(params=own.parameters(), lr=0.05)]
     optimizer = torch.optim.Adam(groups)
     own.step([sampled(backbone, own)], objective(), StepContext(1, optimizer.step))
@@ -231,7 +231,7 @@ def test_whitening_keeps_the_balance_of_reward_and_kl():
     backbone = policy(vocab=7)
     batch, found = None, {}
     for whiten in (False, True):
-        own = learner(backbone, "ppo", max_completion_length=5, num_iterations=1, whiten_advantages=whiten)
+        own = learner(backbone, "ppo", max_completion_length=5, passes_per_step=1, whiten_advantages=whiten)
         batch = batch or sampled(backbone, own)
         backbone.zero_grad(set_to_none=True)
         own.step([batch], objective(), StepContext(1, lambda: None))

@@ -19,10 +19,10 @@ CASES = [
     dict(method="remax", batch_size=4, num_generations=2, attention="eager"),
     dict(method="remax", batch_size=2, reward="trunk", autocast=True),
     dict(method="grpo", gradient_checkpointing=True, self_certainty_reward=True),
-    dict(method="grpo", num_iterations=2, minibatches=2, gradient_accumulation_steps=2, adapter="full", base_copies=2),
+    dict(method="grpo", passes_per_step=2, minibatches=2, gradient_accumulation_steps=2, adapter="full", base_copies=2),
     dict(method="ppo", batch_size=4, minibatches=2, reward="trunk"),
-    dict(method="ppo", batch_size=2, num_iterations=1, dtype="bfloat16", gradient_checkpointing=True),
-    dict(method="ppo", batch_size=2, num_iterations=2, autocast=True),
+    dict(method="ppo", batch_size=2, passes_per_step=1, dtype="bfloat16", gradient_checkpointing=True),
+    dict(method="ppo", batch_size=2, passes_per_step=2, autocast=True),
     dict(method="distilled", num_generations=2, batch_size=4, distil_window=64),
     dict(
         method="distilled",
@@ -82,7 +82,7 @@ def test_a_wider_window_costs_its_rows_in_memory():
 
 
 def test_a_step_takes_the_method_s_updates_with_its_value_head():
-    for options, updates in (({}, 4), (dict(num_iterations=3, minibatches=2), 6)):
+    for options, updates in (({}, 4), (dict(passes_per_step=3, minibatches=2), 6)):
         config = StepConfig(**STEP, method="ppo", **dict(batch_size=2) | options)
         step = make_step(config, *build(config, device="cpu"))
         head = step.others[-1]
@@ -99,7 +99,7 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
         (dict(method="ppo", batch_size=6, minibatches=4), "batch_size: got 6; .*multiple of 4 .*4 minibatches"),
         (dict(method="grpo", num_generations=1), "num_generations: got 1; allowed: at least 2 for grpo"),
         (dict(method="grpo", hops=3), "hops: got 3; allowed: only with gumbel.*not with grpo"),
-        (dict(method="rloo", num_iterations=2), "num_iterations: got 2; allowed: only with grpo, ppo, not with rloo"),
+        (dict(method="rloo", passes_per_step=2), "passes_per_step: got 2; allowed: only with grpo, ppo, not with rloo"),
         (dict(method="ste", minibatches=2), "minibatches: got 2; allowed: only with grpo, ppo, not with ste"),
         (dict(method="ste", num_generations=2), "num_generations: got 2; .*not with ste"),
         (dict(method="ppo", self_certainty_reward=True), "self_certainty_reward: got True; allowed: only with grpo"),

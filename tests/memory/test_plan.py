@@ -147,11 +147,11 @@ def test_a_budget_that_cannot_be_read_is_refused(text):
 
 def test_settings_go_to_the_methods_that_have_them():
     options = OPTIONS | {"hops": "1", "num_generations": "3", "engine": "replay", "gradient_checkpointing": "false"}
-    steps = {s.method: s for s in every_method((), ["num_iterations=2", "lora.r=4"], options, batch=4)}
+    steps = {s.method: s for s in every_method((), ["passes_per_step=2", "lora.r=4"], options, batch=4)}
     assert tuple(steps) == METHODS
     assert steps["ste"].hops == 1 and steps["ste_legacy"].engine_name == "replay"
     assert [steps[m].batch_size for m in ("ste", "rloo", "grpo", "ppo")] == [4, 6, 6, 6]  # whole groups of three
-    assert steps["grpo"].num_iterations == 2 and steps["rloo"].num_iterations is None
+    assert steps["grpo"].passes_per_step == 2 and steps["rloo"].passes_per_step is None
     assert all(s.lora.r == 4 for s in steps.values())
     assert {s.method: s.batch_size for s in every_method((), [], OPTIONS)}["ste"] == 1
     with pytest.raises(InputError, match="hops"):

@@ -79,7 +79,7 @@ CASES = [
     (STEP | dict(method="grpo"), "bert"),
     (STEP | dict(method="rloo"), "bert_300"),
     (STEP | dict(method="remax", batch_size=3), "llama_300"),
-    (STEP | dict(method="ppo", batch_size=4, num_iterations=1), "gpt2"),
+    (STEP | dict(method="ppo", batch_size=4, passes_per_step=1), "gpt2"),
     (STEP | dict(method="grpo"), "wide"),
     (RELAXED | dict(method="ste"), "wide"),
 ]

@@ -43,7 +43,7 @@ def settings(method: str, common: dict, output: Path) -> TrainConfig:
     """A run of a method; with several updates a step where it has them."""
     own = {"gumbel_topk": 16} if method in OPTIONS["gumbel_topk"] else {}
     own |= {"num_generations": 4} if method in (*GROUPED, AUTO) else {}
-    own |= {"num_iterations": 2} if method in ("grpo", "ppo") else {}
+    own |= {"passes_per_step": 2} if method in ("grpo", "ppo") else {}
     return TrainConfig.parse(common | own | {"method": method, "output_dir": str(output)})
 
 

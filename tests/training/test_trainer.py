@@ -10,7 +10,13 @@ import torch
 from conftest import save_toy_base
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
@@ -195,7 +201,7 @@ def test_several_evaluation_sets_have_their_own_names(base, tmp_path):
 
 def test_temperature_changes_the_policy_everywhere(base, tmp_path):
     """Sampling, log-probabilities and KL are of softmax(l / T): at the first step the clipped ratio is exactly 1."""
-    made = trainer(base, tmp_path, method="grpo", num_iterations=2, temperature=0.5, max_steps=1, save_strategy="no")
+    made = trainer(base, tmp_path, method="grpo", passes_per_step=2, temperature=0.5, max_steps=1, save_strategy="no")
     assert made.backbone.head.temperature == 0.5
     hidden = torch.randn(3, made.backbone.hidden_size, requires_grad=True)
     plain = torch.nn.functional.linear(hidden, made.backbone.head.weight)
@@ -226,7 +232,7 @@ def test_a_limit_of_zero_does_not_clip(base, tmp_path):
     """In none of a step's updates: clipped to 0, the first would not move the policy, and no ratio would differ."""
     rows = []
     for limit in (0.0, 1e9):
-        made = trainer(base, tmp_path, method="grpo", num_iterations=2, max_grad_norm=limit, save_strategy="no")
+        made = trainer(base, tmp_path, method="grpo", passes_per_step=2, max_grad_norm=limit, save_strategy="no")
         made.train()
         rows.append([row["grad_norm"] for row in made.state.log_history if "loss" in row])
     assert rows[0] == rows[1]
@@ -235,7 +241,7 @@ def test_a_limit_of_zero_does_not_clip(base, tmp_path):
 def test_the_policy_is_clipped_by_its_own_norm_not_with_the_value_head(base, tmp_path):
     limit, plain = 1e-3, dict(optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_steps=1)
     made = trainer(
-        base, tmp_path, method="ppo", num_generations=None, num_iterations=1, max_grad_norm=limit, save_strategy="no",
+        base, tmp_path, method="ppo", num_generations=None, passes_per_step=1, max_grad_norm=limit, save_strategy="no",
         **plain,
     )  # fmt: skip
     before = [p.detach().clone() for p in made.backbone.trainable_parameters()]
@@ -285,6 +291,11 @@ BAD_SETTINGS = {
     "fp16": (dict(fp16=True), "fp16: got True; allowed: false, or bf16"),
     "fsdp": (dict(fsdp="full_shard"), "fsdp: got 'full_shard'"),
     "no evaluations": (dict(eval_steps=0), "eval_steps: got 0; allowed: greater than 0"),
+    "TRL's passes": (dict(method="grpo", num_iterations=2), "num_iterations: got 2; allowed: passes_per_step"),
+    "one pass of four": (
+        dict(method="ppo", num_generations=None, num_iterations=1),
+        "num_iterations: got 1; allowed: passes_per_step",
+    ),
     "columns": (dict(remove_unused_columns=True), "remove_unused_columns: got True; allowed: false"),
 }
 
@@ -362,6 +373,57 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
         with pytest.raises(InputError, match=message):
             GradeTrainer(made, length, args, **{"train_dataset": PROMPTS} | given)
     assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
+
+
+def test_a_trainer_leaves_nothing_behind_in_backbone_and_settings(base, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    other, metrics = AutoTokenizer.from_pretrained(base), []
+    other.eos_token = tokenizer.convert_ids_to_tokens(50)
+    for used in (False, True):
+        made = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4))
+        args = GradeConfig(str(tmp_path / str(used)), **SMALL | {"eval_on_start": True, "save_steps": 1})
+        if used:
+            hot = GradeConfig(str(tmp_path / "hot"), **SMALL | {"temperature": 0.1, "save_strategy": "no"})
+            GradeTrainer(made, length, hot, PROMPTS, processing_class=other).train()
+        own = GradeTrainer(made, length, args, PROMPTS, PROMPTS)
+        own.train(resume_from_checkpoint=used and str(tmp_path / "False" / "checkpoint-1"))
+        assert own.args.eval_on_start and args.eval_on_start
+        metrics.append([row["reward"] for row in own.state.log_history if "reward" in row])
+    assert metrics[0] == metrics[1]
+
+
+def test_completions_end_with_the_given_tokenizers_end(base, tmp_path):
+    given, seen = AutoTokenizer.from_pretrained(base), []
+
+    def reward(completion_ids, **_):
+        seen.extend(completion_ids)
+        return [0.0 for _ in completion_ids]
+
+    trainer(base, tmp_path / "a", reward, save_strategy="no").train()
+    end = next(i for ids in seen for i in ids[:-1] if i not in given.all_special_ids)
+    given.eos_token = given.convert_ids_to_tokens(end)
+    seen.clear()
+    args = GradeConfig(str(tmp_path / "b"), **SMALL | {"save_strategy": "no"})
+    GradeTrainer(base, reward, args, PROMPTS, processing_class=given).train()
+    assert any(end in ids for ids in seen) and not any(end in ids[:-1] for ids in seen)
+
+
+def test_weights_without_a_gradient_stay_where_they_are(tmp_path):
+    """Those of a vision tower, which text does not reach."""
+    text = dict(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, query_pre_attn_scalar=8,
+    )  # fmt: skip
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                  patch_size=14)  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
+                          boi_token_index=298, eoi_token_index=297)  # fmt: skip
+    made = Backbone(Gemma3ForConditionalGeneration(config), toy_task().backbone.tokenizer,
+                    LoraSettings(r=2, alpha=4, target_modules=["q_proj"]))  # fmt: skip
+    before = {name: p.clone() for name, p in made.peft.named_parameters() if p.requires_grad}
+    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no").train()
+    moved = {name for name, p in made.peft.named_parameters() if name in before and not p.equal(before[name])}
+    assert moved and not any("vision" in name for name in moved) and any("vision" in name for name in before)
 
 
 def test_a_checkpoint_without_optimizer_is_not_continued(base, tmp_path):

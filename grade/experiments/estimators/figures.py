@@ -56,9 +56,7 @@ def bias_variance_figure(table: pd.DataFrame, rewards: Sequence[str], batch: int
     return grid.figure
 
 
-def cosine_figure(
-    curves: pd.DataFrame, rewards: Sequence[str], crossovers: Mapping[tuple[str, str], float]
-) -> Figure:
+def cosine_figure(curves: pd.DataFrame, rewards: Sequence[str], crossovers: Mapping[tuple[str, str], float]) -> Figure:
     """Expected cosine with the true gradient against the number of samples, by policy and reward.
 
     Bands are 95 %, where the table has intervals; a dotted line stands where `rloo` overtakes the chosen estimator.

@@ -115,7 +115,9 @@ def _parity(m: Mapping[str, float]) -> dict[str, Any]:
     # Equal here; not the published trainer's, whose loss has no KL term and so leads elsewhere after a step.
     reward_verdict = "partly" if reward <= EQUAL else "refuted"
     return {
-        "kl/verdict": kl_verdict, "reward/verdict": reward_verdict, "largest difference": max(reward, kl),
+        "kl/verdict": kl_verdict,
+        "reward/verdict": reward_verdict,
+        "largest difference": max(reward, kl),
         "success/verdict": "refuted" if "refuted" in (kl_verdict, reward_verdict) else "partly",
         # Legacy is too slow to train to the end: what can be shown is that its steps are the same.
         "test/verdict": "partly" if max(reward, kl) <= EQUAL else "not testable",

@@ -146,7 +146,7 @@ def _project(root: Path) -> dict[str, Any]:
 
 def _values(method: str, common: dict[str, Any]) -> dict[str, Any]:
     own = {"num_generations": 4} if method in GROUPED else {}
-    own |= {"num_iterations": 2} if method in OPTIONS["num_iterations"] else {}
+    own |= {"passes_per_step": 2} if method in OPTIONS["passes_per_step"] else {}
     return TrainConfig.values_for(method, common | own)
 
 
