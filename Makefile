@@ -73,6 +73,7 @@ hashes: env ## write requirements.txt anew, after a change of pyproject.toml or 
 # One thread is the fastest at these sizes: two wait for each other more than they compute.
 lab: export OMP_NUM_THREADS ?= 1
 lab: env ## JupyterLab on the notebooks
+	@echo "Notebooks in notebooks/ are saved without outputs; a copy with them is kept in outputs/scratch/lab/."
 	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/tutorial.ipynb \
 		--FileContentsManager.pre_save_hook=grade.pipeline.notebook.strip_on_save
 

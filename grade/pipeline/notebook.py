@@ -25,6 +25,7 @@ from pydantic import create_model
 import grade
 from grade.config import Config
 from grade.errors import InputError, reading, require_file
+from grade.files import write_text
 
 # What differs between two runs, or says when they were, and nothing about the result.
 VOLATILE_KEYS = ("metadata.papermill", "cell.metadata.papermill", "cell.metadata.execution")
@@ -35,6 +36,8 @@ FRONT_END_KEYS = ("metadata.language_info", *(f"cell.metadata.{key}" for key in 
 
 SOURCES = "notebooks"
 """Folder of the source notebooks, which are kept without outputs."""
+KEPT = "outputs/scratch/lab"
+"""Where JupyterLab's save leaves a source notebook with its outputs."""
 
 
 class NotebookError(RuntimeError):
@@ -115,13 +118,17 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
         temporary.unlink(missing_ok=True)
 
 
-def strip_on_save(model: dict[str, Any], path: str, contents_manager: Any = None, **_: Any) -> None:
+def strip_on_save(model: dict[str, Any], path: str, contents_manager: Any, **_: Any) -> None:
     """Jupyter's hook before saving: source notebooks are written as they are in git, whatever was run in them.
 
-    So Run All and save leaves git and DVC without a change. Executed copies elsewhere keep their outputs.
+    So Run All and save leaves git and DVC without a change. What was run is kept as a copy in `KEPT`. Notebooks
+    elsewhere are saved as they are.
     """
     if model.get("type") == "notebook" and Path(path).parts[:1] == (SOURCES,):
-        model["content"] = stripped(nbformat.from_dict(model["content"]))
+        content = nbformat.from_dict(model["content"])
+        if any(cell.get("outputs") for cell in content.cells):
+            write_text(Path(contents_manager.root_dir, KEPT, Path(path).name), nbformat.writes(content) + "\n")
+        model["content"] = stripped(content)
 
 
 def stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:

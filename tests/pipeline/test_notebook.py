@@ -1,6 +1,7 @@
 """The notebook runner: strict parameters, the same bytes twice, and a clear failure."""
 
 import json
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -124,21 +125,23 @@ def lab_content(notebook):
     return content
 
 
-def saved(path, content):
+def saved(path, content, root):
     model = {"type": "notebook", "content": json.loads(nbformat.writes(content))}
-    strip_on_save(model, path, contents_manager=None)
+    strip_on_save(model, path, contents_manager=SimpleNamespace(root_dir=str(root)))
     return nbformat.writes(nbformat.from_dict(model["content"])).rstrip("\n") + "\n"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
-def test_run_all_and_save_leaves_the_source_as_it_was(path):
-    assert saved(f"notebooks/{path.name}", lab_content(path)) == path.read_text()
+def test_run_all_and_save_leaves_the_source_as_it_was_and_keeps_a_copy_with_outputs(path, tmp_path):
+    content = lab_content(path)
+    assert saved(f"notebooks/{path.name}", content, tmp_path) == path.read_text()
+    assert nbformat.read(tmp_path / "outputs/scratch/lab" / path.name, as_version=4) == content
 
 
-def test_an_executed_copy_keeps_its_outputs():
+def test_an_executed_copy_keeps_its_outputs(tmp_path):
     content = lab_content(ROOT / "notebooks/validation.ipynb")
-    assert "0.8" in saved("outputs/validation/validation.ipynb", content)
-    assert strip_on_save({"type": "file", "content": "text"}, "notebooks/a.txt") is None
+    assert "0.8" in saved("outputs/validation/validation.ipynb", content, tmp_path) and not list(tmp_path.iterdir())
+    assert strip_on_save({"type": "file", "content": "text"}, "notebooks/a.txt", None) is None
 
 
 def test_a_cell_that_ends_its_kernel_is_one_line(tmp_path):
