@@ -5,26 +5,24 @@ A checkpoint is a folder with a manifest, which is written last; what a kill or 
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import logging
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers.trainer_utils import sort_checkpoints
 
 import grade
-from grade.errors import InputError, file_error, is_users, reading
+from grade.errors import InputError, file_error, reading
 from grade.files import LOCK, MANIFEST, claimed, damaged_file, remove, sha256_of, write_text, writing
+from grade.rewards.code import code_fingerprint
 from grade.training.config import GradeConfig, TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -167,10 +165,13 @@ def _about(config: TrainConfig) -> dict[str, Any]:
     package = Path(grade.__file__).parent
     others = {"experiments", "cli", "pipeline"}
     sources = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parts[0] not in others]
-    inputs = _inputs(config)
+    inputs = {}
+    for name, spec in _inputs(config).items():
+        code = code_fingerprint(spec) if name.startswith("reward ") else {}
+        inputs |= {f"{name}: {file}": about for file, about in code.items()} or {name: _fingerprint(spec)}
     return {
         "settings": settings,
-        "inputs": {name: _fingerprint(value) for name, value in inputs.items()} | _imported(inputs),
+        "inputs": inputs,
         "code": _digest(sources, package),
     }
 
@@ -186,62 +187,6 @@ def _inputs(config: TrainConfig) -> dict[str, str]:
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     return {"model": config.model, "train_dataset": config.train_dataset, "eval_dataset": config.eval_dataset,
             "gold": config.gold} | {f"reward {i}": spec for i, spec in enumerate(rewards)}  # fmt: skip
-
-
-def _imported(inputs: dict[str, str]) -> dict[str, str]:
-    """Hashes of the user's files that reward functions import, by reward and file.
-
-    Found in the text of the files: importing a reward runs it. The standard library's modulefinder does not know
-    packages without ``__init__.py``.
-    """
-    hashes = {}
-    for name, spec in inputs.items():
-        where, colon, _ = spec.rpartition(":")
-        if not name.startswith("reward ") or not colon:
-            continue
-        file = Path(where) if where.endswith(".py") else None
-        folder = str(file.resolve().parent if file else Path.cwd())
-        roots, found = [folder, *sys.path], dict[Path, None]()
-        waiting = [file] if file else list(_files_of(where, roots))
-        while waiting:
-            path = waiting.pop()
-            if path not in found and path.is_file():
-                found[path] = None
-                waiting += _imports(path, roots)
-        hashes |= {f"{name}: {os.path.relpath(path, folder)}": sha256_of(path) for path in found if path != file}
-    return hashes
-
-
-def _imports(file: Path, roots: list[str]) -> Iterator[Path]:
-    """The user's files that a file imports, anywhere in it; one that is not Python has none."""
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (SyntaxError, ValueError, RecursionError):
-        return
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files_of(alias.name, roots)
-        elif isinstance(node, ast.ImportFrom):
-            places = [str(place) for place in file.resolve().parents[node.level - 1 : node.level]] or roots
-            for alias in node.names:  # which may be modules as well
-                yield from _files_of(".".join(filter(None, (node.module, alias.name))), places)
-
-
-def _files_of(module: str, roots: list[str]) -> Iterator[Path]:
-    """A module's file and those of the packages around it, as far as they are the user's."""
-    places = roots
-    for part in module.split("."):
-        spec = PathFinder.find_spec(part, places)  # without the packages' names, which would have to be imported
-        if spec is None:
-            return
-        if spec.origin and spec.origin.endswith(".py"):
-            if not is_users(spec.origin):
-                return
-            yield Path(spec.origin)
-        if spec.submodule_search_locations is None:
-            return
-        places = list(spec.submodule_search_locations)
 
 
 def _places(spec: str) -> tuple[str, ...]:

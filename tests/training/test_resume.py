@@ -132,7 +132,7 @@ def test_other_code_of_a_reward_cannot_continue_a_run(common, tmp_path, monkeypa
     write_manifest(tmp_path / "run" / "checkpoint-2")
     if file:
         (tmp_path / file).write_text(CODE[file] + "# edited\n")
-    says = f"reward 0{'' if file == 'score.py' else f': {file}'}: got 'another content than before'"
+    says = f"reward 0: {file}: got 'another content than before'"
     with pytest.raises(Stop if file in (None, "other.py") else InputError) as raised:
         train(config, silent, "yes")
     assert file in (None, "other.py") or says in str(raised.value)
