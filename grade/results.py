@@ -126,12 +126,12 @@ def timeless() -> bool:
     return os.environ.get("GRADE_PROGRESS") == "0"
 
 
-def progress(items: Iterable[Any] | None, description: str) -> tqdm:
-    """A bar on a terminal or in a notebook, over items or for a caller that updates it."""
+def progress(items: Iterable[Any] | None, description: str, delay: float = 0.0) -> tqdm:
+    """A bar on a terminal or in a notebook, after ``delay`` seconds, over items or for a caller that updates it."""
     from tqdm.auto import tqdm
 
     quiet = True if timeless() else None  # None: where somebody sees it
-    return tqdm(items, desc=description, leave=False, disable=quiet)
+    return tqdm(items, desc=description, leave=False, disable=quiet, delay=delay)
 
 
 def _rounded(name: str, value: Any) -> Value:

@@ -37,40 +37,46 @@ def load_prompts(source: str | Path, split: str | None = None) -> Dataset:
     on the hub, ``user/name``, ``user/name:split`` or ``user/name:config:split``. Without a ``split`` it is the only one
     or "train"; a file is one split, "train".
     """
-    path = Path(source)
-    reader = _READERS.get(path.suffix.lower())
-    if path.is_dir():
-        with reading("prompts", path, "a folder that save_to_disk wrote, or a file in it"), _without_progress_bars():
-            loaded = datasets.load_from_disk(path)
-    elif path.is_file() and reader:
-        loaded = reader(path)
-    elif path.exists():
-        raise InputError("prompts", str(source), _SOURCES)
-    elif reader:
-        raise InputError("prompts", str(source), "a file that exists")
-    elif match := _HUB.fullmatch(str(source)):
-        loaded, split = _from_hub(match["name"], match["config"], match["split"], split)
-    else:
-        raise InputError("prompts", str(source), f"{_SOURCES}, that exists")
-    dataset = _chosen(loaded, split, source)
+    dataset = load_rows(source, split)
     if "prompt" not in dataset.column_names:
         raise InputError(f"columns of {source}", dataset.column_names, 'one of them "prompt"')
-    if not len(dataset):
-        raise InputError("prompts", str(source), "a dataset with at least one row")
     return dataset
 
 
-def _read_json(path: Path) -> Dataset:
+def load_rows(source: str | Path, split: str | None = None, field: str = "prompts") -> Dataset:
+    """`load_prompts` of any columns; ``field`` is for error messages."""
+    path = Path(source)
+    reader = _READERS.get(path.suffix.lower())
+    if path.is_dir():
+        with reading(field, path, "a folder that save_to_disk wrote, or a file in it"), _without_progress_bars():
+            loaded = datasets.load_from_disk(path)
+    elif path.is_file() and reader:
+        loaded = reader(path, field)
+    elif path.exists():
+        raise InputError(field, str(source), _SOURCES)
+    elif reader:
+        raise InputError(field, str(source), "a file that exists")
+    elif match := _HUB.fullmatch(str(source)):
+        loaded, split = _from_hub(field, match["name"], match["config"], match["split"], split)
+    else:
+        raise InputError(field, str(source), f"{_SOURCES}, that exists")
+    dataset = _chosen(loaded, split, source)
+    if not len(dataset):
+        raise InputError(field, str(source), "a dataset with at least one row")
+    return dataset
+
+
+def _read_json(path: Path, field: str) -> Dataset:
     """A list of objects, or one object on every line; values of any types, also where rows differ."""
-    rows = _rows(path)
+    rows = _rows(path, field)
     if not rows:
-        raise InputError("prompts", str(path), "a file with at least one row")
+        raise InputError(field, str(path), "a file with at least one row")
     for place, row in rows.items():
         if not isinstance(row, dict):
             raise InputError(f"{path}, {place}", row, 'an object {"prompt": ...}')
     names = dict.fromkeys(name for row in rows.values() for name in row)  # in the order of the file
     columns = {name: [row.get(name) for row in rows.values()] for name in names}
-    with reading("prompts", path, "values that Arrow can hold"):
+    with reading(field, path, "values that Arrow can hold"):
         dataset = Dataset.from_dict(columns, on_mixed_types="use_json")
     for name, feature in dataset.features.items():
         # Where types are mixed, a text that is itself JSON comes back as what it says: "2" as 2.
@@ -82,38 +88,39 @@ def _read_json(path: Path) -> Dataset:
     return dataset
 
 
-def _rows(path: Path) -> dict[str, Any]:
+def _rows(path: Path, field: str) -> dict[str, Any]:
     """What a JSON file holds by the place in it: "line 3", or "row 2" of a list."""
     allowed = "JSON in UTF-8: a list of objects, or one object on every line"
-    with reading("prompts", path, allowed):
+    with reading(field, path, allowed):
         data = path.read_bytes()
         if path.suffix.lower() == ".json" and data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             return {f"row {number}": row for number, row in enumerate(json.loads(data.decode("utf-8-sig")))}
     rows = {}
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
-            with reading("prompts", f"{path}, line {number}", allowed):
+            with reading(field, f"{path}, line {number}", allowed):
                 rows[f"line {number}"] = json.loads(line.decode("utf-8-sig"))
     return rows
 
 
-def _read_csv(path: Path) -> Dataset:
-    """Fields keep their type if a whole column has it; prompts are text, also "12" and "NA"."""
-    with reading("prompts", path, "a table in UTF-8, separated by commas"):
+def _read_csv(path: Path, field: str) -> Dataset:
+    """Fields keep their type if a whole column has it; prompts and completions are text, also "12" and "NA"."""
+    with reading(field, path, "a table in UTF-8, separated by commas"):
         frame = pd.read_csv(
-            path, dtype={"prompt": str}, keep_default_na=False, na_values=[""], dtype_backend="numpy_nullable"
-        )
+            path, dtype=dict.fromkeys(("prompt", "completion"), str), keep_default_na=False, na_values=[""],
+            dtype_backend="numpy_nullable",
+        )  # fmt: skip
         if not isinstance(frame.index, pd.RangeIndex):  # pandas takes surplus fields for names of the rows
             raise ValueError("more fields than the header has: quote a text that holds a comma")
         return Dataset.from_pandas(frame, preserve_index=False)
 
 
-def _read_parquet(path: Path) -> Dataset:
-    with reading("prompts", path, "a parquet file"):
+def _read_parquet(path: Path, field: str) -> Dataset:
+    with reading(field, path, "a parquet file"):
         return Dataset(InMemoryTable(pyarrow.parquet.read_table(path)))
 
 
-_READERS: dict[str, Callable[[Path], Dataset]] = {
+_READERS: dict[str, Callable[[Path, str], Dataset]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
@@ -122,7 +129,7 @@ _READERS: dict[str, Callable[[Path], Dataset]] = {
 
 
 def _from_hub(
-    name: str, config: str | None, split: str | None, asked: str | None
+    field: str, name: str, config: str | None, split: str | None, asked: str | None
 ) -> tuple[Dataset | dict[str, Dataset], str | None]:
     """A dataset of the hub, and its split; without one all splits, and None."""
     if split and asked and split != asked:
@@ -130,8 +137,8 @@ def _from_hub(
     split = split or asked
     place = ":".join(filter(None, (name, config, split)))
     allowed = "a file or folder that exists, or a dataset on the hub that can be loaded"
-    require_source("prompts", name, allowed)
-    with reading("prompts", place, allowed), _without_progress_bars():
+    require_source(field, name, allowed)
+    with reading(field, place, allowed), _without_progress_bars():
         loaded = datasets.load_dataset(name, config, split=split)
     return ({split: loaded} if split else loaded), split
 

@@ -10,7 +10,9 @@ Left out: tools and images in messages, and batching (callers slice the rows).
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -199,6 +201,16 @@ def padded(
     ids = [torch.tensor(row, dtype=torch.int64, device=device) for row in rows]
     mask = pad_sequence([torch.ones_like(row) for row in ids], True, padding_side=side)
     return pad_sequence(ids, True, padding, padding_side=side), mask
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of how a tokenizer turns text into ids and back: vocabulary, rules, special tokens."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
+    for passing in ("truncation", "padding"):  # of the last call
+        rules.pop(passing, None)
+    about = [rules, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}]
+    about.append(getattr(tokenizer, "clean_up_tokenization_spaces", None))
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def position_ids(mask: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from grade.models.head import EmbeddingTable
+from grade.models.parameters import fingerprint
 from grade.models.prompts import PromptBatch
+from grade.rewards.identity import code_fingerprint, hashed
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -59,6 +61,13 @@ class Reward:
         text, text_mask = scored_text(self.scope, prompts, embed(prompts.ids), embed(ids), mask)
         return self.differentiable(text, text_mask)
 
+    def fingerprint(self, policy: Backbone) -> str | None:
+        """Hash of all that the values depend on besides the text, so that a text is scored once and for all.
+
+        None, as here, where that is unknown: then scores are not kept.
+        """
+        return None
+
     @property
     def parts(self) -> Sequence[Reward]:
         """The rewards that this is a sum of, or itself alone."""
@@ -86,6 +95,13 @@ class EmbeddingReward(Reward):
     def differentiable(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of embeddings [B, L, D] with mask [B, L]."""
         return self.function(embeds, mask)
+
+    def fingerprint(self, policy: Backbone) -> str | None:
+        """Of the function, a module's weights among it, and of the base whose embeddings it reads."""
+        known, base = code_fingerprint(self.function), getattr(self.function, "backbone", policy)
+        if known is None or self.reads is not None:
+            return None
+        return hashed(known, self.scope, fingerprint(base.embedding if self.kind == "bag" else base.model))
 
 
 def scored_text(

@@ -31,6 +31,7 @@ from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import Reward
+from grade.rewards.identity import code_fingerprint
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -134,6 +135,9 @@ class FunctionReward(Reward):
         """Rewards [B], NaN where the function returned None."""
         texts = decode_texts(policy.tokenizer, prompts, ids, mask)
         return run_functions([self], texts, Log(), wide(policy.dtype))[0][0].to(ids.device)
+
+    def fingerprint(self, policy: Backbone) -> str | None:  # noqa: D102
+        return code_fingerprint(self.function)
 
 
 def run_functions(

@@ -35,6 +35,7 @@ from grade.models.prompts import PromptBatch
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope
 from grade.rewards.classifier import EmbeddedClassifier, TextClassifier, load_classifier, load_tokenizer
 from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
+from grade.rewards.identity import hashed
 from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:
@@ -124,6 +125,11 @@ class Rewards(Reward):
             warnings.warn(ALL_NONE.format(row=row), stacklevel=2)
             self._warned = True
         return self._sum([value.nan_to_num(0.0) for value in values])
+
+    def fingerprint(self, policy: Backbone) -> str | None:
+        """Of all parts with their weights."""
+        parts = [part.fingerprint(policy) for part in self.parts]
+        return None if None in parts else hashed(parts, self.weights, str(self.dtype))
 
     def combine(self, values: Sequence[Tensor]) -> Tensor:
         """The weighted sum [B] of the parts' values [B], differentiable; `last` then holds the parts."""

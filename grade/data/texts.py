@@ -1,0 +1,352 @@
+"""Texts that a reward is distilled from before the policy has written any: read, cut, scored once, kept.
+
+A text is a prompt with a completion. It comes from
+
+- rows with ``prompt`` and ``completion``, from a file, the hub or memory;
+- rows with ``text``: whole texts, cut into windows of a prompt's and a completion's length in the policy's tokens;
+- ``reference:N``: completions that the reference, the policy without its adapter, samples once (`reference_texts`).
+
+Scores are kept in ``$GRADE_CACHE/texts`` (default: ``~/.cache/grade/texts``), in a file whose name is the hash of the
+texts, the tokenizer and the reward. So another run, seed or learning rate does not call the reward again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from grade.data.prompts import load_rows
+from grade.errors import InputError, is_file_error
+from grade.files import atomic
+from grade.models.backbone import Backbone
+from grade.models.parameters import fingerprint
+from grade.models.prompts import PromptBatch, padded, tokenizer_hash
+from grade.models.samplers import Sampler
+from grade.results import progress
+
+LEAST = 8
+"""Texts, below which there is nothing to fit."""
+WAIT = 3.0
+"""Seconds until a bar appears."""
+Row = Mapping[str, Any]
+Encode = Callable[[Sequence[Row]], PromptBatch]
+Score = Callable[[Backbone, PromptBatch, Tensor, Tensor], Tensor]
+
+
+class Scorer(Protocol):
+    """What is needed of `grade.rewards.rewards.Rewards`."""
+
+    last: Any
+    score: Score
+    fingerprint: Callable[[Backbone], str | None]
+
+
+@dataclass(frozen=True)
+class ScoredTexts:
+    """N texts with their rewards."""
+
+    prompts: PromptBatch  # with the rows as examples
+    ids: Tensor  # completions [N, T], padded on the right
+    mask: Tensor  # [N, T]
+    rewards: Tensor  # [N] float64, NaN where no function scored
+    calls: int  # completions that were scored now; 0 if the scores were kept from before
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.ids)
+
+
+def cache_folder() -> Path:
+    """Where scores are kept between runs."""
+    return Path(os.environ.get("GRADE_CACHE") or Path.home() / ".cache" / "grade") / "texts"
+
+
+def reference_number(source: Any) -> int | None:
+    """N of ``reference:N``; None for any other source."""
+    if not isinstance(source, str) or not source.startswith("reference:"):
+        return None
+    number = source.removeprefix("reference:")
+    if not number.isdecimal() or int(number) < LEAST:
+        raise InputError("texts", source, f"reference:N with a whole number N of at least {LEAST}")
+    return int(number)
+
+
+def read_texts(
+    source: str | Path | Iterable[Row],
+    tokenizer: Any,
+    prompt_tokens: int,
+    completion_tokens: int,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """Rows with a prompt, a completion and what other columns there are.
+
+    Rows that have a ``text`` and no ``completion`` are cut into consecutive windows of ``prompt_tokens`` and
+    ``completion_tokens`` tokens. Their prompt includes the tokens that the tokenizer puts first. A last piece of fewer
+    than ``prompt_tokens + 2`` tokens is dropped. A window's row has ``completion_ids`` as well, with the end of the
+    sequence where the text ends.
+
+    Args:
+        source: Rows, a dataset, or a file, folder or hub id as for `grade.data.prompts.load_rows`.
+        tokenizer: The policy's.
+        prompt_tokens: P of windows.
+        completion_tokens: T of windows.
+        limit: Most rows; the first ones are taken.
+
+    Raises:
+        InputError: For a row without text, columns that are missing, or fewer than `LEAST` rows.
+    """
+    named = isinstance(source, (str, Path))
+    place = str(source) if named else "texts"
+    rows = load_rows(source, field="texts") if named else source
+    found: list[dict[str, Any]] = []
+    for number, row in enumerate(rows):
+        if limit is not None and len(found) >= limit:
+            break
+        if "completion" in row and "prompt" in row:
+            found.append({**row, "completion": _completion(row, number)})
+        elif "text" in row and "completion" not in row:
+            found += _windows(row, number, tokenizer, prompt_tokens, completion_tokens)
+        else:
+            raise InputError(f"columns of {place}, row {number}", list(row), '"prompt" and "completion", or "text"')
+    found = found[:limit]
+    if len(found) < LEAST:
+        allowed = f"at least {LEAST} texts (of a prompt of {prompt_tokens} tokens and a completion, where they are cut)"
+        raise InputError("texts", f"{len(found)} from {place}", allowed)
+    return found
+
+
+def _completion(row: Row, number: int) -> str:
+    completion = row["completion"]
+    if isinstance(completion, (list, tuple)) and len(completion) == 1 and isinstance(completion[0], Mapping):
+        completion = completion[0].get("content")  # the assistant's message
+    return _text(completion, f"completion in row {number}")
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value.strip() or re.search("[\ud800-\udfff]", value):
+        raise InputError(field, value, "text (not only white space) that UTF-8 can store")
+    return value
+
+
+def _windows(row: Row, number: int, tokenizer: Any, prompt: int, completion: int) -> Iterator[dict[str, Any]]:
+    """Consecutive windows of a text; those whose prompt is white space are left out."""
+    text = _text(row["text"], f"text in row {number}")
+    ids = tokenizer(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+    prompt -= _first_tokens(tokenizer)
+    if prompt < 1:
+        raise InputError("max_prompt_length", prompt, "room for a token besides those that the tokenizer puts first")
+    end = tokenizer.eos_token_id
+    others = {name: value for name, value in row.items() if name != "text"}
+    width = prompt + completion
+    pieces = [ids[start : start + width] for start in range(0, len(ids), width)]
+    pieces = [piece for piece in pieces if len(piece) >= prompt + 2]
+    for piece, asked in zip(pieces, _prompts(tokenizer, pieces, prompt), strict=True):
+        rest = piece[prompt:]
+        answer = tokenizer.decode(rest, skip_special_tokens=True)
+        if not asked.strip() or not answer:
+            continue
+        if len(rest) < completion and end is not None:
+            rest = [*rest, end]
+        yield {**others, "prompt": asked, "completion": answer, "completion_ids": rest}
+
+
+def _prompts(tokenizer: Any, pieces: Sequence[list[int]], most: int) -> list[str]:
+    """Texts of windows' prompts, none longer in tokens: a letter that was cut in two may be read back as three."""
+    texts = [tokenizer.decode(piece[:most], skip_special_tokens=True) for piece in pieces]
+    while texts:
+        lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        if max(lengths) <= most:
+            break
+        texts = [text[length > most :] for text, length in zip(texts, lengths, strict=True)]
+    return texts
+
+
+@functools.lru_cache(maxsize=8)
+def _first_tokens(tokenizer: Any) -> int:
+    """How many tokens the tokenizer puts before a text."""
+    return tokenizer("a")["input_ids"].index(tokenizer("a", add_special_tokens=False)["input_ids"][0])
+
+
+def score_texts(
+    rows: Sequence[Row],
+    backbone: Backbone,
+    rewards: Scorer,
+    *,
+    completion_tokens: int,
+    encode: Encode,
+    batch_size: int = 256,
+    cache: Path | None = None,
+) -> ScoredTexts:
+    """The rewards of rows from `read_texts` or `reference_texts`, from the file of an earlier run if there is one.
+
+    A completion of fewer than T tokens gets the end of the sequence; a longer one is cut. A row's ``completion_ids``
+    are taken as they are.
+
+    Args:
+        rows: N rows; columns besides prompt and completion reach the reward.
+        backbone: The policy. Only its tokenizer, and the base whose embeddings a reward reads, matter.
+        rewards: Scores them, once each.
+        completion_tokens: T.
+        encode: Rows to prompts.
+        batch_size: Texts to score at once.
+        cache: Folder of kept scores, usually `cache_folder`; None: neither read nor written.
+
+    Raises:
+        InputError: For a row that cannot be encoded, or a reward that cannot score it.
+    """
+    if backbone.tokenizer is None:
+        raise InputError("tokenizer", None, "the policy's tokenizer: texts are read")
+    prompts = encode(rows).to(backbone.device)
+    completions = [_encoded(backbone, row, number, completion_tokens) for number, row in enumerate(rows)]
+    ids, mask = padded(completions, device=backbone.device)
+    known, file = rewards.fingerprint(backbone), None
+    if cache is not None and known is None:
+        warnings.warn("scores of the texts are not kept: the reward's code or state cannot be seen", stacklevel=2)
+    elif cache is not None:
+        examples = [[example, row, tokens] for example, row, tokens in zip(
+            prompts.examples or rows, prompts.rows(), completions, strict=True
+        )]  # fmt: skip
+        file = cache / f"{_hash([known, tokenizer_hash(backbone.tokenizer), completion_tokens, examples])}.parquet"
+        kept = _kept(file, "reward")
+        if kept is not None and len(kept) == len(rows):
+            return ScoredTexts(prompts, ids, mask, torch.tensor(kept, dtype=torch.float64, device=ids.device), 0)
+    parts = []
+    with progress(None, "texts scored", delay=WAIT) as bar:
+        bar.total = len(rows)
+        for start in range(0, len(rows), batch_size):
+            batch = slice(start, start + batch_size)
+            parts.append(_scores(backbone, rewards, prompts[batch], ids[batch], mask[batch], start))
+            bar.update(len(parts[-1]))
+    scores = torch.cat(parts).to(ids.device)
+    if file is not None:
+        _keep(file, {"reward": scores.cpu().numpy()})
+    return ScoredTexts(prompts, ids, mask, scores, len(rows))
+
+
+def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:
+    """Tokens of a row's completion, with the end of the sequence where it ends within T = ``most``."""
+    ids, tokenizer, ends = row.get("completion_ids"), backbone.tokenizer, backbone.eos_token_ids
+    given = ids is not None
+    if not given:
+        ids = tokenizer(row["completion"], add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+    ids = list(ids[:most])
+    first_end = next((place for place, token in enumerate(ids) if token in ends), None)
+    if first_end is not None:
+        ids = ids[: first_end + 1]
+    elif not given and len(ids) < most and ends:
+        ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0])
+    if not ids or max(ids) >= backbone.vocab_size:
+        raise InputError(f"completion in row {number}", row["completion"], "text of tokens that the policy has")
+    return ids
+
+
+@torch.no_grad()
+def _scores(backbone: Backbone, rewards: Scorer, prompts: PromptBatch, ids: Tensor, mask: Tensor, start: int) -> Tensor:
+    """Rewards [B] of a batch in float64, NaN where every function returned None."""
+    try:
+        given = rewards.score(backbone, prompts, ids, mask).double()
+    except InputError as error:
+        columns = ", ".join(prompts.examples[0]) if prompts.examples else "prompt, completion"
+        where = f"texts, rows {start} to {start + len(ids) - 1} (columns {columns}): {error.field}"
+        raise InputError(where, error.value, error.allowed) from error
+    parts = getattr(rewards.last, "values", None)
+    if parts:
+        given = given.masked_fill(torch.stack(list(parts.values())).isnan().all(0), torch.nan)
+    if given.isinf().any() or (given.isnan().any() and not parts):
+        raise InputError(f"reward of the texts, rows {start} to {start + len(ids) - 1}", given, "finite numbers")
+    return given
+
+
+def reference_texts(
+    rows: Sequence[Row],
+    number: int,
+    backbone: Backbone,
+    sampler: Sampler,
+    *,
+    completion_tokens: int,
+    encode: Encode,
+    seed: int = 0,
+    min_new_tokens: int = 0,
+    batch_size: int = 64,
+    cache: Path | None = None,
+) -> list[dict[str, Any]]:
+    """N completions of the reference as texts, from the file of an earlier run if there is one.
+
+    Prompts are drawn without replacement, in rounds if there are fewer than N. The reference is the policy without its
+    adapter, at its head's temperature; a server samples it as its base.
+
+    Args:
+        rows: Rows of prompts.
+        number: N.
+        backbone: The policy.
+        sampler: Draws the completions.
+        completion_tokens: T.
+        encode: Rows to prompts.
+        seed: Of the choice of prompts and of the samples.
+        min_new_tokens: Least tokens of a completion.
+        batch_size: Completions to sample at once.
+        cache: As for `score_texts`.
+    """
+    generator = torch.Generator(backbone.device).manual_seed(seed)
+    order = torch.Generator().manual_seed(seed)
+    rounds = [torch.randperm(len(rows), generator=order) for _ in range(-(-number // len(rows)))]
+    chosen = [rows[i] for i in torch.cat(rounds)[:number].tolist()]
+    prompts, file, kept = encode(chosen), None, None
+    if cache is not None:
+        about = [tokenizer_hash(backbone.tokenizer), fingerprint(backbone.model), str(backbone.dtype), sampler.name]
+        about += [seed, float(backbone.head.temperature), min_new_tokens, completion_tokens, prompts.rows()]
+        file = cache / f"reference-{_hash(about)}.parquet"
+        kept = _kept(file, "completion_ids")
+    if kept is None or len(kept) != number:
+        kept = []
+        with progress(None, "completions of the reference", delay=WAIT) as bar, backbone.reference():
+            bar.total = number
+            for start in range(0, number, batch_size):
+                batch = prompts[slice(start, start + batch_size)].to(backbone.device)
+                drawn = sampler.sample(backbone, batch, completion_tokens, generator, min_new_tokens)
+                lengths = drawn.mask.sum(1).tolist()
+                kept += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths, strict=True)]
+                bar.update(len(lengths))
+        if file is not None:
+            _keep(file, {"completion_ids": kept})
+    texts = [backbone.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
+    return [{**row, "completion": text, "completion_ids": list(map(int, ids))}
+            for row, text, ids in zip(chosen, texts, kept, strict=True)]  # fmt: skip
+
+
+def _hash(about: Any) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _kept(file: Path, column: str) -> list[Any] | None:
+    """A column of a kept file; a damaged one is warned of and made again."""
+    if not file.is_file():
+        return None
+    try:
+        return pd.read_parquet(file)[column].tolist()
+    except Exception as error:
+        if not (is_file_error(error) or isinstance(error, (KeyError, ValueError))):
+            raise
+        warnings.warn(f"{file} is damaged, and made anew", stacklevel=3)
+        return None
+
+
+def _keep(file: Path, columns: Mapping[str, Any]) -> None:
+    """Write a file whole; a folder that cannot be written costs the cache, not the scores."""
+    try:
+        with atomic(file) as staging:
+            pd.DataFrame(columns).to_parquet(staging)
+    except OSError as error:
+        warnings.warn(f"the scores of the texts are not kept: {error}", stacklevel=3)
