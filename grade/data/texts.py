@@ -61,11 +61,15 @@ class ScoredTexts:
     ids: Tensor  # completions [N, T], padded on the right
     mask: Tensor  # [N, T]
     rewards: Tensor  # [N] float64, NaN where no function scored
-    calls: int  # completions that were scored now; 0 if the scores were kept from before
+    calls: int = 0  # completions that were scored now; 0 if the scores were kept from before
 
     def __len__(self) -> int:
         """N."""
         return len(self.ids)
+
+    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> ScoredTexts:
+        """The selected texts."""
+        return ScoredTexts(self.prompts[rows], self.ids[rows], self.mask[rows], self.rewards[rows])
 
 
 def cache_folder() -> Path:

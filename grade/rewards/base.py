@@ -11,7 +11,7 @@ from torch import Tensor
 from grade.models.head import EmbeddingTable
 from grade.models.parameters import fingerprint
 from grade.models.prompts import PromptBatch
-from grade.rewards.identity import code_fingerprint, hashed
+from grade.rewards.identity import hashed, identity
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -98,7 +98,7 @@ class EmbeddingReward(Reward):
 
     def fingerprint(self, policy: Backbone) -> str | None:
         """Of the function, a module's weights among it, and of the base whose embeddings it reads."""
-        known, base = code_fingerprint(self.function), getattr(self.function, "backbone", policy)
+        known, base = identity(self.function), getattr(self.function, "backbone", policy)
         if known is None or self.reads is not None:
             return None
         return hashed(known, self.scope, fingerprint(base.embedding if self.kind == "bag" else base.model))

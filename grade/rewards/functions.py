@@ -31,7 +31,7 @@ from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import Reward
-from grade.rewards.identity import code_fingerprint
+from grade.rewards.identity import identity
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone
@@ -137,7 +137,7 @@ class FunctionReward(Reward):
         return run_functions([self], texts, Log(), wide(policy.dtype))[0][0].to(ids.device)
 
     def fingerprint(self, policy: Backbone) -> str | None:  # noqa: D102
-        return code_fingerprint(self.function)
+        return identity(self.function)
 
 
 def run_functions(

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from grade.files import sha256_of
+from grade.rewards.code import code_fingerprint
 
 _PLAIN = (bool, int, float, str, bytes, re.Pattern, torch.dtype, type(None))
 
@@ -36,14 +37,15 @@ def weights_hash(tensors: dict[str, Tensor]) -> str:
     return result.hexdigest()
 
 
-def code_fingerprint(code: Any) -> str | None:
-    """Hash of a function, a module or another callable object: the files that its code is in, and what is bound to it.
+def identity(function: Any) -> str | None:
+    """Hash of a function, a module or another callable object: its code, and what is bound to it.
 
-    Bound are a function's closure, an object's attributes, a module's weights. None where code has no file, as in a
-    notebook, or where objects of other kinds are bound. What a file imports or reads is not seen.
+    Code is a file with what it imports of the user's (`code_fingerprint`). Bound are a function's closure, an object's
+    attributes, a module's weights. None where code has no file, as in a notebook, whose other cells are not seen, or
+    where objects of other kinds are bound.
     """
     known = _Known()
-    return hashed(known.parts) if known.add(code) else None
+    return hashed(known.parts) if known.add(function) else None
 
 
 class _Known:
@@ -87,7 +89,8 @@ class _Known:
         code, variables = function.__code__, inspect.getclosurevars(function).nonlocals
         if not Path(code.co_filename).is_file():
             return False
-        self.parts.append([sha256_of(Path(code.co_filename)), code.co_qualname, list(code.co_positions())])
+        place = [code.co_qualname, list(code.co_positions())]
+        self.parts.append([sha256_of(Path(code.co_filename)), code_fingerprint(function), place])
         return self.add((dict(variables), function.__defaults__, function.__kwdefaults__))
 
 

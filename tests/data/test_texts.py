@@ -1,6 +1,7 @@
 """Texts as a source of a reward: what is read and cut, that each is scored once, and what is refused."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,16 @@ from grade.models.samplers import Sampler
 from grade.rewards.rewards import make_rewards
 from grade.training.toy import toy_task
 
-FUNCTION = "def reward(completions, **columns):\n    return [float(text.count('o')) for text in completions]\n"
-WITH_COLUMN = (
-    "def reward(completions, answer, **_):\n    return [float(text == a) for text, a in zip(completions, answer)]\n"
-)
+FUNCTION = """
+import letters
+
+def reward(completions, **columns):
+    return [float(text.count(letters.CHOSEN)) for text in completions]
+"""
+WITH_COLUMN = """
+def reward(completions, answer, **columns):
+    return [float(text == right) for text, right in zip(completions, answer)]
+"""
 ROWS = [{"prompt": f"Number {n} is", "completion": " good" * (n + 1), "answer": " good good"} for n in range(9)]
 P, T = 8, 6
 
@@ -32,9 +39,13 @@ def task():
 
 @pytest.fixture
 def score(task, tmp_path):
-    def score(rows=ROWS, code=FUNCTION, weight=1.0, length=T, cache=tmp_path / "cache", backbone=task.backbone):
+    def score(
+        rows=ROWS, code=FUNCTION, letter="o", weight=1.0, length=T, cache=tmp_path / "cache", backbone=task.backbone
+    ):
         file = tmp_path / "rewards.py"
         file.write_text(code)
+        (tmp_path / "letters.py").write_text(f"CHOSEN = {letter!r}\n")
+        sys.modules.pop("letters", None)
         rewards = make_rewards(f"{file}:reward", backbone, [weight])
         rows = read_texts(rows, backbone.tokenizer, P, length)
         return score_texts(rows, backbone, rewards, completion_tokens=length, encode=encoder(backbone), cache=cache)
@@ -55,7 +66,8 @@ def test_texts_are_scored_once_and_again_when_anything_that_counts_has_changed(s
     for arguments in (
         {"rows": changed},
         {"rows": [{**row, "answer": ""} for row in ROWS]},
-        {"code": FUNCTION.replace("'o'", "'g'")},
+        {"code": FUNCTION.replace("float", "-float")},
+        {"letter": "g"},
         {"weight": 2.0},
         {"length": T + 1},
         {"backbone": toy_task(seed=1).backbone},
