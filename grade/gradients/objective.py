@@ -94,7 +94,7 @@ class GradientStep:
     Attributes:
         completion_ids: Hard tokens [B, T].
         completion_mask: Valid positions [B, T].
-        reward: Rewards [B].
+        reward: Rewards [B], NaN where no function scored.
         kl: KL at each position [B, T] in nats, 0 where masked.
         loss: The loss, a scalar.
         residual: Relative size of the last correction to the adjoint, ``|a_n - a_{n-1}| / |a_n|``; None if there was

@@ -378,17 +378,17 @@ class PolicyGradient(Learner):
 
 def _result(seen: _Experience) -> GradientStep:
     loss = -seen.returns.nanmean().nan_to_num(0.0)
-    return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward.nan_to_num(0.0), seen.kl, loss)
+    return GradientStep(seen.completions.ids, seen.completions.mask, seen.reward, seen.kl, loss)
 
 
 def scored_rewards(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Rewards [B] of completions, which must be finite; NaN where every function returned None."""
     reward = objective.score(backbone, prompts, ids, mask)
-    check_finite(reward, reward)
     parts = getattr(objective.reward_model.last, "values", None)
-    if not parts:
-        return reward
-    return reward.masked_fill(torch.stack(list(parts.values())).isnan().all(0), torch.nan)
+    none = torch.stack(list(parts.values())).isnan().all(0) if parts else torch.zeros_like(reward, dtype=torch.bool)
+    given = reward.masked_fill(none, 0.0)
+    check_finite(given, given)
+    return given.masked_fill(none, torch.nan)
 
 
 def penalised(reward: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
 KINDS = "package.module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder that 'grade reward' wrote"
-ALL_NONE = "all reward functions returned None for {row}: it has no advantage, and counts as 0 in means"
+ALL_NONE = "all reward functions returned None for {row}: it has no advantage, and no part in means"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Scores:
 
 
 class Rewards(Reward):
-    """``R = sum_i w_i R_i``; a part that does not apply to a row (None) adds nothing to it.
+    """``R = sum_i w_i R_i``; a part that does not apply to a row (None) adds nothing to it, and none makes R NaN.
 
     Each part has a weight (default: 1), and is logged under its name, numbered where two are equal. All must be made
     for one ``scope``; ``dtype`` is that of R.
@@ -99,7 +99,10 @@ class Rewards(Reward):
         self._warned = False
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Rewards [B] of completions [B, T]; `last` then holds the parts. A value that is not finite is refused."""
+        """Rewards [B] of completions [B, T]; `last` then holds the parts.
+
+        NaN where every function returned None; any other value that is not finite is refused.
+        """
         functions = [part for part in self.parts if isinstance(part, FunctionReward)]
         log, scored = Log(self.trainer_state), dict[Reward, tuple[Tensor, float]]()
         if functions:
@@ -124,7 +127,7 @@ class Rewards(Reward):
             row = f"the completion {beginning(texts.completions[int(missing.all(0).nonzero()[0])])}"
             warnings.warn(ALL_NONE.format(row=row), stacklevel=2)
             self._warned = True
-        return self._sum([value.nan_to_num(0.0) for value in values])
+        return self._sum([value.nan_to_num(0.0) for value in values]).masked_fill(missing.all(0), torch.nan)
 
     def fingerprint(self, policy: Backbone) -> str | None:
         """Of all parts with their weights."""

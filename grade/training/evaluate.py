@@ -41,7 +41,7 @@ class Evaluation:
     Attributes:
         prompts: Prompt texts, as cut for the model.
         completions: Completion texts.
-        reward: The reward [n].
+        reward: The reward [n], NaN where no function scored.
         gold: Gold judge's P(positive) [n], NaN without a judge.
         kl: Mean KL(policy || reference) over each completion's tokens, in nats per token, on the first m prompts [m].
         kl_max: Largest absolute KL at any position of those completions.
@@ -59,6 +59,8 @@ class Evaluation:
     def __post_init__(self) -> None:
         for name in ("reward", "gold", "kl"):
             values = getattr(self, name)
+            if name == "reward" and self.parts:
+                values = values[~np.isnan(list(self.parts.values())).all(0)]
             bad = values[~np.isfinite(values)]
             if len(bad) and not (name == "gold" and np.isnan(values).all()):  # no judge
                 allowed = f"finite numbers in an evaluation; {len(bad)} of {len(values)} are not"
@@ -69,7 +71,8 @@ class Evaluation:
         flat: dict[str, float | int] = {}
         for name, mean in (("reward", "reward_mean"), ("gold", "gold_mean"), ("kl", "kl")):
             values = getattr(self, name)
-            if len(values) and not np.isnan(values).all():
+            values = values[~np.isnan(values)]
+            if len(values):
                 estimate = Estimate.of(values)
                 flat |= {f"val/{mean}": estimate.mean, f"val/{name}_stderr": estimate.stderr,
                          f"val/{name}_n": estimate.n}  # fmt: skip
@@ -84,7 +87,7 @@ class Evaluation:
         given = {name: values[np.isfinite(values)] for name, values in self.parts.items()}
         names |= {f"rewards/{name}/mean": float(values.mean()) for name, values in given.items() if len(values)}
         kl = names.get("kl", 0.0)
-        names["loss"] = beta * kl - float(self.reward.mean())
+        names["loss"] = beta * kl - (float(np.nanmean(self.reward)) if "reward" in names else 0.0)
         return {f"{prefix}_{name}": value for name, value in names.items()}
 
     def first(self, n: int) -> Evaluation:

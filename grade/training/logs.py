@@ -43,6 +43,8 @@ RENAMED = {
 class LogBuffer:
     """Figures of microbatches, averaged when a row is logged, and their completions if a tokenizer decodes them.
 
+    What no function scored has no part in means of rewards.
+
     Attributes:
         figures: Values of each figure since the last row.
         rows: Completions since then.
@@ -66,15 +68,12 @@ class LogBuffer:
 
         There are no scores where the reward is the policy's own.
         """
-        mask = step.completion_mask
+        mask, reward = step.completion_mask, step.reward[~step.reward.isnan()]
+        if len(reward):
+            self.add({"reward": reward.mean(), "reward_std": reward.std(correction=0)})
         self.completion_kl.append((step.kl.double() * mask).sum(-1).mean())
-        self.add(
-            {
-                "reward": step.reward.mean(), "reward_std": step.reward.std(correction=0),
-                "kl": sequence_mean(step.kl, mask).mean(), "loss": step.loss,
-                "completions/mean_length": mask.sum(-1).double().mean(),
-            }
-        )  # fmt: skip
+        self.add({"kl": sequence_mean(step.kl, mask).mean(), "loss": step.loss,
+                  "completions/mean_length": mask.sum(-1).double().mean()})  # fmt: skip
         parts, columns = {}, {}
         if scores is not None:
             parts = scores.values
@@ -98,7 +97,8 @@ class LogBuffer:
     def drain(self, mean: Callable[[list[Tensor | float]], float]) -> dict[str, float]:
         """The mean of every figure; no figure is kept."""
         figures, self.figures = self.figures, {}
-        return {name: mean(values) for name, values in figures.items()}
+        names = dict.fromkeys(gather_object(list(figures)))  # some process may have had no reward
+        return {name: mean(figures.get(name, [])) for name in names}
 
     def drain_rows(self) -> pd.DataFrame:
         """The completions of all processes; none is kept."""

@@ -241,9 +241,9 @@ def _samples(config: TrainConfig, result: RunResult) -> list[dict[str, Any]]:
         text: dict[str, Any] = {"prompt": result.before.prompts[i]}
         for name, evaluation in (("before", result.before), ("after", result.after)):
             text[name] = evaluation.completions[i]
-            text[f"{name}_reward"] = round(float(evaluation.reward[i]), 4)
-            if np.isfinite(evaluation.gold[i]):
-                text[f"{name}_gold"] = round(float(evaluation.gold[i]), 4)
+            for part in ("reward", "gold"):
+                if np.isfinite(value := getattr(evaluation, part)[i]):
+                    text[f"{name}_{part}"] = round(float(value), 4)
         texts.append(text)
     return texts
 

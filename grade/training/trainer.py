@@ -341,10 +341,12 @@ class GradeTrainer(Trainer):
         return self.accelerator.reduce(value, reduction="sum")
 
     def _mean(self, values: list[Tensor | float]) -> float:
-        """The mean of values over processes, each of which has equally many."""
-        mean = torch.stack([torch.as_tensor(v).detach().cpu() for v in values]).mean()
+        """The mean of values over processes, each of which has equally many, or none."""
+        mean = torch.stack([torch.as_tensor(v).detach().cpu() for v in values]).mean() if values else torch.zeros(())
         if self.args.world_size > 1:
-            mean = self.accelerator.reduce(mean.to(self.accelerator.device), reduction="mean")
+            both = torch.tensor([float(mean), float(bool(values))], dtype=torch.float64, device=self.accelerator.device)
+            mean, having = self._sum(both)
+            mean = mean / having
         return float(mean)
 
     def _sum_gradients(self) -> None:
@@ -426,7 +428,7 @@ class GradeTrainer(Trainer):
         ``eval_loss`` is the negative objective.
         """
         args, step, rows = self.args, self.state.global_step, dataloader.dataset
-        ends = step in (0, args.max_steps)
+        ends, self.rewards.trainer_state = step in (0, args.max_steps), self.state
         n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(rows), len(rows))
         evaluation = evaluate(
             self.backbone, [rows[i] for i in range(n)], self.rewards, self.judge,

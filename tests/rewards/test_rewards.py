@@ -47,10 +47,11 @@ def test_the_sum_is_weighted_and_none_adds_nothing(policy, batch):
     assert set(last.seconds) == {"length", "third_only"} and min(last.seconds.values()) >= 0
 
 
-def test_a_row_without_any_reward_is_0_with_one_warning(policy, batch):
+def test_a_row_without_any_reward_is_nan_with_one_warning(policy, batch):
     rewards = make_rewards(third_only, policy)
     with pytest.warns(UserWarning, match="returned None for the completion ' a delight.'"):
-        assert rewards.score(policy, *batch).tolist() == [0, 0, 0.25]
+        values = rewards.score(policy, *batch)
+    assert values.isnan().tolist() == [True, True, False] and values[2] == 0.25
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rewards.score(policy, *batch)

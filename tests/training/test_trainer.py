@@ -116,6 +116,20 @@ def test_the_log_has_trls_names_and_every_rewards_own_mean(base, tmp_path):
     assert row["rewards/zero/mean"] == 0.0 and row["rewards/length/seconds"] >= 0
 
 
+@pytest.mark.filterwarnings("ignore:all reward functions returned None")
+@pytest.mark.parametrize("method", ["rloo", "ppo", "distilled"])
+def test_what_no_function_scored_has_no_part_in_logged_means(base, tmp_path, method):
+    def some(completions, number, trainer_state, **_):
+        return [None if i % 2 or trainer_state.global_step == 1 else 4.0 for i in number]
+
+    changes = dict(method=method, num_generations=4, eval_on_start=True, eval_on_end=False, shuffle_dataset=False)
+    made = trainer(base, tmp_path, some, held_out=PROMPTS, **changes)
+    made.train()
+    start, first, second, *_ = made.state.log_history
+    assert start["eval_reward"] == first["reward"] == 4.0 and start["eval_reward_n"] == 5
+    assert first["reward_std"] == start["eval_reward_stderr"] == 0.0 and "reward" not in second
+
+
 def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
     rows = {}
     for every in (1, 2):

@@ -277,7 +277,7 @@ class DistilledGradient(Learner):
                     total = (plug + weight * residual + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
             loss = -penalised(sample.reward, kl, seen.mask, objective.beta).nanmean().nan_to_num(0.0)
-            steps.append(GradientStep(seen.ids, seen.mask, sample.reward.nan_to_num(0.0), kl, loss))
+            steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, loss))
         if measured:
             weight = self._blend(parts, context)
         self.steps += 1
