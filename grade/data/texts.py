@@ -19,7 +19,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +31,7 @@ from grade.errors import InputError, is_file_error
 from grade.files import atomic
 from grade.models.backbone import Backbone
 from grade.models.parameters import fingerprint
-from grade.models.prompts import PromptBatch, padded, tokenizer_hash
+from grade.models.prompts import PromptBatch, ScoredTexts, padded, tokenizer_hash
 from grade.models.samplers import Sampler
 from grade.results import progress
 
@@ -51,25 +50,6 @@ class Scorer(Protocol):
     last: Any
     score: Score
     fingerprint: Callable[[Backbone], str | None]
-
-
-@dataclass(frozen=True)
-class ScoredTexts:
-    """N texts with their rewards."""
-
-    prompts: PromptBatch  # with the rows as examples
-    ids: Tensor  # completions [N, T], padded on the right
-    mask: Tensor  # [N, T]
-    rewards: Tensor  # [N] float64, NaN where no function scored
-    calls: int = 0  # completions that were scored now; 0 if the scores were kept from before
-
-    def __len__(self) -> int:
-        """N."""
-        return len(self.ids)
-
-    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> ScoredTexts:
-        """The selected texts."""
-        return ScoredTexts(self.prompts[rows], self.ids[rows], self.mask[rows], self.rewards[rows])
 
 
 def cache_folder() -> Path:

@@ -83,6 +83,25 @@ class PromptBatch:
         return PromptBatch(self.ids.to(device), self.mask.to(device), self.examples)
 
 
+@dataclass(frozen=True)
+class ScoredTexts:
+    """N texts with their rewards."""
+
+    prompts: PromptBatch  # with the rows as examples
+    ids: Tensor  # completions [N, T], padded on the right
+    mask: Tensor  # [N, T]
+    rewards: Tensor  # [N] float64, NaN where no function scored
+    calls: int = 0  # completions that were scored now; 0 if the scores were kept from before
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.ids)
+
+    def __getitem__(self, rows: slice | Sequence[int] | Tensor) -> ScoredTexts:
+        """The selected texts."""
+        return ScoredTexts(self.prompts[rows], self.ids[rows], self.mask[rows], self.rewards[rows])
+
+
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_prompt_tokens: int) -> PromptBatch:
     """Tokenise prompts, keep the first ``max_prompt_tokens`` tokens of each, pad them on the left.
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.sparse import csr_matrix
@@ -89,10 +90,12 @@ class Family:
 
     Attributes:
         additive: See the module.
+        reads_states: Whether values depend on the base's hidden states.
         depth: The depth whose pooled states it needs; None: none.
     """
 
     additive: bool = True
+    reads_states: bool = False
     depth: int | None = None
 
     def __init__(self, backbone: Backbone) -> None:
@@ -110,6 +113,10 @@ class Family:
     def predict(self, weights: Tensor, rows: Tensor) -> Tensor:
         """Distilled rewards [B], up to a constant, of rows [B, ...] by weights [F]."""
         return rows @ weights
+
+    def matrix(self, rows: Tensor) -> csr_matrix | np.ndarray:
+        """The rows [B, F] as scikit-learn reads them, float64."""
+        return rows.double().cpu().numpy()
 
 
 class _Buckets(Family):
@@ -134,9 +141,9 @@ class _Buckets(Family):
         return weights[0, self.buckets(tokens, tokens)[0]]
 
     def gram(self, new: Tensor, rows: Tensor) -> Tensor:  # noqa: D102
-        return torch.from_numpy((self._matrix(new) @ self._matrix(rows).T).toarray())
+        return torch.from_numpy((self.matrix(new) @ self.matrix(rows).T).toarray())
 
-    def _matrix(self, rows: Tensor) -> csr_matrix:
+    def matrix(self, rows: Tensor) -> csr_matrix:  # noqa: D102
         rows = rows.cpu()
         where, _ = (kept := rows >= 0).nonzero(as_tuple=True)
         ones = torch.ones(len(where), dtype=torch.float64)
@@ -233,6 +240,8 @@ class _Bag(_Linear):
 
 class _TokenValues(_Linear):
     """Tokens given their context: a sketch of hidden state times embedding."""
+
+    reads_states = True
 
     @cached_property
     def _signs(self) -> tuple[Tensor, Tensor]:
