@@ -92,6 +92,11 @@ class Tables(Mapping[str, Table]):
                 self._known[name] = measure(self._settings)
         return self._known[name]
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a folder of results has the table; without a folder all can be measured."""
+        place = "timings" if name in self._experiment.TIMED else "measured"
+        return not self._folder or any(Path(self._folder).parent.glob(f"{place}/{name}.*"))
+
     def __iter__(self) -> Iterator[str]:
         return iter((*self._experiment.TABLES, *self._experiment.TIMED))
 

@@ -63,6 +63,7 @@ class Run:
         self.toy = self.profile == "smoke" or self.settings == experiment.Settings()
         self.folder = Path(parameters["output_dir"])
         self.tables = Tables(experiment, self.settings, measured_dir)
+        self.published = Path(measured_dir).parent / "metrics.json"
         if self.toy:
             _display(Markdown(f"> **{TOY}**"))
 

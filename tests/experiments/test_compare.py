@@ -212,6 +212,21 @@ def test_what_is_read_gives_the_same_figures_as_what_is_measured(tmp_path):
     assert on_reward(read["rates"], "toy").set_index("method").learning_rate["rloo"] == 3e-3
     assert sorted(set(read["searched"].trained_on)) == ["other", "toy"]  # only ste, whose rate was not given
     assert set(read["searched"].method) == {"ste"} and len(read["searched"]) == 4
+    (tmp_path / "measured" / "finals.csv").unlink()
+    assert "finals" not in read and {"curves", "seconds"} <= {name for name in read if name in read}
+    assert all(name in measured for name in measured)
+
+
+def test_ends_and_differences_are_shown_from_the_figures():
+    figures = {"gain/ste": 0.25, "gain/ste_n": 2, "gain/ste_stderr": 0.0125, "final/ste/kl": 2.0, "gain/ppo": 0.5,
+               "gain/ppo_n": 2, "final/ste/samples": 16, "final/ppo/samples": 16, "paired/ppo_minus_ste/gain": 0.25,
+               "paired/ppo_minus_ste/gain_stderr": 0.01, "paired/ppo_minus_ste/gain_p": 0.03,
+               "paired/ste_minus_ppo/kl2": -0.1, "paired/ste_minus_ppo/kl2_stderr": 0.02}  # fmt: skip
+    ends = stats.final_table(figures, ["ste", "ppo"])
+    assert ends.loc["ste", ["gain", "kl", "completions", "seeds"]].tolist() == ["0.25 ± 0.013", "2 ± nan", 16, 2]
+    assert stats.pair_table(figures, ["ste", "ppo"], ["kl2"]).loc[("ste", "ppo"), "kl2"] == "-0.100 ± 0.020, p = nan"
+    (pair,) = stats.pair_table(figures, ["ste", "ppo"], ["gain"]).itertuples()
+    assert pair.Index == ("ppo", "ste") and pair.gain == "+0.250 ± 0.010, p = 0.03"
 
 
 @pytest.mark.parametrize(

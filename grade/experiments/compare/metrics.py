@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
 
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     """Figures of seconds of training, and the peer's of seconds and memory."""
-    figures: dict[str, Any] = dict(tables["peer_times"])
+    figures: dict[str, Any] = dict(tables["peer_times"]) if "peer_times" in tables else {}
     for prefix, reward in _rewards(settings).items():
         ends = run_seconds(tables["seconds"], reward, settings.headline_beta)
         for method, rows in ends.groupby("method", sort=False):
@@ -73,11 +75,18 @@ def level_table(curves: pd.DataFrame, levels: list[float]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def final_table(finals: pd.DataFrame, beta: float) -> pd.DataFrame:
-    """Mean and standard error over seeds of the ends of runs at one weight of KL."""
-    columns = ["reward", "gain", "gold_gain", "kl", "perplexity", "distinct1", "distinct2"]
-    rows = finals[finals["beta"] == beta].groupby("method", sort=False)
-    return rows[columns].agg(["mean", "sem"]).round(4)
+def final_table(figures: Mapping[str, Any], methods: Sequence[str], prefix: str = "") -> pd.DataFrame:
+    """Ends of runs at one weight of KL, from `final_figures`: means over seeds with standard errors, as text."""
+    rows = {}
+    for method in methods:
+        keys = {name: f"{prefix}{name}/{method}" for name in ("gain", "gold_gain")}
+        keys |= {name: f"{prefix}final/{method}/{name}" for name in QUALITIES}
+        known = {name: (figures[key], figures.get(f"{key}_stderr", math.nan))
+                 for name, key in keys.items() if key in figures}  # fmt: skip
+        rows[method] = {name: f"{mean:.4g} ± {stderr:.2g}" for name, (mean, stderr) in known.items()}
+        rows[method]["completions"] = figures[f"{prefix}final/{method}/samples"]
+        rows[method]["seeds"] = figures[f"{prefix}gain/{method}_n"]
+    return pd.DataFrame(rows).T.rename_axis("method")
 
 
 def paired_rewards(tables: Tables, settings: Settings) -> pd.DataFrame:
@@ -89,12 +98,18 @@ def paired_rewards(tables: Tables, settings: Settings) -> pd.DataFrame:
     return paired_table(values, REFERENCES)
 
 
-def each_pair_once(pairs: pd.DataFrame, names: list[str]) -> pd.DataFrame:
-    """Some of `paired_rewards` side by side."""
-    rows = pairs[pairs["of"].isin(names)]
-    pair = [" ".join(sorted(both)) for both in zip(rows["method"], rows["against"], strict=True)]
-    once = rows.assign(pair=pair).drop_duplicates(["pair", "of"])
-    return once.pivot(index=["method", "against"], columns="of", values=["difference", "stderr", "p"])
+def pair_table(figures: Mapping[str, Any], methods: Sequence[str], names: Sequence[str]) -> pd.DataFrame:
+    """Differences ``paired/<method>_minus_<against>/<name>`` between methods with their p, each pair once."""
+    rows = {}
+    for pair in combinations(methods, 2):
+        for method, against in (pair, pair[::-1]):
+            keys = {name: f"paired/{method}_minus_{against}/{name}" for name in names}
+            if not {pair, pair[::-1]} & rows.keys() and any(key in figures for key in keys.values()):
+                cells = {name: (figures[key], figures[f"{key}_stderr"], figures.get(f"{key}_p", math.nan))
+                         for name, key in keys.items() if key in figures}  # fmt: skip
+                shown = {name: f"{mean:+.3f} ± {stderr:.3f}, p = {p:.2g}" for name, (mean, stderr, p) in cells.items()}
+                rows[method, against] = shown
+    return pd.DataFrame(rows).T.rename_axis(["method", "minus"])
 
 
 def peer_table(figures: Mapping[str, Any]) -> pd.DataFrame:
