@@ -35,12 +35,20 @@ MOST_BYTES = 10**12
 """More than any machine has for what is estimated from below."""
 
 
-def check_bytes(sizes: Mapping[str, int], each: int) -> None:
-    """Refuse the largest of sizes (of a batch, of a model) if their product needs more than any machine has."""
+def check_bytes(sizes: Mapping[str, int], each: int, most: int | None = None) -> None:
+    """Refuse the largest of sizes (of a batch, of a model) if their product needs more than a machine has.
+
+    ``most``: the machine's bytes; none: `MOST_BYTES`.
+    """
     need, name = math.prod(sizes.values()) * each, max(sizes, key=sizes.__getitem__)
-    if need > MOST_BYTES:
+    if need > (most or MOST_BYTES):
         others = ", ".join(f"{key} = {value}" for key, value in sizes.items() if key != name)
-        raise InputError(name, sizes[name], f"less: it would need {need / 1e12:,.3g} TB with {others}")
+        limit = f"; this machine has {_bytes(most)}" if most else ""
+        raise InputError(name, sizes[name], f"less: it would need {_bytes(need)} with {others}{limit}")
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e12:,.3g} TB" if count >= 1e12 else f"{count / 1e9:,.3g} GB"
 
 
 class _Loading:

@@ -111,11 +111,25 @@ def is_users(file: str) -> bool:
     return not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or any(n in file for n in installed))
 
 
+def text_of_error(error: BaseException) -> str:
+    """An exception's text, also of one that cannot write its own."""
+    try:
+        return str(error) or "no message"
+    except Exception as other:
+        return f"its text raises {type(other).__name__}"
+
+
 def last_line_of_user(error: BaseException) -> str:
     """The innermost line of an exception that is in the user's code, for a message."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f" in {frame.filename}, line {frame.lineno}" for frame in frames if is_users(frame.filename)]
     return lines[-1] if lines else ""
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether an exception is a lack of memory: Python's, torch's on a GPU, torch's on a CPU (a `RuntimeError`)."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
 
 
 BAD_CONTENT = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)  # the last: torch
@@ -140,7 +154,7 @@ def reading(
     try:
         yield
     except Exception as error:
-        memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's RuntimeError
-        if isinstance(error, InputError) or memory or not (is_file_error(error) or isinstance(error, kinds)):
+        known = is_file_error(error) or isinstance(error, kinds)
+        if isinstance(error, InputError) or is_memory_error(error) or not known:
             raise
         raise InputError(field, str(place), f"{allowed} ({file_error(error)})") from error

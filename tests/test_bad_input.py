@@ -69,6 +69,21 @@ async def cancels(completions, **columns):
     for task in asyncio.all_tasks():
         task.cancel()
     await asyncio.sleep(1)
+
+class Wordless(Exception):
+    def __str__(self):
+        return 1 / 0
+
+def wordless(completions, **columns):
+    raise Wordless
+
+def metric(completions, log_metric, **columns):
+    log_metric("a", "b")
+    return [1.0] * len(completions)
+
+def extra(completions, log_extra, **columns):
+    log_extra("a", [1])
+    return [1.0] * len(completions)
 """
 TRAIN = {
     "model": "base", "train_dataset": "prompts.jsonl", "eval_dataset": "held_out.jsonl", "reward": "rewards.py:length",
@@ -112,6 +127,8 @@ BINARY = bytes(range(256)) * 8
 FIFO, DIRECTORY, ENDLESS = os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")
 DEEP = "[" * 20_000
 BIG = json.dumps({"model_type": "llama", "num_hidden_layers": 10**6, "hidden_size": 4096, "vocab_size": 99})
+SMALL = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4}
+ODD, ACT = json.dumps(SMALL | {"num_key_value_heads": 3}), json.dumps(SMALL | {"hidden_act": "nothing"})
 YAML = {
     "duplicate keys": "seed: 1\nseed: 2\n", "duplicate nested keys": "lora: {r: 2, r: 4}\n",
     "a sexagesimal number": "seed: 1:30\n", "an impossible date": "seed: 2024-13-45\n", "a circle": "seed: &a [*a]\n",
@@ -170,6 +187,9 @@ def cases():
         "inside_a_library": "rewards.py, line 33",
         "stops": "cancelled",
         "cancels": "cancelled",
+        "wordless": "Wordless",
+        "metric": "log_metric",
+        "extra": "log_extra",
     }.items():
         yield "train", f"--reward rewards.py:{name} # {says}", says, {}
     for text in ("nowhere", "nowhere.py:f", "no_such_module:f", "os:path", ":f", "hf:nowhere", "run"):
@@ -180,6 +200,7 @@ def cases():
         "a.jsonl": "prompt\n", "b.jsonl": '{"text": "a"}\n', "c.jsonl": '{"prompt": 3}\n',
         "d.jsonl": '{"prompt": ""}\n',
         "e.jsonl": '{"prompt": [{"content": "a"}]}\n', "a.json": "3", "a.csv": "a,b\n1,2\n",
+        "b.csv": "prompt,prompt\na,b\n",
         "a.parquet": "x", "a.txt": "x",
     }.items():  # fmt: skip
         yield "train", f"--set train_dataset={name}", "", {name: content}
@@ -192,15 +213,27 @@ def cases():
         ("--gradient_accumulation_steps 1000000000", "gradient_accumulation_steps"),
         ("--method gumbel_rao --max_completion_length 4096 --rao_draws 1000000 --num_generations null", "rao_draws"),
         ("--model 'a\0b'", "NUL"), ("--set 'reward=[\"a\\0b\"]'", "NUL"), ("--seed 1" + "0" * 50, "seed"),
-        ("--dataloader_num_workers 1000000", "dataloader_num_workers"),
+        ("--dataloader_num_workers 1000000", "dataloader_num_workers"), ("--temperature 1e-30", "temperature"),
+        ("--per_device_train_batch_size 100000000", "this machine has"), ("--weight_decay 1e17", "weight_decay"),
+        ("--adam_beta1 1", "optim: got 'adamw_torch'"), ("--optim_args a=b", "optim_args"),
+        ("--chat_template_kwargs '{a: 1}'", "chat_template_kwargs"), ("--model_init_kwargs '{a: 1}'", "dtype"),
+        ("--method ppo --value_learning_rate 1e17", "value_learning_rate"),
+        ("--method ppo --passes_per_step 1000000", "passes_per_step"),
     ):  # fmt: skip
         yield "train", text, says, {}
     for text, says in (
         ("--batch-size 1000000000", "TB"), ("--max-new-tokens 100000000000", "TB"), ("--model big", "TB"),
         ("--set base_copies=1000000000", "base_copies"), ("--model mdels/backbone", "mdels/backbone"),
+        ("--model odd", "num_key_value_heads"), ("--model act", "KeyError: 'nothing'"),
+        ("--patience 0.001", "--patience"),
     ):  # fmt: skip
-        yield "memory", text, says, {"big/config.json": BIG} if "big" in text else {}
+        files = {"big/config.json": BIG, "odd/config.json": ODD, "act/config.json": ACT}
+        yield "memory", text, says, {name: content for name, content in files.items() if name.split("/")[0] in text}
     yield "generate", "--samples 1000000000000", "TB", {}
+    yield "generate", "--samples 100000000", "this machine has", {}
+    yield "generate", "# damaged settings", "generation_config.json", {"base/generation_config.json": "["}
+    yield "pretrain", "--set hidden_size=1000000", "TB", {}
+    yield "pretrain", "--set layers=1000000", "layers", {}
     yield "show", "# deep JSON", "", {"run/run.json": '{"settings": ' + DEEP}
     yield "generate", "# deep JSON", "", {"base/config.json": DEEP}
     yield "notebook", "# deep literals", "", {"small.ipynb": json.dumps(NOTEBOOK).replace("seed = 0", f"seed = {DEEP}")}
@@ -323,6 +356,10 @@ def test_a_mistake_in_the_code_keeps_its_traceback_and_an_error_of_the_file_syst
     for mistake in (TypeError("x"), ValueError("x"), KeyError("x"), AttributeError("x"), RuntimeError("x")):
         with pytest.raises(type(mistake)):
             main(["show", "x"])
+    for lack in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        mistake = lack
+        assert main(["show", "x"]) == 2
+        assert capsys.readouterr().err.startswith("grade show: not enough memory (")
     monkeypatch.setattr("grade.cli.runs.Path", lambda run: open("no/such/file"))
     assert main(["show", "x"]) == 2
     assert capsys.readouterr().err == "grade show: no/such/file: No such file or directory\n"

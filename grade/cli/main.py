@@ -2,8 +2,8 @@
 
 Each command is a function with the decorator `grade.cli.options.command`, which has its options, in the module that
 `COMMANDS` names, imported only when it is asked for. Bad input is one line on stderr and exit code 2: what a module
-refuses itself (`InputError`), and what a library raises for a file (`grade.errors.FILE_ERRORS`). Any other exception is
-a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import, prints
+refuses itself (`InputError`), what a library raises for a file (`grade.errors.FILE_ERRORS`), and a lack of memory. Any
+other exception is a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import, prints
 errors as boxes, and the options that come from config classes would still be written here.
 """
 
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import NoReturn
 
-from grade.errors import InputError, file_error, is_file_error
+from grade.errors import InputError, file_error, is_file_error, is_memory_error
 
 COMMANDS = {
     "train": ("train", "train a policy with reward gradients through its text"),
@@ -93,9 +93,14 @@ def _run(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if not isinstance(error, InputError) and not is_file_error(error):
+        if is_memory_error(error):
+            _report(args.command, f"not enough memory ({file_error(error)}); `grade memory` says what a step needs")
+        elif isinstance(error, InputError):
+            _report(args.command, error)
+        elif is_file_error(error):
+            _report(args.command, file_error(error))
+        else:
             raise
-        _report(args.command, error if isinstance(error, InputError) else file_error(error))
         return 2
     return 0
 

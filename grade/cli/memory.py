@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import gc
 import json
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
 
@@ -17,6 +19,8 @@ from grade.results import progress
 
 ALL = "all"
 """In place of a method's name: every method."""
+PATIENCE, MOST_SECONDS = 180, 10**6
+"""Seconds; a trace of a step takes a few."""
 
 
 def _step_options() -> Iterator[Option]:
@@ -31,6 +35,27 @@ def _step_options() -> Iterator[Option]:
             yield option(flag, metavar=metavar, help=field.description)
 
 
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Refuse what takes longer; signals reach the main thread only, so elsewhere nothing is refused."""
+
+    def late(*_: object) -> None:
+        allowed = "more seconds, or a smaller step: fewer GPUs, microbatches, rows or tokens, or a faster engine"
+        raise InputError("--patience", seconds, allowed)
+
+    if not 0 < seconds <= MOST_SECONDS:
+        raise InputError("--patience", seconds, f"more than 0, at most {MOST_SECONDS}")
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, since = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *since)
+        signal.signal(signal.SIGALRM, before)
+
+
 @command(
     "memory",
     *_step_options(),
@@ -40,6 +65,8 @@ def _step_options() -> Iterator[Option]:
     option("--shard", choices=get_args(Sharding), default="fsdp2",
            help="fsdp2: they divide the base; ddp: each holds a copy"),
     option("--device", choices=["cpu", "cuda"], default="cuda", help="where the step would run"),
+    option("--patience", type=float, default=PATIENCE, metavar="SECONDS",
+           help=f"give up after this time (default: {PATIENCE})"),
     option("--all-layers", action="store_true", help="trace every layer instead of extrapolating"),
     option("--json", action="store_true", help="print JSON"),
     config=StepConfig,
@@ -55,7 +82,7 @@ def _memory(args: argparse.Namespace) -> None:
     options = {name: value for name in StepConfig.model_fields if (value := getattr(args, name, None)) is not None}
     budget = None if args.fits is None else plan.parse_bytes(args.fits)
     overhead = 0 if args.overhead is None else plan.parse_bytes(args.overhead, "overhead")
-    with progress(None, "steps traced") as bar, contextlib.ExitStack() as after:
+    with _within(args.patience), progress(None, "steps traced") as bar, contextlib.ExitStack() as after:
         gc.disable()  # searching for garbage takes a tenth of a trace's time, and finds little
         after.callback(gc.enable)
 

@@ -16,7 +16,7 @@ from grade.files import check_file, writing
 from grade.gradients.methods import BYTES_PER_TOKEN, METHODS
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
-from grade.models.sampling import generate
+from grade.models.sampling import check_room, generate
 from grade.results import write_metrics
 from grade.training.config import TrainConfig
 from grade.training.load import load_task
@@ -104,6 +104,7 @@ def _generate(args: argparse.Namespace) -> None:
         raise InputError("--seed", args.seed, f"0 to {SEEDS - 1}")
     check_bytes({"--samples": args.samples, "--max-new-tokens": args.max_new_tokens}, BYTES_PER_TOKEN)
     backbone = Backbone.load(args.backbone, adapter=args.adapter)
+    check_room(backbone, {"--samples": args.samples, "--max-new-tokens": args.max_new_tokens})
     texts = [text for text in args.prompt for _ in range(args.samples)]
     prompts = encode_prompts(backbone.tokenizer, texts, 2**31)
     generator = torch.Generator().manual_seed(args.seed)

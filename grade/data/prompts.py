@@ -110,6 +110,9 @@ def _read_csv(path: Path, field: str) -> Dataset:
             path, dtype=dict.fromkeys(("prompt", "completion"), str), keep_default_na=False, na_values=[""],
             dtype_backend="numpy_nullable",
         )  # fmt: skip
+        header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]
+        if header.duplicated().any():  # pandas gives the second another name
+            raise ValueError(f"two columns {header[header.duplicated()].iloc[0]!r}")
         if not isinstance(frame.index, pd.RangeIndex):  # pandas takes surplus fields for names of the rows
             raise ValueError("more fields than the header has: quote a text that holds a comma")
         return Dataset.from_pandas(frame, preserve_index=False)

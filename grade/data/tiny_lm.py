@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from grade.config import SEEDS, Config
+from grade.config import SEEDS, Config, check_bytes
 from grade.data.base_model import MODEL_FILES, small_llama, train_tokenizer
 from grade.data.reviews import load_reviews
 from grade.errors import InputError
@@ -39,16 +39,16 @@ class PretrainConfig(Config):
     split: Literal["policy", "reward"] = Field(
         "policy", description="reviews to learn from; evaluation, test and the gold judge keep theirs"
     )
-    vocab_size: int = Field(2048, ge=260, description="vocabulary size V of the BPE, eos and pad included")
+    vocab_size: int = Field(2048, ge=260, le=2**20, description="vocabulary size V of the BPE, eos and pad included")
     hidden_size: int = Field(128, ge=8, multiple_of=8, description="width D")
     intermediate_size: int = Field(352, ge=8, description="width of the feed-forward layers")
-    layers: int = Field(4, ge=1, description="number of layers")
+    layers: int = Field(4, ge=1, le=1024, description="number of layers")
     heads: int = Field(4, ge=1, description="attention heads; must divide hidden_size")
     max_positions: int = Field(256, ge=8, description="longest context in tokens")
 
     context: int = Field(64, ge=4, description="tokens of a training window")
     batch_size: int = Field(16, ge=1, description="windows per step")
-    steps: int = Field(1000, ge=2, description="optimizer steps")
+    steps: int = Field(1000, ge=2, le=10**8, description="optimizer steps")
     muon_lr: float = Field(0.01, gt=0, le=1e30, description="peak learning rate of the layers' matrices (Muon)")
     adamw_lr: float = Field(5e-3, gt=0, le=1e30, description="peak learning rate of embedding and norms (AdamW)")
     warmup_steps: int = Field(50, ge=0, description="linear warm-up; then linear decay to 0 over the second half")
@@ -68,6 +68,7 @@ def pretrain(
     for small, large in (("context", "max_positions"), ("warmup_steps", "steps")):
         if getattr(config, small) >= getattr(config, large):
             raise InputError(small, getattr(config, small), f"less than {large} = {getattr(config, large)}")
+    check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
     with claimed(output_dir, MODEL_FILES, inputs=(reviews_dir,)) as output:
         texts = [r.text for r in load_reviews(reviews_dir, config.split)]
         tokenizer = train_tokenizer(texts, config.vocab_size)

@@ -19,7 +19,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from grade.config import LARGEST, Settings, check_bytes, setting
+from grade.config import Settings, check_bytes, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support, tau_at
 
@@ -76,7 +76,7 @@ GROUPED: tuple[str, ...] = (
 """Methods whose baseline is the mean of the prompt's other completions."""
 
 TAU_RANGE = (1e-4, 1e6)
-"""Usable Gumbel temperatures.
+"""Usable temperatures, of the Gumbel softmax and of sampling.
 
 Softmax weights below ``exp(-104)`` are 0 in float32, so a position has a gradient only if its two largest values lie
 within ``104 tau`` of each other: at 1e-4 one position in a hundred. The gradient falls as ``1/tau``: above 1e6 it is
@@ -115,12 +115,13 @@ def _residual_weight(value: float | str) -> float | str:
     return value
 
 
-Rate = Annotated[float, Field(gt=0, le=LARGEST)]
+Rate = Annotated[float, Field(gt=0, le=1000)]
 """A learning rate: AdamW moves a weight by about this much."""
-MOST_MICROBATCHES = 2**16
+MOST_MICROBATCHES, MOST_PASSES = 2**16, 1024
+"""Of a step; more would take longer than anyone waits."""
 BYTES_PER_TOKEN = 1024
 """Of a completion in a step, at the least: an embedding of 256 numbers, for the smallest of models."""
-_Tau = Annotated[float, Field(ge=TAU_RANGE[0], le=TAU_RANGE[1])]
+Tau = Annotated[float, Field(ge=TAU_RANGE[0], le=TAU_RANGE[1])]
 
 
 def _scaling(value: object) -> object:
@@ -148,8 +149,8 @@ class MethodConfig(Settings):
     gumbel_topk: NonNegativeInt = setting(64, "size K of a token's support; 0 = the full vocabulary")
     support: Support = setting("perturbed_top_k", "top_k, or perturbed_top_k: exact samples for any K")
     rao_draws: PositiveInt = setting(8, "gumbel_rao: draws M of the noise given the token")
-    tau_start: _Tau = setting(2.0, "Gumbel temperature at the first step")
-    tau_end: _Tau = setting(2.0, "Gumbel temperature after annealing")
+    tau_start: Tau = setting(2.0, "Gumbel temperature at the first step")
+    tau_end: Tau = setting(2.0, "Gumbel temperature after annealing")
     tau_anneal_steps: NonNegativeInt = setting(0, "steps of the linear ramp from tau_start to tau_end")
     hops: NonNegativeInt = setting(1, "feedback hops of the replay engine; max_completion_length - 1 is exact")
     hop_tolerance: NonNegativeFloat = setting(0.0, "stop hopping at this relative residual; 0 = take all hops")
@@ -166,7 +167,7 @@ class MethodConfig(Settings):
         0.9, "reinforce: momentum of the baseline over steps"
     )
     epsilon: Annotated[float, Field(gt=0, lt=1)] = setting(0.2, "grpo, ppo: clip range of the probability ratio")
-    passes_per_step: PositiveInt | None = setting(
+    passes_per_step: Annotated[int, Field(ge=1, le=MOST_PASSES)] | None = setting(
         None, "grpo, ppo: passes over a step's completions; null: 4 for ppo, 1 for grpo (no clipping then)"
     )
     minibatches: PositiveInt = setting(1, "grpo, ppo: updates per pass; each uses an equal share of every microbatch")

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from grade.config import check_bytes
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.files import require_source
 from grade.memory.meta import NoData
 from grade.memory.shapes import SHAPES
@@ -44,6 +44,9 @@ def model_config(name: str) -> PretrainedConfig:
     if missing or config.is_encoder_decoder:
         allowed = f"a decoder-only language model; config.json lacks {missing[0]}" if missing else "not encoder-decoder"
         raise InputError("model", name, allowed)
+    heads, shared = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if heads and shared and heads % shared:
+        raise InputError("num_key_value_heads", shared, f"a divisor of num_attention_heads = {heads}, in {name}")
     check_bytes({key: getattr(config, key) for key in ("num_hidden_layers", "hidden_size")}, config.hidden_size)
     return config
 
@@ -89,10 +92,8 @@ def build_backbone(
     reference share).
     """
     with torch.device(device), NoData() if str(device) == "meta" else contextlib.nullcontext():
-        try:
+        with reading("model", config.model_type, "a causal language model that can be built", Exception):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
-        except ValueError as error:
-            raise InputError("model", config.model_type, f"a causal language model ({str(error)[:100]})") from None
         backbone = Backbone(model, None, (lora or LoraSettings()) if adapter == "lora" else None)
     if adapter == "full":
         tables = {id(backbone.head.weight), id(backbone.embedding_weight)}

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from grade.errors import InputError, reading
@@ -231,4 +231,6 @@ def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "au
                 trust_remote_code=False, output_loading_info=True,
             )  # fmt: skip
         check_loaded(name, info)
+        if (Path(name) / "generation_config.json").exists():  # transformers passes over a damaged one
+            GenerationConfig.from_pretrained(name)
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -50,6 +50,7 @@ def check_supported(model: PreTrainedModel) -> None:
         limits = [getattr(module, "time_step_limit", None) or (0.0, math.inf) for module in model.modules()]
         rules = (
             (not getattr(config, "is_encoder_decoder", False), "a decoder-only causal model, not an encoder-decoder"),
+            (not getattr(config, "quantization_config", None), "a base that is not quantised"),
             (model.get_output_embeddings() is not None, "a causal language model with an output head"),
             ("inputs_embeds" in takes, "a model that accepts inputs_embeds: soft tokens have no ids"),
             (
@@ -77,9 +78,10 @@ def check_vocabulary(base: FrozenBase) -> None:
         if not isinstance(token, int) or not 0 <= token < rows:
             raise InputError("eos_token_id", token, f"ids of the embedding table, 0 to {rows - 1}")
     with contextlib.suppress(TypeError):  # a tokenizer may have no length
-        if tokenizer is not None and len(tokenizer) > rows:
+        tokens = max([len(tokenizer), *(number + 1 for number in getattr(tokenizer, "get_vocab", dict)().values())])
+        if tokens > rows:
             allowed = f"at most {rows}, the rows of the model's embedding table: is it this model's tokenizer?"
-            raise InputError("tokens of the tokenizer", len(tokenizer), allowed)
+            raise InputError("tokens of the tokenizer", tokens, allowed)
 
 
 def check_loaded(name: str, info: Mapping[str, Any]) -> None:

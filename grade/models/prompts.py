@@ -252,6 +252,8 @@ def _token_ids(
         if isinstance(prompt, str) == messages:
             raise InputError(field, prompt, f"{'messages' if messages else 'text'}, as in the rows before it")
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    if options and not messages:
+        raise InputError("chat_template_kwargs", options, "none: the prompts are text, which no template reads")
     if messages and not template:
         raise InputError(fields[0], prompts[0], "text, because the model's tokenizer has no chat template")
     if messages:
@@ -271,7 +273,7 @@ def _token_ids(
         encoded = tokenizer(prompts, truncation=False, padding=False)["input_ids"]
         encoded = [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in encoded]
     for field, prompt, ids in zip(fields, prompts, checked, strict=True):
-        if not ids or not str(prompt).strip():
+        if not ids or not (tokenizer.decode(ids, skip_special_tokens=True) if messages else prompt).strip():
             raise InputError(field, prompt, "text (not only white space) of at least one token")
     for field, ids in zip(fields, encoded, strict=True):
         if max(ids) >= len(tokenizer) and tokenizer.convert_ids_to_tokens(max(ids)) is None:  # its template adds it

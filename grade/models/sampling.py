@@ -9,6 +9,8 @@ at a time, the same product streams the weight at about twice the speed (float32
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from grade.config import check_bytes
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.noise import Draw, gumbel_noise
@@ -169,6 +172,22 @@ def check_length(backbone: Backbone, length: int) -> None:
     if length > backbone.max_positions:
         allowed = f"at most {backbone.max_positions} (the model's context)"
         raise InputError("max_prompt_tokens + max_new_tokens", length, allowed)
+
+
+def check_room(backbone: Backbone, sizes: Mapping[str, int]) -> None:
+    """Refuse sizes of a batch, rows and tokens, that this machine has no memory for.
+
+    Estimated from below: one layer's state of each token, and for the token that is drawn logits, scaled logits, noise.
+    """
+    if backbone.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(backbone.device).total_memory
+    elif backbone.device.type == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    rows, tokens = sizes.values()
+    each = backbone.hidden_size * backbone.dtype.itemsize + 3 * 4 * backbone.vocab_size // tokens
+    check_bytes(sizes, each, memory)
 
 
 class Decoder:

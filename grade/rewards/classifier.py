@@ -294,6 +294,7 @@ def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[Pr
 def load_tokenizer(source: str) -> Any:
     """The tokenizer of a classifier."""
     allowed = "a classifier with its tokenizer, or a processing class for it"
+    require_source("reward: tokenizer", source, allowed)
     with reading("reward: tokenizer", source, allowed):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without any

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grade.errors import InputError, last_line_of_user
+from grade.errors import InputError, last_line_of_user, text_of_error
 from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
@@ -112,9 +112,21 @@ class Log:
             "completions": list(texts.completions),
             "completion_ids": [list(ids) for ids in texts.completion_ids],
             "trainer_state": self.trainer_state,
-            "log_extra": lambda column, values: self.columns[column].extend(values),
-            "log_metric": lambda name, value: self.metrics[name].append(value),
+            "log_extra": functools.partial(self._extra, len(texts.completions)),
+            "log_metric": self._metric,
         }
+
+    def _extra(self, size: int, column: str, values: Sequence[Any]) -> None:
+        if not isinstance(column, str) or not isinstance(values, Sequence) or len(values) != size:
+            raise InputError(
+                "log_extra", f"{column!r}: {values!r}", f"a name, and a list of {size}, one per completion"
+            )
+        self.columns[column].extend(values)
+
+    def _metric(self, name: str, value: float) -> None:
+        if not isinstance(name, str) or not isinstance(value, numbers.Real):
+            raise InputError("log_metric", f"{name!r}: {value!r}", "a name and a number")
+        self.metrics[name].append(float(value))
 
 
 class FunctionReward(Reward):
@@ -184,7 +196,7 @@ def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         first = f"row 0 of {len(texts.completions)} begins {beginning(texts.completions[0])}"
-        message = f"({str(error)[:_MOST_SHOWN] or 'no message'}){last_line_of_user(error)}"
+        message = f"({text_of_error(error)[:_MOST_SHOWN]}){last_line_of_user(error)}"
         allowed = f"no exception {message}, but {_RETURNS}; {first}"
         raise InputError(f"reward {reward.name!r}", type(error).__name__, allowed) from error
 

@@ -19,7 +19,7 @@ from grade.config import SEEDS, allowed_names, own_fields, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
-from grade.gradients.methods import MOST_MICROBATCHES, POLICY_GRADIENTS, RELAXED, MethodConfig, Rate
+from grade.gradients.methods import MOST_MICROBATCHES, POLICY_GRADIENTS, RELAXED, MethodConfig, Rate, Tau
 from grade.models.adapter import LoraSettings
 from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
@@ -124,9 +124,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
     target_kl: PositiveFloat | None = setting(
         None, "KL that beta is adjusted to after every step, in nats per completion; beta is its start. null: fixed"
     )
-    temperature: PositiveFloat = setting(
-        1.0, "sampling temperature; the policy is softmax(logits / temperature) everywhere"
-    )
+    temperature: Tau = setting(1.0, "sampling temperature; the policy is softmax(logits / temperature) everywhere")
     top_p: float = setting(1.0, f"only 1: {SAMPLED}")
     top_k: int = setting(0, f"only 0: {SAMPLED}")
     min_p: float | None = setting(None, f"only null: {SAMPLED}")
@@ -247,6 +245,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
             ("warmup_steps", 0 < self.max_steps <= self.warmup_steps, f"less than max_steps = {self.max_steps}"),
             ("fsdp", self.fsdp, by_launch),
             ("deepspeed", self.deepspeed, by_launch),
+            ("weight_decay", self.weight_decay * self.learning_rate > 1,
+             f"at most 1 / learning_rate = {1 / self.learning_rate:g}: a step would turn the weights around"),
             ("fp16", self.fp16, "false, or bf16: float16 would need a loss scaler"),
         )  # fmt: skip
         for name, wrong, allowed in rules:
@@ -346,6 +346,8 @@ class TrainConfig(GradeConfig):
         """
         super().__post_init__()
         self.check_values(field.name for field in fields(TrainConfig) if field.name in TrainConfig.__annotations__)
+        if self.model_init_kwargs:
+            raise InputError("model_init_kwargs", self.model_init_kwargs, "none: dtype and attention do this here")
         for name in ("eval_on_start", "eval_on_end"):
             if not self.eval_dataset:
                 setattr(self, name, False)

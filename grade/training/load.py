@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grade.data.prompts import load_prompts
-from grade.errors import InputError
+from grade.errors import InputError, reading
+from grade.files import require_source
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.gold import GoldJudge
@@ -152,9 +153,9 @@ def _default_lora(model: PreTrainedModel) -> LoraSettings | LoraConfig:
 
 
 def _tokenizer_of(model: PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:
-    name = model.config._name_or_path
-    try:
+    name, allowed = model.config._name_or_path, "the policy's tokenizer: the model does not name a place that has one"
+    if not name:
+        raise InputError("processing_class", None, allowed)
+    require_source("processing_class", name, allowed)
+    with reading("processing_class", name, allowed, Exception):
         return AutoTokenizer.from_pretrained(name)
-    except Exception:  # transformers raises a dozen types, which mean the same to the user
-        allowed = "the policy's tokenizer: the model does not name a place that has one"
-        raise InputError("processing_class", None, allowed) from None

@@ -58,8 +58,8 @@ from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradi
 from grade.gradients.replay import make_engine
 from grade.models.adapter import check_saved, write_fingerprint
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
-from grade.models.samplers import make_sampler, seed_of
-from grade.models.sampling import check_length
+from grade.models.samplers import LOCAL, make_sampler, seed_of
+from grade.models.sampling import check_length, check_room
 from grade.models.scoring import completion_logps
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
@@ -158,6 +158,9 @@ class GradeTrainer(Trainer):
         held_out = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         for dataset in (train_dataset, *held_out):
             self._check_dataset(dataset, args)
+        if train_dataset is not None and args.sampler in LOCAL:
+            names = ("per_device_train_batch_size", "max_completion_length")
+            check_room(self.backbone, {name: getattr(args, name) for name in names})
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
@@ -376,9 +379,22 @@ class GradeTrainer(Trainer):
             groups: list[dict[str, Any]] = [{"params": self.backbone.trainable_parameters()}]
             if self.learner and self.learner.parameters():
                 groups.append({"params": self.learner.parameters(), "lr": self.args.value_learning_rate})
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer = kind(groups, weight_decay=self.args.weight_decay, **options)
+            args = self.args
+            own = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
+            given = ", ".join(f"{name} = {getattr(args, name)}" for name in own)
+            with reading("optim", getattr(args.optim, "value", args.optim), f"an optimizer that takes {given}"):
+                kind, options = self.get_optimizer_cls_and_kwargs(args, self.model)
+                without = copy.copy(args)
+                without.optim_args = None
+                if args.optim_args and options == self.get_optimizer_cls_and_kwargs(without, self.model)[1]:
+                    raise InputError("optim_args", args.optim_args, "none: this optimizer does not read it")
+                self.optimizer = kind(groups, weight_decay=args.weight_decay, **options)
         return self.optimizer
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        name = self.args.metric_for_best_model
+        with reading("metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}", KeyError):
+            return super()._determine_best_metric(metrics, trial)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """0: a step's operations are not those of one forward pass over the inputs."""

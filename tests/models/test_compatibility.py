@@ -192,12 +192,26 @@ def test_ends_of_sequence_outside_the_table_are_refused(eos):
     refused(model, "eos_token_id: got .* 0 to 22")
 
 
+def test_a_quantised_base_is_refused():
+    model = tiny()
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    refused(model, "a base that is not quantised")
+
+
 class Words(list):
-    """A tokenizer, as far as its number of tokens goes."""
+    """A tokenizer, as far as its number of tokens goes, or with an id far beyond it."""
+
+    def __init__(self, words, largest=0):
+        super().__init__(words)
+        self.largest = largest
+
+    def get_vocab(self):
+        return {"a": self.largest}
 
 
 def test_a_tokenizer_larger_than_the_table_is_refused():
     refused(tiny(), "tokens of the tokenizer: got 24; allowed: at most 23", Words(range(VOCAB + 1)))
+    refused(tiny(), "tokens of the tokenizer: got 1001; allowed: at most 23", Words(range(VOCAB), 1000))
     Backbone(tiny(), Words(range(VOCAB)))
 
 

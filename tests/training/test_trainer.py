@@ -365,10 +365,11 @@ def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path):
+@pytest.mark.parametrize(("name", "says"), [("", "got None"), ("no/such/base", "got .* no folder no/such/base")])
+def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path, name, says):
     model = AutoModelForCausalLM.from_pretrained(base)
-    model.config._name_or_path = ""
-    with pytest.raises(InputError, match="processing_class: got None"):
+    model.config._name_or_path = name
+    with pytest.raises(InputError, match=f"processing_class: {says}"):
         trainer(model, tmp_path)
 
 
