@@ -283,6 +283,8 @@ def _token_ids(
 
 def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mapping[str, Any]]:
     """The prompt of a row, its type checked."""
+    if not isinstance(example, Mapping):
+        raise InputError(f"row {number}", example, 'a mapping with a "prompt", such as {"prompt": "..."}')
     if "prompt" not in example:
         raise InputError(f"columns of row {number}", list(example), 'one of them "prompt"')
     prompt = example["prompt"]

@@ -80,6 +80,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEARNER_FILE = "learner.safetensors"
+_GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+"""What functions get from the trainer, so that no column can have these names."""
 
 
 class GradeTrainer(Trainer):
@@ -168,19 +170,28 @@ class GradeTrainer(Trainer):
         self._pending: list[Microbatch] = []
         self._place, self._started, self.seconds = 0, 0.0, 0.0  # microbatch in the step, the step's start
         self._published = -1  # the step whose adapter the sampler has
-        self._check_optimizer(optimizers[0])
+        self._check_optimizers(optimizers)
         super().__init__(
             model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
-            optimizers=optimizers,
+            eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer,
+            callbacks=callbacks and list(callbacks), optimizers=tuple(optimizers),
         )  # fmt: skip
         for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(theirs)
         self.add_callback(Lines(self.evaluations))
         self.add_callback(_StepEnd(self))
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _check_optimizers(self, optimizers: Any) -> None:
         """A given optimizer must have what is trained, and nothing else: the frozen base is also the reference."""
+        if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+            allowed = "a pair: an optimizer and its schedule, or None for either"
+            raise InputError("optimizers", type(optimizers).__name__, allowed)
+        optimizer, schedule = optimizers
+        if not isinstance(optimizer, torch.optim.Optimizer | None):
+            raise InputError("optimizers", type(optimizer).__name__, "an optimizer, made of the adapter's parameters")
+        if schedule is not None and getattr(schedule, "optimizer", None) is not optimizer:
+            about = f"{type(schedule).__name__} of another optimizer"
+            raise InputError("optimizers", about, "a schedule of the optimizer that is given with it")
         if optimizer is None:
             return
         trained = self.backbone.trainable_parameters()
@@ -199,9 +210,16 @@ class GradeTrainer(Trainer):
         kind = type(dataset).__name__
         if isinstance(dataset, pd.DataFrame):
             raise InputError("dataset", kind, "rows with a prompt: frame.to_dict('records') makes them")
+        if isinstance(dataset, str | Mapping):
+            allowed = "rows with a prompt; of several splits one, and datasets.load_dataset reads one by name"
+            raise InputError("dataset", str(dataset), allowed)
         if not hasattr(dataset, "__len__"):
             raise InputError("dataset", kind, "one with a length: a stream cannot be continued where it was")
-        longest = check_prompts(self.backbone.tokenizer, dataset, **_reading(args))
+        # By number where there is no iterator: __getitem__ need not raise IndexError.
+        rows = dataset if hasattr(dataset, "__iter__") else (dataset[i] for i in range(len(dataset)))
+        longest = check_prompts(self.backbone.tokenizer, rows, **_reading(args))
+        for name in {*_GIVEN}.intersection(getattr(dataset, "column_names", None) or dataset[0]):
+            raise InputError("column of the dataset", name, "another name: functions get the trainer's own by this one")
         check_length(self.backbone, longest + args.max_completion_length)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
@@ -224,6 +242,8 @@ class GradeTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``."""
+        if self.train_dataset is None:
+            raise InputError("train_dataset", None, "rows with a prompt")
         if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
             resume_from_checkpoint = str(newest)
         self._place, self._published = 0, -1

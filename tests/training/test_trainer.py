@@ -8,8 +8,9 @@ import pandas as pd
 import pytest
 import torch
 from conftest import save_toy_base
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -329,6 +330,12 @@ BAD_RUNS = {
     "no prompt column": ({}, dict(dataset=Dataset.from_list([{"text": "a"}])), "prompt"),
     "an empty prompt": ({}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": " "}])), "row 1"),
     "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "one with a length"),
+    "texts": ({}, dict(dataset=["a", "b"]), "row 0: got 'a'; allowed: a mapping"),
+    "columns": ({}, dict(dataset=PROMPTS.to_dict()), "dataset: got .*allowed: rows with a prompt"),
+    "splits": ({}, dict(dataset=DatasetDict(train=PROMPTS)), "dataset: got .*of several splits one"),
+    "a name": ({}, dict(dataset="reviews"), "dataset: got 'reviews'"),
+    "a column that functions get": (
+        {}, dict(dataset=PROMPTS.add_column("completions", range(10))), "column of the dataset: got 'completions'"),
     "messages without a template": (
         {}, dict(dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}])), "chat template"),
     "a text reward for a relaxed method": (dict(method="ste", num_generations=None), {}, "ste.*rloo"),
@@ -384,10 +391,31 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
         (dict(optimizers=(adapter, None)), "without PPO's value head"),
         (dict(train_dataset=PROMPTS.to_pandas()), "dataset: got 'DataFrame'"),
         (dict(callbacks="tensorboard"), "callbacks: got 'tensorboard'"),
+        (dict(optimizers=adapter), "optimizers: got 'AdamW'; allowed: a pair"),
+        (dict(optimizers=(torch.optim.AdamW, None)), "optimizers: got 'type'"),
+        (dict(optimizers=(None, LambdaLR(adapter, float))), "optimizers: got 'LambdaLR of another optimizer'"),
+        (dict(processing_class=base), "processing_class: got 'str'"),
     ):
         with pytest.raises(InputError, match=message):
             GradeTrainer(made, length, args, **{"train_dataset": PROMPTS} | given)
     assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
+
+
+def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
+    class Rows(torch.utils.data.Dataset):
+        """Without IndexError at its end."""
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            return {"prompt": f"The film was {number % 3}"}
+
+    made = trainer(base, tmp_path, dataset=Rows(), max_steps=1, save_strategy="no")
+    made.train()
+    assert made.state.global_step == 1
+    with pytest.raises(InputError, match="train_dataset: got None"):
+        trainer(base, tmp_path, dataset=None).train()
 
 
 def test_a_trainer_leaves_nothing_behind_in_backbone_and_settings(base, tmp_path):
