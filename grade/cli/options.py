@@ -104,6 +104,11 @@ def _describe(config: type[Config] | type[Settings], prefix: str = "") -> list[s
 
 
 def print_metrics(metrics: Mapping[str, object]) -> None:
-    """One line for each, by name."""
+    """One line for each, by name, with its standard error and number of values."""
+    stems = {name: name.removesuffix("_mean") for name in metrics}
+    parts = {f"{stem}{end}" for stem in stems.values() for end in ("_stderr", "_n")}
     for name, value in sorted(metrics.items()):
-        print(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+        if name not in parts:
+            error, n = (metrics.get(f"{stems[name]}{end}") for end in ("_stderr", "_n"))
+            about = ("" if error is None else f" ± {error:.2g}") + ("" if n is None else f" (n={n})")
+            print((f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}") + about)

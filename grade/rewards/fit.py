@@ -33,6 +33,7 @@ from torch import Tensor
 from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.models.prompts import padded
+from grade.results import progress
 from grade.rewards.model import HeadSettings, Labels, RewardKind, RewardModel
 from grade.stats import jackknife_stderr
 
@@ -169,7 +170,7 @@ def _prefix_means(
 ) -> Tensor:
     """Pooled features [n, lengths, D] of the first tokens of each sequence."""
     parts = []
-    for start in range(0, len(sequences), batch_size):
+    for start in progress(range(0, len(sequences), batch_size), "texts read"):
         batch = [s[: max(lengths)] for s in sequences[start : start + batch_size]]
         ids, mask = padded(batch, device=model.backbone.device)
         tokens = model.token_features(model.backbone.embed(ids), mask)

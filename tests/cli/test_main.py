@@ -170,7 +170,8 @@ def test_evaluate_repeats_the_runs_own_evaluation(project, trained, tmp_path, ca
     assert main(arguments) == 0
     got, want = read_metrics(tmp_path / "eval.json"), read_metrics(trained / "metrics.json")
     assert got["val/reward_mean"] == pytest.approx(want["after/val/reward_mean"], rel=1e-5)  # six digits
-    assert "val/gold_mean" in capsys.readouterr().out
+    shown = f"val/reward_mean {got['val/reward_mean']:.4g} ± {got['val/reward_stderr']:.2g} (n={got['val/reward_n']})"
+    assert shown in capsys.readouterr().out.splitlines()
     assert main([*arguments, "--prompts", "4000"]) == 2
     assert "--prompts: got 4000; allowed: 2 to 40" in capsys.readouterr().err
 
