@@ -372,7 +372,7 @@ def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, t
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("name", "says"), [("", "got None"), ("no/such/base", "got .* no folder no/such/base")])
+@pytest.mark.parametrize(("name", "says"), [("", "got None"), ("no/such/base", "got .*no folder no/such/base")])
 def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path, name, says):
     model = AutoModelForCausalLM.from_pretrained(base)
     model.config._name_or_path = name
