@@ -12,14 +12,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from grade.errors import InputError, file_error, is_file_error
+from grade.errors import InputError, file_error, is_file_error, require_file
 
 OPTION = "--output-dir"
 MANIFEST = "manifest.json"
@@ -83,28 +83,32 @@ def write_text(path: str | Path, text: str) -> None:
         staging.write_text(text, encoding="utf-8", newline="")
 
 
-def write_manifest(folder: Path) -> None:
-    """Write down size and SHA-256 of a folder's files, except texts for people (``.md``): its last file."""
-    names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".md"]
+def write_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Write down size and SHA-256 of a folder's files, all but texts for people (``.md``) or these: its last file."""
+    if names is None:
+        names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".md"]
     content = {name: _size_and_sha256(folder / name) for name in names if name != MANIFEST}
     write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
-def damaged_file(folder: Path) -> str | None:
-    """The first file of a folder that is not what its manifest says, or the manifest itself; None: all are whole."""
+def damaged_file(folder: Path, names: Container[str] | None = None) -> str | None:
+    """The first file of a folder that is not what its manifest says, or the manifest itself; None: all are whole.
+
+    ``names``: of these only.
+    """
     try:
-        content = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        content = dict(json.loads(require_file(folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return MANIFEST
     for name, about in content.items():
-        if _size_and_sha256(folder / name) != about:
+        if (names is None or name in names) and _size_and_sha256(folder / name) != about:
             return name
     return None if content else MANIFEST
 
 
-def check_whole(folder: Path, field: str) -> None:
-    """Reject a folder with a file that is not what its manifest says; one without a manifest was written by others."""
-    if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder)):
+def check_whole(folder: Path, field: str, names: Container[str] | None = None) -> None:
+    """Reject a folder with a file, of these or of all, that is not what its manifest says; others write no manifest."""
+    if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder, names)):
         raise InputError(field, str(folder), f"a folder that is what its {MANIFEST} says; {damaged} is damaged")
 
 

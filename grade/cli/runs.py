@@ -18,7 +18,7 @@ from rich.table import Table
 
 from grade.cli.options import command, option
 from grade.errors import InputError, reading, require_file
-from grade.files import check_file, write_text
+from grade.files import check_file, check_whole, write_text
 from grade.results import environment
 
 HISTORY_ROWS = 10
@@ -145,7 +145,7 @@ def _liked(run: Path, table: pd.DataFrame, most: int) -> list[list[str]]:
 def _log(run: Path, state: dict[str, Any], finished: bool) -> pd.DataFrame:
     """All rows of the history, with the names of `HISTORY`."""
     if finished and (run / "history.csv").exists():
-        rows = pd.read_csv(require_file(run / "history.csv"))
+        rows = pd.read_csv(_whole(run, "history.csv"))
     elif state:
         rows = pd.DataFrame(state["log_history"], columns=["step", "reward", *HISTORY]).groupby("step").first()
         rows = rows.dropna(how="all").dropna(axis=1, how="all").reset_index()
@@ -186,7 +186,7 @@ def _tables(run: Path, step: int | None) -> dict[str, pd.DataFrame]:
     for match, path in paths:
         if match and int(match[2]) == step:
             with reading("RUN", path, "a table that a training run wrote"):
-                table = pd.read_parquet(require_file(path))
+                table = pd.read_parquet(_whole(run, f"completions/{path.name}"))
             names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
             names = {name: name if part in table else part for name, part in names.items()}
             tables[f"{match[1]}, step {step}"] = table = table.rename(columns=names)
@@ -234,4 +234,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with reading("RUN", path, WRITTEN):
-        return {**json.loads(require_file(path).read_text(encoding="utf-8"))}
+        return {**json.loads(_whole(path.parent, path.name).read_text(encoding="utf-8"))}
+
+
+def _whole(folder: Path, name: str) -> Path:
+    """A file that is what the folder's manifest says, if there is one."""
+    path = require_file(folder / name)
+    check_whole(folder, "RUN", (name,))
+    return path

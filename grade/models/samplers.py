@@ -325,9 +325,9 @@ class ServerSampler(Sampler):
         most, least, ends = request["max_tokens"], request["min_tokens"], ", ".join(map(str, sorted(eos))) or "none"
         for choice in choices:
             ids, logps, prompt = choice.token_ids, choice.logprobs.token_logprobs, choice.prompt_token_ids
-            if ids is None:  # written "token_id:5" beside the log-probabilities
-                written = [re.fullmatch(r"token_id:(\d{1,18})", token) for token in choice.logprobs.tokens or [""]]
-                ids = [int(number[1]) for number in written] if all(written) else None
+            texts = [re.fullmatch(r"token_id:(\d{1,18})", token) for token in choice.logprobs.tokens or [""]]
+            written = [int(number[1]) for number in texts] if all(texts) else None  # beside the log-probabilities
+            ids = written if ids is None else ids
             if ids is None:
                 raise InputError(field, "text without token ids", "return_token_ids, as vLLM >= 0.10.2 has")
             foreign = [token for token in ids if not 0 <= token < known]
@@ -361,6 +361,7 @@ class ServerSampler(Sampler):
                     f"{len(choice.logprobs.tokens or ())} texts of {len(ids)} tokens",
                     "one of each token",
                 ),
+                (written not in (None, ids), f"texts of tokens {written}", f"of the token ids {ids}"),
             )
             for wrong, value, allowed in rules:
                 if wrong:

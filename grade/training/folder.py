@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -20,14 +20,26 @@ from typing import Any, Literal
 from transformers.trainer_utils import sort_checkpoints
 
 import grade
-from grade.errors import InputError, file_error, reading
-from grade.files import LOCK, MANIFEST, claimed, damaged_file, remove, sha256_of, write_text, writing
+from grade.errors import InputError, file_error, reading, require_file
+from grade.files import (
+    LOCK,
+    MANIFEST,
+    claimed,
+    damaged_file,
+    remove,
+    sha256_of,
+    write_manifest,
+    write_text,
+    writing,
+)
 from grade.rewards.code import code_fingerprint
 from grade.training.config import GradeConfig, TrainConfig
 
 logger = logging.getLogger(__name__)
 
 RUN_FILE, RESULTS_FILE, OPTIMIZER_FILE = "run.json", "metrics.json", "optimizer.pt"
+RESULTS = (RESULTS_FILE, "timings.json", "samples.json", "history.csv", "timings.csv")
+"""What a finished run has beside its adapter, its checkpoints and its tables of completions."""
 STATE_FILE = "grade_state.json"
 """What a checkpoint has beside the Trainer's own files, written last before its manifest."""
 Resume = Literal["no", "yes", "auto"]
@@ -77,6 +89,7 @@ class RunFolder:
         before, checkpoint = self._read(), last_checkpoint(self.path)
         # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
         finished = bool(before.get("finished")) and (self.path / RESULTS_FILE).is_file()
+        whole = finished and self._whole()
         unusable = [path.name for path in map(Path, sort_checkpoints(str(self.path))) if (path / STATE_FILE).is_file()]
         begun = finished or checkpoint or unusable
         if not before or not begun:  # nothing was trained: a bad start may be mended
@@ -95,14 +108,17 @@ class RunFolder:
                 raise InputError(name, now["settings"][name], allowed)
             for name in replaced:
                 raise InputError(name, "another content than before", "what the run was started with, to continue it")
-            return "finished" if finished else checkpoint
+            return "finished" if whole else checkpoint
         resumed = f"--resume to continue the interrupted run at {checkpoint and checkpoint.name}, or"
         way = "this run has finished;" if finished else resumed
         raise InputError("output_dir", str(self.path), f"{way} --overwrite to start over")
 
-    def begin(self) -> None:
-        """Remove an earlier run's checkpoints and tables, and note what this run is, once its inputs are read."""
+    def begin(self, resumed: bool) -> None:
+        """Note what this run is, once its inputs are read; remove an earlier one's checkpoints and tables."""
         with writing(self.path, "output_dir"):
+            if resumed:
+                self._write({**self._read(), "finished": False})
+                return
             for checkpoint in sort_checkpoints(str(self.path)):
                 shutil.rmtree(checkpoint)
             remove(self.path / "completions")
@@ -110,8 +126,9 @@ class RunFolder:
 
     def forget(self) -> None:
         """Remove the note on a run that ended before it wrote anything else, such as one whose reward fails at once."""
-        if {path.name for path in self.path.iterdir()} <= {RUN_FILE, LOCK}:
-            (self.path / RUN_FILE).unlink(missing_ok=True)
+        if {path.name for path in self.path.iterdir()} <= {RUN_FILE, MANIFEST, LOCK}:
+            for name in (MANIFEST, RUN_FILE):
+                remove(self.path / name)
 
     def continue_trackers(self, resumed: bool) -> None:
         """Let trackers go on with their run where this one is resumed; the user's own environment comes first."""
@@ -124,10 +141,25 @@ class RunFolder:
     def finish(self) -> None:
         """Note that the run has finished: its files are complete."""
         with writing(self.path, "output_dir"):
-            self._write(self._read() | {"finished": True})
+            self._write(self._read() | {"finished": True}, self._results())
 
-    def _write(self, run: dict[str, Any]) -> None:
+    def _results(self) -> list[str]:
+        tables = (str(path.relative_to(self.path)) for path in sorted(self.path.glob("completions/*.parquet")))
+        return [*(name for name in RESULTS if (self.path / name).is_file()), *tables]
+
+    def _whole(self) -> bool:
+        """Whether the results of a finished run, as far as they are there, are what was written."""
+        for folder, names in ((self.path, self._results()), (self.path / "adapter", None)):
+            if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder, names)):
+                logger.warning(f"{folder / damaged} is damaged: the run's results are written again")
+                return False
+        return True
+
+    def _write(self, run: dict[str, Any], results: Iterable[str] = ()) -> None:
+        """Replace the note and the manifest of note and results; a process killed between them leaves no manifest."""
+        remove(self.path / MANIFEST)
         write_text(self.path / RUN_FILE, json.dumps(run, indent=1, sort_keys=True) + "\n")
+        write_manifest(self.path, [RUN_FILE, *results])
 
     def _read(self) -> dict[str, Any]:
         """The note; empty where there is none."""
@@ -135,8 +167,10 @@ class RunFolder:
         if not path.exists():
             return {}
         with reading("output_dir", path, "the note of a run, or --overwrite to start over"):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            return {name: content[name] for name in ("settings", "inputs", "code")} | content
+            if (self.path / MANIFEST).is_file() and damaged_file(self.path, (RUN_FILE,)):
+                raise ValueError(f"it is not what {MANIFEST} says")
+            content = json.loads(require_file(path).read_text(encoding="utf-8"))
+            return {name: dict(content[name]) for name in ("settings", "inputs")} | {"code": content["code"]} | content
 
 
 def not_written(output_dir: str | Path, error: Exception) -> InputError:

@@ -35,7 +35,7 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> t
     with reading("adapter", adapter, "a folder whose adapter_config.json names its base"):
         base = json.loads((adapter / ADAPTER_FILES[0]).read_text(encoding="utf-8"))["base_model_name_or_path"]
     allowed = "a base to be named in adapter_config.json, by a Hugging Face id or a folder with safetensors weights"
-    if not base:
+    if not base or not isinstance(base, str):
         raise InputError("base_model_name_or_path", base, allowed)
     require_source("base_model_name_or_path", base, allowed)
     logging.disable_progress_bar()

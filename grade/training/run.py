@@ -99,8 +99,8 @@ def train(
         task = load_task(config, config.device)
         if config.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1 if task.backbone.hidden_size < SMALLEST_WIDTH else os.cpu_count() or 1)
-        if main and begin is None:
-            folder.begin()
+        if main:
+            folder.begin(resumed=begin is not None)
         if config.trackers:
             folder.continue_trackers(begin is not None)
         try:

@@ -56,7 +56,9 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def copied(place, tmp_path):
+    """A run whose files a test may change."""
     shutil.copytree(place / "run", tmp_path / "run")
+    (tmp_path / "run" / "manifest.json").unlink()
     return tmp_path / "run"
 
 
@@ -265,10 +267,15 @@ def test_bad_input_is_one_line(place, tmp_path, capsys, words, message):
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.json", "history.csv", "completions/eval_00004.parquet",
                                   "checkpoint-4/trainer_state.json"])  # fmt: skip
-def test_a_damaged_file_is_one_line(copied, capsys, name):
+def test_a_damaged_file_is_one_line(place, copied, capsys, name):
     for content in (b"\xff", b"[]") if name.endswith("json") else (b"\xff",):
         (copied / name).write_bytes(content)
         assert "grade show: RUN: got" in error(capsys, "show", copied)
+    shutil.copy(place / "run" / "manifest.json", copied)
+    flipped = bytearray((place / "run" / name).read_bytes())
+    flipped[-9] ^= 1  # in the last number, in a table's footer
+    (copied / name).write_bytes(flipped)
+    assert f"says; {name.removeprefix('checkpoint-4/')} is damaged" in error(capsys, "show", copied)
 
 
 def test_of_several_processes_each_says_which_one_it_is(capsys, monkeypatch):

@@ -225,6 +225,9 @@ WRONG = {
     "cut short": (
         choices(lambda c: (c["token_ids"].pop(), c["logprobs"]["token_logprobs"].pop())), "stops after 2 tokens"
     ),
+    "texts of other tokens": (
+        choices(lambda c: c["logprobs"].update(tokens=["token_id:9"] * 3)), r"texts of tokens \[9, 9, 9\]"
+    ),
     "more texts than tokens": (choices(lambda c: c["logprobs"]["tokens"].append("token_id:3")), "4 texts of 3 tokens"),
     "a number of thousands of digits": (
         choices(lambda c: (c.pop("token_ids"), c["logprobs"].update(tokens=["token_id:" + "1" * 5000] * 3))),

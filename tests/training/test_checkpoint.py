@@ -153,11 +153,22 @@ def test_a_finished_run_needs_overwrite(run, tmp_path):
     assert not stale.exists()
 
 
-def test_a_damaged_note_is_one_line_and_removes_no_checkpoint(run, tmp_path):
+@pytest.mark.parametrize("name", ["history.csv", "metrics.json", "adapter/adapter_model.safetensors"])
+def test_damaged_results_of_a_finished_run_are_written_again(run, tmp_path, name):
     folder, common = run
     shutil.copytree(folder, tmp_path / "run")
-    cut(tmp_path / "run" / "run.json", None)
-    cut(tmp_path / "run" / "run.json", None)
+    flipped(tmp_path / "run" / name, None)
+    config = settings("ste", common, tmp_path / "run")
+    assert train(config, silent, "yes").step == 4
+    assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()
+    assert train(config, silent, "yes") is None
+
+
+@pytest.mark.parametrize("spoil", [cut, flipped])
+def test_a_damaged_note_is_one_line_and_removes_no_checkpoint(run, tmp_path, spoil):
+    folder, common = run
+    shutil.copytree(folder, tmp_path / "run")
+    spoil(tmp_path / "run" / "run.json", None)
     for resume in ("no", "yes", "auto"):
         with pytest.raises(InputError, match="output_dir: got .*run.json'; allowed: .*--overwrite"):
             train(settings("ste", common, tmp_path / "run"), silent, resume)
