@@ -132,6 +132,8 @@ class GradeTrainer(Trainer):
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
         args = copy.copy(args)  # the caller's serves other trainers too
+        if not isinstance(args, GradeConfig):
+            raise InputError("args", type(args).__name__, "a GradeConfig")
         for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []:
             if not isinstance(callback, TrainerCallback) and not _is_callback_class(callback) or callback is callbacks:
                 raise InputError("callbacks", callbacks, "a list of TrainerCallback")
@@ -157,9 +159,11 @@ class GradeTrainer(Trainer):
         if args.sampler != "own":
             self.sampler = make_sampler(args.sampler, args.sampler_timeout, args.sampler_folder)
         self.judge, self.evaluations = judge, dict[int, Evaluation]()
-        held_out = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-        for dataset in (train_dataset, *held_out):
-            self._check_dataset(dataset, args)
+        for name in ("eval_strategy", "eval_on_start", "eval_on_end"):
+            if eval_dataset is None and getattr(args, name) not in (False, "no"):
+                raise InputError(name, str(getattr(args, name)), "an eval_dataset to evaluate on")
+        self._check_dataset(train_dataset, args)
+        self._check_sets(eval_dataset, args)
         if train_dataset is not None and args.sampler in LOCAL:
             names = ("per_device_train_batch_size", "max_completion_length")
             check_room(self.backbone, {name: getattr(args, name) for name in names})
@@ -204,6 +208,13 @@ class GradeTrainer(Trainer):
             raise InputError("optimizers", f"an optimizer without {missing}", "one with all that is trained, or none")
 
     # ---- data ----
+    def _check_sets(self, eval_dataset: Any, args: GradeConfig) -> None:
+        """Check a set of held-out rows, or several by name."""
+        if isinstance(eval_dataset, dict) and not eval_dataset:
+            raise InputError("eval_dataset", eval_dataset, "rows with a prompt, or sets of them by name")
+        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+            self._check_dataset(dataset, args)
+
     def _check_dataset(self, dataset: Any, args: GradeConfig) -> None:
         if dataset is None:
             return
@@ -248,6 +259,9 @@ class GradeTrainer(Trainer):
             resume_from_checkpoint = str(newest)
         self._place, self._published = 0, -1
         self._pending.clear()
+        if resume_from_checkpoint is True or not isinstance(resume_from_checkpoint, str | Path | bool | None):
+            allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
+            raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
@@ -454,6 +468,14 @@ class GradeTrainer(Trainer):
         if self.train_dataset is not None:
             self.state.epoch = self.passes(step)
         super().log(logs, start_time)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As ``Trainer.evaluate``: on ``self.eval_dataset``, one of its sets by name, or other rows with a prompt."""
+        if eval_dataset is None and self.eval_dataset is None:
+            raise InputError("eval_dataset", None, "rows with a prompt")
+        if not isinstance(eval_dataset, str):
+            self._check_sets(eval_dataset, self.args)
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     def evaluation_loop(
         self, dataloader: DataLoader, description: str, prediction_loss_only: bool | None = None,

@@ -395,9 +395,15 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
         (dict(optimizers=(torch.optim.AdamW, None)), "optimizers: got 'type'"),
         (dict(optimizers=(None, LambdaLR(adapter, float))), "optimizers: got 'LambdaLR of another optimizer'"),
         (dict(processing_class=base), "processing_class: got 'str'"),
+        (dict(eval_dataset={}), "eval_dataset: got {}"),
+        (dict(args=vars(args)), "args: got 'dict'; allowed: a GradeConfig"),
+        (
+            dict(args=GradeConfig(args.output_dir, **SMALL, eval_on_end=True)),
+            "eval_on_end: got 'True'; allowed: an eval_dataset",
+        ),
     ):
         with pytest.raises(InputError, match=message):
-            GradeTrainer(made, length, args, **{"train_dataset": PROMPTS} | given)
+            GradeTrainer(made, length, **{"args": args, "train_dataset": PROMPTS} | given)
     assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
 
 
@@ -414,8 +420,14 @@ def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
     made = trainer(base, tmp_path, dataset=Rows(), max_steps=1, save_strategy="no")
     made.train()
     assert made.state.global_step == 1
-    with pytest.raises(InputError, match="train_dataset: got None"):
-        trainer(base, tmp_path, dataset=None).train()
+    for call, message in (
+        (trainer(base, tmp_path, dataset=None).train, "train_dataset: got None"),
+        (lambda: made.train(resume_from_checkpoint=True), "resume_from_checkpoint: got True; .*True where a whole one"),
+        (made.evaluate, "eval_dataset: got None"),
+        (lambda: made.evaluate(PROMPTS.to_pandas()), "dataset: got 'DataFrame'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
 
 
 def test_a_trainer_leaves_nothing_behind_in_backbone_and_settings(base, tmp_path):
