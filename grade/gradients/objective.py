@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.methods import POLICY_GRADIENTS
+from grade.gradients.methods import DISTILLED, POLICY_GRADIENTS
 from grade.models.backbone import Backbone
 from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
@@ -57,7 +57,7 @@ class Objective:
                     f"reward {part.name!r}",
                     part.no_gradient,
                     f"for {method} a differentiable reward: a reward model on the policy's embeddings, or a classifier "
-                    f"with the policy's vocabulary ({', '.join(POLICY_GRADIENTS)} take any reward)",
+                    f"with the policy's vocabulary ({', '.join((DISTILLED, *POLICY_GRADIENTS))} take any reward)",
                 )
 
     def reward(

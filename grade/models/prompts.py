@@ -186,14 +186,14 @@ def check_prompts(
     *,
     warn_raw: bool = True,
     batch_size: int = 1000,
-) -> int:
+) -> tuple[int, int]:
     """Tokenise each prompt of a dataset once with `encode_examples`, so that a bad row is named before training begins.
 
-    Returns the number of tokens of the longest prompt, after truncation.
+    Returns the number of tokens of the longest prompt, after truncation, and its row.
     """
     if "prompt" in (getattr(dataset, "column_names", None) or ()):
         dataset = dataset.select_columns(["prompt"])  # the other columns may be large
-    numbered, longest = iter(enumerate(dataset)), 0
+    numbered, longest = iter(enumerate(dataset)), (0, 0)
     first = batch = list(itertools.islice(numbered, 1))
     if not first:
         raise InputError("prompts", [], "at least one prompt")
@@ -202,7 +202,8 @@ def check_prompts(
         encoded = encode_examples(
             tokenizer, examples, max_prompt_length, truncation, chat_template_kwargs, numbers, warn_raw=warn_raw
         )
-        longest = max(longest, encoded.ids.shape[1])
+        tokens, place = encoded.mask.sum(1).max(0)
+        longest = max(longest, (int(tokens), numbers[place]), key=lambda found: found[0])
         batch = list(itertools.islice(numbered, batch_size))
     return longest
 

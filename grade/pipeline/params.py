@@ -24,7 +24,8 @@ def profiles(root: Path) -> list[str]:
 def profile_values(root: Path, profile: str, name: str) -> dict[str, Any]:
     """The values of one of a profile's files, ``<name>.yaml``, complete; empty where no file has that name."""
     if profile not in profiles(root):
-        raise InputError("profile", profile, f"one of {', '.join(profiles(root))}")
+        allowed = ", ".join(profiles(root)) or "those of a checkout: there is no params/*/suite.yaml here"
+        raise InputError("profile", profile, f"one of {allowed}")
     for folder in _folders(root, profile):
         if (folder / f"{name}.yaml").is_file():
             return read_yaml(folder / f"{name}.yaml")

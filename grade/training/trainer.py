@@ -59,7 +59,7 @@ from grade.gradients.replay import make_engine
 from grade.models.adapter import check_saved, write_fingerprint
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.samplers import LOCAL, make_sampler, seed_of
-from grade.models.sampling import check_length, check_room
+from grade.models.sampling import check_room
 from grade.models.scoring import completion_logps
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
@@ -228,10 +228,16 @@ class GradeTrainer(Trainer):
             raise InputError("dataset", kind, "one with a length: a stream cannot be continued where it was")
         # By number where there is no iterator: __getitem__ need not raise IndexError.
         rows = dataset if hasattr(dataset, "__iter__") else (dataset[i] for i in range(len(dataset)))
-        longest = check_prompts(self.backbone.tokenizer, rows, **_reading(args))
+        longest, row = check_prompts(self.backbone.tokenizer, rows, **_reading(args))
         for name in {*_GIVEN}.intersection(getattr(dataset, "column_names", None) or dataset[0]):
             raise InputError("column of the dataset", name, "another name: functions get the trainer's own by this one")
-        check_length(self.backbone, longest + args.max_completion_length)
+        context, most = self.backbone.max_positions, args.max_completion_length
+        if most >= context:
+            raise InputError("max_completion_length", most, f"less than the model's context of {context} tokens")
+        if longest + most > context:
+            room = f"{context - most}: the model's context of {context} less max_completion_length = {most}"
+            allowed = f"at most {room}; or max_prompt_length = {context - most} and truncation left or right"
+            raise InputError(f"tokens of the prompt in row {row}", longest, allowed)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         """Rows of a dataset as prompts."""

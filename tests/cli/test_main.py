@@ -198,7 +198,7 @@ BAD = {
     "a negative seed": (["--set", "seed=-1"], "seed: got -1"),
     "a negative decay": (["--set", "weight_decay=-0.1"], "weight_decay: got -0.1"),
     "T": (["--set", "max_completion_length=0"], "max_completion_length: got 0"),
-    "context": (["--set", "max_completion_length=300"], r"max_prompt_tokens \+ max_new_tokens: got 306.* at most 256"),
+    "context": (["--set", "max_completion_length=300"], "max_completion_length: got 300; allowed: less .* 256 tokens"),
     "combination": (
         ["--set", "min_completion_length=9"],
         "min_completion_length: got 9; allowed: at most max_completion_length = 6",

@@ -214,8 +214,8 @@ def test_a_call_of_a_tool_needs_no_content():
 def test_a_whole_dataset_is_checked_and_its_longest_prompt_is_known():
     rows = [{"prompt": " ".join("abc"[: 1 + i % 3]), "other": i} for i in range(10)]
     for dataset in rows, Dataset.from_list(rows):
-        assert check_prompts(word_tokenizer(), dataset, batch_size=3) == 3
-        assert check_prompts(word_tokenizer(), dataset, 2, "left") == 2
+        assert check_prompts(word_tokenizer(), dataset, batch_size=3)[0] == 3
+        assert check_prompts(word_tokenizer(), dataset, 2, "left")[0] == 2
         with pytest.raises(InputError, match="tokens of the prompt in row 2: got 3"):
             check_prompts(word_tokenizer(), dataset, 2, batch_size=3)
     with pytest.raises(InputError, match="columns of row 0: got .'other'.; allowed: .*\"prompt\""):

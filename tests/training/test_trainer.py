@@ -327,6 +327,8 @@ BAD_RUNS = {
     "weights of another number": (dict(reward_weights=[1.0, 2.0]), {}, "reward_weights"),
     "a prompt that is too long": (dict(max_prompt_length=2), {}, "row 0.*at most 2"),
     "longer than the context": (dict(max_completion_length=10_000), {}, "the model's context"),
+    "a prompt longer than the context": (
+        {}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": "a " * 999}])), "row 1: got .* context of"),
     "no prompt column": ({}, dict(dataset=Dataset.from_list([{"text": "a"}])), "prompt"),
     "an empty prompt": ({}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": " "}])), "row 1"),
     "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "one with a length"),
