@@ -129,6 +129,7 @@ DEEP = "[" * 20_000
 BIG = json.dumps({"model_type": "llama", "num_hidden_layers": 10**6, "hidden_size": 4096, "vocab_size": 99})
 SMALL = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4}
 ODD, ACT = json.dumps(SMALL | {"num_key_value_heads": 3}), json.dumps(SMALL | {"hidden_act": "nothing"})
+TALL = json.dumps(SMALL | {"num_hidden_layers": 10**5})
 YAML = {
     "duplicate keys": "seed: 1\nseed: 2\n", "duplicate nested keys": "lora: {r: 2, r: 4}\n",
     "a sexagesimal number": "seed: 1:30\n", "an impossible date": "seed: 2024-13-45\n", "a circle": "seed: &a [*a]\n",
@@ -225,9 +226,9 @@ def cases():
         ("--batch-size 1000000000", "TB"), ("--max-new-tokens 100000000000", "TB"), ("--model big", "TB"),
         ("--set base_copies=1000000000", "base_copies"), ("--model mdels/backbone", "mdels/backbone"),
         ("--model odd", "num_key_value_heads"), ("--model act", "KeyError: 'nothing'"),
-        ("--patience 0.001", "--patience"),
+        ("--model deep", "num_hidden_layers"), ("--gpus 1000000", "gpus"), ("--patience 0.001", "--patience"),
     ):  # fmt: skip
-        files = {"big/config.json": BIG, "odd/config.json": ODD, "act/config.json": ACT}
+        files = {"big/config.json": BIG, "odd/config.json": ODD, "act/config.json": ACT, "deep/config.json": TALL}
         yield "memory", text, says, {name: content for name, content in files.items() if name.split("/")[0] in text}
     yield "generate", "--samples 1000000000000", "TB", {}
     yield "generate", "--samples 100000000", "this machine has", {}

@@ -43,6 +43,8 @@ from grade.models.backbone import Backbone
 from grade.models.sharding import RowShards, ShardedTable
 
 _BLOCK = 16  # CUDA's memory-efficient kernel needs rows of a mask in multiples of this
+MOST_PROCESSES = 2**14
+"""Whose parts of each layer are listed in seconds."""
 _RealGenerator = torch.Generator
 
 
@@ -115,8 +117,8 @@ def kernels_of(device: Device) -> Iterator[None]:
 @contextlib.contextmanager
 def alone_among(processes: int) -> Iterator[None]:
     """Within this context this process is the first of several that do not exist."""
-    if processes < 1:
-        raise InputError("gpus", processes, "at least 1")
+    if not 1 <= processes <= MOST_PROCESSES:
+        raise InputError("gpus", processes, f"1 to {MOST_PROCESSES}")
     if processes == 1:
         yield
         return

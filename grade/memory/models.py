@@ -26,6 +26,8 @@ from grade.models.backbone import DTYPES, Backbone
 TINY = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2)  # fmt: skip
 """The model ``tiny``: traced in a second, for tests and the notebooks' defaults."""
+MOST_LAYERS = 1024
+"""The deepest published models have a tenth."""
 
 
 def model_config(name: str) -> PretrainedConfig:
@@ -48,6 +50,8 @@ def model_config(name: str) -> PretrainedConfig:
     if heads and shared and heads % shared:
         raise InputError("num_key_value_heads", shared, f"a divisor of num_attention_heads = {heads}, in {name}")
     check_bytes({key: getattr(config, key) for key in ("num_hidden_layers", "hidden_size")}, config.hidden_size)
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise InputError("num_hidden_layers", config.num_hidden_layers, f"at most {MOST_LAYERS}, in {name}")
     return config
 
 
