@@ -141,15 +141,12 @@ class RunFolder:
     def finish(self) -> None:
         """Note that the run has finished: its files are complete."""
         with writing(self.path, "output_dir"):
-            self._write(self._read() | {"finished": True}, self._results())
-
-    def _results(self) -> list[str]:
-        tables = (str(path.relative_to(self.path)) for path in sorted(self.path.glob("completions/*.parquet")))
-        return [*(name for name in RESULTS if (self.path / name).is_file()), *tables]
+            tables = (str(path.relative_to(self.path)) for path in sorted(self.path.glob("completions/*.parquet")))
+            self._write(self._read() | {"finished": True}, [*RESULTS, *tables])
 
     def _whole(self) -> bool:
-        """Whether the results of a finished run, as far as they are there, are what was written."""
-        for folder, names in ((self.path, self._results()), (self.path / "adapter", None)):
+        """Whether the results of a finished run are what was written; tables of completions are no longer needed."""
+        for folder, names in ((self.path, RESULTS), (self.path / "adapter", None)):
             if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder, names)):
                 logger.warning(f"{folder / damaged} is damaged: the run's results are written again")
                 return False

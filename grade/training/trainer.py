@@ -49,7 +49,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from grade.errors import InputError, reading
-from grade.files import atomic, check_whole, remove, write_manifest, write_text
+from grade.files import atomic, check_whole, remove, sha256_of, write_manifest, write_text
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.losses import importance_weights
 from grade.gradients.methods import AUTO, DISTILLED, OPTIONS, RELAXED, reads
@@ -511,13 +511,16 @@ class GradeTrainer(Trainer):
 
     def saved_evaluation(self, step: int) -> Evaluation | None:
         """The evaluation after a step; read from its table if it was made before the run was interrupted."""
-        table = self._table_path(f"eval_{step:05d}")
+        table = self._evaluation_path(step)
         if step not in self.evaluations and table.is_file():
             self.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
         return self.evaluations.get(step)
 
     def _table_path(self, name: str) -> Path:
         return Path(self.args.output_dir) / "completions" / f"{name}.parquet"
+
+    def _evaluation_path(self, step: int) -> Path:
+        return self._table_path(f"eval_{step:05d}")
 
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
         if self.args.should_save and self.args.save_strategy != "no" and len(table):
@@ -557,6 +560,8 @@ class GradeTrainer(Trainer):
         base = getattr(self.backbone.model.config, "_name_or_path", "")
         settings = {"model": base, "reward": self.rewards.names} | settings_of(self.args)  # for `grade show`
         state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": settings}
+        tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
+        state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_target is not None:
             state["kl_target"] = self.kl_target.state()
         if self.learner is not None:
@@ -582,6 +587,13 @@ class GradeTrainer(Trainer):
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
             self.seconds = state["seconds"]
             self.log_buffer.restore(state["window"])
+            for step, known in state["evaluations"].items():
+                table = self._evaluation_path(int(step))
+                if not table.is_file():
+                    logger.warning(f"{table} is missing: the results leave the evaluation after step {step} out")
+                elif sha256_of(table) != known:
+                    allowed = f"the table as it was written; without it the results leave step {step} out"
+                    raise InputError("resume_from_checkpoint", str(table), allowed)
             if self.kl_target is not None:
                 self.kl_target.restore(state["kl_target"])
                 self.objective = replace(self.objective, beta=self.kl_target.beta)

@@ -153,11 +153,29 @@ def test_a_finished_run_needs_overwrite(run, tmp_path):
     assert not stale.exists()
 
 
-@pytest.mark.parametrize("name", ["history.csv", "metrics.json", "adapter/adapter_model.safetensors"])
-def test_damaged_results_of_a_finished_run_are_written_again(run, tmp_path, name):
+@pytest.mark.parametrize("spoil", [flipped, removed])
+def test_an_evaluation_made_before_an_interruption_is_what_was_written_or_left_out(run, tmp_path, caplog, spoil):
     folder, common = run
     shutil.copytree(folder, tmp_path / "run")
-    flipped(tmp_path / "run" / name, None)
+    (tmp_path / "run" / "metrics.json").unlink()
+    spoil(tmp_path / "run" / "completions" / "eval_00000.parquet", None)
+    config = settings("ste", common, tmp_path / "run")
+    if spoil is flipped:
+        with pytest.raises(InputError, match="eval_00000.parquet'; allowed: the table as it was written"):
+            train(config, silent, "yes")
+    else:
+        assert train(config, silent, "yes").before is None
+        assert "eval_00000.parquet is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [("history.csv", removed), ("metrics.json", flipped), ("adapter/adapter_model.safetensors", flipped)],
+)
+def test_damaged_results_of_a_finished_run_are_written_again(run, tmp_path, name, spoil):
+    folder, common = run
+    shutil.copytree(folder, tmp_path / "run")
+    spoil(tmp_path / "run" / name, None)
     config = settings("ste", common, tmp_path / "run")
     assert train(config, silent, "yes").step == 4
     assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()
