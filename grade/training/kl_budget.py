@@ -1,0 +1,253 @@
+"""A budget for KL: the policy's distance from the reference follows a schedule, whatever the method and its rate.
+
+After each step the change of the adapter, ``theta + c (theta' - theta)``, is scaled so that KL(policy || reference)
+lands on the schedule (a line search, as in Schulman et al. 2015, arXiv:1502.05477, on the distance from the reference
+instead of that from the last policy). The distance sqrt(KL) grows by the same amount in every step:
+``B_s = target (s / S)^2`` for a policy that starts at the reference. Direction and moments are the optimizer's own.
+
+KL of one batch is about as noisy as the schedule's increments are large, so `KLBudget` filters it (a Kalman filter with
+the batches' own standard errors), and the line search asks for growth: KL of the *same* completions before and after.
+
+A run that ends early, after step s, has the KL of ``B_s``. A policy beyond its budget stays where it is (c = 0), or
+goes to where KL is lowest on the line, until the schedule has caught up; one that is too slow even with `LONGEST`
+steps stays below.
+
+Left out: several updates within a step, each landed on its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from grade.models.backbone import Backbone
+from grade.models.parameters import set_values
+from grade.models.prompts import PromptBatch
+from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
+
+LONGEST = 4.0
+"""Largest c: beyond it a step says little about the direction."""
+EVALUATIONS = 5
+"""Most measurements of KL in a line search, which takes two or three as a rule."""
+SAME = 1e-3
+"""Relative difference of two c that are not worth another measurement."""
+TOLERANCE = 0.02
+"""Relative error at which a line search ends: well below the noise of a batch, and the next step makes up for it."""
+LARGEST_LOG_RATIO = 3.0
+"""Importance ratios are cut off there, both ways; where a step lands they are mostly far smaller."""
+SHARE, SHARE_ERROR, LEAST_SHARE = 0.85, 0.15, 0.4
+"""Growth of the whole policy's KL over that of the step's completions: first guess, its error, least that is used."""
+
+
+class Measured(NamedTuple):
+    """KL in nats per completion with its standard error; after a step the error is that of the growth."""
+
+    kl: float
+    error: float
+
+
+class KLBudget:
+    """Which KL a step may use: a schedule, and a filtered value of the policy's KL.
+
+    Of every step, `wanted` takes what the step's completions measure before it, and `landed` what they measure after.
+    A gradient moves the policy most along the completions it was made of. So of their growth only a share counts, which
+    is filtered too: state (KL, share), predicted KL ``k (1 + share growth)``, measured by the next step's completions.
+
+    Attributes:
+        target: KL after the last step, in nats per completion.
+        steps: Steps of the run, S.
+        start: KL before the first step; None before it was measured.
+        values: The filtered KL of the current policy, and the share.
+        covariance: Theirs.
+        scale: c of the last step that moved, the first guess of the next.
+    """
+
+    def __init__(self, target: float, steps: int) -> None:
+        self.target, self.steps = target, steps
+        self.start: float | None = None
+        self.values = np.array([0.0, SHARE])
+        self.covariance = np.diag([0.0, SHARE_ERROR**2])
+        self.scale = 1.0
+
+    def after(self, step: int) -> float:
+        """B_s, the budget after step s = 1 to S, in nats per completion.
+
+        >>> budget = KLBudget(10.0, 20)
+        >>> round(budget.after(10), 9), round(budget.after(20), 9)
+        (2.5, 10.0)
+        """
+        start = math.sqrt(self.start or 0.0)
+        return (start + (math.sqrt(self.target) - start) * min(step / self.steps, 1.0)) ** 2
+
+    def wanted(self, step: int, measured: Measured) -> float:
+        """KL that the completions of step s should have after it, from what they measure before it.
+
+        Growth is asked for, not a level, as the batch's own level is noise; the level only where KL is 0.
+        """
+        noise = measured.error**2
+        if self.start is None:
+            self.start, self.values[0], self.covariance[0, 0] = measured.kl, measured.kl, noise
+        elif self.covariance[0, 0] + noise > 0:
+            gain = self.covariance[0] / (self.covariance[0, 0] + noise)
+            self.values += gain * (measured.kl - self.values[0])
+            self.covariance -= np.outer(gain, self.covariance[0])
+        budget, (kl, share) = self.after(step), self.values.tolist()
+        share = max(share, LEAST_SHARE)
+        if min(measured.kl, kl) > 0:
+            return max(0.0, measured.kl * (1 + (budget / kl - 1) / share))
+        return budget / share
+
+    def landed(self, scale: float, before: Measured, after: Measured) -> None:
+        """The step was scaled by c, and its completions went from one KL to another."""
+        if scale == 0:
+            return
+        kl, share = self.values.tolist()
+        self.scale = scale
+        if min(before.kl, kl) > 0:
+            growth = after.kl / before.kl - 1
+            slope = np.array([[1 + share * growth, kl * growth], [0.0, 1.0]])
+            self.covariance = slope @ self.covariance @ slope.T
+            self.covariance[0, 0] += (kl * after.error / before.kl) ** 2
+            self.values[0] = kl * (1 + share * growth)
+        else:
+            self.values[0] = share * after.kl
+            self.covariance[0] = self.covariance[:, 0] = 0.0
+            self.covariance[0, 0] = after.error**2 + (SHARE_ERROR * after.kl) ** 2
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for `restore`."""
+        return {"start": self.start, "scale": self.scale, "values": self.values.tolist(),
+                "covariance": self.covariance.tolist()}  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self.start, self.scale = state["start"], state["scale"]
+        self.values, self.covariance = np.array(state["values"]), np.array(state["covariance"])
+
+
+@torch.no_grad()
+def scale_step(
+    parameters: Sequence[Tensor], before: Sequence[Tensor], start: Measured, wanted: float,
+    measure: Callable[[], Measured], first: float = 1.0,
+) -> tuple[float, Measured]:  # fmt: skip
+    """Move parameters to ``before + c (parameters - before)`` with the KL that is wanted; c and what is measured there.
+
+    Args:
+        parameters: After the update; changed in place.
+        before: Their values before it.
+        start: Measured at those.
+        wanted: KL that is wanted after the update.
+        measure: Measures KL at the parameters' current values.
+        first: The first c that is tried.
+
+    Returns:
+        c in [0, `LONGEST`] and what was measured there.
+    """
+    change = [p - b for p, b in zip(parameters, before, strict=True)]
+    points, scale = {0.0: start}, first
+    while len(points) <= EVALUATIONS and all(abs(scale - c) > SAME * max(c, scale) for c in points):
+        set_values(parameters, [b + scale * d for b, d in zip(before, change, strict=True)])
+        points[scale] = measure()
+        if abs(points[scale].kl - wanted) <= TOLERANCE * wanted:
+            return scale, points[scale]
+        scale = _next({c: measured.kl for c, measured in points.items()}, wanted)
+    scale = min(points, key=lambda c: abs(points[c].kl - wanted))
+    set_values(parameters, [b + scale * d for b, d in zip(before, change, strict=True)])
+    return scale, points[scale]
+
+
+def _next(points: dict[float, float], wanted: float) -> float:
+    """Where on the line KL should be as wanted.
+
+    From two points by a straight line through sqrt(KL), from more by a parabola through KL at 0 and the two nearest
+    ones. Of its two solutions that at which KL rises; without one the nearest to it.
+
+    >>> _next({0.0: 0.0, 1.0: 4.0}, 1.0), round(_next({0.0: 1.0, 1.0: 2.0, 2.0: 5.0}, 10.0), 9)
+    (0.5, 3.0)
+    """
+    near = sorted((c for c in points if c), key=lambda c: abs(points[c] - wanted))[:2]
+    kl = points[0.0]
+    if len(near) == 1:
+        (c,) = near
+        slope = (math.sqrt(points[c]) - math.sqrt(kl)) / c
+        missing = math.sqrt(wanted) - math.sqrt(kl)
+        if slope * missing > 0:
+            return min(missing / slope, LONGEST)
+        return LONGEST if missing > 0 else c / 2  # KL fell and should rise, or it may have a minimum before c
+    curve = np.polynomial.Polynomial.fit([0.0, *near], [kl, *(points[c] for c in near)], 2)
+    tried = [0.0, LONGEST, *(float(c.real) for c in (*(curve - wanted).roots(), *curve.deriv().roots())
+                             if abs(c.imag) < 1e-9 and 0 < c.real < LONGEST)]  # fmt: skip
+    best = min(abs(curve(c) - wanted) for c in tried)
+    return max((c for c in tried if abs(curve(c) - wanted) <= best + 1e-9 * wanted), key=curve.deriv())
+
+
+class BatchKL:
+    """KL of a policy along given completions, while the policy moves away from the one that sampled them.
+
+    ``sum_t E[w_<t KL_t]`` with the exact KL at each position and the importance ratio w of its prefix, normalised over
+    the batch: a policy that makes new prefixes likelier is measured there.
+
+    Attributes:
+        start: KL under the policy that sampled.
+    """
+
+    def __init__(
+        self, backbone: Backbone, completions: Sequence[tuple[PromptBatch, Tensor, Tensor]], least: int = 0,
+        length: int | None = None, total: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:  # fmt: skip
+        """Measure the policy that sampled.
+
+        Args:
+            backbone: The policy.
+            completions: Prompts, ids and mask [B, T] of each microbatch.
+            least: Tokens before which no end of sequence was sampled.
+            length: T, the same on all processes; None: the longest here.
+            total: Sums a tensor over processes.
+        """
+        self.backbone, self.completions, self.least, self.total = backbone, completions, least, total
+        self.length = length or max(ids.shape[1] for _, ids, _ in completions)
+        with torch.no_grad(), backbone.reference():
+            self.reference = [predicting_hidden(backbone, prompts, ids) for prompts, ids, _ in completions]
+        each, self.logps = self._terms()
+        kl, self.residuals = self._mean(each, torch.ones_like(each))
+        self.start = Measured(kl, self._error(self.residuals))
+
+    def measure(self) -> Measured:
+        """KL under the current policy."""
+        each, logps = self._terms()
+        ratio = logps - self.logps
+        prefix = (ratio.cumsum(1) - ratio).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        kl, residuals = self._mean(each, prefix.exp())
+        growth = kl / self.start.kl if self.start.kl > 0 else 0.0
+        return Measured(kl, self._error(residuals - growth * self.residuals))
+
+    @torch.no_grad()
+    def _terms(self) -> tuple[Tensor, Tensor]:
+        """KL and log-probability of each token of this process [n, T], 0 where masked."""
+        kl, logps = [], []
+        for (prompts, ids, mask), reference in zip(self.completions, self.reference, strict=True):
+            hidden = predicting_hidden(self.backbone, prompts, ids)
+            missing = (0, self.length - ids.shape[1])
+            terms = token_kl(self.backbone, hidden, reference, mask)
+            kl.append(F.pad(terms.double(), missing))
+            terms = hidden_logps(self.backbone, hidden, ids, mask, min_new_tokens=self.least)
+            logps.append(F.pad(terms.double(), missing))
+        return torch.cat(kl), torch.cat(logps)
+
+    def _mean(self, values: Tensor, weights: Tensor) -> tuple[float, Tensor]:
+        """``sum_t`` of the weighted means of values [n, T], and how far each completion is from it [n]."""
+        sums = self.total(torch.stack([weights.sum(0), (weights * values).sum(0), torch.ones_like(weights).sum(0)]))
+        means = sums[1] / sums[0]
+        residuals = (weights * (values - means) * sums[2] / sums[0]).sum(1)
+        return float(means.sum()), residuals
+
+    def _error(self, residuals: Tensor) -> float:
+        """Standard error of a mean from the deviations of this process's completions [n]."""
+        squares, count = self.total(torch.stack([residuals.square().sum(), residuals.new_tensor(len(residuals))]))
+        return float((squares / count / (count - 1).clamp(min=1)).sqrt())

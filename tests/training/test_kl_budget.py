@@ -1,0 +1,108 @@
+"""Every step lands on the schedule of KL, and nothing else is changed by that."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from grade.models.prompts import encode_prompts
+from grade.models.sampling import generate
+from grade.models.scoring import completion_logps, sequence_kl
+from grade.training.kl_budget import LONGEST, SHARE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
+from grade.training.toy import toy_task
+
+
+# ---- the line search ----
+@pytest.mark.parametrize(
+    ("change", "wanted", "scale"),
+    [
+        ((0, 4), 25, 1),  # KL = 9 + 16 c^2
+        ((0, 4), 13, 0.5),
+        ((0, 4), 153, 3),
+        ((0, 4), 1000, LONGEST),
+        ((0, 4), 4, 0),
+        ((1, 0), 16, 1),  # (3 + c)^2
+        ((-2, 2), 9, 1.5),  # 9 - 12 c + 8 c^2: at c = 0 it is 9 too, but a step is wanted
+        ((-2, 2), 2, 0.75),  # out of reach: where it is lowest
+    ],
+)
+@pytest.mark.parametrize("first", [1.0, 0.2])
+def test_a_step_is_scaled_to_the_kl_that_is_wanted(change, wanted, scale, first):
+    before = torch.tensor([3.0, 0.0], dtype=torch.float64)
+    change = torch.tensor(change, dtype=torch.float64)
+    parameter = before + change
+
+    def measure():
+        return Measured(float(parameter.square().sum()), 0.1)
+
+    found, landed = scale_step([parameter], [before], Measured(9.0, 0.1), wanted, measure, first)
+    reached = float((before + scale * change).square().sum())
+    assert landed.kl == pytest.approx(reached, rel=TOLERANCE) == float(parameter.square().sum())
+    assert parameter.equal(before + found * change)
+    assert found == scale or scale and abs(found - scale) < 0.1
+
+
+# ---- the schedule and the filter ----
+def test_the_first_step_from_the_reference_lands_on_a_level_later_ones_on_growth():
+    budget = KLBudget(9.0, 3)
+    assert budget.wanted(1, Measured(0.0, 0.0)) == pytest.approx(1 / SHARE)
+    budget.landed(0.5, Measured(0.0, 0.0), Measured(1 / SHARE, 0.1))
+    # A batch that says nothing leaves the estimate at 1: budget 4, so growth by 3, of which the share counts.
+    assert budget.wanted(2, Measured(2.0, 1e9)) == pytest.approx(2 * (1 + 3 / SHARE))
+    assert budget.scale == 0.5
+    # One that is certain replaces it.
+    assert budget.wanted(2, Measured(2.0, 0.0)) == pytest.approx(2 * (1 + 1 / SHARE))
+
+
+def test_an_adapter_that_is_continued_goes_on_from_its_own_distance():
+    budget = KLBudget(16.0, 3)
+    budget.wanted(1, Measured(1.0, 0.1))
+    assert [math.sqrt(budget.after(step)) for step in range(5)] == pytest.approx([1, 2, 3, 4, 4])
+
+
+@pytest.mark.parametrize("steps", [5, 15, 40])
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_noisy_batches_and_completions_that_grow_too_fast_still_end_on_the_budget(share, steps):
+    rng, ends = np.random.default_rng(0), []
+    for _ in range(100):
+        budget, kl = KLBudget(10.0, steps), 0.0
+        for step in range(1, steps + 1):
+            before = Measured(kl * (1 + 0.06 * rng.standard_normal()), 0.06 * kl)
+            wanted = budget.wanted(step, before)
+            if kl:
+                growth = (wanted / before.kl - 1) * (1 + 0.1 * rng.standard_normal())
+                kl *= 1 + share * growth
+            else:
+                kl = share * wanted
+            after = Measured(wanted, 0.1 * abs(wanted - before.kl))
+            budget.landed(1.0, before, after)
+        ends.append(kl / 10)
+    # Of a batch's 6 percent the filter leaves less; the share is known after some steps only.
+    assert np.mean(ends) == pytest.approx(1, abs=0.05 if steps > 5 else 0.12)
+    assert np.std(ends) < 0.08
+
+
+# ---- the measurement ----
+def test_a_moved_policys_kl_is_weighted_by_the_ratio_of_each_prefix():
+    task = toy_task()
+    backbone, prompts = task.backbone, encode_prompts(task.backbone.tokenizer, task.train_prompts[:16], 6)
+    ids, mask = generate(backbone, prompts, 8, torch.Generator().manual_seed(0), 1.0, 0)
+    batch = BatchKL(backbone, [(prompts[:8], ids[:8], mask[:8]), (prompts[8:], ids[8:], mask[8:])], length=9)
+    assert batch.start == Measured(0.0, 0.0)
+    logps = completion_logps(backbone, prompts, ids, mask).detach()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in backbone.trainable_parameters():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.05)
+        each = sequence_kl(backbone, prompts, ids, mask).double()
+        ratio = (completion_logps(backbone, prompts, ids, mask) - logps).double()
+    prefix = torch.cat([torch.zeros(16, 1), ratio[:, :-1].cumsum(1)], 1).exp()
+    measured = batch.measure()
+    # float32, in batches of another size
+    assert measured.kl == pytest.approx(float((prefix * each).sum(0) @ (1 / prefix.sum(0))), rel=1e-4)
+    assert abs(measured.kl / float(each.sum(1).mean()) - 1) > 1e-3
+    assert 0 < measured.error < measured.kl
+    # From here the same policy: nothing has grown.
+    again = BatchKL(backbone, batch.completions)
+    assert again.measure() == Measured(again.start.kl, 0.0)
