@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt requirements.txt
 repro: env ## the whole pipeline, profile cpu, in .workspaces/cpu
 	$(BIN)/python -m grade repro cpu
 
-check: env ## hold the headline figures against the published ones; exit 1 if one is out
+check: env ## compare the headline figures with the published ones; exit 1 if one is out
 	$(BIN)/python -m grade check
 
 publish: env ## copy the results of make repro into outputs/, to be committed

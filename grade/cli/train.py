@@ -26,10 +26,10 @@ from grade.training.run import evaluate_task, train
 @command(
     "train",
     option("--method", metavar="METHOD",
-           help=f"over the config's: {', '.join(METHODS)}; all: each, in its own folder"),
+           help=f"overrides the config: {', '.join(METHODS)}; all: each, in its own folder"),
     option("--reward", action="append", metavar="REWARD",
-           help="over the config's; several are added up: file.py:function, hf:<id>, ..."),
-    option("--sampler", metavar="SAMPLER", help="over the config's: own, shared, or http://host:port"),
+           help="overrides the config; several are added up: file.py:function, hf:<id>, ..."),
+    option("--sampler", metavar="SAMPLER", help="overrides the config: own, shared, or http://host:port"),
     option("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
            help="continue an interrupted run; auto: start over if something changed"),
     option("--overwrite", action="store_true", help="start over where there is an interrupted run"),

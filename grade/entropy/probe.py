@@ -429,7 +429,7 @@ class EntropyProbe:
         if figures["ess"] < share * figures["samples"]:
             source = "sampled anew" if figures["resampled"] else "not to be trusted"
             texts.append(f"effective sample size {figures['ess']:.0f} is below {share:g} of {figures['samples']:.0f}: "
-                         f"the step is too large for these samples, and the true change is {source}")  # fmt: skip
+                         f"the step is too large for these samples; the true change is {source}")  # fmt: skip
         if figures.get("pareto_k", 0.0) > 0.7 and not figures["resampled"]:
             texts.append(f"Pareto k {figures['pareto_k']:.2f} is above 0.7: the true change cannot be trusted")
         if rewards is not None and not (rewards != rewards[:, :1]).any():

@@ -67,7 +67,7 @@ def text(headline: str, data: dict[str, Any], budget: int | None = None) -> str:
         f"{data['flops'] / 1e12:.4g} TFLOP in products and attention",
     ]
     if data["gpus"] > 1:
-        share = "which divide the base" if "gathered" in categories else "each with the whole base"
+        share = "which divide the base among them" if "gathered" in categories else "each with the whole base"
         received = f"{_size(data['received_bytes'])} received from the others in a step"
         lines.append(f"one of {data['gpus']} GPUs, {share}; {received}")
     if overhead := data["overhead_bytes"]:
@@ -78,7 +78,7 @@ def text(headline: str, data: dict[str, Any], budget: int | None = None) -> str:
     if held is not None:
         outside = data["beside_the_allocator"]
         lines += ["", f"reserved {_size(held['reserved'])} by the caching allocator ({held['fragmentation']:.1%} of it "
-                  f"never in use at once), {_size(held['reserved'] + sum(outside.values()))} with the CUDA "
+                  f"never in use at the same time), {_size(held['reserved'] + sum(outside.values()))} with the CUDA "
                   + " and ".join(outside)]  # fmt: skip
     lines += ["", "largest tensors that the step made"]
     for t in data["largest"]:
@@ -94,7 +94,7 @@ def text(headline: str, data: dict[str, Any], budget: int | None = None) -> str:
         lines += ["", "single changes that save"]
         lines += [f"  {_size(c['saved']):>11}  {c['name']}  (peak {_size(c['peak'])})" for c in data["changes"]]
     if data["settings"]:
-        order = "the least estimated GPU time for a completion first (~: not traced)"
+        order = "least estimated GPU time per completion first (~: not traced)"
         lines += ["", f"settings that fit {_size(budget)} on each GPU, {order}", _HEAD, *map(_way, data["settings"])]
     return "\n".join(lines)
 
