@@ -97,6 +97,8 @@ def make_policy(
         raise InputError("peft_config", type(peft_config).__name__, "a LoraConfig")
     if peft_config is not None and isinstance(model, Backbone | PeftModel):
         raise InputError("peft_config", "given", f"none: the {type(model).__name__} has an adapter, which is continued")
+    if init_kwargs and not isinstance(model, str | Path):
+        raise InputError("model_init_kwargs", dict(init_kwargs), f"none: the {type(model).__name__} is loaded already")
     if isinstance(model, Backbone):
         if model.peft is None:
             raise InputError("model", "a backbone without an adapter", "one made with lora=LoraSettings(...)")

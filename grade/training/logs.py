@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from grade.errors import InputError
 from grade.gradients.objective import GradientStep, sequence_mean
 from grade.models.prompts import PromptBatch, decode
 from grade.results import progress, timeless
@@ -34,6 +35,11 @@ METHOD_FIGURES = (
     "clip_fraction", "value_loss", "beta", "residual_weight", "sampler/mean_ratio", "sampler/largest_difference",
 )  # fmt: skip
 """Those that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
+_OWN = {
+    "log_metric": {*FIGURES, *METHOD_FIGURES, "reward_std", "step", "step_time", "seconds", "epoch", "num_samples"},
+    "log_extra": {"prompt", "completion", "reward"},
+}
+"""Names that functions cannot log by."""
 RENAMED = {
     "completions/mean_length": "length", "sampler/mean_ratio": "sampler_mean_ratio",
     "sampler/largest_difference": "sampler_largest_difference",
@@ -76,6 +82,9 @@ class LogBuffer:
                   "completions/mean_length": mask.sum(-1).double().mean()})  # fmt: skip
         parts, columns = {}, {}
         if scores is not None:
+            for field, logged in (("log_metric", scores.metrics), ("log_extra", scores.columns)):
+                for name in _OWN[field] & logged.keys():
+                    raise InputError(field, name, "another name: the trainer logs its own by this one")
             parts = scores.values
             columns = {name: values for name, values in scores.columns.items() if len(values) == len(step.reward)}
             for name, values in parts.items():

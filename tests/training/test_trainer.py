@@ -184,6 +184,16 @@ def test_completions_are_written_as_tables(base, tmp_path):
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
 
 
+@pytest.mark.parametrize(("log", "name", "value"), [("log_metric", "reward", 9.0), ("log_extra", "prompt", ["a"] * 8)])
+def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value):
+    def reward(completions, **given):
+        given[log](name, value)
+        return [0.0 for _ in completions]
+
+    with pytest.raises(InputError, match=f"{log}: got '{name}'; allowed: another name"):
+        trainer(base, tmp_path, reward, save_strategy="no").train()
+
+
 def test_auto_says_what_it_chose_and_the_tokens_that_the_reward_likes_are_written(base, tmp_path, caplog):
     """A reward that counts one token: it stands first, with the rewards' unit."""
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -398,6 +408,7 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
         (dict(optimizers=(None, LambdaLR(adapter, float))), "optimizers: got 'LambdaLR of another optimizer'"),
         (dict(processing_class=base), "processing_class: got 'str'"),
         (dict(eval_dataset={}), "eval_dataset: got {}"),
+        (dict(args=GradeConfig(args.output_dir, model_init_kwargs={"dtype": "float16"})), "model_init_kwargs: got "),
         (dict(args=vars(args)), "args: got 'dict'; allowed: a GradeConfig"),
         (
             dict(args=GradeConfig(args.output_dir, **SMALL, eval_on_end=True)),
