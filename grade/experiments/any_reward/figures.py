@@ -134,14 +134,14 @@ def batches_figure(ratios: pd.DataFrame) -> Figure | None:
         return None
     ends = {end: table[end].astype(float).clip(*_RATIOS) for end in ("low", "high")}
     table = with_ends(table.assign(subject=table["subject"].map(_title), **ends), "ratio")
-    title = "Completions that auto needs over rloo's (below the line: fewer; bars: 95 %, cut at the edges)"
+    title = "Completions that auto needs, over rloo's (below 1: fewer)"
     grid = panels(sns.relplot, table, title, kind="line", x="completions", y="ratio", hue="subject",
                   style="subject", markers=True, dashes=False,
-                  palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4, err_style="bars",
+                  palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4, err_style="bars", markersize=9,
                   **INTERVAL)  # fmt: skip
     grid.ax.axhline(1, **_LINE)
     grid.set(xscale="log", yscale="log", ylim=_RATIOS)
-    grid.set(xlabel="completions per step", ylabel="completions of auto / of rloo")
+    grid.set(xlabel="completions per step", ylabel="ratio (bars: 95 %, cut at the edges)")
     sizes = sorted(table["completions"].unique())
     grid.ax.set_xticks(sizes, [str(size) for size in sizes])
     grid.ax.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
