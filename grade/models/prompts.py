@@ -4,7 +4,7 @@ A prompt is a row of a dataset: its column "prompt" holds text, taken verbatim, 
 tokenizer's chat template turns into text; the other columns ride along to the reward. Prompts are padded on the left,
 so that every completion starts at the same column and the padding never stands between a prompt and its completion.
 
-Left out: tools and images in messages, and batching (callers slice the rows).
+Left out: tools and images (which are refused) in messages, and batching (callers slice the rows).
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from grade.errors import InputError, reading
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+IMAGES = ("image", "images")
+"""Columns with images of the prompt, as in TRL."""
+_NO_IMAGES = "no such column: the policy reads text alone (another name, where a reward reads it)"
 Truncation = Literal["error", "left", "right"]
 
 
@@ -191,8 +194,13 @@ def check_prompts(
 
     Returns the number of tokens of the longest prompt, after truncation, and its row.
     """
-    if "prompt" in (getattr(dataset, "column_names", None) or ()):
+    columns = getattr(dataset, "column_names", None) or ()
+    for name in set(IMAGES).intersection(columns):
+        raise InputError(f"column {name}", "images", _NO_IMAGES)
+    if "prompt" in columns:
         dataset = dataset.select_columns(["prompt"])  # the other columns may be large
+    if not hasattr(dataset, "__iter__"):  # torch's: Python would read on until there is an IndexError
+        dataset = (dataset[row] for row in range(len(dataset)))
     numbered, longest = iter(enumerate(dataset)), (0, 0)
     first = batch = list(itertools.islice(numbered, 1))
     if not first:
@@ -288,6 +296,9 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
         raise InputError(f"row {number}", example, 'a mapping with a "prompt", such as {"prompt": "..."}')
     if "prompt" not in example:
         raise InputError(f"columns of row {number}", list(example), 'one of them "prompt"')
+    for name in IMAGES:
+        if example.get(name) is not None:
+            raise InputError(f"{name} in row {number}", type(example[name]).__name__, _NO_IMAGES)
     prompt = example["prompt"]
     if isinstance(prompt, str):
         if re.search("[\ud800-\udfff]", prompt):  # half of a surrogate pair, which no tokenizer takes
@@ -301,6 +312,10 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
         if not known or not (isinstance(message.get("content"), (str, list)) or message.get("tool_calls")):
             field = f"message {place} of the prompt in row {number}"
             raise InputError(field, message, 'a message with "role" and "content", both text')
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+                field = f"part of message {place} of the prompt in row {number}"
+                raise InputError(field, part, '{"type": "text", "text": ...}: the policy reads text alone')
     if not any(part.strip() if isinstance(part, str) else part for part in (m.get("content") for m in prompt)):
         raise InputError(f"prompt in row {number}", prompt, "messages with text")
     return prompt

@@ -23,6 +23,7 @@ from grade.gradients.methods import MOST_MICROBATCHES, POLICY_GRADIENTS, RELAXED
 from grade.models.adapter import LoraSettings
 from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
+from grade.training.trl import refuse_theirs, refuse_unknown, translated
 
 Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
 SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"
@@ -38,39 +39,12 @@ _HONOURED = frozenset(
     restore_callback_states_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy
     hub_always_push hub_revision dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order ddp_backend ddp_timeout do_train do_eval do_predict
-    local_rank""".split()
+    local_rank torch_empty_cache_steps resume_from_checkpoint label_names average_tokens_across_devices
+    eval_accumulation_steps ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers""".split()
 )
-"""Fields of ``TrainingArguments`` that have an effect here, beside those that `GradeConfig` has itself."""
-
-_NONE = "nothing: there is no such setting here"
-_PACKING = "per_device_train_batch_size and gradient_accumulation_steps: a step samples what it trains on"
-_SERVER = "sampler: http://host:port, a server that is started by itself"
-_TABLES = "log_completions, which writes them as tables"
-_TRL = {
-    "loss_type": "method: the loss is a mean over sequences of a sum over tokens",
-    "epsilon_high": "epsilon, both sides",
-    "steps_per_generation": _PACKING, "generation_batch_size": _PACKING, "num_generations_eval": "eval_prompts, one "
-    "completion of each", "num_completions_to_print": _TABLES, "log_unique_prompts": _TABLES,
-    "wandb_log_unique_prompts": _TABLES, "vllm_importance_sampling_correction": "importance_sampling",
-    "vllm_importance_sampling_mode": "importance_sampling", "vllm_importance_sampling_cap": "importance_sampling_cap",
-    "ds3_gather_for_generation": "accelerate launch with FSDP2", "cast_lm_head_to_fp32": "dtype or bf16",
-    "generation_kwargs": "temperature, max_completion_length, min_completion_length", "cache_implementation": _NONE,
-    "importance_sampling_level": "importance_sampling", "logging_dir": "the variable TENSORBOARD_LOGGING_DIR",
-    "max_tool_calling_iterations": _NONE, "multi_objective_aggregation": "reward_weights: rewards are added up",
-    **dict.fromkeys((
-        "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
-        "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_model_impl",
-        "vllm_enable_sleep_mode", "vllm_guided_decoding_regex", "vllm_structured_outputs_regex",
-        "use_transformers_paged", "vllm_group_port",
-    ), _SERVER),
-    **dict.fromkeys((
-        "mask_truncated_completions", "top_entropy_quantile", "delta", "sync_ref_model", "ref_model_mixup_alpha",
-        "ref_model_sync_steps", "disable_dropout", "use_liger_loss", "use_bias_correction_kl", "sapo_temperature_neg",
-        "sapo_temperature_pos", "off_policy_mask_threshold", "pad_to_multiple_of", "trust_remote_code",
-        "log_completions_hub_repo",
-    ), _NONE),
-}  # fmt: skip
-"""Settings of TRL's ``GRPOConfig`` that are not ours, with what does it here."""
+"""Fields of ``TrainingArguments`` that have an effect here, beside those that `GradeConfig` has itself, or none that
+could be missed: there are no labels, no logits to keep, no buckets of gradients."""
+_RECOMPUTED = (None, {}, {"use_reentrant": False})
 
 FSDP2, SHARDING = "fsdp2", "GRADE_SHARDING"
 """The only way to divide the base, and the variable that asks for it without Accelerate."""
@@ -203,7 +177,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Say of a setting of TRL's what does it here."""
-        _refuse_trl(values)
+        refuse_unknown(values, cls.__dataclass_fields__)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -217,6 +191,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
         ours = own_fields(type(self))
         for field in fields(TrainingArguments):
             value, default = getattr(self, field.name), self.default_of(field.name)
+            if field.name.endswith("checkpointing_kwargs") and value in _RECOMPUTED:
+                continue
             if field.init and field.name not in ours | _HONOURED and value != default:
                 raise InputError(field.name, value, f"{default}: it has no effect here")
         sharding()  # before transformers reads the same variables
@@ -264,13 +240,38 @@ class GradeConfig(MethodConfig, TrainingArguments):
         self.gradient_checkpointing = self.activation_checkpointing = None
         TrainingArguments.__post_init__(self)
         self.gradient_checkpointing = recompute
+        for name in ("split_batches", "dispatch_batches"):
+            if getattr(self.accelerator_config, name):
+                raise InputError(f"accelerator_config: {name}", True, "false: each process reads its own prompts")
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
         """As `grade.config.Settings.parse`."""
         sharding()  # what it refuses is not in the source
-        _refuse_trl(values)
+        refuse_theirs(values)
         return super().parse(values, source, sources)
+
+    @classmethod
+    def from_trl(cls, config: Any, **changes: Any) -> Self:
+        """The settings of a TRL config: ``GradeConfig.from_trl(GRPOConfig(...))``.
+
+        The method is TRL's own, `grpo` or `rloo`, unless ``changes`` name another. ``beta`` is multiplied by
+        ``max_completion_length``. A line is logged for each setting that is translated, or dropped because it changes
+        no objective here. TRL need not be installed.
+
+        Args:
+            config: TRL's ``GRPOConfig`` or ``RLOOConfig``, or a mapping with their names.
+            changes: Settings of ours, which come last.
+
+        Returns:
+            The settings.
+
+        Raises:
+            InputError: For a setting that would train something else.
+        """
+        ours = cls(output_dir="trainer_output", use_cpu=bool(changes.get("use_cpu", False)))
+        values = translated(config, ours, own_fields(cls), changes.get("method"))
+        return cls(**{"output_dir": ours.output_dir} | values | changes)
 
     @property
     def sharded(self) -> bool:
@@ -293,11 +294,6 @@ class GradeConfig(MethodConfig, TrainingArguments):
         """Completions generated and scored for a microbatch, greedy ones included."""
         greedy = self.policy_gradient is not None and self.policy_gradient.greedy
         return self.per_device_train_batch_size + (self.batch_prompts if greedy else 0)
-
-
-def _refuse_trl(values: Mapping[str, Any]) -> None:
-    for name in values.keys() & _TRL.keys():
-        raise InputError(name, values[name], f"TRL's, not ours; here: {_TRL[name]}")
 
 
 def _replays_given(method: str) -> bool:
@@ -348,6 +344,8 @@ class TrainConfig(GradeConfig):
         self.check_values(field.name for field in fields(TrainConfig) if field.name in TrainConfig.__annotations__)
         if self.model_init_kwargs:
             raise InputError("model_init_kwargs", self.model_init_kwargs, "none: dtype and attention do this here")
+        if self.resume_from_checkpoint:
+            raise InputError("resume_from_checkpoint", self.resume_from_checkpoint, "none; --resume continues a run")
         for name in ("eval_on_start", "eval_on_end"):
             if not self.eval_dataset:
                 setattr(self, name, False)

@@ -40,6 +40,7 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -258,9 +259,14 @@ class GradeTrainer(Trainer):
         return order[:total]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``."""
+        """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``.
+
+        None is ``args.resume_from_checkpoint``.
+        """
         if self.train_dataset is None:
             raise InputError("train_dataset", None, "rows with a prompt")
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
         if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
             resume_from_checkpoint = str(newest)
         self._place, self._published = 0, -1
@@ -445,6 +451,8 @@ class GradeTrainer(Trainer):
         step_time = time.perf_counter() - self._started
         self.seconds += step_time
         self.log_buffer.add({"step_time": step_time})
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()
         weights = [p for group in self.optimizer.param_groups for p in group["params"]]
         if not torch.stack([p.detach().isfinite().all() for p in weights]).all():
             allowed = f"a smaller one: weights are not finite after step {self.state.global_step}"

@@ -1,5 +1,7 @@
 """Settings are honoured or refused by name; an epoch is a pass over the prompts."""
 
+from dataclasses import dataclass
+
 import pytest
 from transformers import TrainerCallback
 
@@ -11,7 +13,7 @@ from grade.training.toy import toy_task
 NO_EFFECT = {
     "neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "torch_compile": True, "data_seed": 3,
     "train_sampling_strategy": "group_by_length", "auto_find_batch_size": True, "dataloader_drop_last": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": True}, "use_liger_kernel": True, "label_names": ["a"],
+    "gradient_checkpointing_kwargs": {"use_reentrant": True}, "use_liger_kernel": True,
     "bf16_full_eval": True, "prediction_loss_only": True,
 }  # fmt: skip
 TRL = {
@@ -31,6 +33,71 @@ def test_a_setting_without_effect_is_refused_by_name(make, name, value, message)
     with pytest.raises(InputError, match=f"^{name}: .*{message}") as raised:
         make({name: value, "output_dir": "x"})
     assert "\n" not in str(raised.value)
+
+
+HARMLESS = {
+    "gradient_checkpointing_kwargs": {"use_reentrant": False}, "ddp_find_unused_parameters": False, "label_names": [],
+    "torch_empty_cache_steps": 2, "resume_from_checkpoint": "checkpoint-1", "eval_accumulation_steps": 1,
+}  # fmt: skip
+
+
+def test_what_could_not_be_missed_is_accepted():
+    assert GradeConfig("x", **HARMLESS).torch_empty_cache_steps == 2
+
+
+@dataclass
+class GRPOConfig:
+    """Some of TRL's, with its defaults."""
+
+    output_dir: str = "x"
+    learning_rate: float = 1e-6
+    beta: float = 0.0
+    max_completion_length: int = 512
+    scale_rewards: str = "group"
+    num_iterations: int = 1
+    steps_per_generation: int | None = None
+    gradient_accumulation_steps: int = 1
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    loss_type: str = "dapo"
+    mask_truncated_completions: bool = False
+    generation_kwargs: dict | None = None
+    vllm_mode: str = "colocate"
+    warmup_ratio: float = 0.0
+    top_k: int | None = None
+
+
+class RLOOConfig(GRPOConfig):
+    pass
+
+
+def test_a_config_of_trls_becomes_ours(caplog):
+    theirs = GRPOConfig(
+        beta=0.04, max_completion_length=32, gradient_accumulation_steps=2, steps_per_generation=2, epsilon_high=0.28,
+        generation_kwargs={"min_new_tokens": 3},
+    )  # fmt: skip
+    ours = GradeConfig.from_trl(theirs, seed=5)
+    wanted = dict(
+        method="grpo", beta=1.28, learning_rate=1e-6, scale_rewards="group", gradient_accumulation_steps=2, seed=5,
+        min_completion_length=3, top_k=0,
+    )  # fmt: skip
+    assert {name: getattr(ours, name) for name in wanted} == wanted
+    said = [record.getMessage().split(": ")[1] for record in caplog.records if "from_trl" in record.getMessage()]
+    assert sorted(said) == ["beta", "epsilon_high", "generation_kwargs", "loss_type"]
+    assert GradeConfig.from_trl(RLOOConfig(scale_rewards="none")).method == "rloo"
+    assert GradeConfig.from_trl({"max_prompt_length": 9}, method="distilled").truncation == "left"
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("num_iterations", 2), ("steps_per_generation", 4), ("mask_truncated_completions", True), ("loss_type", "cispo"),
+     ("generation_kwargs", {"top_p": 0.9}), ("scale_rewards", "batch"), ("warmup_ratio", 0.1), ("learning_rat", 1)],
+)  # fmt: skip
+def test_what_would_train_something_else_is_refused(name, value):
+    known = name in GRPOConfig.__dataclass_fields__
+    for given in ({name: value}, *([GRPOConfig(**{name: value})] if known else [])):
+        with pytest.raises(InputError, match=f"^{name}: got"):
+            GradeConfig.from_trl(given)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(True, "group"), (False, "none"), ("group", "group"), ("none", "none")])

@@ -76,6 +76,19 @@ def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path):
     assert lora.lora_dropout == 0.5
 
 
+def test_rows_may_be_read_by_number_alone(base, tmp_path):
+    class Rows:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, row):
+            return {"prompt": f"a{row}"}  # never an IndexError
+
+    made = trainer(base, tmp_path, dataset=Rows(), save_strategy="no")
+    made.train()
+    assert made.state.global_step == 2
+
+
 def test_other_columns_reach_the_reward(base, tmp_path):
     seen = []
 
@@ -321,6 +334,10 @@ BAD_SETTINGS = {
         dict(method="ppo", num_generations=None, num_iterations=1),
         "num_iterations: got 1; allowed: passes_per_step",
     ),
+    "batches of another process": (
+        dict(accelerator_config={"split_batches": True}),
+        "accelerator_config: split_batches: got True",
+    ),
     "columns": (dict(remove_unused_columns=True), "remove_unused_columns: got True; allowed: false"),
 }
 
@@ -341,6 +358,11 @@ BAD_RUNS = {
         {}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": "a " * 999}])), "row 1: got .* context of"),
     "no prompt column": ({}, dict(dataset=Dataset.from_list([{"text": "a"}])), "prompt"),
     "an empty prompt": ({}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": " "}])), "row 1"),
+    "a picture": (
+        {}, dict(dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": [
+            {"type": "text", "text": "What is it?"}, {"type": "image", "text": None}]}]}])), "part of message 0.*text"),
+    "pictures beside": ({}, dict(dataset=PROMPTS.add_column("image", [b"a"] * 10)), "column image: got 'images'"),
+    "a row's picture": ({}, dict(dataset=[{"prompt": "a", "images": [b"a"]}]), "images in row 0"),
     "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "one with a length"),
     "texts": ({}, dict(dataset=["a", "b"]), "row 0: got 'a'; allowed: a mapping"),
     "columns": ({}, dict(dataset=PROMPTS.to_dict()), "dataset: got .*allowed: rows with a prompt"),

@@ -1,0 +1,160 @@
+"""TRL's settings: what does here what ``GRPOConfig`` and ``RLOOConfig`` ask for, and how such a config becomes ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from grade.errors import InputError
+from grade.gradients.methods import reads
+
+logger = logging.getLogger(__name__)
+
+_NONE = "nothing: there is no such setting here"
+_PACKING = "per_device_train_batch_size and gradient_accumulation_steps: a step samples what it trains on"
+_SERVER = "sampler: http://host:port, a server that is started by itself"
+_TABLES = "log_completions, which writes them as tables"
+_CLIPPING = "nothing without a second pass: a step updates once"
+_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+DROPPED = {
+    "loss_type": "method: the loss is a mean over sequences of a sum over tokens",
+    "epsilon_high": "epsilon, both sides", "delta": _CLIPPING, "off_policy_mask_threshold": _CLIPPING,
+    "importance_sampling_level": "importance_sampling", "use_bias_correction_kl": _CLIPPING,
+    "num_generations_eval": "eval_prompts, one completion of each", "num_completions_to_print": _TABLES,
+    "log_unique_prompts": _TABLES, "wandb_log_unique_prompts": _TABLES, "log_multimodal": _TABLES,
+    "log_completions_hub_repo": _TABLES, "ds3_gather_for_generation": "accelerate launch with FSDP2",
+    "cast_lm_head_to_fp32": "dtype or bf16", "logging_dir": "the variable TENSORBOARD_LOGGING_DIR",
+    "disable_dropout": "nothing: dropout is always off", "pad_to_multiple_of": _NONE, "cache_implementation": _NONE,
+    "max_tool_calling_iterations": _NONE,
+    **dict.fromkeys((
+        "ref_model_mixup_alpha", "ref_model_sync_steps", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
+        "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "entropy_coef_min", "entropy_coef_max",
+        "entropy_coef_delta", "entropy_target",
+    ), _NONE),
+    **dict.fromkeys((
+        "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
+        "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_model_impl",
+        "vllm_enable_sleep_mode", "vllm_guided_decoding_regex", "vllm_structured_outputs_regex", "vllm_group_port",
+        "use_transformers_paged", "use_transformers_continuous_batching", "transformers_continuous_batching_config",
+    ), _SERVER),
+    **dict.fromkeys((
+        "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
+    ), "importance_sampling, importance_sampling_cap"),
+}  # fmt: skip
+"""Settings of TRL's that are not ours, with what does it here. Without them the objective is the same."""
+REFUSED = {
+    "steps_per_generation": (None, _PACKING), "generation_batch_size": (None, _PACKING),
+    "generation_kwargs": (None, "temperature, max_completion_length, min_completion_length"),
+    "multi_objective_aggregation": ("sum_then_normalize", "reward_weights: rewards are added up"),
+    "normalize_advantages": (False, "nothing: advantages are not divided; method = grpo has scale_rewards"),
+    "reward_clip_range": (None, "the reward function, which can clip what it returns"),
+    "top_entropy_quantile": (1.0, _NONE), "entropy_coef": (0.0, _NONE), "router_aux_loss_coef": (None, _NONE),
+    **dict.fromkeys((
+        "mask_truncated_completions", "sync_ref_model", "use_adaptive_entropy", "use_liger_loss", "trust_remote_code",
+    ), (False, _NONE)),
+}  # fmt: skip
+"""Those that would train something else, with the value that asks for nothing."""
+RENAMED = {
+    "evaluation_strategy": "eval_strategy", "warmup_ratio": "warmup_steps: below 1 it is a share of all steps",
+    "no_cuda": "use_cpu", "group_by_length": "nothing: prompts are shuffled", "overwrite_output_dir": "nothing: "
+    "checkpoints stay until they are replaced", "save_safetensors": "nothing: weights are always safetensors",
+    "max_new_tokens": "max_completion_length", "max_length": "max_completion_length, max_prompt_length",
+    "response_length": "max_completion_length", "kl_coef": "beta", "rloo_k": "num_generations",
+    "num_ppo_epochs": "passes_per_step", "num_mini_batches": "minibatches", "cliprange": "epsilon",
+}  # fmt: skip
+"""Older names in such scripts."""
+
+
+def refuse_theirs(values: Mapping[str, Any]) -> None:
+    """Say of a setting of TRL's, or of an older name, what does it here."""
+    for name, value in values.items():
+        if name in DROPPED or name in REFUSED:
+            here = DROPPED.get(name) or REFUSED[name][1]
+            raise InputError(name, value, f"TRL's, not ours; here: {here}")
+        if name in RENAMED:
+            raise InputError(name, value, f"not a setting; here: {RENAMED[name]}")
+
+
+def refuse_unknown(values: Mapping[str, Any], known: Iterable[str]) -> None:
+    """`refuse_theirs`, and any other name that is not known."""
+    refuse_theirs(values)
+    for name in values.keys() - set(known):
+        close = difflib.get_close_matches(name, known, n=1)
+        raise InputError(name, values[name], f"a known setting{f' (did you mean {close[0]!r}?)' if close else ''}")
+
+
+def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dict[str, Any]:
+    """Values of our config from one of TRL's; a line is logged for each that is translated or dropped.
+
+    ``ours`` is a config of our defaults, ``own`` the settings whose defaults are not those of ``TrainingArguments``.
+    """
+    if dataclasses.is_dataclass(config):
+        given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+        theirs = {field.name: field.default for field in dataclasses.fields(config)}
+    else:
+        given, theirs = dict(config if isinstance(config, Mapping) else vars(config)), {}
+        _say("defaults", f"what is not given is as here: scale_rewards {ours.scale_rewards}, learning_rate "
+             f"{ours.learning_rate:g}, logging_steps {ours.logging_steps}")  # fmt: skip
+    given = {name: getattr(value, "value", value) for name, value in given.items()}
+    method = method or ("rloo" if "RLOO" in type(config).__name__.upper() else "grpo")
+    values: dict[str, Any] = {"method": method}
+    _packing(given, ours)
+    given = _generation(given)
+    for name, value in given.items():
+        if name in ours.__dataclass_fields__:
+            changed = value != getattr(ours, name)
+            if changed and not reads(method, name):
+                _say(name, f"{value!r} dropped: {method} does not have it")
+            elif name in own or changed:
+                values[name] = value
+        elif name in REFUSED or (name == "loss_type" and value not in _LOSSES):
+            neutral, here = REFUSED.get(name, (" or ".join(_LOSSES), DROPPED["loss_type"]))
+            if value != neutral:
+                raise InputError(name, value, f"{neutral}, because it is not here; instead: {here}")
+        elif name in DROPPED:
+            if name == "loss_type" or (value is not None and value != theirs.get(name)):
+                _say(name, f"{value!r} dropped; here: {DROPPED[name]}")
+        elif value is not None and value != theirs.get(name):
+            refuse_unknown({name: value}, ours.__dataclass_fields__)
+    if values.get("beta"):
+        length = values.get("max_completion_length", ours.max_completion_length)
+        values["beta"] *= length
+        _say("beta", f"{given['beta']!r} times max_completion_length = {length} is {values['beta']:g}: TRL's weighs a "
+             "sum over tokens, ours a mean")  # fmt: skip
+    if values.get("bf16"):
+        _say("bf16", "the frozen base is held in bfloat16; the adapter keeps its own type")
+    return values
+
+
+def _packing(given: dict[str, Any], ours: Any) -> None:
+    """Drop how TRL divides a generation into steps, where it is the division here."""
+    microbatches = given.get("gradient_accumulation_steps", ours.gradient_accumulation_steps)
+    batch = given.get("per_device_train_batch_size", ours.per_device_train_batch_size)
+    whole = microbatches * batch * int(os.environ.get("WORLD_SIZE", 1))
+    for name, here in (("steps_per_generation", microbatches), ("generation_batch_size", whole)):
+        if given.pop(name, None) not in (None, here):
+            raise InputError(name, "a generation for several steps", f"{here}, that of one step; {_PACKING}")
+
+
+def _generation(given: dict[str, Any]) -> dict[str, Any]:
+    """With ``generation_kwargs`` and other spellings as our settings."""
+    others = dict(given.pop("generation_kwargs", None) or {})
+    if "min_new_tokens" in others:
+        given["min_completion_length"] = others.pop("min_new_tokens")
+        _say("generation_kwargs", f"min_completion_length = {given['min_completion_length']}")
+    if others:
+        raise InputError("generation_kwargs", others, f"min_new_tokens alone; here: {REFUSED['generation_kwargs'][1]}")
+    if given.get("max_prompt_length") is not None and "truncation" not in given:
+        given["truncation"] = "left"
+        _say("max_prompt_length", "truncation = left, as in TRL")
+    neutral = {"top_k": 0, "shuffle_dataset": True}
+    return {name: neutral[name] if value is None and name in neutral else value for name, value in given.items()}
+
+
+def _say(name: str, text: str) -> None:
+    logger.warning(f"from_trl: {name}: {text}")
