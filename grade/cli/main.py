@@ -29,6 +29,7 @@ COMMANDS = {
     "show": ("runs", "show a run in the terminal: settings, history, completions with their rewards"),
     "merge": ("runs", "merge a run's adapter into its base: a plain transformers folder"),
     "env": ("runs", "print versions and device, for bug reports"),
+    "explained": ("explained", "say, before training, what scored texts explain of a reward"),
     "probe": ("probe", "predict how the next optimizer step will change the entropy, and check it"),
     "memory": ("memory", "predict the peak memory of a training step, without a GPU"),
     "bench": ("bench", "measure on this machine what is otherwise predicted"),

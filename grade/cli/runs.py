@@ -85,10 +85,10 @@ def _show(args: argparse.Namespace) -> None:
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(settings, soft_wrap=True)
     if len(history):
-        console.print("", _rich(history), sep="\n")
+        console.print("", rich_table(history), sep="\n")
     for title, table in shown.items():
         console.print(f"\n{title}: {min(args.rows, len(table))} of {len(table)} completions")
-        console.print(_rich(table.head(args.rows)))
+        console.print(rich_table(table.head(args.rows)))
     if tokens:
         best, worst = (", ".join(words) or "nothing yet" for words in tokens)
         console.print(f"\nthe reward likes: {best}\ndislikes: {worst}", soft_wrap=True)
@@ -210,7 +210,7 @@ def _chosen(tables: dict[str, pd.DataFrame], columns: str | None) -> dict[str, p
     return chosen
 
 
-def _rich(table: pd.DataFrame) -> Table:
+def rich_table(table: pd.DataFrame) -> Table:
     """Numbers with four digits; texts share what is left of the width, shortened where they are longer."""
     texts = [name for name in table if not pd.api.types.is_numeric_dtype(table[name]) and name != HELD_OUT]
     rich = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), expand=bool(texts), header_style="")

@@ -138,8 +138,13 @@ def token_table(backbone: Backbone, learner: DistilledGradient) -> pd.DataFrame:
     -1 least), token, id, value (the change of a completion's reward by one token, less its mean over those tokens) and
     count.
     """
-    columns = ["rank", "token", "id", "value", "count"]
     values, counts = learner.liked_tokens(), learner.store.token_counts(backbone.vocab_size)
+    return token_values(backbone.tokenizer, values, counts)
+
+
+def token_values(tokenizer: Any, values: Tensor | None, counts: Tensor) -> pd.DataFrame:
+    """The table of `token_table` from values [V], if there are any, and counts [V] of tokens."""
+    columns = ["rank", "token", "id", "value", "count"]
     if values is None:
         return pd.DataFrame(columns=columns)
     values = values.double().cpu()
@@ -149,7 +154,7 @@ def token_table(backbone: Backbone, learner: DistilledGradient) -> pd.DataFrame:
     ends = [(rank + 1, i) for rank, i in enumerate(order[:SHOWN])]
     least = order[max(SHOWN, len(order) - SHOWN) :]
     ends += [(rank - len(least), i) for rank, i in enumerate(least)]
-    text = backbone.tokenizer.decode if backbone.tokenizer is not None else lambda ids: str(ids[0])
+    text = tokenizer.decode if tokenizer is not None else lambda ids: str(ids[0])
     rows = [(rank, text([i]), i, float(values[i]), int(counts[i])) for rank, i in ends]
     return pd.DataFrame(rows, columns=columns)
 

@@ -1,0 +1,54 @@
+"""The command that says, before training, what texts explain of a reward."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pandas as pd
+from rich.console import Console
+
+from grade.cli.options import command, option
+from grade.cli.runs import rich_table
+from grade.files import atomic, check_file, write_text
+from grade.results import environment
+from grade.training.explained import ExplainConfig, Explained, explain, figure
+
+SHOWN = 10
+"""Tokens of each end."""
+
+
+@command(
+    "explained",
+    option("--json", metavar="FILE", help="write everything here as well"),
+    option("--figure", metavar="FILE", help="draw it here: a .png, .svg or .pdf"),
+    config=ExplainConfig,
+)
+def _explained(args: argparse.Namespace) -> None:
+    """Print what scored texts explain of a reward, and what that promises."""
+    config = ExplainConfig.load(args.config, args.set)
+    for name in ("json", "figure"):
+        if getattr(args, name) is not None:
+            check_file(getattr(args, name), f"--{name}")
+    result = explain(config)
+    _show(result, config)
+    if args.json is not None:
+        content = {"environment": environment(), "config": config.model_dump(), **result.as_dict()}
+        write_text(args.json, json.dumps(content, indent=1) + "\n")
+    if args.figure is not None:
+        drawn = figure(result)
+        with atomic(args.figure) as staging:
+            drawn.savefig(staging)
+
+
+def _show(result: Explained, config: ExplainConfig) -> None:
+    console = Console(markup=False, highlight=False, emoji=False)
+    known = result.curve.rename(columns={"held_out": "R2 (other texts)", "policy": "R2 (reference)"}).dropna(axis=1)
+    console.print(f"explained of {config.reward} by {result.texts} texts, {result.calls} scored now", soft_wrap=True)
+    console.print("", rich_table(known), sep="\n")
+    ends = [result.tokens[result.tokens["rank"] * sign > 0].sort_values("rank", key=abs) for sign in (1, -1)]
+    best, worst = (", ".join(map(repr, table["token"].head(SHOWN))) for table in ends)
+    console.print(f"\n{result.best} likes: {best}\ndislikes: {worst}", soft_wrap=True)
+    table = result.promise.rename(columns={"kl": "KL", "gain": "promised gain"})
+    untrained = pd.DataFrame([{"KL": 0.0, "promised gain": 0.0, "reward": result.reward}])
+    console.print("", rich_table(pd.concat([untrained, table])), sep="\n")

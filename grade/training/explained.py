@@ -1,0 +1,182 @@
+"""How much of a reward each family explains, and what that promises, before anything is trained.
+
+Scored texts are fitted as training would (`grade.gradients.distilled.prior`), n of them for growing n. What is
+explained is measured twice: on texts of prompts that were not fitted, and on completions of the reference, within their
+prompts. The second is what counts: it says whether what was learned on the texts holds where the policy starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from pydantic import Field
+
+from grade.config import SEEDS, Config
+from grade.data.texts import LEAST, WAIT, cache_folder, read_texts, reference_texts, score_texts
+from grade.errors import InputError
+from grade.gradients.distilled.families import ADDITIVE, Family, make_family
+from grade.gradients.distilled.prior import fit_texts, observed, promise
+from grade.gradients.distilled.ridge import calibrated, centred
+from grade.gradients.losses import relative
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples
+from grade.models.samplers import Sampler
+from grade.plotting import SERIES, plain_log_ticks, use_style
+from grade.results import progress
+from grade.rewards.base import RewardScope
+from grade.rewards.rewards import make_rewards
+from grade.training.logs import token_values
+
+BUDGETS = (2.0, 5.0, 10.0)
+"""KL, in nats per completion, at which the promise is told."""
+SMALLEST = 256
+"""Texts at the beginning of the curve; each point doubles them."""
+
+
+class ExplainConfig(Config):
+    """A reward, texts, and the policy that is to be trained."""
+
+    reward: str | list[str] = Field(description="as for grade train: file.py:function, hf:<id>, a folder; or a list")
+    texts: str = Field(description="file or hub id: rows with prompt and completion, or with text")
+    model: str = Field("models/backbone", description="folder or Hugging Face id of the base model")
+    reward_weights: list[float] | None = Field(None, description="weight of each reward; null: 1 each")
+    reward_scope: RewardScope = Field("prompt_and_completion", description="what classifiers and reward models score")
+    max_prompt_length: int = Field(12, ge=1, description="prompts are cut to this many tokens, P; also of windows")
+    max_completion_length: int = Field(24, ge=1, description="completions are cut to this many tokens, T")
+    most_texts: int = Field(8192, ge=16, description="texts that are read, at most")
+    families: list[str] = Field(list(ADDITIVE), description=f"what the reward may be linear in: {', '.join(ADDITIVE)}")
+    reference: int = Field(256, ge=0, description="completions of the reference to measure on; 0: none")
+    group: int = Field(4, ge=2, description="completions of each prompt")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="of the order of the texts, and of the reference's completions")
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What texts explain of a reward.
+
+    Attributes:
+        curve: Rows (family, texts, held_out, policy, slope): R2 on texts of other prompts; R2 within prompts, and slope
+            of the reward on its prediction, on completions of the reference.
+        tokens: Rows (rank, token, value): what the best family gives tokens that occur in the texts, less their mean.
+            Rank 1 is liked most, -1 least.
+        promise: Rows (kl, gain, reward, beta): what the policies that follow it reach, see `explain`.
+        best: The family that explains most with all texts.
+        reward: Mean reward of the completions of the reference, or of the texts where there are none.
+        texts: Texts that were fitted.
+        calls: Texts and completions that were scored now.
+    """
+
+    curve: pd.DataFrame
+    tokens: pd.DataFrame
+    promise: pd.DataFrame
+    best: str
+    reward: float
+    texts: int
+    calls: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        tables = {name: getattr(self, name) for name in ("curve", "tokens", "promise")}
+        rows = {
+            name: json.loads(table.to_json(orient="records", double_precision=15)) for name, table in tables.items()
+        }
+        return rows | {name: getattr(self, name) for name in ("best", "reward", "texts", "calls")}
+
+
+def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
+    """Score the texts, fit n of them for growing n, measure each fit.
+
+    The promise is that of policies tilted token by token (`grade.gradients.distilled.prior.promise`), its gain times
+    the slope that was measured on completions of the reference, at most 1.
+    """
+    for name in config.families:
+        if name not in ADDITIVE:
+            raise InputError("families", name, ", ".join(ADDITIVE))
+    if config.reference % config.group:
+        raise InputError("reference", config.reference, f"a multiple of group = {config.group}")
+    cache = cache_folder() if cache is None else cache
+    backbone = Backbone.load(config.model)
+    rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
+    families = {name: make_family(name, backbone) for name in config.families}
+    length = config.max_completion_length
+
+    def encode(rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
+        return encode_examples(backbone.tokenizer, rows, config.max_prompt_length, "left", warn_raw=False)
+
+    def scored(rows: Sequence[Mapping[str, Any]]) -> ScoredTexts:
+        return score_texts(rows, backbone, rewards, completion_tokens=length, encode=encode, cache=cache)
+
+    rows = read_texts(config.texts, backbone.tokenizer, config.max_prompt_length, length, config.most_texts)
+    rows = [rows[i] for i in np.random.default_rng(config.seed).permutation(len(rows))]
+    prompts = {json.dumps(row["prompt"]): row for row in reversed(rows)}  # of equal ones the first
+    asked = dict(itertools.islice(reversed(prompts.items()), config.reference // config.group))
+    rest = [row for row in rows if not any(row is other for other in asked.values())] if asked else rows
+    if len(asked) * config.group < config.reference or len(rest) < LEAST:
+        allowed = f"at least {config.reference // config.group} different prompts for the reference, and {LEAST} texts"
+        raise InputError("texts", f"{len(rows)} from {config.texts}", allowed)
+    texts, own = scored(rest), None
+    if asked:
+        drawn = reference_texts(
+            list(asked.values()), config.reference, backbone, Sampler("own"), completion_tokens=length, encode=encode,
+            seed=config.seed, cache=cache,
+        )  # fmt: skip
+        places = {prompt: place for place, prompt in enumerate(asked)}
+        own = scored(sorted(drawn, key=lambda row: places[json.dumps(row["prompt"])]))
+    curve = _curve(families, texts, own, config.group)
+    fit = fit_texts(families, texts).fit
+    best, shown = families[fit.family], texts[:SMALLEST] if own is None else own
+    level, slopes = float(shown.rewards.nanmean()), curve[curve["family"] == fit.family]["slope"]
+    share = 1.0 if own is None else min(max(float(slopes.iloc[-1]), 0.0), 1.0)
+    promised = promise(best, fit.all, shown)
+    table = [(kl, share * gain, level + share * gain, beta) for kl in BUDGETS for gain, beta in [promised.at(kl)]]
+    counts = torch.bincount(texts.ids[texts.mask.bool()].cpu(), minlength=backbone.vocab_size)
+    liked = best.typical(fit.all, observed(best, texts[:SMALLEST]))
+    return Explained(
+        curve, token_values(backbone.tokenizer, liked, counts),
+        pd.DataFrame(table, columns=["kl", "gain", "reward", "beta"]), fit.family, level, len(texts),
+        texts.calls + (0 if own is None else own.calls),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _curve(families: Mapping[str, Family], texts: ScoredTexts, own: ScoredTexts | None, group: int) -> pd.DataFrame:
+    """`Explained.curve`, by family and number of texts."""
+    sizes = [size for size in (SMALLEST << power for power in range(32)) if size < len(texts)] + [len(texts)]
+    features = {} if own is None else {name: family.rows(observed(family, own)) for name, family in families.items()}
+    rows = []
+    for name, size in progress(list(itertools.product(families, sizes)), "fits", delay=WAIT):
+        fit = fit_texts({name: families[name]}, texts[:size]).fit
+        rows.append({"family": name, "texts": size, "held_out": fit.choice.r2})
+        if own is not None:
+            predicted = families[name].predict(fit.all[0], features[name]).double().cpu()
+            differences = relative(own.rewards.view(-1, group)).flatten().nan_to_num(0.0).cpu()
+            r2, slope, _ = calibrated(centred(predicted, group), differences, group)
+            rows[-1] |= {"policy": r2, "slope": slope}
+    return pd.DataFrame(rows, columns=["family", "texts", "held_out", "policy", "slope"])
+
+
+def figure(explained: Explained) -> Figure:
+    """R2 against the number of texts by family, and the promised reward against KL."""
+    use_style()
+    result, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.0), width_ratios=(3, 2))
+    for (name, table), colour in zip(explained.curve.groupby("family", sort=False), SERIES, strict=False):
+        left.plot(table["texts"], table["held_out"], "--", color=colour, label=f"{name}, texts of other prompts")
+        if table["policy"].notna().any():
+            left.plot(table["texts"], table["policy"], "o-", color=colour, label=f"{name}, the reference")
+    left.set(xscale="log", xlabel="scored texts", ylabel="R2", title="How much of the reward is explained")
+    plain_log_ticks(left)
+    left.legend()
+    points = explained.promise
+    right.plot([0, *points["kl"]], [explained.reward, *points["reward"]], "o-", color=SERIES[0])
+    right.set(xlabel="KL (nats per completion)", ylabel="reward", title=f"What {explained.best} promises")
+    return result
