@@ -31,7 +31,7 @@ from grade.gradients.losses import relative
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples
 from grade.models.samplers import Sampler
-from grade.plotting import SERIES, plain_log_ticks, use_style
+from grade.plotting import SERIES, use_style
 from grade.results import progress
 from grade.rewards.base import RewardScope
 from grade.rewards.rewards import make_rewards
@@ -54,7 +54,11 @@ class ExplainConfig(Config):
     max_prompt_length: int = Field(12, ge=1, description="prompts are cut to this many tokens, P; also of windows")
     max_completion_length: int = Field(24, ge=1, description="completions are cut to this many tokens, T")
     most_texts: int = Field(8192, ge=16, description="texts that are read, at most")
-    families: list[str] = Field(list(ADDITIVE), description=f"what the reward may be linear in: {', '.join(ADDITIVE)}")
+    families: list[str] = Field(
+        ["counts", "bag", "ngrams"],
+        min_length=1,
+        description=f"what the reward may be linear in: {', '.join(ADDITIVE)}",
+    )
     reference: int = Field(256, ge=0, description="completions of the reference to measure on; 0: none")
     group: int = Field(4, ge=2, description="completions of each prompt")
     seed: int = Field(0, ge=0, lt=SEEDS, description="of the order of the texts, and of the reference's completions")
@@ -169,12 +173,15 @@ def figure(explained: Explained) -> Figure:
     """R2 against the number of texts by family, and the promised reward against KL."""
     use_style()
     result, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.0), width_ratios=(3, 2))
-    for (name, table), colour in zip(explained.curve.groupby("family", sort=False), SERIES, strict=False):
-        left.plot(table["texts"], table["held_out"], "--", color=colour, label=f"{name}, texts of other prompts")
-        if table["policy"].notna().any():
-            left.plot(table["texts"], table["policy"], "o-", color=colour, label=f"{name}, the reference")
-    left.set(xscale="log", xlabel="scored texts", ylabel="R2", title="How much of the reward is explained")
-    plain_log_ticks(left)
+    curve, known = explained.curve, bool(explained.curve["policy"].notna().any())
+    for (name, table), colour in zip(curve.groupby("family", sort=False), SERIES, strict=False):
+        left.plot(table["texts"], table["held_out"], "--", color=colour, label=None if known else name)
+        left.plot(table["texts"], table["policy"], "o-", color=colour, label=name if known else None)
+    left.set(xscale="log", xlabel="scored texts", ylabel="R2 (dashed: on texts of other prompts)")
+    left.set_title("What the texts explain of the reward" + " of the reference's completions" * known)
+    sizes = curve["texts"].unique()
+    left.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    left.minorticks_off()
     left.legend()
     points = explained.promise
     right.plot([0, *points["kl"]], [explained.reward, *points["reward"]], "o-", color=SERIES[0])
