@@ -105,6 +105,7 @@ GOOD = {
     "generate": "--backbone base --prompt film --max-new-tokens 2",
     "show": "run", "env": "",
     "merge": "run merged",
+    "explained": "--model base --reward rewards.py:length --texts reviews/policy.jsonl --most_texts 64 --reference 8",
     "probe": "--output report.json --set backbone=base --set reward=bag --set reviews=reviews",
     "memory": "--set model=tiny --set max_new_tokens=2 --set prompt_tokens=2 --set gumbel_topk=8",
     "bench": "memory --output bench.json --set models=[tiny] --set steps=[5]",
@@ -120,8 +121,8 @@ GOOD = {
     "repro": "--dry", "results": "", "check": "", "publish": "",
 }  # fmt: skip
 assert set(GOOD) == set(COMMANDS)
-CONFIGURED = ("train", "probe", "memory", "bench", "fetch", "data", "backbone", "pretrain", "reward", "peers",
-              "measure")  # fmt: skip
+CONFIGURED = ("train", "explained", "probe", "memory", "bench", "fetch", "data", "backbone", "pretrain", "reward",
+              "peers", "measure")  # fmt: skip
 
 BINARY = bytes(range(256)) * 8
 FIFO, DIRECTORY, ENDLESS = os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")

@@ -177,8 +177,9 @@ def figure(explained: Explained) -> Figure:
     for (name, table), colour in zip(curve.groupby("family", sort=False), SERIES, strict=False):
         left.plot(table["texts"], table["held_out"], "--", color=colour, label=None if known else name)
         left.plot(table["texts"], table["policy"], "o-", color=colour, label=name if known else None)
-    left.set(xscale="log", xlabel="scored texts", ylabel="R2 (dashed: on texts of other prompts)")
-    left.set_title("What the texts explain of the reward" + " of the reference's completions" * known)
+    judged = "on completions of the reference (dashed: on other texts)" if known else "on texts of other prompts"
+    left.set(xscale="log", xlabel="scored texts", ylabel=f"R2 {judged}", title="How much of the reward texts explain")
+    left.yaxis.label.set_size("small")
     sizes = curve["texts"].unique()
     left.set_xticks(sizes, [f"{size:,}" for size in sizes])
     left.minorticks_off()
