@@ -186,7 +186,7 @@ def _tables(run: Path, step: int | None) -> dict[str, pd.DataFrame]:
     for match, path in paths:
         if match and int(match[2]) == step:
             with reading("RUN", path, "a table that a training run wrote"):
-                table = pd.read_parquet(_whole(run, f"completions/{path.name}"))
+                table = pd.read_parquet(_whole(run, f"completions/{path.name}"), page_checksum_verification=True)
             names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
             names = {name: name if part in table else part for name, part in names.items()}
             tables[f"{match[1]}, step {step}"] = table = table.rename(columns=names)

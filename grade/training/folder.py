@@ -99,8 +99,11 @@ class RunFolder:
         )
         if resume == "auto" and (changed or before["inputs"] != now["inputs"] or before["code"] != now["code"]):
             return None
-        if not finished and not checkpoint:
-            allowed = f"--overwrite to start over: {unusable[-1]} has no {MANIFEST} or is damaged; nothing was deleted"
+        if not whole and not checkpoint:
+            what = (
+                f"{unusable[-1]} has no {MANIFEST} or is damaged" if unusable else "it has no checkpoint to go on from"
+            )
+            allowed = f"--overwrite to start over: {what}; nothing was deleted"
             raise InputError("output_dir", str(self.path), allowed)
         if resume != "no":
             for name in changed:

@@ -533,7 +533,7 @@ class GradeTrainer(Trainer):
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
         if self.args.should_save and self.args.save_strategy != "no" and len(table):
             with atomic(self._table_path(name)) as file:
-                table.to_parquet(file, index=False)
+                table.to_parquet(file, index=False, write_page_checksum=True)
 
     # ---- checkpoints ----
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -153,6 +153,14 @@ def test_a_finished_run_needs_overwrite(run, tmp_path):
     assert not stale.exists()
 
 
+def test_damaged_results_without_a_checkpoint_are_not_replaced(run, tmp_path):
+    folder, common = run
+    shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    flipped(tmp_path / "run" / "history.csv", None)
+    with pytest.raises(InputError, match="--overwrite to start over: it has no checkpoint to go on from"):
+        train(settings("ste", common, tmp_path / "run"), silent, "yes")
+
+
 @pytest.mark.parametrize("spoil", [flipped, removed])
 def test_an_evaluation_made_before_an_interruption_is_what_was_written_or_left_out(run, tmp_path, caplog, spoil):
     folder, common = run
