@@ -199,8 +199,6 @@ def check_prompts(
         raise InputError(f"column {name}", "images", _NO_IMAGES)
     if "prompt" in columns:
         dataset = dataset.select_columns(["prompt"])  # the other columns may be large
-    if not hasattr(dataset, "__iter__"):  # torch's: Python would read on until there is an IndexError
-        dataset = (dataset[row] for row in range(len(dataset)))
     numbered, longest = iter(enumerate(dataset)), (0, 0)
     first = batch = list(itertools.islice(numbered, 1))
     if not first:

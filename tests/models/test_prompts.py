@@ -234,7 +234,7 @@ def test_a_long_prompt_is_cut_here_and_not_by_the_tokenizer():
     chat = chat_tokenizer()
     chat.model_max_length = 2
     assert encode_examples(chat, [{"prompt": turns("a b")}]).ids.tolist() == [[BOS, A, B, EOS, BOS]]
-    assert check_prompts(tokenizer, [{"prompt": "a b c"}]) == 3
+    assert check_prompts(tokenizer, [{"prompt": "a b c"}])[0] == 3
 
 
 def test_a_template_that_adds_an_id_which_no_token_has_is_refused():
