@@ -49,8 +49,8 @@ def _show(args: argparse.Namespace) -> None:
     if args.rows < 1:
         raise InputError("--rows", args.rows, "at least 1")
     run = Path(args.run)
-    checkpoints = {int(match[1]): path for path in run.glob("checkpoint-*")
-                   if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}  # fmt: skip
+    checkpoints = {int(match[1]): path for path in run.glob("checkpoint-*/") if any(path.iterdir())
+                   and (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}  # fmt: skip
     files = ("metrics.json", "history.csv", "run.json", "completions")
     if not checkpoints and not any((run / name).exists() for name in files):
         raise InputError("RUN", str(run), "the folder of a training run")
@@ -144,8 +144,9 @@ def _liked(run: Path, table: pd.DataFrame, most: int) -> list[list[str]]:
 
 def _log(run: Path, state: dict[str, Any], finished: bool) -> pd.DataFrame:
     """All rows of the history, with the names of `HISTORY`."""
+    check_whole(run, "RUN", ("history.csv",))
     if finished and (run / "history.csv").exists():
-        rows = pd.read_csv(_whole(run, "history.csv"))
+        rows = pd.read_csv(require_file(run / "history.csv"))
     elif state:
         rows = pd.DataFrame(state["log_history"], columns=["step", "reward", *HISTORY]).groupby("step").first()
         rows = rows.dropna(how="all").dropna(axis=1, how="all").reset_index()
@@ -186,7 +187,8 @@ def _tables(run: Path, step: int | None) -> dict[str, pd.DataFrame]:
     for match, path in paths:
         if match and int(match[2]) == step:
             with reading("RUN", path, "a table that a training run wrote"):
-                table = pd.read_parquet(_whole(run, f"completions/{path.name}"), page_checksum_verification=True)
+                check_whole(run, "RUN", (f"completions/{path.name}",))
+                table = pd.read_parquet(require_file(path), page_checksum_verification=True)
             names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
             names = {name: name if part in table else part for name, part in names.items()}
             tables[f"{match[1]}, step {step}"] = table = table.rename(columns=names)
@@ -231,14 +233,8 @@ def _shown(value: Any, kept: str = "") -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """A file's content, or nothing where there is no file."""
+    check_whole(path.parent, "RUN", (path.name,))
     if not path.exists():
         return {}
     with reading("RUN", path, WRITTEN):
-        return {**json.loads(_whole(path.parent, path.name).read_text(encoding="utf-8"))}
-
-
-def _whole(folder: Path, name: str) -> Path:
-    """A file that is what the folder's manifest says, if there is one."""
-    path = require_file(folder / name)
-    check_whole(folder, "RUN", (name,))
-    return path
+        return {**json.loads(require_file(path).read_text(encoding="utf-8"))}

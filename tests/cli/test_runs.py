@@ -168,6 +168,7 @@ def test_the_default_method_shows_completions_and_what_the_reward_likes(place, t
 
 
 def test_a_run_that_was_killed_is_shown_up_to_its_checkpoint(place, unfinished, capsys):
+    (unfinished / "checkpoint-9").mkdir()  # as if it was killed while it wrote one
     whole, part = show(capsys, place / "run", "--step", "2"), show(capsys, unfinished)
     assert part.splitlines()[0].endswith("step 2 of 4, not finished, seed 5")
     rows = [[line.split() for line in out.split("\n\n")[1].splitlines()] for out in (part, whole)]
@@ -276,6 +277,8 @@ def test_a_damaged_file_is_one_line(place, copied, capsys, name):
     flipped[-9] ^= 1  # in the last number, in a table's footer
     (copied / name).write_bytes(flipped)
     assert f"says; {name.removeprefix('checkpoint-4/')} is damaged" in error(capsys, "show", copied)
+    (copied / name).unlink()
+    assert "completions" in name or f"{name.removeprefix('checkpoint-4/')} is damaged" in error(capsys, "show", copied)
 
 
 def test_of_several_processes_each_says_which_one_it_is(capsys, monkeypatch):
