@@ -593,6 +593,10 @@ class GradeTrainer(Trainer):
             return
         with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
+            seed = state.get("settings", {}).get("seed", self.args.seed)
+            if seed != self.args.seed:
+                allowed = f"{seed}, as in {checkpoint}: prompts and noise would be another run's"
+                raise InputError("seed", self.args.seed, allowed)
             self.seconds = state["seconds"]
             self.log_buffer.restore(state["window"])
             for step, known in state["evaluations"].items():

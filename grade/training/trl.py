@@ -93,6 +93,8 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
 
     ``ours`` is a config of our defaults, ``own`` the settings whose defaults are not those of ``TrainingArguments``.
     """
+    if not isinstance(config, Mapping) and (isinstance(config, type) or not hasattr(config, "__dict__")):
+        raise InputError("config", config, "a config of TRL's, or a mapping with its names")
     if dataclasses.is_dataclass(config):
         given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
         theirs = {field.name: field.default for field in dataclasses.fields(config)}

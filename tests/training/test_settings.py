@@ -71,6 +71,12 @@ class RLOOConfig(GRPOConfig):
     pass
 
 
+@pytest.mark.parametrize("given", [None, 3, GRPOConfig])
+def test_what_is_no_config_is_one_line(given):
+    with pytest.raises(InputError, match="config: got"):
+        GradeConfig.from_trl(given)
+
+
 def test_a_config_of_trls_becomes_ours(caplog):
     theirs = GRPOConfig(
         beta=0.04, max_completion_length=32, gradient_accumulation_steps=2, steps_per_generation=2, epsilon_high=0.28,

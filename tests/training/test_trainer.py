@@ -76,6 +76,12 @@ def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path):
     assert lora.lora_dropout == 0.5
 
 
+def test_another_seed_does_not_continue_a_checkpoint(base, tmp_path):
+    trainer(base, tmp_path, save_steps=1).train()
+    with pytest.raises(InputError, match="seed: got 7; allowed: 0, as in .*checkpoint-1"):
+        trainer(base, tmp_path, max_steps=3, seed=7).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_rows_may_be_read_by_number_alone(base, tmp_path):
     class Rows:
         def __len__(self):
