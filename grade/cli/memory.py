@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Literal, get_args, get_origin
@@ -48,12 +49,16 @@ def _within(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, since = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, seconds)
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda lost: None if isinstance(lost.exc_value, InputError) else hook(lost)
+    # Again every second: Python drops what is raised where an object is freed.
+    before, since = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, seconds, 1)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, *since)
         signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = hook
 
 
 @command(
