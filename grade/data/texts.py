@@ -47,7 +47,6 @@ Score = Callable[[Backbone, PromptBatch, Tensor, Tensor], Tensor]
 class Scorer(Protocol):
     """What is needed of `grade.rewards.rewards.Rewards`."""
 
-    last: Any
     score: Score
     fingerprint: Callable[[Backbone], str | None]
 
@@ -240,17 +239,11 @@ def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:
 def _scores(backbone: Backbone, rewards: Scorer, prompts: PromptBatch, ids: Tensor, mask: Tensor, start: int) -> Tensor:
     """Rewards [B] of a batch in float64, NaN where every function returned None."""
     try:
-        given = rewards.score(backbone, prompts, ids, mask).double()
+        return rewards.score(backbone, prompts, ids, mask).double()
     except InputError as error:
         columns = ", ".join(prompts.examples[0]) if prompts.examples else "prompt, completion"
         where = f"texts, rows {start} to {start + len(ids) - 1} (columns {columns}): {error.field}"
         raise InputError(where, error.value, error.allowed) from error
-    parts = getattr(rewards.last, "values", None)
-    if parts:
-        given = given.masked_fill(torch.stack(list(parts.values())).isnan().all(0), torch.nan)
-    if given.isinf().any() or (given.isnan().any() and not parts):
-        raise InputError(f"reward of the texts, rows {start} to {start + len(ids) - 1}", given, "finite numbers")
-    return given
 
 
 def reference_texts(

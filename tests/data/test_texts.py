@@ -57,6 +57,12 @@ def encoder(backbone):
     return lambda rows: encode_examples(backbone.tokenizer, rows, P, "left")
 
 
+def other_decoder():
+    backbone = toy_task().backbone
+    backbone.tokenizer.clean_up_tokenization_spaces ^= True
+    return backbone
+
+
 def test_texts_are_scored_once_and_again_when_anything_that_counts_has_changed(score, tmp_path):
     first, second = score(), score()
     assert (first.calls, second.calls) == (9, 0) and first.rewards.dtype == torch.float64
@@ -71,6 +77,7 @@ def test_texts_are_scored_once_and_again_when_anything_that_counts_has_changed(s
         {"weight": 2.0},
         {"length": T + 1},
         {"backbone": toy_task(seed=1).backbone},
+        {"backbone": other_decoder()},
     ):
         assert score(**arguments).calls == 9, arguments
     assert score(cache=None).calls == 9 and score().calls == 0
@@ -136,7 +143,8 @@ def test_a_completion_ends_where_its_text_does(score, task):
 
 def test_whole_texts_are_cut_into_windows(task):
     tokenizer, end = task.backbone.tokenizer, task.backbone.tokenizer.eos_token_id
-    texts = [review * 4 for review in task.train_prompts[:6]]
+    ids = tokenizer(" ".join(task.train_prompts[:6]), add_special_tokens=False)["input_ids"]
+    texts = [tokenizer.decode(ids[: 2 * P + T + left]) for left in range(1, T + 1)]
     rows = read_texts(Dataset.from_list([{"text": t, "label": n} for n, t in enumerate(texts)]), tokenizer, P, T)
     for number, text in enumerate(texts):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -145,6 +153,7 @@ def test_whole_texts_are_cut_into_windows(task):
         assert [tokenizer.decode(ids[s : s + P]) for s in starts] == [row["prompt"] for row in own]
         wanted = [ids[s + P : s + P + T] for s in starts]
         wanted[-1] += [end] * (len(wanted[-1]) < T)
+        assert (end in wanted[-1]) == (number in range(1, T - 1))
         assert [row["completion_ids"] for row in own] == wanted
     assert len(read_texts([{"text": t} for t in texts], tokenizer, P, T, limit=9)) == 9
     accents = read_texts([{"text": "é ü ß " * 60}], tokenizer, 3, 2)  # letters are cut in two

@@ -11,8 +11,11 @@ from grade.training.toy import toy_reviews
 REWARD = """
 WEIGHTS = {LETTERS}
 
-def reward(completions, **_):
-    return [float(sum(text.count(letter) * weight for letter, weight in WEIGHTS.items())) for text in completions]
+def value(text):
+    return float(sum(text.count(letter) * weight for letter, weight in WEIGHTS.items()))
+
+def reward(prompts, completions, **_):
+    return [value(completion) + 3 * value(prompt) for prompt, completion in zip(prompts, completions)]
 """
 
 
