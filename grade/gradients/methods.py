@@ -65,11 +65,14 @@ POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
 POLICY_GRADIENTS: tuple[str, ...] = tuple(POLICY_GRADIENT_METHODS)
 DISTILLED = "distilled"
 """The method that differentiates a reward distilled from scored completions (`grade.gradients.distilled`)."""
+OFFLINE = "offline"
+"""The method that trains along scored text, without samples of the policy (`grade.gradients.distilled.offline`)."""
 AUTO = "auto"
 """The trainer chooses the method from the reward (`grade.training.trainer`)."""
 FAMILIES = ("counts", "bag")
 """What a distilled reward may be linear in, unless the settings say otherwise."""
 METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS, DISTILLED)
+"""Methods that sample; `OFFLINE` does not."""
 GROUPED: tuple[str, ...] = (
     *(name for name, method in POLICY_GRADIENT_METHODS.items() if method.grouped), DISTILLED,
 )  # fmt: skip
@@ -83,7 +86,7 @@ within ``104 tau`` of each other: at 1e-4 one position in a hundred. The gradien
 less than the 1e-8 that AdamW adds to its root mean square, and the steps vanish.
 """
 
-MethodName = Literal[METHODS + (AUTO,)]
+MethodName = Literal[METHODS + (OFFLINE, AUTO)]
 
 
 _CLIPPED = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if method.clipped)
@@ -92,11 +95,13 @@ _REPLAYED = tuple(name for name, method in RELAXED.items() if method.engine == "
 OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("hops", "hop_tolerance"), tuple(RELAXED)),
     **dict.fromkeys(("gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps"), _NOISY),
-    "gradient_checkpointing": (*_REPLAYED, *POLICY_GRADIENTS, DISTILLED),
+    "gradient_checkpointing": (*_REPLAYED, *POLICY_GRADIENTS, DISTILLED, OFFLINE),
     **{option: (name,) for name, estimator in ESTIMATORS.items() for option in estimator.options},
     "num_generations": (*POLICY_GRADIENTS, DISTILLED),
     "kl_estimator": POLICY_GRADIENTS,
-    **dict.fromkeys(("residual_weight", "distil_families", "distil_window"), (DISTILLED,)),
+    **dict.fromkeys(("residual_weight", "distil_window"), (DISTILLED,)),
+    "distil_families": (DISTILLED, OFFLINE),
+    "own_completions": (OFFLINE,),
     **dict.fromkeys(("epsilon", "passes_per_step", "minibatches"), _CLIPPED),
     **{option: (name,) for name, method in POLICY_GRADIENT_METHODS.items() for option in method.options},
 }
@@ -136,6 +141,7 @@ class MethodConfig(Settings):
     method: MethodName = setting(
         AUTO,
         f"auto: chosen from the reward; distilled: gradients of a reward distilled from all completions so far; "
+        "offline: along scored texts, without samples of the policy; "
         f"{', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the original's; "
         f"{', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward, as distilled does. A setting that a "
         "method does not have is an error",
@@ -193,6 +199,11 @@ class MethodConfig(Settings):
         None,
         "distilled: what the reward may be linear in, the best of which is taken: counts, bag, ngrams, values, "
         f"trunk, trunk<layers>; null: {', '.join(FAMILIES)}",
+    )
+    own_completions: Annotated[int, Field(ge=16)] = setting(
+        64,
+        "offline: completions of the policy that measure KL and reward: an eighth at each quarter of the run, the "
+        "rest after the last step",
     )
     distil_window: PositiveInt = setting(2048, "distilled: completions that are kept for the fit; the oldest go first")
 

@@ -22,6 +22,7 @@ from grade.gradients.methods import (
     DISTILLED,
     METHODS,
     MOST_MICROBATCHES,
+    OFFLINE,
     OPTIONS,
     POLICY_GRADIENTS,
     RELAXED,
@@ -148,6 +149,8 @@ class StepConfig(TracedConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.method == OFFLINE:
+            raise InputError("method", OFFLINE, f"one that samples: {', '.join(METHODS)}")
         if self.method == AUTO:
             raise InputError("method", AUTO, f"the method itself, as auto depends on the reward: {', '.join(METHODS)}")
         for option in _OF_SOME_METHODS:

@@ -40,6 +40,7 @@ PAPERS = {
     "remax": ("ReMax, Li et al. 2023", "https://arxiv.org/abs/2310.10505"),
     "grpo": ("GRPO, Shao et al. 2024", "https://arxiv.org/abs/2402.03300"),
     "ppo": ("PPO, Schulman et al. 2017", "https://arxiv.org/abs/1707.06347"),
+    "offline": ("mean actor-critic, Allen et al. 2017", "https://arxiv.org/abs/1709.00503"),
     "distilled": ("all-action policy gradients, Ciosek and Whiteson 2018", "https://arxiv.org/abs/1706.05374"),
 }
 """Papers of methods that take any reward. Every relaxed method is of `GRADE`."""

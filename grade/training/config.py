@@ -19,7 +19,7 @@ from grade.config import SEEDS, allowed_names, own_fields, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
-from grade.gradients.methods import MOST_MICROBATCHES, POLICY_GRADIENTS, RELAXED, MethodConfig, Rate, Tau
+from grade.gradients.methods import MOST_MICROBATCHES, OFFLINE, POLICY_GRADIENTS, RELAXED, MethodConfig, Rate, Tau
 from grade.models.adapter import LoraSettings
 from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
@@ -211,7 +211,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
              "engine takes hard tokens from elsewhere, soft ones are known here only"),
             ("importance_sampling", weighted and self.policy_gradient is None,
              f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"),
-            ("target_kl", self.target_kl is not None and self.beta == 0,
+            ("target_kl", self.target_kl is not None and self.beta == 0 and self.method != OFFLINE,
              "null, or a beta above 0 to start from, such as beta = 0.1"),
             ("remove_unused_columns", self.remove_unused_columns, "false: the rewards read the other columns"),
             ("num_generations", batch % self.group,
@@ -325,6 +325,11 @@ class TrainConfig(GradeConfig):
     gold: str = setting("", "a judge that training never sees; empty for none")
     train_dataset: str = setting(
         "data/reviews/policy.jsonl", "prompts: .jsonl, .csv, .parquet, or a Hugging Face id (id:split)"
+    )
+    texts: str = setting(
+        "",
+        "offline: a file or hub id with prompts and completions, or text, that the reward is distilled from; or "
+        "reference:N, completions of the reference",
     )
     eval_dataset: str = setting("data/reviews/validation.jsonl", "held-out prompts; empty for none")
     samples: NonNegativeInt = setting(8, "completions before and after training that are kept as text")

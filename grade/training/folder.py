@@ -219,8 +219,9 @@ def settings_of(config: GradeConfig) -> dict[str, Any]:
 
 def _inputs(config: TrainConfig) -> dict[str, str]:
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
-    return {"model": config.model, "train_dataset": config.train_dataset, "eval_dataset": config.eval_dataset,
-            "gold": config.gold} | {f"reward {i}": spec for i, spec in enumerate(rewards)}  # fmt: skip
+    names = ("model", "train_dataset", "eval_dataset", "texts", "gold")
+    files = {name: getattr(config, name) for name in names}
+    return files | {f"reward {i}": spec for i, spec in enumerate(rewards)}
 
 
 def _places(spec: str) -> tuple[str, ...]:

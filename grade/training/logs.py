@@ -23,6 +23,7 @@ from grade.results import progress, timeless
 
 if TYPE_CHECKING:
     from grade.gradients.distilled.learner import DistilledGradient
+    from grade.gradients.distilled.offline import OfflineGradient
     from grade.models.backbone import Backbone
     from grade.rewards.rewards import Scores
     from grade.training.evaluate import Evaluation
@@ -131,14 +132,14 @@ class LogBuffer:
         self.rows = state["rows"]
 
 
-def token_table(backbone: Backbone, learner: DistilledGradient) -> pd.DataFrame:
+def token_table(backbone: Backbone, learner: DistilledGradient | OfflineGradient) -> pd.DataFrame:
     """The `SHOWN` tokens that a distilled reward likes most and least; empty before the first fit.
 
     Only tokens of the kept completions are listed: the fit extrapolates to others. Columns are rank (1 is liked most,
     -1 least), token, id, value (the change of a completion's reward by one token, less its mean over those tokens) and
     count.
     """
-    values, counts = learner.liked_tokens(), learner.store.token_counts(backbone.vocab_size)
+    values, counts = learner.liked_tokens(), learner.token_counts()
     return token_values(backbone.tokenizer, values, counts)
 
 

@@ -49,24 +49,27 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
+from grade.data.texts import cache_folder, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
 from grade.files import atomic, check_whole, remove, sha256_of, write_manifest, write_text
 from grade.gradients.distilled.learner import DistilledGradient
+from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.losses import importance_weights
-from grade.gradients.methods import AUTO, DISTILLED, OPTIONS, RELAXED, reads
+from grade.gradients.methods import AUTO, DISTILLED, OFFLINE, OPTIONS, RELAXED, reads
 from grade.gradients.objective import GradientStep, Objective
-from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext
+from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
 from grade.gradients.replay import make_engine
 from grade.models.adapter import check_saved, write_fingerprint
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.sampling import check_room
-from grade.models.scoring import completion_logps
+from grade.models.scoring import completion_logps, sequence_kl
 from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written, settings_of
+from grade.training.kl_budget import BatchKL, Measured, scale_step
 from grade.training.kl_target import KLTarget
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
@@ -83,6 +86,8 @@ logger = logging.getLogger(__name__)
 LEARNER_FILE = "learner.safetensors"
 _GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 """What functions get from the trainer, so that no column can have these names."""
+WINDOW_PROMPT = 32
+"""Tokens of the prompts that whole texts are cut into, where max_prompt_length says nothing."""
 
 
 class GradeTrainer(Trainer):
@@ -103,6 +108,8 @@ class GradeTrainer(Trainer):
         optimizers: Optimizer and schedule; None: AdamW and ``lr_scheduler_type``.
         peft_config: LoRA settings; None: PEFT's defaults for this project (rank 16, attention).
         judge: Scores texts in evaluations only; training never sees it.
+        texts: Texts that the reward is distilled from before training (`grade.data.texts`): rows with ``prompt`` and
+            ``completion``, or ``text``; a file or hub id; or ``reference:N``. They are scored once.
 
     Attributes:
         backbone: The policy.
@@ -128,6 +135,7 @@ class GradeTrainer(Trainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
         peft_config: LoraConfig | None = None,
         judge: GoldJudge | None = None,
+        texts: Any = None,
     ) -> None:
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
@@ -154,8 +162,10 @@ class GradeTrainer(Trainer):
             args.relaxation().check(self.backbone.vocab_size)
             self.objective.require_gradient(args.method)
         else:
-            self.learner = (DistilledGradient if args.method == DISTILLED else PolicyGradient)(args, self.backbone)
-        self.kl_target = None if args.target_kl is None else KLTarget(args.target_kl, args.beta)
+            learner = {DISTILLED: DistilledGradient, OFFLINE: OfflineGradient}.get(args.method, PolicyGradient)
+            self.learner = learner(args, self.backbone)
+        controlled = args.target_kl is not None and args.method != OFFLINE
+        self.kl_target = KLTarget(args.target_kl, args.beta) if controlled else None
         self.sampler = None
         if args.sampler != "own":
             self.sampler = make_sampler(args.sampler, args.sampler_timeout, args.sampler_folder)
@@ -168,6 +178,10 @@ class GradeTrainer(Trainer):
         if train_dataset is not None and args.sampler in LOCAL:
             names = ("per_device_train_batch_size", "max_completion_length")
             check_room(self.backbone, {name: getattr(args, name) for name in names})
+        self._prompts, self._texts = train_dataset, None
+        if texts is not None or (args.method == OFFLINE and train_dataset is not None):
+            self._texts = self._read_texts(texts, args)
+            train_dataset = [{"number": number} for number in range(len(self._texts))]
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
@@ -240,9 +254,39 @@ class GradeTrainer(Trainer):
             allowed = f"at most {room}; or max_prompt_length = {context - most} and truncation left or right"
             raise InputError(f"tokens of the prompt in row {row}", longest, allowed)
 
-    def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
+    def encode(self, rows: Sequence[Mapping[str, Any]], args: GradeConfig | None = None) -> PromptBatch:
         """Rows of a dataset as prompts."""
-        return encode_examples(self.backbone.tokenizer, rows, **_reading(self.args)).to(self.backbone.device)
+        return encode_examples(self.backbone.tokenizer, rows, **_reading(args or self.args)).to(self.backbone.device)
+
+    def _read_texts(self, texts: Any, args: GradeConfig) -> list[dict[str, Any]]:
+        if args.method != OFFLINE:
+            raise InputError("texts", texts, f"only with method {OFFLINE}")
+        if texts is None:
+            raise InputError("texts", None, f"text to train along, with method {OFFLINE}: rows, a file, or reference:N")
+        if args.beta == 0 and args.target_kl is None:
+            raise InputError("beta", 0.0, f"above 0, or a target_kl, with method {OFFLINE}: nothing else keeps it near")
+        backbone, length, number = self.backbone, args.max_completion_length, reference_number(texts)
+        if number is None:
+            rows = read_texts(texts, backbone.tokenizer, args.max_prompt_length or WINDOW_PROMPT, length)
+        elif self._prompts is None:
+            raise InputError("train_dataset", None, f"prompts for the completions of {texts}")
+        else:
+            rows = reference_texts(
+                self._prompts, number, backbone, self.sampler or make_sampler("own"), completion_tokens=length,
+                encode=partial(self.encode, args=args), seed=args.seed, min_new_tokens=args.min_completion_length,
+                cache=cache_folder(),
+            )  # fmt: skip
+        self._check_dataset(rows, args)
+        return rows
+
+    def _distil_texts(self) -> None:
+        args = self.args
+        texts = score_texts(
+            self._texts, self.backbone, self.rewards, completion_tokens=args.max_completion_length, encode=self.encode,
+            cache=cache_folder(),
+        )  # fmt: skip
+        self.learner.read(texts, args.target_kl, args.beta)
+        self.objective = replace(self.objective, beta=self.learner.steering.beta)
 
     def get_train_dataloader(self) -> DataLoader:
         """Microbatches of whole prompts, in shuffled passes."""
@@ -277,6 +321,8 @@ class GradeTrainer(Trainer):
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
+            if self._texts is not None:
+                self._distil_texts()
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.args.eval_on_start = eval_on_start
@@ -305,8 +351,12 @@ class GradeTrainer(Trainer):
         self._place = 0 if last else self._place + 1
         seed = np.random.SeedSequence([args.seed, self.state.global_step + 1, place]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
-        prompts = self.encode(inputs)
-        completions = None if self.sampler is None else self._sample_elsewhere(prompts, generator)
+        if self._texts is not None:
+            texts = self.learner.texts[[row["number"] for row in inputs]]
+            prompts, completions = texts.prompts, Completions(texts.prompts, texts.ids, texts.mask)
+        else:
+            prompts = self.encode(inputs)
+            completions = None if self.sampler is None else self._sample_elsewhere(prompts, generator)
         microbatches = args.gradient_accumulation_steps * args.world_size
         if self.learner is None:
             parts = [self._relaxed_step(prompts, generator, completions, 1 / microbatches)]
@@ -337,6 +387,7 @@ class GradeTrainer(Trainer):
     def _learn(self, microbatches: int) -> list[GradientStep]:
         """Sample the whole step and update; the gradient of the last update is left to the Trainer."""
         pending, self._pending, done = self._pending, [], 0
+        self._along = pending
 
         def apply() -> None:
             nonlocal done
@@ -458,10 +509,56 @@ class GradeTrainer(Trainer):
             allowed = f"a smaller one: weights are not finite after step {self.state.global_step}"
             raise InputError("learning_rate", self.args.learning_rate, allowed)
         kl, self.log_buffer.completion_kl = self.log_buffer.completion_kl, []
+        if self._texts is not None:
+            self._steer(self._mean(kl))
         if self.kl_target is not None:
             # In double, as KL is: the mean of two processes is then that of one to the last digits.
             self.log_buffer.add({"beta": torch.tensor(self.objective.beta, dtype=torch.float64)})
             self.objective = replace(self.objective, beta=self.kl_target.update(self._mean(kl)))
+
+    def _steer(self, kl: float) -> None:
+        """After a step along texts: keep within the target, measure own completions now and then, set beta."""
+        args, step, steps, learner = self.args, self.state.global_step, self.state.max_steps, self.learner
+        steering, target = learner.steering, args.target_kl
+        allowed = math.inf if target is None else target / steering.ratio
+        now = own_completions(step, steps, args.own_completions)
+        if kl > allowed / 4 or now:  # a step can more than double KL
+            kl_after = self._texts_kl()
+            if kl_after > allowed:
+                parameters = self.backbone.trainable_parameters()
+                before, measure = Measured(kl, 0.0), lambda: Measured(self._texts_kl(), 0.0)
+                kl_after = scale_step(parameters, self._before, before, allowed, measure)[1].kl
+            if now:
+                self._measure_own(now, kl_after)
+        self.log_buffer.add({"beta": torch.tensor(self.objective.beta, dtype=torch.float64)})
+        self.objective = replace(self.objective, beta=steering.follow(kl, steps - step))
+
+    def _texts_kl(self) -> float:
+        """KL along the step's texts, in nats per completion."""
+        each = [sequence_kl(self.backbone, t.prompts, t.ids, t.mask).double().sum(1).mean() for t in self._along]
+        return self._mean(each)
+
+    def _measure_own(self, number: int, kl: float) -> None:
+        """Draw and score a few completions of the policy; after the last step, scale the adapter to their KL."""
+        args, step, learner = self.args, self.state.global_step, self.learner
+        rng = np.random.default_rng([args.seed, 2, step])
+        rows = self._texts if self._prompts is None else self._prompts
+        prompts = self.encode([rows[int(i)] for i in rng.choice(len(rows), number)])
+        generator = torch.Generator(self.backbone.device).manual_seed(int(rng.integers(2**31)))
+        own = learner.sample(prompts, generator) if self.sampler is None else self._sample_elsewhere(prompts, generator)
+        rewards = scored_rewards(self.backbone, own.prompts, own.ids, own.mask, self.objective)
+        batch = BatchKL(self.backbone, [(own.prompts, own.ids, own.mask)], args.min_completion_length)
+        learner.steering.measure(batch.start.kl, kl, learner.predict(own.prompts, own.ids, own.mask), rewards)
+        self.log_buffer.add({
+            "distilled/own_kl": batch.start.kl, "distilled/own_reward": rewards.nanmean().double(),
+            "distilled/trust": learner.steering.evidence.trust,
+        })  # fmt: skip
+        if step == self.state.max_steps and args.target_kl is not None:
+            scaled = [p for name, p in self.model.named_parameters() if "lora_B" in name and p.requires_grad]
+            first = math.sqrt(args.target_kl / max(batch.start.kl, 1e-12))
+            scale_step(
+                scaled, [torch.zeros_like(p) for p in scaled], Measured(0.0, 0.0), args.target_kl, batch.measure, first
+            )
 
     # ---- log and evaluation ----
     def passes(self, steps: int) -> float:
@@ -476,7 +573,8 @@ class GradeTrainer(Trainer):
         microbatches = step * args.gradient_accumulation_steps * args.world_size
         if "loss" in logs:
             logs |= self.log_buffer.drain(self._mean)
-            logs |= {"num_samples": microbatches * args.batch_completions, "seconds": self.seconds}
+            samples = microbatches * args.batch_completions if self._texts is None else self.learner.steering.samples
+            logs |= {"num_samples": samples, "seconds": self.seconds}
             if args.log_completions:
                 self._write_table(f"completions_{step:05d}", self.log_buffer.drain_rows())
         if self.train_dataset is not None:
@@ -511,7 +609,7 @@ class GradeTrainer(Trainer):
         if metric_key_prefix == "eval":
             self.evaluations[step] = evaluation
         self._write_table(f"{metric_key_prefix}_{step:05d}", evaluation.table())
-        if isinstance(self.learner, DistilledGradient):
+        if isinstance(self.learner, DistilledGradient | OfflineGradient):
             self._write_table(f"tokens_{step:05d}", token_table(self.backbone, self.learner))
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
         metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
@@ -613,6 +711,8 @@ class GradeTrainer(Trainer):
                 self.learner.means[:] = state["means"]
                 if self.learner.tensors():
                     self.learner.load_tensors(load_file(Path(checkpoint) / LEARNER_FILE))
+            if self._texts is not None:
+                self.objective = replace(self.objective, beta=self.learner.steering.beta)
 
     # ---- model card ----
     def create_model_card(
@@ -651,6 +751,9 @@ class _StepEnd(TrainerCallback):
 
     def __init__(self, trainer: GradeTrainer) -> None:
         self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._before = [p.detach().clone() for p in self.trainer.backbone.trainable_parameters()]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._step_ended()

@@ -12,9 +12,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from grade.gradients.methods import AUTO, GROUPED, OPTIONS
+from grade.gradients.methods import AUTO, GROUPED, OFFLINE, OPTIONS
 from grade.training.config import TrainConfig
-from grade.training.toy import toy_task
+from grade.training.toy import toy_reviews, toy_task
 
 
 def toy_project(root: Path) -> dict:
@@ -25,6 +25,8 @@ def toy_project(root: Path) -> dict:
     bare.save_pretrained(root / "base")
     task.backbone.tokenizer.save_pretrained(root / "base")
     task.reward_model.save(root / "bag")
+    texts = [json.dumps({"text": review.text}) for review in toy_reviews(60, seed=7)]
+    (root / "texts.jsonl").write_text("\n".join(texts) + "\n")
     for name, prompts in (("train", task.train_prompts[:20]), ("held_out", task.validation_prompts[:16])):
         lines = [json.dumps({"prompt": text}) for text in prompts]
         (root / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -44,6 +46,7 @@ def settings(method: str, common: dict, output: Path) -> TrainConfig:
     own = {"gumbel_topk": 16} if method in OPTIONS["gumbel_topk"] else {}
     own |= {"num_generations": 4} if method in (*GROUPED, AUTO) else {}
     own |= {"passes_per_step": 2} if method in ("grpo", "ppo") else {}
+    own |= {"texts": str(Path(common["train_dataset"]).with_name("texts.jsonl"))} if method == OFFLINE else {}
     return TrainConfig.parse(common | own | {"method": method, "output_dir": str(output)})
 
 

@@ -9,12 +9,12 @@ import pytest
 from fresh_process import script
 from safetensors.torch import load_file
 
-from grade.gradients.methods import AUTO, METHODS
+from grade.gradients.methods import AUTO, METHODS, OFFLINE
 from grade.results import read_metrics
 
 SCRIPT = Path(__file__).with_name("processes.py")
 ALL = os.environ.get("GRADE_ALL_CASES") == "1"
-CASES = (*METHODS, AUTO) if ALL else ("gumbel", "reinforce", "grpo", "ppo", "distilled")
+CASES = (*METHODS, OFFLINE, AUTO) if ALL else ("gumbel", "reinforce", "grpo", "ppo", "distilled", "offline")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_two_processes_train_as_one_does_on_both_batches(runs, method):
         for name, value in metrics[1].items()
     }
     pd.testing.assert_frame_equal(*(pd.read_csv(folder / "history.csv") for folder in (one, two)), rtol=1e-4, atol=1e-6)
-    assert ("train/beta" in (one / "history.csv").read_text()) == (method in ("gumbel", "reinforce"))
+    assert ("train/beta" in (one / "history.csv").read_text()) == (method in ("gumbel", "reinforce", "offline"))
     adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two)]
     for name, value in adapters[0].items():
         assert (adapters[1][name] - value).norm() <= 1e-5 * value.norm(), name

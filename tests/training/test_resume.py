@@ -63,7 +63,9 @@ def interrupted(common, output, monkeypatch, method="ste", after=2, overwrite=Fa
         train(settings(method, common, output), silent, overwrite=overwrite)
 
 
-@pytest.mark.parametrize(("method", "options"), [("distilled", {"distil_window": 24}), ("auto", {})])
+@pytest.mark.parametrize(
+    ("method", "options"), [("distilled", {"distil_window": 24}), ("auto", {}), ("offline", {"target_kl": 0.3})]
+)
 def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, method, options):
     """All that was scored, the fits, what they predicted, the blend: the last checkpoints have the same bytes."""
     values = common | options | {"max_steps": 5, "save_total_limit": None, "logging_steps": 2}
@@ -75,7 +77,8 @@ def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, 
                  "metrics.json"):  # fmt: skip
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
     state = load_file(tmp_path / "again" / "checkpoint-5" / "learner.safetensors")
-    assert {"blend", "level", "residual"} <= set(state) and any(name.startswith("fit/") for name in state)
+    kept = {"steering", "evidence/0"} if method == "offline" else {"blend", "level", "residual"}
+    assert kept <= set(state) and (method == "offline" or any(name.startswith("fit/") for name in state))
 
 
 def test_an_interrupted_run_is_not_overwritten_by_mistake(common, tmp_path, monkeypatch):

@@ -239,6 +239,10 @@ class DistilledGradient(Learner):
             return None
         return self.families[self.fit.family].predict(self.fit.all[0], rows[self.fit.family]).double().cpu()
 
+    def token_counts(self) -> Tensor:
+        """How often each token occurs in the completions that are kept [V], float64."""
+        return self.store.token_counts(self.backbone.vocab_size)
+
     @torch.no_grad()
     def liked_tokens(self) -> Tensor | None:
         """What the distilled reward gives each token [V], in reward, averaged over the positions of the last batch.

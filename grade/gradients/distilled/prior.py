@@ -135,14 +135,21 @@ def _cross_validated(
     square = float((rows.multiply(rows) if isinstance(rows, csr_matrix) else rows * rows).sum()) / len(rewards)
     choices = []
     for penalty in (share * max(square, 1e-12) for share in PENALTIES):
-        predicted, rest = np.empty(len(rewards)), np.empty(len(rewards))
+        predicted, prompts = np.empty(len(rewards)), np.empty(len(rewards))
         for fitted, held_out in folds:
             fit = _ridge(penalty, both).fit(both[fitted], rewards[fitted])
             predicted[held_out] = both[held_out][:, :size] @ fit.coef_[:size]
-            rest[held_out] = rewards[held_out] - both[held_out][:, size:] @ fit.coef_[size:] - fit.intercept_
-        centred = (torch.from_numpy(each - each.mean()) for each in (predicted, rest))
-        choices.append(Choice(penalty, *calibrated(*centred, 1)))
+            prompts[held_out] = both[held_out][:, size:] @ fit.coef_[size:]
+        # Both parts without what the prompt's part explains of them: the two are correlated where they share words.
+        parts = (torch.from_numpy(_without(prompts, each)) for each in (predicted, rewards))
+        choices.append(Choice(penalty, *calibrated(*parts, 1)))
     return max(choices, key=lambda choice: choice.r2), rows
+
+
+def _without(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The residuals [n] of y on x and a constant."""
+    x, y = x - x.mean(), y - y.mean()
+    return y - x * (x @ y) / max(x @ x, np.finfo(float).tiny)
 
 
 @dataclass(frozen=True)

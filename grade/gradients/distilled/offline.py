@@ -1,0 +1,220 @@
+"""Training along scored text: reward gradients without a sample of the policy.
+
+With the values ``s_t(v)`` of a reward that was distilled from texts (`grade.gradients.distilled.prior`), a step
+ascends, along these texts themselves,
+
+    g = sum_t grad [ sum_v pi(v | y_<t) s_t(v) - beta / T KL(pi || reference)(y_<t) ].
+
+Both terms are exact over the vocabulary, in one teacher-forced pass. Reward calls and sampling stay outside the loop.
+These are the all-action gradients of mean actor-critic (Allen et al. 2017, arXiv:1709.00503) and expected policy
+gradients (Ciosek and Whiteson 2018, arXiv:1706.05374), along text that nobody sampled, with a critic in closed form.
+
+Two things are not known from texts: how far the policy is from the reference on *its own* text, where what it likes
+reinforces itself, and whether the reward rises there. A few own completions say both (`Steering`). With ``target_kl``
+they also set beta:
+
+- Beta starts where the distilled reward promises the target (`prior.Promise`), and follows ``log beta += GAIN * e``, e
+  being the error of the distance ``sqrt(KL)`` as it will be `AHEAD` steps later. KL along a batch of texts has little
+  noise, so it can be followed in every step; it is multiplied by the ratio of own to texts' KL that was measured last.
+- An update that would carry KL beyond the target is shortened to land on it. Where beta is too small for the target,
+  the policy otherwise runs away between two measurements.
+- After the last step the adapter is scaled so that its own completions have the target's KL.
+
+The run ends with an error where rewards of own completions do not rise with the prediction: the texts are then too far
+from what the policy writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from grade.errors import InputError
+from grade.gradients.all_action import expected_values
+from grade.gradients.distilled.families import ADDITIVE, Family, Observed, make_family
+from grade.gradients.distilled.prior import Prior, Promise, fit_texts, observed, promise
+from grade.gradients.distilled.ridge import centred
+from grade.gradients.distilled.store import Evidence
+from grade.gradients.methods import FAMILIES, OFFLINE, MethodConfig
+from grade.gradients.objective import GradientStep, Objective, sequence_mean
+from grade.gradients.policy_gradient import Completions, Learner, StepContext
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch, ScoredTexts
+from grade.models.sampling import early_rows
+from grade.models.scoring import predicting_hidden, token_kl
+
+GAIN = 0.1
+"""Change of log beta in a step at an error of 1, the largest that counts."""
+AHEAD = 5
+"""Steps that the error of beta looks ahead."""
+SLOPE_OVER = 3
+"""Steps over which the growth of the distance is taken."""
+PREFIXES = 64
+"""Texts whose prefixes the promise is made along."""
+SIGNIFICANT = 3.0
+"""Standard errors by which the reward's slope on its prediction must exceed 0: it is the best of several fits."""
+FEWEST = 24
+"""Own completions that can end a run."""
+
+
+def own_completions(step: int, steps: int, most: int) -> int:
+    """How many own completions are drawn after a step: an eighth of most at each quarter, the rest after the last.
+
+    >>> [own_completions(step, 8, 64) for step in range(1, 9)]
+    [0, 8, 0, 8, 0, 8, 0, 40]
+    """
+    if step == steps:
+        return most - 3 * (most // 8)
+    return most // 8 if step in {steps // 4, steps // 2, 3 * steps // 4} else 0
+
+
+class Steering:
+    """Beta, so that KL of the policy's own completions comes to a target; see the module.
+
+    Attributes:
+        target: In nats per completion; None: beta is fixed.
+        beta: The current weight of KL.
+        ratio: Own completions' KL over that along the texts, as measured last.
+        recent: Distances of the last steps, oldest first.
+        evidence: Whether rewards of own completions rise with their prediction.
+        samples: Own completions so far.
+    """
+
+    def __init__(self, target: float | None, beta: float) -> None:
+        self.target, self.beta, self.ratio = target, beta, 1.0
+        self.recent: list[float] = []
+        self.evidence, self.samples = Evidence(), 0
+
+    def follow(self, kl: float, steps_left: int) -> float:
+        """Beta of the next step, after one with this KL along the texts."""
+        if self.target is None:
+            return self.beta
+        distance = math.sqrt(max(kl, 0.0) * self.ratio)
+        self.recent = [*self.recent, distance][-1 - SLOPE_OVER :]
+        slope = (distance - self.recent[0]) / max(1, len(self.recent) - 1)
+        error = (distance + min(AHEAD, steps_left) * slope) / math.sqrt(self.target) - 1
+        self.beta *= math.exp(GAIN * min(max(error, -1.0), 1.0))
+        return self.beta
+
+    def measure(self, own_kl: float, kl: float, predicted: Tensor, rewards: Tensor) -> None:
+        """Take in own completions: their KL and that along the texts, predictions [n] and rewards [n].
+
+        Raises:
+            InputError: If the rewards of all own completions so far do not rise with the prediction.
+        """
+        self.samples += len(rewards)
+        self.ratio = own_kl / kl if min(own_kl, kl) > 0 else self.ratio
+        self.evidence.add(*(centred(each.double().cpu(), len(rewards)) for each in (predicted, rewards)), 1)
+        if self.samples >= FEWEST and not self.evidence.trust > 0:
+            allowed = "texts more like what the policy writes, or method: auto, which corrects the prediction"
+            what = f"rewards of {self.samples} own completions do not rise with what the texts predict"
+            raise InputError("texts", what, allowed)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything as tensors, for a checkpoint."""
+        numbers = torch.tensor([self.beta, self.ratio, self.samples, *self.recent], dtype=torch.float64)
+        groups = {f"evidence/{number}": values for number, values in enumerate(self.evidence.groups)}
+        return {"steering": numbers} | groups
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Continue where `state` was taken."""
+        self.beta, self.ratio, samples, *self.recent = state["steering"].tolist()
+        self.samples = int(samples)
+        self.evidence.groups = [state[name] for name in sorted(state) if name.startswith("evidence/")]
+
+
+class OfflineGradient(Learner):
+    """The method. `read` comes before the first step.
+
+    Attributes:
+        texts: What it trains on.
+        prior: The distilled reward.
+        promised: What that promises along the texts.
+        steering: Beta, from own completions.
+    """
+
+    texts: ScoredTexts | None = None
+    prior: Prior
+    promised: Promise
+    steering: Steering
+
+    def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
+        super().__init__(config, backbone)
+        names = config.distil_families or FAMILIES
+        self.families: dict[str, Family] = {name: make_family(name, backbone) for name in names}
+        for name, family in self.families.items():
+            if not family.additive:
+                raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with method {OFFLINE}")
+
+    @property
+    def family(self) -> Family:
+        """That of the distilled reward."""
+        return self.families[self.prior.fit.family]
+
+    def read(self, texts: ScoredTexts, target: float | None, beta: float) -> None:
+        """Distil the reward of scored texts, and begin to steer at ``beta``, or at 0 where the promise says."""
+        self.texts, self.prior = texts, fit_texts(self.families, texts)
+        choice = self.prior.fit.choice
+        if not choice.raw_slope > SIGNIFICANT * choice.stderr:
+            r2 = choice.r2
+            raise InputError("texts", f"{len(texts)} that explain {r2:.3f} of the reward on other prompts", "more, or "
+                             "others: no family of distil_families predicts the reward")  # fmt: skip
+        self.promised = promise(self.family, self.prior.fit.all, texts[:PREFIXES])
+        self.steering = Steering(target, beta or self.promised.at(target)[1])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint; the fit is made again from the texts."""
+        return self.steering.state()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Continue where `tensors` was taken."""
+        self.steering.restore(tensors)
+
+    def step(
+        self, microbatches: Iterable[Completions], objective: Objective, context: StepContext
+    ) -> list[GradientStep]:
+        """Add the gradient along texts of the step, given as completions; the results have no rewards."""
+        self.figures = {}
+        steps = [self._accumulate(each, objective, 1 / context.microbatches) for each in microbatches]
+        context.apply()
+        return steps
+
+    def _accumulate(self, texts: Completions, objective: Objective, scale: float) -> GradientStep:
+        prompts, ids, mask = texts.prompts, texts.ids, texts.mask
+        with torch.no_grad(), self.backbone.reference():
+            reference = predicting_hidden(self.backbone, prompts, ids)
+        with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
+            hidden = predicting_hidden(self.backbone, prompts, ids)
+        early, eos = early_rows(mask, self.config.min_completion_length), self.backbone.eos_token_ids
+        values = self.family.values(self.prior.fit.all, self._seen(prompts, ids, mask))
+        expected = expected_values(self.backbone.head, hidden.flatten(0, 1), values, eos, early).view(mask.shape) * mask
+        kl = token_kl(self.backbone, hidden, reference, mask)
+        penalty = objective.beta * sequence_mean(kl, mask).mean()
+        loss = penalty - expected.sum(1).mean()
+        (loss * scale).backward(inputs=self.backbone.trainable_parameters())
+        self._note({"offline/expected": expected.detach().sum(1).mean()})
+        return GradientStep(ids, mask, torch.full((len(ids),), torch.nan), kl.detach(), loss.detach())
+
+    @torch.no_grad()
+    def predict(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
+        """Distilled rewards [B] of completions [B, T], up to a constant."""
+        return self.family.own(self.prior.fit.all, self._seen(prompts, ids, mask)).sum(1)
+
+    def _seen(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Observed:
+        return observed(self.family, ScoredTexts(prompts, ids, mask, ids.new_zeros(len(ids))))
+
+    def liked_tokens(self) -> Tensor | None:
+        """What the distilled reward gives each token [V], in reward, averaged over positions; None before `read`."""
+        if self.texts is None:
+            return None
+        return self.family.typical(self.prior.fit.all, observed(self.family, self.texts[:PREFIXES]))
+
+    def token_counts(self) -> Tensor:
+        """How often each token occurs in the texts [V], float64."""
+        if self.texts is None:
+            return torch.zeros(self.backbone.vocab_size, dtype=torch.float64)
+        tokens = self.texts.ids[self.texts.mask.bool()]
+        return torch.bincount(tokens.flatten(), minlength=self.backbone.vocab_size).double().cpu()

@@ -1,0 +1,99 @@
+"""Runs along scored text: where they land, what they cost, how they go on, what they refuse."""
+
+import random
+
+import pytest
+import torch
+
+from grade.errors import InputError
+from grade.models.scoring import sequence_kl
+from grade.training.config import GradeConfig
+from grade.training.toy import toy_reviews, toy_task
+from grade.training.trainer import GradeTrainer
+
+TEXTS = [{"text": review.text} for review in toy_reviews(200, seed=7)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADE_CACHE", str(tmp_path / "cache"))
+
+
+CALLS = []
+
+
+def more_w_than_s(completions, **_):
+    CALLS.extend(completions)
+    return [float(text.count("w") - text.count("s")) for text in completions]
+
+
+def trainer(output, reward=more_w_than_s, texts=TEXTS, **changes):
+    CALLS.clear()
+    task = toy_task(pretrain_steps=60)
+    values = dict(
+        method="offline", max_prompt_length=6, truncation="right", max_completion_length=8, min_completion_length=8,
+        per_device_train_batch_size=32, max_steps=24, learning_rate=1e-2, target_kl=1.0, use_cpu=True, report_to=[],
+        save_strategy="no", disable_tqdm=True, raw_prompts=True,
+    )  # fmt: skip
+    args = GradeConfig(str(output), **values | changes)
+    rows = [{"prompt": text} for text in task.train_prompts]
+    return GradeTrainer(task.backbone, reward, args, rows, rows[:64], texts=texts)
+
+
+def test_a_run_lands_on_its_kl_and_raises_the_reward_without_samples(tmp_path):
+    run = trainer(tmp_path)
+    before = run.evaluate()["eval_reward"]
+    evaluated = len(CALLS)
+    run.train()
+    texts, steering = run.learner.texts, run.learner.steering
+    assert texts.calls == len(texts) and steering.samples == 64
+    assert len(CALLS) - evaluated == len(texts) + steering.samples
+    assert run.evaluate()["eval_reward"] > before + 0.2
+    prompts = run.encode([{"prompt": text} for text in toy_task().validation_prompts[:128]])
+    own = run.learner.sample(prompts, torch.Generator().manual_seed(5))
+    kl = sequence_kl(run.backbone, own.prompts, own.ids, own.mask).sum(1)
+    assert float(kl.mean()) == pytest.approx(1.0, rel=0.25)  # of 40 completions, KL has an error of some 6 %
+
+
+def test_another_seed_calls_the_reward_for_own_completions_only(tmp_path):
+    trainer(tmp_path / "one", max_steps=4).train()
+    assert len(CALLS) > 400
+    run = trainer(tmp_path / "two", max_steps=4, seed=1)
+    run.train()
+    assert run.learner.texts.calls == 0 and len(CALLS) == 64
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"texts": None}, "texts: got None; allowed: text to train along"),
+        ({"target_kl": None}, "beta: got 0.0; allowed: above 0, or a target_kl"),
+        ({"method": "rloo", "num_generations": 4, "target_kl": None}, "texts: .*only with method offline"),
+        ({"distil_families": ["trunk"]}, "distil_families: got 'trunk'; allowed: counts, bag, ngrams, values"),
+        ({"texts": "reference:3"}, "reference:N with a whole number N"),
+        ({"own_completions": 2}, "own_completions: got 2"),
+    ],
+)
+def test_what_is_refused(tmp_path, changes, says):
+    with pytest.raises(InputError, match=says):
+        trainer(tmp_path, **changes)
+
+
+def test_a_reward_that_texts_do_not_explain_is_refused_before_the_first_step(tmp_path):
+    draw = random.Random(3).random
+
+    def noise(completions, **_):
+        return [draw() for _ in completions]
+
+    run = trainer(tmp_path, noise)
+    with pytest.raises(InputError, match="texts: got .* that explain -?0.* of the reward on other prompts"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_completions_of_the_reference_are_texts_too(tmp_path):
+    run = trainer(tmp_path, texts="reference:256", max_steps=8)
+    run.train()
+    assert len(run.learner.texts) == 256
+    samples = [row["num_samples"] for row in run.state.log_history if "num_samples" in row]
+    assert samples == [0, 8, 8, 16, 16, 24, 24, 64]
