@@ -37,7 +37,7 @@ def page(
         f"- {name} {version(name)} (where this page was made)" for name in ("torch", "transformers", "peft")
     )
     target = settings.get("target_kl")
-    if target is None and (found := re.search(r"adjusted for a KL of (\S+) nats per completion", facts)):
+    if target is None and (found := re.search(r"budget for KL: (\S+) nats per completion", facts)):
         target = float(found[1])
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     environment.filters["shown"] = shown

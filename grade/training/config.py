@@ -19,7 +19,7 @@ from grade.config import SEEDS, allowed_names, own_fields, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
-from grade.gradients.methods import MOST_MICROBATCHES, OFFLINE, POLICY_GRADIENTS, RELAXED, MethodConfig, Rate, Tau
+from grade.gradients.methods import MOST_MICROBATCHES, POLICY_GRADIENTS, RELAXED, MethodConfig, Rate, Tau
 from grade.models.adapter import LoraSettings
 from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
@@ -96,7 +96,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     beta: NonNegativeFloat = setting(0.0, "weight of KL, in reward per nat and token")
     target_kl: PositiveFloat | None = setting(
-        None, "KL that beta is adjusted to after every step, in nats per completion; beta is its start. null: fixed"
+        None, "KL at the end of training, in nats per completion: every step is scaled to a schedule. null: no budget"
     )
     temperature: Tau = setting(1.0, "sampling temperature; the policy is softmax(logits / temperature) everywhere")
     top_p: float = setting(1.0, f"only 1: {SAMPLED}")
@@ -211,8 +211,6 @@ class GradeConfig(MethodConfig, TrainingArguments):
              "engine takes hard tokens from elsewhere, soft ones are known here only"),
             ("importance_sampling", weighted and self.policy_gradient is None,
              f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"),
-            ("target_kl", self.target_kl is not None and self.beta == 0 and self.method != OFFLINE,
-             "null, or a beta above 0 to start from, such as beta = 0.1"),
             ("remove_unused_columns", self.remove_unused_columns, "false: the rewards read the other columns"),
             ("num_generations", batch % self.group,
              f"a divisor of per_device_train_batch_size = {batch} (null is {self.group})"),

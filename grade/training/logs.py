@@ -33,7 +33,8 @@ SHOWN = 20
 FIGURES = ("reward", "kl", "loss", "tau", "grad_norm", "residual", "completions/mean_length", "learning_rate")
 """Of the Trainer's log, in ``history.csv`` as ``train/<name>`` or as in `RENAMED`."""
 METHOD_FIGURES = (
-    "clip_fraction", "value_loss", "beta", "residual_weight", "sampler/mean_ratio", "sampler/largest_difference",
+    "clip_fraction", "value_loss", "kl_budget", "kl_scale", "residual_weight", "sampler/mean_ratio",
+    "sampler/largest_difference",
 )  # fmt: skip
 """Those that only some methods or settings have; besides, whatever the log has below ``distilled/``."""
 _OWN = {
@@ -55,14 +56,12 @@ class LogBuffer:
     Attributes:
         figures: Values of each figure since the last row.
         rows: Completions since then.
-        completion_kl: KL in nats per completion of each microbatch of the current step; empty between steps.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
         self.figures: dict[str, list[Tensor | float]] = {}
         self.rows: list[dict[str, Any]] = []
-        self.completion_kl: list[Tensor] = []
 
     def add(self, figures: dict[str, Tensor | float | None]) -> None:
         """Add one value of each figure; None is left out."""
@@ -78,7 +77,6 @@ class LogBuffer:
         mask, reward = step.completion_mask, step.reward[~step.reward.isnan()]
         if len(reward):
             self.add({"reward": reward.mean(), "reward_std": reward.std(correction=0)})
-        self.completion_kl.append((step.kl.double() * mask).sum(-1).mean())
         self.add({"kl": sequence_mean(step.kl, mask).mean(), "loss": step.loss,
                   "completions/mean_length": mask.sum(-1).double().mean()})  # fmt: skip
         parts, columns = {}, {}

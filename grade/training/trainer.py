@@ -12,11 +12,11 @@ adapter's gradients are summed over processes; the base is replicated, or divide
 
 With another sampler, the adapter is handed to it once per step and each process asks for its own microbatches. The
 completions are scored here, with one pass without gradient, and refused if the two policies' log-probabilities are too
-far apart at any token. Evaluations, and the greedy completions of `remax`, are sampled here: all runs see the same
+far apart at any token. Evaluations, completions that measure KL, and the greedy ones of `remax`, are sampled here: all runs see the same
 noise there.
 
 A checkpoint is the Trainer's (adapter, optimizer, schedule, generators, ``trainer_state.json`` with the history) and
-what continues a run with the same bits: the learner's state, that of beta's controller, the seconds so far and the
+what continues a run with the same bits: the learner's state, that of KL's budget, the seconds so far and the
 figures since the last row of the log. Its manifest is written last.
 
 Left out: streaming datasets, training without an adapter.
@@ -31,7 +31,6 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +59,7 @@ from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
 from grade.gradients.replay import make_engine
 from grade.models.adapter import check_saved, write_fingerprint
+from grade.models.parameters import restoring, set_values
 from grade.models.prompts import PromptBatch, check_prompts, encode_examples
 from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.sampling import check_room
@@ -69,8 +69,7 @@ from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written, settings_of
-from grade.training.kl_budget import BatchKL, Measured, scale_step
-from grade.training.kl_target import KLTarget
+from grade.training.kl_budget import BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
 
@@ -80,10 +79,13 @@ if TYPE_CHECKING:
 
     from grade.models.backbone import Backbone
     from grade.rewards.gold import GoldJudge
+    from grade.rewards.rewards import Scores
 
 logger = logging.getLogger(__name__)
 
 LEARNER_FILE = "learner.safetensors"
+LANDING = 64
+"""Completions on which the last step lands on target_kl."""
 _GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 """What functions get from the trainer, so that no column can have these names."""
 WINDOW_PROMPT = 32
@@ -164,8 +166,6 @@ class GradeTrainer(Trainer):
         else:
             learner = {DISTILLED: DistilledGradient, OFFLINE: OfflineGradient}.get(args.method, PolicyGradient)
             self.learner = learner(args, self.backbone)
-        controlled = args.target_kl is not None and args.method != OFFLINE
-        self.kl_target = KLTarget(args.target_kl, args.beta) if controlled else None
         self.sampler = None
         if args.sampler != "own":
             self.sampler = make_sampler(args.sampler, args.sampler_timeout, args.sampler_folder)
@@ -185,9 +185,13 @@ class GradeTrainer(Trainer):
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
+        budgeted = args.target_kl is not None and args.method != OFFLINE
+        self.kl_budget = KLBudget(args.target_kl, args.max_steps) if budgeted else None
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
         self._pending: list[Microbatch] = []
         self._place, self._started, self.seconds = 0, 0.0, 0.0  # microbatch in the step, the step's start
+        self._before: list[Tensor] = []  # with a budget for KL: the adapter at the step's start, and its completions
+        self._completions: list[tuple[PromptBatch, Tensor, Tensor]] = []
         self._published = -1  # the step whose adapter the sampler has
         self._check_optimizers(optimizers)
         super().__init__(
@@ -347,6 +351,9 @@ class GradeTrainer(Trainer):
         if self._place == 0:
             self._started, self.rewards.trainer_state = time.perf_counter(), self.state
             self.rewards.recorded = []
+            if args.target_kl is not None:
+                self._before = [p.detach().clone() for p in self.backbone.trainable_parameters()]
+                self._completions = []
         place = self._place * args.world_size + args.process_index
         self._place = 0 if last else self._place + 1
         seed = np.random.SeedSequence([args.seed, self.state.global_step + 1, place]).generate_state(1, np.uint64)[0]
@@ -381,13 +388,12 @@ class GradeTrainer(Trainer):
         step = engine(self.backbone, prompts, self.objective, relaxation, generator, scale)
         residual = None if step.residual is None else step.residual.double()
         self.log_buffer.add({"tau": relaxation.tau, "residual": residual})
-        self.log_buffer.add_step(step, prompts, self.rewards.last)
+        self._add_step(step, prompts, self.rewards.last)
         return step
 
     def _learn(self, microbatches: int) -> list[GradientStep]:
         """Sample the whole step and update; the gradient of the last update is left to the Trainer."""
         pending, self._pending, done = self._pending, [], 0
-        self._along = pending
 
         def apply() -> None:
             nonlocal done
@@ -399,17 +405,23 @@ class GradeTrainer(Trainer):
 
         context = StepContext(microbatches, apply, self._sum, gather_object, self.args.process_index)
         parts = self.learner.step(pending, self.objective, context)
+        self._along, self._kl = pending, [(p.kl.double() * p.completion_mask).sum(-1).mean() for p in parts]
         # Each microbatch's samples are scored first; a greedy baseline's completions come after them.
         recorded = self.rewards.recorded
         scores = recorded[:: max(1, len(recorded) // len(parts))] or [None] * len(parts)
         for part, microbatch, given in zip(parts, pending, scores, strict=True):
             own = isinstance(microbatch, Completions)
             prompts = microbatch.prompts if own else microbatch[0].repeat(self.args.group)
-            self.log_buffer.add_step(part, prompts, given)
+            self._add_step(part, prompts, given)
         for name, values in self.learner.figures.items():
             for value in values:
                 self.log_buffer.add({name: value})
         return parts
+
+    def _add_step(self, step: GradientStep, prompts: PromptBatch, scores: Scores | None) -> None:
+        self.log_buffer.add_step(step, prompts, scores)
+        if self.kl_budget is not None:
+            self._completions.append((prompts, step.completion_ids, step.completion_mask))
 
     def _sample_elsewhere(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
         """G completions of each prompt by the other sampler, refused if it samples another policy."""
@@ -497,24 +509,37 @@ class GradeTrainer(Trainer):
         """0: a step's operations are not those of one forward pass over the inputs."""
         return 0
 
+    def _updated(self) -> None:
+        """After a step's last update: check the weights, and scale the step so that KL is on its budget."""
+        step = self.state.global_step + 1
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not torch.stack([p.detach().isfinite().all() for p in weights]).all():
+            allowed = f"a smaller one: weights are not finite after step {step}"
+            raise InputError("learning_rate", self.args.learning_rate, allowed)
+        if (budget := self.kl_budget) is None:
+            return
+        args, policy = self.args, self.backbone.trainable_parameters()
+        least, most = args.min_completion_length, args.max_completion_length
+        with restoring(policy):
+            set_values(policy, self._before)
+            batch = BatchKL(self.backbone, self._completions, least, most, self._sum)
+        wanted = budget.wanted(step, batch.start)
+        scale, landed = scale_step(policy, self._before, batch.start, wanted, batch.measure, budget.scale)
+        budget.landed(scale, batch.start, landed)
+        # In double, as KL is: the mean of two processes is then that of one to the last digits.
+        figures = {"kl_budget": budget.after(step), "kl_scale": scale}
+        self.log_buffer.add({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
+
     def _step_ended(self) -> None:
-        """After a step's update: count its seconds, check the weights, adjust beta to its KL."""
         step_time = time.perf_counter() - self._started
         self.seconds += step_time
         self.log_buffer.add({"step_time": step_time})
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
-        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if not torch.stack([p.detach().isfinite().all() for p in weights]).all():
-            allowed = f"a smaller one: weights are not finite after step {self.state.global_step}"
-            raise InputError("learning_rate", self.args.learning_rate, allowed)
-        kl, self.log_buffer.completion_kl = self.log_buffer.completion_kl, []
         if self._texts is not None:
-            self._steer(self._mean(kl))
-        if self.kl_target is not None:
-            # In double, as KL is: the mean of two processes is then that of one to the last digits.
-            self.log_buffer.add({"beta": torch.tensor(self.objective.beta, dtype=torch.float64)})
-            self.objective = replace(self.objective, beta=self.kl_target.update(self._mean(kl)))
+            self._steer(self._mean(self._kl))
+        elif self.kl_budget is not None and self.state.global_step == self.state.max_steps:
+            self._land(self._own_completions(LANDING)[1])
 
     def _steer(self, kl: float) -> None:
         """After a step along texts: keep within the target, measure own completions now and then, set beta."""
@@ -539,26 +564,36 @@ class GradeTrainer(Trainer):
         return self._mean(each)
 
     def _measure_own(self, number: int, kl: float) -> None:
-        """Draw and score a few completions of the policy; after the last step, scale the adapter to their KL."""
-        args, step, learner = self.args, self.state.global_step, self.learner
-        rng = np.random.default_rng([args.seed, 2, step])
-        rows = self._texts if self._prompts is None else self._prompts
-        prompts = self.encode([rows[int(i)] for i in rng.choice(len(rows), number)])
-        generator = torch.Generator(self.backbone.device).manual_seed(int(rng.integers(2**31)))
-        own = learner.sample(prompts, generator) if self.sampler is None else self._sample_elsewhere(prompts, generator)
+        """Score a few completions of the policy; after the last step, scale the adapter to their KL."""
+        learner = self.learner
+        own, batch = self._own_completions(number)
         rewards = scored_rewards(self.backbone, own.prompts, own.ids, own.mask, self.objective)
-        batch = BatchKL(self.backbone, [(own.prompts, own.ids, own.mask)], args.min_completion_length)
         learner.steering.measure(batch.start.kl, kl, learner.predict(own.prompts, own.ids, own.mask), rewards)
         self.log_buffer.add({
             "distilled/own_kl": batch.start.kl, "distilled/own_reward": rewards.nanmean().double(),
             "distilled/trust": learner.steering.evidence.trust,
         })  # fmt: skip
-        if step == self.state.max_steps and args.target_kl is not None:
-            scaled = [p for name, p in self.model.named_parameters() if "lora_B" in name and p.requires_grad]
-            first = math.sqrt(args.target_kl / max(batch.start.kl, 1e-12))
-            scale_step(
-                scaled, [torch.zeros_like(p) for p in scaled], Measured(0.0, 0.0), args.target_kl, batch.measure, first
-            )
+        if self.state.global_step == self.state.max_steps and self.args.target_kl is not None:
+            self._land(batch)
+
+    def _own_completions(self, number: int) -> tuple[Completions, BatchKL]:
+        """Completions of the policy for prompts drawn anew, the same on all processes, and their KL."""
+        args, step = self.args, self.state.global_step
+        rng = np.random.default_rng([args.seed, 2, step])
+        rows = self._texts if self._prompts is None else self._prompts
+        prompts = self.encode([rows[int(i)] for i in rng.choice(len(rows), number)])
+        generator = torch.Generator(self.backbone.device).manual_seed(int(rng.integers(2**31)))
+        most, least = args.max_completion_length, args.min_completion_length
+        samples = make_sampler("own").sample(self.backbone, prompts, most, generator, least)
+        own = Completions(prompts, samples.ids, samples.mask)
+        return own, BatchKL(self.backbone, [(own.prompts, own.ids, own.mask)], least)
+
+    def _land(self, own: BatchKL) -> None:
+        """Scale the adapter so that own completions have the target's KL: their prefixes are the policy's."""
+        scaled = [p for name, p in self.model.named_parameters() if "lora_B" in name and p.requires_grad]
+        first = math.sqrt(self.args.target_kl / max(own.start.kl, 1e-12))
+        zeros = [torch.zeros_like(p) for p in scaled]
+        scale_step(scaled, zeros, Measured(0.0, 0.0), self.args.target_kl, own.measure, min(first, 1.5))
 
     # ---- log and evaluation ----
     def passes(self, steps: int) -> float:
@@ -668,8 +703,8 @@ class GradeTrainer(Trainer):
         state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": settings}
         tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
-        if self.kl_target is not None:
-            state["kl_target"] = self.kl_target.state()
+        if self.kl_budget is not None:
+            state["kl_budget"] = self.kl_budget.state()
         if self.learner is not None:
             state["means"] = self.learner.means
             tensors = self.learner.tensors()
@@ -704,9 +739,8 @@ class GradeTrainer(Trainer):
                 elif sha256_of(table) != known:
                     allowed = f"the table as it was written; without it the results leave step {step} out"
                     raise InputError("resume_from_checkpoint", str(table), allowed)
-            if self.kl_target is not None:
-                self.kl_target.restore(state["kl_target"])
-                self.objective = replace(self.objective, beta=self.kl_target.beta)
+            if self.kl_budget is not None:
+                self.kl_budget.restore(state["kl_budget"])
             if self.learner is not None:
                 self.learner.means[:] = state["means"]
                 if self.learner.tensors():
@@ -743,7 +777,7 @@ class GradeTrainer(Trainer):
 
 
 class _StepEnd(TrainerCallback):
-    """After each step what the trainer does then; after the last one a row of the log, and perhaps an evaluation.
+    """After each update and step what the trainer does then; after the last a row of the log, perhaps an evaluation.
 
     Steps may cross the end of a pass over the prompts, so all passes are one epoch of the Trainer's loop, which reports
     its begin and end; those of the passes in between are reported here.
@@ -752,8 +786,8 @@ class _StepEnd(TrainerCallback):
     def __init__(self, trainer: GradeTrainer) -> None:
         self.trainer = trainer
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._before = [p.detach().clone() for p in self.trainer.backbone.trainable_parameters()]
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._updated()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._step_ended()

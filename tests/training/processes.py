@@ -34,8 +34,8 @@ from grade.training.trainer import GradeTrainer
 
 TRACKED = ("replay, layers recomputed", "grpo")
 """Of `grade.experiments.scale.measure.sharded.STEPS`."""
-TARGETED = ("gumbel", "reinforce")
-"""Methods whose beta is adjusted on the way."""
+TARGETED = ("gumbel", "ppo")
+"""Methods with a budget for KL."""
 
 
 def free_port() -> int:

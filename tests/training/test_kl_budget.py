@@ -1,16 +1,31 @@
 """Every step lands on the schedule of KL, and nothing else is changed by that."""
 
+import json
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, sequence_kl
+from grade.training.config import TrainConfig
 from grade.training.kl_budget import LONGEST, SHARE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
+from grade.training.load import load_task
+from grade.training.run import run_training, train
 from grade.training.toy import toy_task
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import settings, toy_project  # noqa: E402
+
+OWN = {
+    "ste": {"gumbel_topk": 16}, "rloo": {"num_generations": 4}, "distilled": {"num_generations": 4},
+    "ppo": {"passes_per_step": 2},
+}  # fmt: skip
 
 
 # ---- the line search ----
@@ -106,3 +121,37 @@ def test_a_moved_policys_kl_is_weighted_by_the_ratio_of_each_prefix():
     # From here the same policy: nothing has grown.
     again = BatchKL(backbone, batch.completions)
     assert again.measure() == Measured(again.start.kl, 0.0)
+
+
+# ---- training ----
+@pytest.mark.parametrize(
+    ("method", "rate"), [("ste", 3e-3), ("ste", 2e-2), ("rloo", 2e-2), ("distilled", 3e-3), ("ppo", 2e-2)]
+)
+def test_training_ends_on_its_budget_at_any_rate(method, rate, tmp_path):
+    args = TrainConfig(
+        method=method, max_prompt_length=6, truncation="right", raw_prompts=True, max_completion_length=8,
+        min_completion_length=8, per_device_train_batch_size=128, learning_rate=rate, lr_scheduler_type="constant",
+        seed=0, use_cpu=True, max_steps=6, target_kl=0.5, save_strategy="no", disable_tqdm=True, kl_eval_prompts=200,
+        eval_strategy="no", **OWN[method],
+    )  # fmt: skip
+    history = run_training(args, toy_task(), output_dir=tmp_path).history
+    steps = [row for row in history if "train/kl" in row]
+    assert [row["train/kl_budget"] for row in steps] == pytest.approx([0.5 * (s / 6) ** 2 for s in range(1, 7)])
+    assert all(0 < row["train/kl_scale"] <= LONGEST for row in steps)
+    # A batch's standard error is 7 percent here, the evaluation's 5.
+    assert history[-1]["val/kl"] * 8 == pytest.approx(0.5, rel=0.25)
+
+
+@pytest.mark.parametrize("method", ["ste", "rloo"])
+def test_a_resumed_run_has_the_same_bits(method, tmp_path):
+    common = toy_project(tmp_path) | {"max_steps": 5, "eval_strategy": "no", "target_kl": 0.5, "save_steps": 3}
+    common |= {"save_total_limit": None, "logging_steps": 2, "beta": 0.0}
+    train(settings(method, common, tmp_path / "whole"), None)
+    args = settings(method, common, tmp_path / "again")
+    begin = tmp_path / "whole" / "checkpoint-3"
+    assert run_training(args, load_task(args, args.device), None, tmp_path / "again", begin).step == 5
+    folders = [tmp_path / name / "checkpoint-5" for name in ("whole", "again")]
+    whole, again = (json.loads((folder / "grade_state.json").read_text())["kl_budget"] for folder in folders)
+    assert whole == again
+    adapters = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+    assert all(value.equal(adapters[1][name]) for name, value in adapters[0].items())

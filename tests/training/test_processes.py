@@ -42,7 +42,7 @@ def test_two_processes_train_as_one_does_on_both_batches(runs, method):
         for name, value in metrics[1].items()
     }
     pd.testing.assert_frame_equal(*(pd.read_csv(folder / "history.csv") for folder in (one, two)), rtol=1e-4, atol=1e-6)
-    assert ("train/beta" in (one / "history.csv").read_text()) == (method in ("gumbel", "reinforce", "offline"))
+    assert ("train/kl_scale" in (one / "history.csv").read_text()) == (method in ("gumbel", "ppo"))
     adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two)]
     for name, value in adapters[0].items():
         assert (adapters[1][name] - value).norm() <= 1e-5 * value.norm(), name

@@ -1,8 +1,8 @@
 """Training runs of every method on every kind of reward, compared at equal KL.
 
-Every method but `ste` and `st` gets the reward as a black box. Each run has a target for KL (a trainer setting that
-changes beta along the run), because gradients of different methods are of different size and equal beta would not be
-equal pressure. Every method gets the same number of completions per step, and one learning rate from one grid
+Every method but `ste` and `st` gets the reward as a black box. Each run has a budget for KL (a trainer setting that
+scales its steps), because gradients of different methods are of different size and equal beta would not be equal
+pressure. Every method gets the same number of completions per step, and one learning rate from one grid
 (`chosen_rates`).
 
 Completions have a fixed length T, so that KL per completion is T times KL per token and no method gains by stopping
