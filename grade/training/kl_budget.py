@@ -151,9 +151,15 @@ def scale_step(
     """
     change = [p - b for p, b in zip(parameters, before, strict=True)]
     points, scale = {0.0: start}, first
-    while len(points) <= EVALUATIONS and all(abs(scale - c) > SAME * max(c, scale) for c in points):
+    for _ in range(EVALUATIONS):
+        if any(abs(scale - c) <= SAME * max(c, scale) for c in points):
+            break
         set_values(parameters, [b + scale * d for b, d in zip(before, change, strict=True)])
-        points[scale] = measure()
+        measured = measure()
+        if not math.isfinite(measured.kl):  # logits overflow so far away
+            scale /= 8
+            continue
+        points[scale] = measured
         if abs(points[scale].kl - wanted) <= TOLERANCE * wanted:
             return scale, points[scale]
         scale = _next({c: measured.kl for c, measured in points.items()}, wanted)
