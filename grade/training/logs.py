@@ -33,7 +33,7 @@ SHOWN = 20
 FIGURES = ("reward", "kl", "loss", "tau", "grad_norm", "residual", "completions/mean_length", "learning_rate")
 """Of the Trainer's log, in ``history.csv`` as ``train/<name>`` or as in `RENAMED`."""
 METHOD_FIGURES = (
-    "clip_fraction", "value_loss", "kl_budget", "kl_scale", "residual_weight", "sampler/mean_ratio",
+    "clip_fraction", "value_loss", "beta", "kl_budget", "kl_scale", "residual_weight", "sampler/mean_ratio",
     "sampler/largest_difference",
 )  # fmt: skip
 """Those that only some methods or settings have; besides, whatever the log has below ``distilled/``."""

@@ -12,8 +12,8 @@ adapter's gradients are summed over processes; the base is replicated, or divide
 
 With another sampler, the adapter is handed to it once per step and each process asks for its own microbatches. The
 completions are scored here, with one pass without gradient, and refused if the two policies' log-probabilities are too
-far apart at any token. Evaluations, completions that measure KL, and the greedy ones of `remax`, are sampled here: all runs see the same
-noise there.
+far apart at any token. Evaluations, completions that measure KL, and the greedy ones of `remax`, are sampled here: all
+runs see the same noise there.
 
 A checkpoint is the Trainer's (adapter, optimizer, schedule, generators, ``trainer_state.json`` with the history) and
 what continues a run with the same bits: the learner's state, that of KL's budget, the seconds so far and the
@@ -31,6 +31,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
