@@ -93,7 +93,7 @@ def test_nothing_says_where_it_was_made(tmp_path):
     (tmp_path / "base").mkdir()
     files = {"model": "base", "reward": "rewards.py:short", "train_dataset": "mine.jsonl", "eval_dataset": "held.csv"}
     places = {name: str(tmp_path / file) for name, file in files.items()}
-    _, card = card_of(tmp_path, **places, hub_token="secret", model_init_kwargs={"dtype": str(tmp_path / "x")})
+    _, card = card_of(tmp_path, **places, hub_token="secret", chat_template_kwargs={"file": str(tmp_path / "x")})
     assert str(tmp_path) not in card.content and "secret" not in card.content
     assert "the local model `base`" in card.text and "base_model" not in card.data.to_dict()
     assert "`rewards.py:short`" in card.text and "`mine.jsonl`" in card.text and "datasets" not in card.data.to_dict()
