@@ -49,6 +49,7 @@ def test_the_sum_is_weighted_and_none_adds_nothing(policy, batch):
 
 def test_a_row_without_any_reward_is_nan_with_one_warning(policy, batch):
     rewards = make_rewards(third_only, policy)
+    rewards.trainer_state = 7
     with pytest.warns(UserWarning, match="returned None for the completion ' a delight.'"):
         values = rewards.score(policy, *batch)
     assert values.isnan().tolist() == [True, True, False] and values[2] == 0.25
