@@ -326,8 +326,8 @@ class TrainConfig(GradeConfig):
     )
     texts: str = setting(
         "",
-        "offline: a file or hub id with prompts and completions, or text, that the reward is distilled from; or "
-        "reference:N, completions of the reference",
+        "distilled, offline: texts that the reward is distilled from before the first step: a file or hub id with "
+        "prompt and completion, or text; or reference:N, completions of the reference",
     )
     eval_dataset: str = setting("data/reviews/validation.jsonl", "held-out prompts; empty for none")
     samples: NonNegativeInt = setting(8, "completions before and after training that are kept as text")

@@ -157,7 +157,7 @@ class GradeTrainer(Trainer):
         )
         self.objective = Objective(self.rewards, args.beta, args.reward_scope)
         if args.method == AUTO:
-            args.method, why = _choose_method(args, self.objective)
+            args.method, why = _choose_method(args, self.objective, texts is not None)
             if args.process_index == 0:  # a warning, because others are not shown unless asked for
                 logger.warning(f"method: {args.method}: {why}")
         self.learner = None
@@ -180,8 +180,10 @@ class GradeTrainer(Trainer):
             names = ("per_device_train_batch_size", "max_completion_length")
             check_room(self.backbone, {name: getattr(args, name) for name in names})
         self._prompts, self._texts = train_dataset, None
-        if texts is not None or (args.method == OFFLINE and train_dataset is not None):
+        self._offline = args.method == OFFLINE
+        if texts is not None or (self._offline and train_dataset is not None):
             self._texts = self._read_texts(texts, args)
+        if self._offline and self._texts is not None:
             train_dataset = [{"number": number} for number in range(len(self._texts))]
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
@@ -264,11 +266,11 @@ class GradeTrainer(Trainer):
         return encode_examples(self.backbone.tokenizer, rows, **_reading(args or self.args)).to(self.backbone.device)
 
     def _read_texts(self, texts: Any, args: GradeConfig) -> list[dict[str, Any]]:
-        if args.method != OFFLINE:
-            raise InputError("texts", texts, f"only with method {OFFLINE}")
+        if args.method not in (OFFLINE, DISTILLED):
+            raise InputError("texts", texts, f"only with method {OFFLINE} or {DISTILLED}")
         if texts is None:
             raise InputError("texts", None, f"text to train along, with method {OFFLINE}: rows, a file, or reference:N")
-        if args.beta == 0 and args.target_kl is None:
+        if self._offline and args.beta == 0 and args.target_kl is None:
             raise InputError("beta", 0.0, f"above 0, or a target_kl, with method {OFFLINE}: nothing else keeps it near")
         backbone, length, number = self.backbone, args.max_completion_length, reference_number(texts)
         if number is None:
@@ -290,8 +292,11 @@ class GradeTrainer(Trainer):
             self._texts, self.backbone, self.rewards, completion_tokens=args.max_completion_length, encode=self.encode,
             cache=cache_folder(),
         )  # fmt: skip
-        self.learner.read(texts, args.target_kl, args.beta)
-        self.objective = replace(self.objective, beta=self.learner.steering.beta)
+        if self._offline:
+            self.learner.read(texts, args.target_kl, args.beta)
+            self.objective = replace(self.objective, beta=self.learner.steering.beta)
+        else:
+            self.learner.read(texts)
 
     def get_train_dataloader(self) -> DataLoader:
         """Microbatches of whole prompts, in shuffled passes."""
@@ -359,7 +364,7 @@ class GradeTrainer(Trainer):
         self._place = 0 if last else self._place + 1
         seed = np.random.SeedSequence([args.seed, self.state.global_step + 1, place]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
-        if self._texts is not None:
+        if self._offline:
             texts = self.learner.texts[[row["number"] for row in inputs]]
             prompts, completions = texts.prompts, Completions(texts.prompts, texts.ids, texts.mask)
         else:
@@ -537,7 +542,7 @@ class GradeTrainer(Trainer):
         self.log_buffer.add({"step_time": step_time})
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
-        if self._texts is not None:
+        if self._offline:
             self._steer(self._mean(self._kl))
         elif self.kl_budget is not None and self.state.global_step == self.state.max_steps:
             self._land(self._own_completions(LANDING)[1])
@@ -609,7 +614,7 @@ class GradeTrainer(Trainer):
         microbatches = step * args.gradient_accumulation_steps * args.world_size
         if "loss" in logs:
             logs |= self.log_buffer.drain(self._mean)
-            samples = microbatches * args.batch_completions if self._texts is None else self.learner.steering.samples
+            samples = microbatches * args.batch_completions if not self._offline else self.learner.steering.samples
             logs |= {"num_samples": samples, "seconds": self.seconds}
             if args.log_completions:
                 self._write_table(f"completions_{step:05d}", self.log_buffer.drain_rows())
@@ -746,7 +751,7 @@ class GradeTrainer(Trainer):
                 self.learner.means[:] = state["means"]
                 if self.learner.tensors():
                     self.learner.load_tensors(load_file(Path(checkpoint) / LEARNER_FILE))
-            if self._texts is not None:
+            if self._offline:
                 self.objective = replace(self.objective, beta=self.learner.steering.beta)
 
     # ---- model card ----
@@ -802,12 +807,12 @@ class _StepEnd(TrainerCallback):
         control.should_log = control.should_log or last or control.should_evaluate
 
 
-def _choose_method(args: GradeConfig, objective: Objective) -> tuple[str, str]:
+def _choose_method(args: GradeConfig, objective: Objective, texts: bool) -> tuple[str, str]:
     """``method: auto``: the method that a reward calls for, with the reason in one line.
 
-    A reward on the embedding table (`bag`) is differentiated itself, unless groups are asked for; others are distilled.
-    A setting that only `grpo` has means `grpo`, so that a script for TRL's trainer does what it says. `docs/methods.md`
-    has the measurements behind the rest.
+    A reward on the embedding table (`bag`) is differentiated itself, unless groups are asked for; others are distilled,
+    and so is any where scored texts are given. A setting that only `grpo` has means `grpo`, so that a script for TRL's
+    trainer does what it says. `docs/methods.md` has the measurements behind the rest.
     """
 
     def changed(method: str, other: str) -> list[str]:
@@ -823,6 +828,8 @@ def _choose_method(args: GradeConfig, objective: Objective) -> tuple[str, str]:
         raise InputError("method", args.method, allowed)
     if grpo:
         return "grpo", f"{grpo[0]} is a setting of grpo"
+    if texts:
+        return DISTILLED, "scored texts are given, which it is distilled from before the first step"
     shallow = all(part.kind == "bag" for part in objective.reward_model.parts)
     if shallow and not distilled and args.num_generations is None:
         return "ste", "the reward reads the embedding table itself, so its own gradient needs the fewest samples"

@@ -10,6 +10,7 @@ from conftest import VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
 from grade.errors import InputError
 from grade.gradients.distilled.learner import DECAY, EVERY, HORIZON, Blend, DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
+from grade.gradients.distilled.store import Fit
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
@@ -107,11 +108,14 @@ def written_out(own, prompts, step, beta=BETA, rows=None):
     drawn[:, : own.config.min_completion_length, list(backbone.eos_token_ids)] = -torch.inf
     drawn = drawn.log_softmax(-1)
     lengths = mask.sum(1).tolist()
-    family = own.families[own.fit.family]
+    family, positions = own.families[own.fit.family], torch.arange(ids.numel())
     assert torch.equal(own.last.ids, ids)
     weights = own.fit.without(0, len(ids) // group) * own.trust
-    s = family.values(weights, own.last)(torch.arange(ids.numel())).double()
-    s = (s.expand(ids.numel(), VOCAB) if s.ndim == 1 else s).view(*ids.shape, VOCAB)
+    s = family.values(weights, own.last)(positions).double().expand(ids.numel(), VOCAB)
+    if own.prior is not None:
+        known = own.families[own.prior.family].values(own.prior.all, own.last)(positions)
+        s = s + own.store.prior_weight * known.expand(ids.numel(), VOCAB)
+    s = s.view(*ids.shape, VOCAB)
 
     def expected(b, t):
         p = drawn[b, t].exp()
@@ -139,6 +143,24 @@ def written_out(own, prompts, step, beta=BETA, rows=None):
     penalty = sum(kl[b, : lengths[b]].mean() for b in rows)
     n = len(rows)
     return -plug / n, -residual / n, beta * penalty / n
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0, "auto"])
+def test_a_prior_adds_to_the_values_what_own_completions_confirmed(policy, weight):
+    own = learner(policy, weight, ["bag", "values"])
+    generator = torch.Generator().manual_seed(3)
+    worth = torch.randn(1, policy.hidden_size, generator=generator, dtype=torch.float64)
+    own.prior = Fit("bag", worth, Choice(1.0, 0.3, 1.0, 0.1))
+    for seed in range(3):
+        before = own.transfer.trust
+        batches = microbatches(seed=seed)
+        found, [step] = take(own, batches, objective(BETA))
+    assert own.store.prior_weight == before < 1 and own.fit is not None
+    plug, residual, penalty = written_out(own, batches[0][0], step)
+    used = float(own.figures["residual_weight"][0]) if weight == "auto" else weight
+    assert 0 < used <= 1
+    want = flat_grad(plug + used * residual + penalty, policy)
+    assert (found - want).norm() <= (1e-6 if weight == "auto" else 1e-10) * want.norm()  # the log has float32
 
 
 @pytest.mark.parametrize("family", ALL)

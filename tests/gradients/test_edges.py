@@ -9,7 +9,8 @@ from transformers import Gemma3Config, GPT2Config
 
 from grade.experiments.enumeration import every_completion
 from grade.gradients.distilled.learner import DistilledGradient
-from grade.gradients.distilled.store import Evidence
+from grade.gradients.distilled.ridge import Choice
+from grade.gradients.distilled.store import Evidence, Fit
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
@@ -116,7 +117,8 @@ def test_predictions_that_are_rounding_are_no_evidence():
     assert evidence.trust == 0.0
 
 
-def test_residual_weight_1_is_unbiased():
+@pytest.mark.parametrize("prior", [False, True])
+def test_residual_weight_1_is_unbiased(prior):
     """Enumerated: every pair of completions by its probability, after 18 completions, with a refit on the pair."""
     config = GPT2Config(
         vocab_size=3, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1,
@@ -129,6 +131,12 @@ def test_residual_weight_1_is_unbiased():
     goal = Objective(ToyReward(16), 0.0)
     own = learner(backbone, "distilled", num_generations=2, max_completion_length=length, residual_weight=1.0,
                   distil_families=["counts", "values"])  # fmt: skip
+    if prior:  # of texts that know half of the reward, and something else
+        worth = goal.score(backbone, every.prompts, ids, mask)
+        values = torch.stack([worth[(ids == token).any(1)].mean() for token in range(3)])
+        own.prior = Fit(
+            "counts", 0.5 * values.unsqueeze(0) + torch.tensor([[0.1, 0.0, -0.1]]), Choice(1.0, 0.3, 1.0, 0.1)
+        )
     context = StepContext(1, lambda: None)
 
     def step(rows):
@@ -148,6 +156,7 @@ def test_residual_weight_1_is_unbiased():
         own.load_tensors({name: value.clone() for name, value in before.items()})
         mean += probabilities[pair].prod() * step(pair)
         assert own.fit.predates and own.fit.weights.shape[0] == 2, "refitted on the pair"
+        assert not prior or own.store.prior_weight > 0.1
     assert (mean - truth).norm() <= 1e-12 * truth.norm()
 
 

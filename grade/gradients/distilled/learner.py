@@ -22,6 +22,10 @@ predictions (`store.Evidence`): a reward that cannot be distilled gives values o
 that of `rloo`. With a `trunk` family, which is not additive, the plug-in is straight-through (`st`), the residual what
 `rloo` has beyond it.
 
+A prior is fitted to scored texts before the first step (`grade.gradients.distilled.prior`). Its values count as much as
+own completions of earlier steps have confirmed, and what it misses of their rewards is distilled on top. At 512 own
+completions and fewer, both on equal terms would hardly change the prior.
+
 ``R`` in A is the penalised return, ``R - beta * mean_t KL_t``, and KL's own gradient is added, as in
 `grade.gradients.policy_gradient`.
 
@@ -30,6 +34,7 @@ Left out: several updates per step, values of the prompt.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterable
@@ -40,6 +45,7 @@ from torch import Tensor
 
 from grade.gradients.all_action import expected_values
 from grade.gradients.distilled.families import Family, Observed, make_family
+from grade.gradients.distilled.prior import fit_texts
 from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
 from grade.gradients.losses import relative, rloo
@@ -49,6 +55,7 @@ from grade.gradients.policy_gradient import Completions, Learner, Microbatch, St
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
+from grade.models.prompts import ScoredTexts
 from grade.models.sampling import early_rows
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
 
@@ -150,7 +157,8 @@ class DistilledGradient(Learner):
         names = config.distil_families or FAMILIES
         self.families: dict[str, Family] = {name: make_family(name, backbone) for name in names}
         self.store = Store(self.families, config.group, config.distil_window)
-        self.evidence, self.blend = Evidence(), Blend()
+        self.prior: Fit | None = None
+        self.transfer, self.evidence, self.blend = Evidence(), Evidence(), Blend()
         self.fit: Fit | None = None
         self.intercept, self.trust, self.steps = 0.0, 1.0, 0
         self.last: Observed | None = None
@@ -159,7 +167,8 @@ class DistilledGradient(Learner):
         """State for a checkpoint."""
         tensors = self.store.state() | {"blend": self.blend.moments, "residual": self.blend.before}
         tensors["level"] = torch.tensor([self.intercept, self.steps], dtype=torch.float64)
-        tensors |= {f"evidence/{number}": groups for number, groups in enumerate(self.evidence.groups)}
+        for name, evidence in (("evidence", self.evidence), ("transfer", self.transfer)):
+            tensors |= {f"{name}/{number}": groups for number, groups in enumerate(evidence.groups)}
         if self.fit is not None:
             choice = torch.tensor(astuple(self.fit.choice), dtype=torch.float64)
             tensors |= {f"fit/{self.fit.family}": self.fit.weights[:1], "fitted": choice}
@@ -170,11 +179,21 @@ class DistilledGradient(Learner):
         self.store.restore(tensors)
         self.blend.moments, self.blend.before = tensors["blend"], tensors["residual"].to(self.backbone.device)
         self.intercept, self.steps = float(tensors["level"][0]), int(tensors["level"][1])
-        self.evidence.groups = [tensors[name] for name in sorted(tensors) if name.startswith("evidence/")]
+        for kind, evidence in (("evidence/", self.evidence), ("transfer/", self.transfer)):
+            evidence.groups = [tensors[name] for name in sorted(tensors) if name.startswith(kind)]
         for name in tensors:
             kind, _, family = name.partition("/")
             if kind == "fit":
                 self.fit = Fit(family, tensors[name].to(self.backbone.device), Choice(*tensors["fitted"].tolist()))
+
+    def read(self, texts: ScoredTexts) -> None:
+        """Take the reward distilled from scored texts as prior, if they explain anything of it."""
+        prior = fit_texts({name: family for name, family in self.families.items() if family.additive}, texts)
+        if prior.significant:
+            self.prior = prior.fit
+        else:
+            r2 = prior.fit.choice.r2
+            warnings.warn(f"{len(texts)} texts explain {r2:.3f} of the reward: they are not used", stacklevel=2)
 
     def step(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
@@ -213,13 +232,18 @@ class DistilledGradient(Learner):
         # A completion without a reward counts as its group's mean: no better, no worse.
         differences = relative(rewards.view(-1, group)).flatten().nan_to_num(0.0).double()
         rows = {name: joined([part[name] for part in parts]).to(self.backbone.device) for name in parts[0]}
-        predicted = self._predict(rows)
-        self.trust = self.evidence.trust  # of the steps before: this step's rewards must not weigh their own gradient
+        prior, predicted = self._predict(self.prior, rows), self._predict(self.fit, rows)
+        # Of the steps before: this step's rewards must not weigh their own gradient.
+        self.trust, self.store.prior_weight, missed = self.evidence.trust, self.transfer.trust, differences
+        if prior is not None:
+            missed = differences - self.store.prior_weight * centred(prior, group)
+            self._note({"distilled/transfer": self.store.prior_weight})
+            self.transfer.add(centred(prior, group), differences, group)
         if predicted is not None:
             self._note({"distilled/reward": predicted.mean() + self.intercept})
-            self.evidence.add(centred(predicted, group), differences, group)
+            self.evidence.add(centred(predicted, group), missed, group)
         tokens = rows.pop("tokens")
-        self.store.append(rows, differences, tokens)
+        self.store.append(rows, differences, tokens, prior)
         if self.fit is not None and not self.store.refit_due:
             self.fit = replace(self.fit, weights=self.fit.weights[:1], predates=True)
         else:
@@ -227,17 +251,15 @@ class DistilledGradient(Learner):
             self.fit = fit and replace(fit, predates=predates)
         figures = {"trust": self.trust, "completions": float(len(self.store)), "dropped": float(self.store.dropped)}
         if self.fit is not None:
-            self.intercept = float(rewards.double().nanmean().nan_to_num(0.0) - self._predict(rows).mean())
+            self.intercept = float(rewards.double().nanmean().nan_to_num(0.0) - self._predict(self.fit, rows).mean())
             figures |= {f"r2/{name}": choice.r2 for name, choice in self.store.choices.items()}
             figures |= {"r2": self.fit.choice.r2, "slope": self.fit.choice.slope}
         elif not self.store.kept["rewards"].any():
             warnings.warn("the reward is equal within every group so far: nothing is learned from it", stacklevel=3)
         self._note({f"distilled/{name}": value for name, value in figures.items()})
 
-    def _predict(self, rows: dict[str, Tensor]) -> Tensor | None:
-        if self.fit is None:
-            return None
-        return self.families[self.fit.family].predict(self.fit.all[0], rows[self.fit.family]).double().cpu()
+    def _predict(self, fit: Fit | None, rows: dict[str, Tensor]) -> Tensor | None:
+        return None if fit is None else self.families[fit.family].predict(fit.all[0], rows[fit.family]).double().cpu()
 
     def token_counts(self) -> Tensor:
         """How often each token occurs in the completions that are kept [V], float64."""
@@ -250,11 +272,14 @@ class DistilledGradient(Learner):
         By the additive family with the largest R2, whichever the gradient used. None before the first fit, or without
         such a family.
         """
-        name = self.store.best_of([name for name, family in self.families.items() if family.additive])
-        if name is None or self.fit is None or self.last is None:
+        if self.last is None:
             return None
-        fit = self.fit if self.fit.family == name else self.store.fit_of(name, 0)
-        return self.families[name].typical(fit.all, self.last)
+        fits = [(self.prior, self.store.prior_weight)] if self.prior is not None else []
+        name = self.store.best_of([name for name, family in self.families.items() if family.additive])
+        if name is not None and self.fit is not None:
+            fits.append((self.fit if self.fit.family == name else self.store.fit_of(name, 0), 1.0))
+        each = [self.families[fit.family].typical(fit.all * weight, self.last) for fit, weight in fits]
+        return sum(each[1:], each[0]) if each else None
 
     # ---- the gradient ----
     def _accumulate(self, samples: list[Sample], objective: Objective, context: StepContext) -> list[GradientStep]:
@@ -311,11 +336,24 @@ class DistilledGradient(Learner):
 
     @property
     def reliability(self) -> float:
-        """K t in 0..1: the shrinkage of the fit's slope times the trust in its predictions; the values carry both."""
-        return 0.0 if self.fit is None else self.fit.choice.shrinkage * self.trust
+        """K t in 0..1: the shrinkage of the fit's slope times the trust in its predictions; the values carry both.
+
+        A prior is relied on as far as it transfers; the two are taken to err independently.
+        """
+        own = 0.0 if self.fit is None else self.fit.choice.shrinkage * self.trust
+        return own if self.prior is None else 1 - (1 - own) * (1 - self.store.prior_weight)
+
+    def _explained(self) -> float:
+        """Share of the squared gradient that is taken to be the distilled reward's (`ridge.Choice.explained`)."""
+        own = 0.0 if self.fit is None else self.fit.choice.explained
+        if self.prior is None:
+            return own
+        weight = self.store.prior_weight
+        prior = min(1.0, self.transfer.r2(weight) if self.transfer.groups else self.prior.choice.r2)
+        return math.sqrt(1 - (1 - prior) * (1 - own * own))
 
     def _weight(self) -> float:
-        return self.blend.weight(self.fit.choice.explained, self.reliability) if self.reliability > 0 else 1.0
+        return self.blend.weight(self._explained(), self.reliability) if self.reliability > 0 else 1.0
 
     def losses_from(
         self, hidden: Tensor, sample: Sample, first: int, objective: Objective
@@ -332,20 +370,24 @@ class DistilledGradient(Learner):
         reward = relative(sample.reward.view(-1, group)).flatten()
         returns = penalised(reward, kl, mask, objective.beta).detach()
         returns = returns.unsqueeze(1).expand(mask.shape)
-        plug, additive = hidden.new_zeros(()), True
+        plug = not_corrected = hidden.new_zeros(())
         # Selecting on this step's rewards biases the gradient by a few percent, so w = 1 forbids it.
         usable = self.fit is not None and (self.fit.predates or self.config.residual_weight != 1)
+        fits = [(self.prior, self.prior.all * self.store.prior_weight)] if self.prior is not None else []
         if usable and self.fit.choice.slope > 0:
-            family = self.families[self.fit.family]
-            weights = self.fit.without(first, len(seen.ids) // group) * self.trust
+            fits.append((self.fit, self.fit.without(first, len(seen.ids) // group) * self.trust))
+        for fit, weights in fits:
+            family = self.families[fit.family]
             # Of the distribution that was sampled from.
             values, early, eos = family.values(weights, seen), early_rows(mask, least), backbone.eos_token_ids
             expected = expected_values(backbone.head, hidden.flatten(0, 1), values, eos, early).view(mask.shape) * mask
-            plug, additive = -expected.sum(1).mean(), family.additive
-            if additive:
+            plug = plug - expected.sum(1).mean()
+            if family.additive:
                 future = expected.detach().flip(1).cumsum(1).flip(1) - expected.detach()
                 returns = returns - family.own(weights, seen).sum(1, keepdim=True) + future
+            else:
+                not_corrected = not_corrected - expected.sum(1).mean()
         advantages = rloo(returns.reshape(-1, group, mask.shape[1]).transpose(1, 2).reshape(-1, group))
         advantages = advantages.view(-1, mask.shape[1], group).transpose(1, 2).reshape(mask.shape)
-        residual = -(advantages.detach() * logps * mask).sum(1).mean() - (0.0 if additive else plug)
+        residual = -(advantages.detach() * logps * mask).sum(1).mean() - not_corrected
         return (plug, residual, objective.beta * sequence_mean(kl, mask).mean()), kl.detach()

@@ -54,8 +54,6 @@ SLOPE_OVER = 3
 """Steps over which the growth of the distance is taken."""
 PREFIXES = 64
 """Texts whose prefixes the promise is made along."""
-SIGNIFICANT = 3.0
-"""Standard errors by which the reward's slope on its prediction must exceed 0: it is the best of several fits."""
 FEWEST = 24
 """Own completions that can end a run."""
 
@@ -157,9 +155,8 @@ class OfflineGradient(Learner):
     def read(self, texts: ScoredTexts, target: float | None, beta: float) -> None:
         """Distil the reward of scored texts, and begin to steer at ``beta``, or at 0 where the promise says."""
         self.texts, self.prior = texts, fit_texts(self.families, texts)
-        choice = self.prior.fit.choice
-        if not choice.raw_slope > SIGNIFICANT * choice.stderr:
-            r2 = choice.r2
+        if not self.prior.significant:
+            r2 = self.prior.fit.choice.r2
             raise InputError("texts", f"{len(texts)} that explain {r2:.3f} of the reward on other prompts", "more, or "
                              "others: no family of distil_families predicts the reward")  # fmt: skip
         self.promised = promise(self.family, self.prior.fit.all, texts[:PREFIXES])

@@ -37,6 +37,8 @@ from grade.models.scoring import predicting_hidden
 
 FOLDS = 5
 """Fits of the cross-validation."""
+SIGNIFICANT = 3.0
+"""Standard errors by which the reward's slope on its prediction must exceed 0: it is the best of several fits."""
 FEWEST = 8
 """Texts that a fit needs."""
 TILTS = 24
@@ -54,6 +56,11 @@ class Prior:
 
     fit: Fit
     choices: dict[str, Choice]
+
+    @property
+    def significant(self) -> bool:
+        """Whether the reward rises with its prediction beyond doubt."""
+        return self.fit.choice.raw_slope > SIGNIFICANT * self.fit.choice.stderr
 
 
 def observed(family: Family, texts: ScoredTexts) -> Observed:

@@ -37,7 +37,7 @@ class Evidence:
     """How well predictions that were made before a batch's rewards were known agree with these rewards.
 
     Attributes:
-        groups: Of each batch, ``sum p y`` and ``sum p^2`` of its groups [2, N], centred within groups.
+        groups: Of each batch, ``sum p y``, ``sum p^2`` and ``sum y^2`` of its groups [3, N], centred within groups.
     """
 
     groups: list[Tensor] = field(default_factory=list)
@@ -45,8 +45,8 @@ class Evidence:
     def add(self, predicted: Tensor, rewards: Tensor, group: int) -> None:
         """Add a batch: predictions p and rewards y [N G], both centred; p that is rounding is none."""
         predicted = torch.zeros_like(predicted) if negligible(predicted, rewards) else predicted
-        products = torch.stack([predicted * rewards, predicted * predicted])
-        self.groups = [*self.groups, products.view(2, -1, group).sum(2)][-TRUST_STEPS:]
+        products = torch.stack([predicted * rewards, predicted * predicted, rewards * rewards])
+        self.groups = [*self.groups, products.view(3, -1, group).sum(2)][-TRUST_STEPS:]
 
     @property
     def trust(self) -> float:
@@ -57,12 +57,17 @@ class Evidence:
         """
         if not self.groups:
             return 1.0
-        products, squares = torch.cat(self.groups, 1)
+        products, squares, _ = torch.cat(self.groups, 1)
         if not float(squares.sum()) > 0:
             return 1.0
         slope = products.sum() / squares.sum()
         stderr = (products - slope * squares).square().sum().sqrt() / squares.sum()
         return min(max(float(slope + stderr), 0.0), 1.0)
+
+    def r2(self, weight: float) -> float:
+        """Share of the rewards' variance that predictions times ``weight`` explain, at least 0."""
+        products, squares, total = torch.cat(self.groups, 1).sum(1).tolist()
+        return max(0.0, (2 * weight * products - weight * weight * squares) / total) if total > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,8 @@ class Fit:
 
 
 Scored = dict[str, Tensor]
-"""Completions: ``rewards`` [n], centred; ``tokens`` [n, T], -1 where masked; and the features of each family [n, ...],
-by its name, centred if they are dense."""
+"""Completions: ``rewards`` [n], centred; with a prior its predictions ``prior`` [n]; ``tokens`` [n, T], -1 where
+masked; and the features of each family [n, ...], by its name, centred if they are dense."""
 
 
 class Store:
@@ -110,20 +115,28 @@ class Store:
         self.choices: dict[str, Choice] = {}
         self.waiting: list[Scored] = []
         self.since_choice = self.dropped = 0
+        self.prior_weight = 0.0
+
+    @property
+    def targets(self) -> Tensor:
+        """What is fitted [n]: the rewards, less what a prior predicts of them times ``prior_weight``."""
+        rewards, prior = self.kept["rewards"], self.kept.get("prior")
+        return rewards if prior is None else rewards - self.prior_weight * prior
 
     def __len__(self) -> int:
         """Completions that are kept, with those that wait."""
         return sum(len(part["rewards"]) for part in (self.kept, *self.waiting))
 
-    def append(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor) -> None:
+    def append(self, rows: Mapping[str, Tensor], rewards: Tensor, tokens: Tensor, prior: Tensor | None = None) -> None:
         """Let a batch of whole groups wait for `absorb`: features of each family [m, ...], rewards [m], tokens [m, T].
 
-        Tokens are -1 where masked.
+        Tokens are -1 where masked; ``prior`` are a prior's predictions [m], in every batch or in none.
         """
         rows = {name: r.detach() for name, r in rows.items()}
         dense = {name: r if r.dtype == torch.long else centred(r, self.group) for name, r in rows.items()}
         rewards = centred(rewards.detach().double().cpu(), self.group)
-        self.waiting.append({"rewards": rewards, "tokens": tokens.cpu(), **dense})
+        given = {} if prior is None else {"prior": centred(prior, self.group)}
+        self.waiting.append({"rewards": rewards, **given, "tokens": tokens.cpu(), **dense})
 
     @property
     def refit_due(self) -> bool:
@@ -161,7 +174,7 @@ class Store:
         without it. None if rewards do not differ within prompts, or no fit can be made.
         """
         self.absorb()
-        if not float(self.kept["rewards"].abs().max()) > 0:
+        if not float(self.targets.abs().max()) > 0:
             return None
         try:
             if not self.choices:
@@ -179,7 +192,7 @@ class Store:
         recent, self.since_choice = min(len(self), RECENT // self.group * self.group), 0
         part = slice(len(self) - recent, None)
         self.choices = {
-            name: choose(Spectrum.of(self.grams[name][part, part]), self.kept["rewards"][part], self.group)
+            name: choose(Spectrum.of(self.grams[name][part, part]), self.targets[part], self.group)
             for name in self.families
         }
 
@@ -188,7 +201,7 @@ class Store:
         choice, rows, groups = self.choices[name], self.kept[name], len(self) // self.group
         kept = min(newest, groups)  # a step may be larger than the window: what was dropped is in no fit
         left_out = range(groups - kept, groups)
-        alpha = coefficients(self.grams[name], self.kept["rewards"], self.group, choice.penalty, left_out)
+        alpha = coefficients(self.grams[name], self.targets, self.group, choice.penalty, left_out)
         alpha = torch.cat([alpha[:1], alpha[:1].expand(newest - kept, -1), alpha[1:]])
         # Rows of dense families are centred; those of buckets are not, so the coefficients are.
         alpha = torch.stack([centred(a, self.group) for a in alpha]).to(rows.device)
