@@ -13,7 +13,7 @@ from grade.cli.options import command, option, print_metrics
 from grade.config import SEEDS, check_bytes, read_values
 from grade.errors import InputError
 from grade.files import check_file, writing
-from grade.gradients.methods import BYTES_PER_TOKEN, METHODS
+from grade.gradients.methods import BYTES_PER_TOKEN, METHODS, OFFLINE
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.models.sampling import check_room, generate
@@ -26,7 +26,7 @@ from grade.training.run import evaluate_task, train
 @command(
     "train",
     option("--method", metavar="METHOD",
-           help=f"overrides the config: {', '.join(METHODS)}; all: each, in its own folder"),
+           help=f"overrides the config: auto, {OFFLINE}, {', '.join(METHODS)}; all: each that samples"),
     option("--reward", action="append", metavar="REWARD",
            help="overrides the config; several are added up: file.py:function, hf:<id>, ..."),
     option("--sampler", metavar="SAMPLER", help="overrides the config: own, shared, or http://host:port"),

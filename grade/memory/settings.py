@@ -150,7 +150,7 @@ class StepConfig(TracedConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.method == OFFLINE:
-            raise InputError("method", OFFLINE, f"one that samples: {', '.join(METHODS)}")
+            raise InputError("method", OFFLINE, f"one that samples, as this is not traced yet: {', '.join(METHODS)}")
         if self.method == AUTO:
             raise InputError("method", AUTO, f"the method itself, as auto depends on the reward: {', '.join(METHODS)}")
         for option in _OF_SOME_METHODS:

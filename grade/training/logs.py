@@ -206,8 +206,10 @@ class Lines(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write the line, above the bar."""
         row = logs or {}
-        names = ("reward", "kl", "grad_norm", "eval_reward", "eval_gold", "eval_kl")
-        figures = "  ".join(f"{name} {row[name]:.4g}" for name in names if row.get(name) is not None)
+        own = ("beta", "distilled/own_kl", "distilled/own_reward")
+        names = ("reward", "kl", "grad_norm", *own, "eval_reward", "eval_gold", "eval_kl")
+        shown = {name.removeprefix("distilled/"): row[name] for name in names if row.get(name) is not None}
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         if not figures or not state.is_world_process_zero:
             return
         write = self.write if self.bar is None else self.bar.write
