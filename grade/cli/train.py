@@ -98,13 +98,15 @@ def _evaluate(args: argparse.Namespace) -> None:
 )
 def _generate(args: argparse.Namespace) -> None:
     """Print completions."""
-    if args.samples < 1:
-        raise InputError("--samples", args.samples, "at least 1")
+    sizes = {"--samples": args.samples, "--max-new-tokens": args.max_new_tokens}
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(name, size, "at least 1")
     if not 0 <= args.seed < SEEDS:
         raise InputError("--seed", args.seed, f"0 to {SEEDS - 1}")
-    check_bytes({"--samples": args.samples, "--max-new-tokens": args.max_new_tokens}, BYTES_PER_TOKEN)
+    check_bytes(sizes, BYTES_PER_TOKEN)
     backbone = Backbone.load(args.backbone, adapter=args.adapter)
-    check_room(backbone, {"--samples": args.samples, "--max-new-tokens": args.max_new_tokens})
+    check_room(backbone, sizes)
     texts = [text for text in args.prompt for _ in range(args.samples)]
     prompts = encode_prompts(backbone.tokenizer, texts, 2**31)
     generator = torch.Generator().manual_seed(args.seed)
