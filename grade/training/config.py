@@ -16,6 +16,7 @@ from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from grade.config import SEEDS, allowed_names, own_fields, setting
+from grade.data.texts import LEAST
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
@@ -127,6 +128,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
     importance_sampling_cap: PositiveFloat = setting(2.0, "largest importance weight, C")
 
     reward_weights: list[float] | None = setting(None, "weight of each reward function; null: 1 each")
+    most_texts: Annotated[int, Field(ge=LEAST)] = setting(
+        8192, "texts at most that the reward is distilled from: the first rows, or the first windows of whole texts"
+    )
     reward_scope: RewardScope = setting(
         "prompt_and_completion", "what classifiers and reward models score; functions always get both"
     )

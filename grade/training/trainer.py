@@ -274,7 +274,8 @@ class GradeTrainer(Trainer):
             raise InputError("beta", 0.0, f"above 0, or a target_kl, with method {OFFLINE}: nothing else keeps it near")
         backbone, length, number = self.backbone, args.max_completion_length, reference_number(texts)
         if number is None:
-            rows = read_texts(texts, backbone.tokenizer, args.max_prompt_length or WINDOW_PROMPT, length)
+            prompt = args.max_prompt_length or WINDOW_PROMPT
+            rows = read_texts(texts, backbone.tokenizer, prompt, length, args.most_texts)
         elif self._prompts is None:
             raise InputError("train_dataset", None, f"prompts for the completions of {texts}")
         else:
@@ -297,6 +298,8 @@ class GradeTrainer(Trainer):
             self.objective = replace(self.objective, beta=self.learner.steering.beta)
         else:
             self.learner.read(texts)
+        if args.process_index == 0 and (prior := self.learner.prior) is not None:
+            logger.warning(f"texts: {len(texts)}, {texts.calls} of them scored now; {prior.summary}")
 
     def get_train_dataloader(self) -> DataLoader:
         """Microbatches of whole prompts, in shuffled passes."""

@@ -35,9 +35,9 @@ from torch import Tensor
 from grade.errors import InputError
 from grade.gradients.all_action import expected_values
 from grade.gradients.distilled.families import ADDITIVE, Family, Observed, make_family
-from grade.gradients.distilled.prior import Prior, Promise, fit_texts, observed, promise
+from grade.gradients.distilled.prior import Promise, fit_texts, observed, promise
 from grade.gradients.distilled.ridge import centred
-from grade.gradients.distilled.store import Evidence
+from grade.gradients.distilled.store import Evidence, Fit
 from grade.gradients.methods import FAMILIES, OFFLINE, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.gradients.policy_gradient import Completions, Learner, StepContext
@@ -135,7 +135,7 @@ class OfflineGradient(Learner):
     """
 
     texts: ScoredTexts | None = None
-    prior: Prior
+    prior: Fit
     promised: Promise
     steering: Steering
 
@@ -150,16 +150,17 @@ class OfflineGradient(Learner):
     @property
     def family(self) -> Family:
         """That of the distilled reward."""
-        return self.families[self.prior.fit.family]
+        return self.families[self.prior.family]
 
     def read(self, texts: ScoredTexts, target: float | None, beta: float) -> None:
         """Distil the reward of scored texts, and begin to steer at ``beta``, or at 0 where the promise says."""
-        self.texts, self.prior = texts, fit_texts(self.families, texts)
-        if not self.prior.significant:
-            r2 = self.prior.fit.choice.r2
+        prior = fit_texts(self.families, texts)
+        if not prior.significant:
+            r2 = prior.fit.choice.r2
             raise InputError("texts", f"{len(texts)} that explain {r2:.3f} of the reward on other prompts", "more, or "
                              "others: no family of distil_families predicts the reward")  # fmt: skip
-        self.promised = promise(self.family, self.prior.fit.all, texts[:PREFIXES])
+        self.texts, self.prior = texts, prior.fit
+        self.promised = promise(self.family, self.prior.all, texts[:PREFIXES])
         self.steering = Steering(target, beta or self.promised.at(target)[1])
 
     def tensors(self) -> dict[str, Tensor]:
@@ -186,7 +187,7 @@ class OfflineGradient(Learner):
         with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
             hidden = predicting_hidden(self.backbone, prompts, ids)
         early, eos = early_rows(mask, self.config.min_completion_length), self.backbone.eos_token_ids
-        values = self.family.values(self.prior.fit.all, self._seen(prompts, ids, mask))
+        values = self.family.values(self.prior.all, self._seen(prompts, ids, mask))
         expected = expected_values(self.backbone.head, hidden.flatten(0, 1), values, eos, early).view(mask.shape) * mask
         kl = token_kl(self.backbone, hidden, reference, mask)
         penalty = objective.beta * sequence_mean(kl, mask).mean()
@@ -198,7 +199,7 @@ class OfflineGradient(Learner):
     @torch.no_grad()
     def predict(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Distilled rewards [B] of completions [B, T], up to a constant."""
-        return self.family.own(self.prior.fit.all, self._seen(prompts, ids, mask)).sum(1)
+        return self.family.own(self.prior.all, self._seen(prompts, ids, mask)).sum(1)
 
     def _seen(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Observed:
         return observed(self.family, ScoredTexts(prompts, ids, mask, ids.new_zeros(len(ids))))
@@ -207,7 +208,7 @@ class OfflineGradient(Learner):
         """What the distilled reward gives each token [V], in reward, averaged over positions; None before `read`."""
         if self.texts is None:
             return None
-        return self.family.typical(self.prior.fit.all, observed(self.family, self.texts[:PREFIXES]))
+        return self.family.typical(self.prior.all, observed(self.family, self.texts[:PREFIXES]))
 
     def token_counts(self) -> Tensor:
         """How often each token occurs in the texts [V], float64."""

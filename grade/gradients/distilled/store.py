@@ -80,6 +80,11 @@ class Fit:
     predates: bool = True  # whether family and choice were selected before the newest groups' rewards were known
 
     @property
+    def summary(self) -> str:
+        """In a few words."""
+        return f"{self.family} explains {self.choice.r2:.3f} of the reward out of sample"
+
+    @property
     def all(self) -> Tensor:
         """Weights [1, F] of the fit on all completions, with the slope."""
         return self.weights[:1] * self.choice.slope
