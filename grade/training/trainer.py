@@ -31,6 +31,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -289,10 +290,12 @@ class GradeTrainer(Trainer):
 
     def _distil_texts(self) -> None:
         args = self.args
-        texts = score_texts(
-            self._texts, self.backbone, self.rewards, completion_tokens=args.max_completion_length, encode=self.encode,
-            cache=cache_folder(),
-        )  # fmt: skip
+        # The others read what the first one has kept; a divided base needs all of them in each pass.
+        with nullcontext() if args.sharded else args.main_process_first(local=False, desc="scores of the texts"):
+            texts = score_texts(
+                self._texts, self.backbone, self.rewards, completion_tokens=args.max_completion_length,
+                encode=self.encode, cache=cache_folder(),
+            )  # fmt: skip
         if self._offline:
             self.learner.read(texts, args.target_kl, args.beta)
             self.objective = replace(self.objective, beta=self.learner.steering.beta)
