@@ -543,15 +543,15 @@ class GradeTrainer(Trainer):
         self.log_buffer.add({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
 
     def _step_ended(self) -> None:
-        step_time = time.perf_counter() - self._started
-        self.seconds += step_time
-        self.log_buffer.add({"step_time": step_time})
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         if self._offline:
             self._steer(self._mean(self._kl))
         elif self.kl_budget is not None and self.state.global_step == self.state.max_steps:
             self._land(self._own_completions(LANDING)[1])
+        step_time = time.perf_counter() - self._started
+        self.seconds += step_time
+        self.log_buffer.add({"step_time": step_time})
 
     def _steer(self, kl: float) -> None:
         """After a step along texts: keep within the target, measure own completions now and then, set beta."""
@@ -580,7 +580,7 @@ class GradeTrainer(Trainer):
         learner = self.learner
         own, batch = self._own_completions(number)
         rewards = scored_rewards(self.backbone, own.prompts, own.ids, own.mask, self.objective)
-        learner.steering.measure(batch.start.kl, kl, learner.predict(own.prompts, own.ids, own.mask), rewards)
+        learner.steering.measure(batch.start.kl, kl, learner.predict(own), rewards)
         self.log_buffer.add({
             "distilled/own_kl": batch.start.kl, "distilled/own_reward": rewards.nanmean().double(),
             "distilled/trust": learner.steering.evidence.trust,

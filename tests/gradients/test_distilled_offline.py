@@ -47,6 +47,8 @@ def test_the_gradient_is_that_of_dense_expectations_and_kl(family):
 def test_beta_follows_the_distance_that_is_expected_on_the_policys_own_text():
     steering = Steering(16.0, 0.5)
     steering.measure(2.0, 1.0, torch.arange(8.0), torch.arange(8.0))  # own completions are twice as far
+    steering.measure(2.0, 1.0, torch.arange(30.0), torch.tensor([torch.nan, 1.0, 2.0] * 10))  # no score, no say
+    assert steering.samples == 38 and 0 < steering.evidence.trust <= 1
     steering.follow(8.0, 50)
     # The distance goes from 4 to 4.2 in a step, so it will be 4.2 + 0.2 AHEAD; two steps before the end 4.2 + 0.4.
     before = steering.beta

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.all_action import expected_values
-from grade.gradients.distilled.families import ADDITIVE, Family, Observed, make_family
+from grade.gradients.distilled.families import ADDITIVE, Family, make_family
 from grade.gradients.distilled.prior import Promise, fit_texts, observed, promise
 from grade.gradients.distilled.ridge import centred
 from grade.gradients.distilled.store import Evidence, Fit
@@ -42,7 +42,7 @@ from grade.gradients.methods import FAMILIES, OFFLINE, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.gradients.policy_gradient import Completions, Learner, StepContext
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, ScoredTexts
+from grade.models.prompts import ScoredTexts
 from grade.models.sampling import early_rows
 from grade.models.scoring import predicting_hidden, token_kl
 
@@ -98,14 +98,17 @@ class Steering:
         return self.beta
 
     def measure(self, own_kl: float, kl: float, predicted: Tensor, rewards: Tensor) -> None:
-        """Take in own completions: their KL and that along the texts, predictions [n] and rewards [n].
+        """Take in own completions: their KL and that along the texts, predictions [n] and rewards [n], NaN for none.
 
         Raises:
             InputError: If the rewards of all own completions so far do not rise with the prediction.
         """
         self.samples += len(rewards)
         self.ratio = own_kl / kl if min(own_kl, kl) > 0 else self.ratio
-        self.evidence.add(*(centred(each.double().cpu(), len(rewards)) for each in (predicted, rewards)), 1)
+        scored = rewards.isfinite()
+        if scored.any():
+            pair = (each[scored].double().cpu() for each in (predicted, rewards))
+            self.evidence.add(*(centred(each, len(each)) for each in pair), 1)
         if self.samples >= FEWEST and not self.evidence.trust > 0:
             allowed = "texts more like what the policy writes, or method: auto, which corrects the prediction"
             what = f"rewards of {self.samples} own completions do not rise with what the texts predict"
@@ -187,22 +190,19 @@ class OfflineGradient(Learner):
         with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
             hidden = predicting_hidden(self.backbone, prompts, ids)
         early, eos = early_rows(mask, self.config.min_completion_length), self.backbone.eos_token_ids
-        values = self.family.values(self.prior.all, self._seen(prompts, ids, mask))
+        values = self.family.values(self.prior.all, observed(self.family, texts))
         expected = expected_values(self.backbone.head, hidden.flatten(0, 1), values, eos, early).view(mask.shape) * mask
         kl = token_kl(self.backbone, hidden, reference, mask)
         penalty = objective.beta * sequence_mean(kl, mask).mean()
         loss = penalty - expected.sum(1).mean()
         (loss * scale).backward(inputs=self.backbone.trainable_parameters())
-        self._note({"offline/expected": expected.detach().sum(1).mean()})
+        self._note({"distilled/expected": expected.detach().sum(1).mean()})
         return GradientStep(ids, mask, torch.full((len(ids),), torch.nan), kl.detach(), loss.detach())
 
     @torch.no_grad()
-    def predict(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
-        """Distilled rewards [B] of completions [B, T], up to a constant."""
-        return self.family.own(self.prior.all, self._seen(prompts, ids, mask)).sum(1)
-
-    def _seen(self, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Observed:
-        return observed(self.family, ScoredTexts(prompts, ids, mask, ids.new_zeros(len(ids))))
+    def predict(self, completions: Completions) -> Tensor:
+        """Distilled rewards [B] of B completions, up to a constant."""
+        return self.family.own(self.prior.all, observed(self.family, completions)).sum(1)
 
     def liked_tokens(self) -> Tensor | None:
         """What the distilled reward gives each token [V], in reward, averaged over positions; None before `read`."""

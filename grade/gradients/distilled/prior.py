@@ -32,6 +32,7 @@ from grade.errors import InputError
 from grade.gradients.distilled.families import Family, Observed
 from grade.gradients.distilled.ridge import PENALTIES, Choice, calibrated
 from grade.gradients.distilled.store import Fit
+from grade.gradients.policy_gradient import Completions
 from grade.models.prompts import PromptBatch, ScoredTexts
 from grade.models.scoring import predicting_hidden
 
@@ -63,7 +64,7 @@ class Prior:
         return self.fit.choice.raw_slope > SIGNIFICANT * self.fit.choice.stderr
 
 
-def observed(family: Family, texts: ScoredTexts) -> Observed:
+def observed(family: Family, texts: ScoredTexts | Completions) -> Observed:
     """Texts as a family sees them: with the base's states if it reads them."""
     if family.reads_states:
         return Observed.of(family.backbone, [family], texts.prompts, texts.ids, texts.mask)
