@@ -15,15 +15,19 @@ import json
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Annotated, Any, Protocol
 
 import pandas as pd
+from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError
 from grade.files import write_text
 from grade.results import environment
 
+Size = Annotated[int, Field(ge=1)]
+Several = Annotated[int, Field(ge=2)]
+"""Kinds of a setting: a number of things, and of things whose spread is measured."""
 Table = pd.DataFrame | dict[str, Any]
 
 

@@ -21,6 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from grade.config import Config
+from grade.experiments.measured import Size
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table, trace_all
 from grade.memory.models import model_config, with_layers
@@ -60,19 +61,19 @@ COPY = "copy"
 class Settings(Config):
     """Sizes of the experiment on activation caching."""
 
-    model: str = Field("tiny", description="shape of the traced model; the document's is qwen2.5-coder-3b")
-    batch: int = Field(2, ge=1, description="B")
-    prompt_tokens: int = Field(8, ge=1, description="P; in the document prompt and completion have 512 tokens together")
-    new_tokens: int = Field(8, ge=1, description="T")
-    backbone_dir: str = Field("", description="folder of the model that runs; empty: a tiny random one")
-    runs_dir: str = Field("", description="folder of training runs, where its adapter is")
-    trained_run: str = Field("ste-0", description="the run whose adapter is used")
-    reviews_dir: str = Field("", description="folder of the review splits")
-    measured_batch: int = Field(2, ge=1, description="B of the steps that run")
-    measured_prompt_tokens: int = Field(4, ge=1, description="P")
-    measured_new_tokens: int = Field(8, ge=1, description="T")
-    repeats: int = Field(1, ge=1, description="how often each option is timed; the median counts")
-    processes: int = Field(1, ge=1, description="traces that run at once")
+    model: str = "tiny"  # shape of the traced model; the document's is qwen2.5-coder-3b
+    batch: Size = 2  # B
+    prompt_tokens: Size = 8  # P; in the document prompt and completion have 512 tokens together
+    new_tokens: Size = 8  # T
+    backbone_dir: str = ""  # folder of the model that runs; empty: a tiny random one
+    runs_dir: str = ""  # folder of training runs, where its adapter is
+    trained_run: str = "ste-0"  # the run whose adapter is used
+    reviews_dir: str = ""  # folder of the review splits
+    measured_batch: Size = 2  # B of the steps that run
+    measured_prompt_tokens: Size = 4  # P
+    measured_new_tokens: Size = 8  # T
+    repeats: Size = 1  # how often each option is timed; the median counts
+    processes: Size = 1  # traces that run at once
 
     def config(self, **options: Any) -> CachingConfig:
         """A step of the document's model, batch and length."""

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.experiments.compare.measure import defects, runs
+from grade.experiments.measured import Several, Size
 from grade.experiments.setting import kl_at_start, make_setting
 from grade.experiments.training_runs import FIXED, Run, train_all
 from grade.gradients.methods import MethodName
@@ -21,36 +22,33 @@ from grade.results import read_metrics
 class Settings(Config):
     """Models, methods and sizes of the comparison."""
 
-    backbone_dir: str = Field("", description="folder of the language model; empty: the toy task")
-    reward_dir: str = Field("", description="folder of the reward model that all methods train on")
-    second_reward_dir: str = Field("", description="folder of another one, for second_methods; empty: none")
-    gold_file: str = Field("", description="the gold judge")
-    reviews_dir: str = Field("", description="folder of the review splits")
-    peers_dir: str = Field("", description="what `python -m grade peers` wrote; empty: not shown")
-    methods: list[MethodName] = Field(
-        ["ste", "gumbel", "reinforce", "ppo"], min_length=1, description="methods that are compared"
-    )
-    second_methods: list[MethodName] = Field([], description="methods on the second reward")
-    betas: list[float] = Field([0.05], min_length=1, description="weights of KL, in reward per nat and token")
-    headline_beta: float = Field(0.05, description="the weight of KL at which ends of runs are tabled; one of betas")
-    seeds: list[int] = Field([0, 1], min_length=2, description="one run of each method and beta each")
-    kl_levels: list[float] = Field([0.05, 0.2], min_length=1, description="KL of the table, nats per completion")
-    headline_level: float = Field(0.05, description="KL of the verdicts; one of kl_levels")
-    learning_rates: list[float] = Field([1.0e-2], min_length=1, description="grid of the search; one: no search")
-    chosen_rates: dict[str, float] | None = Field(
-        None, description="method to learning rate, of an earlier search; the others are searched"
-    )
-    search_seed: int = Field(100, ge=0, lt=SEEDS, description="a seed that the comparison does not use")
-    max_steps: int = Field(4, ge=1, description="optimizer steps of a run")
-    completions: int = Field(8, ge=2, description="completions a step, greedy ones included")
-    prompt_tokens: int = Field(6, ge=1, description="P")
-    new_tokens: int = Field(8, ge=1, description="T, the length of every completion")
-    support_size: int = Field(16, ge=0, description="K of the relaxed methods")
-    eval_every: int = Field(2, ge=1, description="steps between evaluations")
-    eval_prompts: int = Field(32, ge=2, description="held-out prompts of an evaluation")
-    final_eval_prompts: int = Field(64, ge=2, description="held-out prompts before and after")
-    gradient_repetitions: int = Field(4, ge=2, description="repeated gradients at fixed weights")
-    processes: int = Field(1, ge=1, description="worker processes of one thread each")
+    backbone_dir: str = ""  # folder of the language model; empty: the toy task
+    reward_dir: str = ""  # folder of the reward model that all methods train on
+    second_reward_dir: str = ""  # folder of another one, for second_methods; empty: none
+    gold_file: str = ""  # the gold judge
+    reviews_dir: str = ""  # folder of the review splits
+    peers_dir: str = ""  # what `python -m grade peers` wrote; empty: not shown
+    methods: list[MethodName] = Field(["ste", "gumbel", "reinforce", "ppo"], min_length=1)  # methods that are compared
+    second_methods: list[MethodName] = []  # methods on the second reward
+    betas: list[float] = Field([0.05], min_length=1)  # weights of KL, in reward per nat and token
+    headline_beta: float = 0.05  # the weight of KL at which ends of runs are tabled; one of betas
+    seeds: list[int] = Field([0, 1], min_length=2)  # one run of each method and beta each
+    kl_levels: list[float] = Field([0.05, 0.2], min_length=1)  # KL of the table, nats per completion
+    headline_level: float = 0.05  # KL of the verdicts; one of kl_levels
+    learning_rates: list[float] = Field([1.0e-2], min_length=1)  # grid of the search; one: no search
+    # method to learning rate, of an earlier search; the others are searched
+    chosen_rates: dict[str, float] | None = None
+    search_seed: int = Field(100, ge=0, lt=SEEDS)  # a seed that the comparison does not use
+    max_steps: Size = 4  # optimizer steps of a run
+    completions: Several = 8  # completions a step, greedy ones included
+    prompt_tokens: Size = 6  # P
+    new_tokens: Size = 8  # T, the length of every completion
+    support_size: int = Field(16, ge=0)  # K of the relaxed methods
+    eval_every: Size = 2  # steps between evaluations
+    eval_prompts: Several = 32  # held-out prompts of an evaluation
+    final_eval_prompts: Several = 64  # held-out prompts before and after
+    gradient_repetitions: Several = 4  # repeated gradients at fixed weights
+    processes: Size = 1  # worker processes of one thread each
 
     @model_validator(mode="after")
     def _check(self) -> Self:

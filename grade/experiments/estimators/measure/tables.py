@@ -26,6 +26,7 @@ from grade.experiments.enumeration import random_prompts, tiny_policy
 from grade.experiments.estimators.measure.enumerated import exact_gradients, tiny_rewards
 from grade.experiments.estimators.measure.rows import KL, POLICY_GRADIENTS, Rows, Setting, Variant, gradient_rows
 from grade.experiments.intervals import interval
+from grade.experiments.measured import Several, Size
 from grade.experiments.moments import (
     Moments,
     crossover,
@@ -54,38 +55,38 @@ _BATCHES = tuple(2**i for i in range(13))
 class Settings(Config):
     """Sizes of the study: the enumerated policy (``tiny_*``), then a language model."""
 
-    enumerated: bool = Field(True, description="whether the enumerated policy is measured; it has nothing to train")
-    tiny_tokens: int = Field(2, ge=1, description="completion length T of the enumerated policy")
-    tiny_prompts: int = Field(2, ge=1, description="its prompts B")
-    tiny_group: int = Field(32, ge=2, description="its completions of a prompt in a batch, G")
-    tiny_rows: int = Field(12, ge=3, description="its batches")
-    tiny_taus: list[float] = Field([0.5], description="temperatures, besides 1")
-    tiny_topk: int = Field(3, ge=1, description="a support smaller than the vocabulary of 5")
-    tiny_draws: list[int] = Field([1, 8], min_length=1, description="draws M of gumbel_rao")
-    tiny_kl: bool = Field(True, description="whether KL's gradient is judged too")
-    backbone_dir: str = Field("", description="folder of the language model; empty: a tiny one with random rewards")
-    runs_dir: str = Field("", description="folder of training runs, for the policy after training")
-    trained_run: str = Field("ste-0", description="which of them")
-    policies: list[Literal["before", "after"]] = Field(["before"], min_length=1, description="before or after training")
-    bag_dir: str = Field("", description="folder of the reward on the embedding table")
-    trunk_dir: str = Field("", description="folder of the reward through the frozen transformer")
-    reviews_dir: str = Field("", description="folder of the review splits")
-    depths: list[int] = Field([1], description="layers of rewards in between, which are trained here")
-    depth_reviews: int = Field(80, ge=1, description="reviews that those are trained on")
-    prompts: int = Field(2, ge=1, description="B")
-    prompt_tokens: int = Field(4, ge=1, description="P")
-    group: int = Field(4, ge=2, description="completions of a prompt in a batch, G")
-    new_tokens: int = Field(4, ge=1, description="T")
-    rows: int = Field(12, ge=12, description="batches; the blend is cross-fitted in four folds of at least three")
-    taus: list[float] = Field([1.0], description="Gumbel temperatures of ste")
-    hops: list[int] = Field([0, 1], description="feedback hops of ste")
-    topk: int = Field(16, ge=0, description="size K of the perturbed support; 0: the whole vocabulary")
-    others: bool = Field(True, description="gumbel_rao, reinmax and gumbel as well")
-    chosen_tau: float = Field(1.0, gt=0, description="of the ste gradient whose worth is reported and which is blended")
-    chosen_hops: int = Field(0, ge=0, description="its hops")
-    hybrid_batches: list[int] = Field([8, 64, 512], description="batch sizes of the blend")
-    device: str = Field("cpu", description="where the language model runs")
-    dtype: str = Field("float32", description="type of its weights")
+    enumerated: bool = True  # whether the enumerated policy is measured; it has nothing to train
+    tiny_tokens: Size = 2  # completion length T of the enumerated policy
+    tiny_prompts: Size = 2  # its prompts B
+    tiny_group: Several = 32  # its completions of a prompt in a batch, G
+    tiny_rows: int = Field(12, ge=3)  # its batches
+    tiny_taus: list[float] = [0.5]  # temperatures, besides 1
+    tiny_topk: Size = 3  # a support smaller than the vocabulary of 5
+    tiny_draws: list[int] = Field([1, 8], min_length=1)  # draws M of gumbel_rao
+    tiny_kl: bool = True  # whether KL's gradient is judged too
+    backbone_dir: str = ""  # folder of the language model; empty: a tiny one with random rewards
+    runs_dir: str = ""  # folder of training runs, for the policy after training
+    trained_run: str = "ste-0"  # which of them
+    policies: list[Literal["before", "after"]] = Field(["before"], min_length=1)  # before or after training
+    bag_dir: str = ""  # folder of the reward on the embedding table
+    trunk_dir: str = ""  # folder of the reward through the frozen transformer
+    reviews_dir: str = ""  # folder of the review splits
+    depths: list[int] = [1]  # layers of rewards in between, which are trained here
+    depth_reviews: Size = 80  # reviews that those are trained on
+    prompts: Size = 2  # B
+    prompt_tokens: Size = 4  # P
+    group: Several = 4  # completions of a prompt in a batch, G
+    new_tokens: Size = 4  # T
+    rows: int = Field(12, ge=12)  # batches; the blend is cross-fitted in four folds of at least three
+    taus: list[float] = [1.0]  # Gumbel temperatures of ste
+    hops: list[int] = [0, 1]  # feedback hops of ste
+    topk: int = Field(16, ge=0)  # size K of the perturbed support; 0: the whole vocabulary
+    others: bool = True  # gumbel_rao, reinmax and gumbel as well
+    chosen_tau: float = Field(1.0, gt=0)  # of the ste gradient whose worth is reported and which is blended
+    chosen_hops: int = Field(0, ge=0)  # its hops
+    hybrid_batches: list[int] = [8, 64, 512]  # batch sizes of the blend
+    device: str = "cpu"  # where the language model runs
+    dtype: str = "float32"  # type of its weights
 
     @property
     def chosen(self) -> Variant:

@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Any
 
 import pandas as pd
-from pydantic import Field
 
 from grade.config import Config
 from grade.experiments.formulas import token_forwards_cached, token_forwards_uncached
+from grade.experiments.measured import Size
 from grade.experiments.traced import categories_table, timelines_table, trace_all
 from grade.memory.settings import StepConfig
 from grade.memory.trace import Trace, trace
@@ -38,13 +38,13 @@ _TIMELINES = ("loop", "replay")
 class Settings(Config):
     """Sizes of the traced step."""
 
-    model: str = Field("tiny", description="shape of the model; the document's is qwen3-4b")
-    prompt_tokens: int = Field(4, ge=1, description="P")
-    batch_before: int = Field(2, ge=1, description="B of the step that failed, 4 in the document")
-    batch_after: int = Field(1, ge=1, description="B after change 1, 2 in the document")
-    tokens_before: int = Field(2, ge=1, description="T of the step that failed, 48 in the document")
-    tokens_after: int = Field(1, ge=1, description="T after change 2, 32 in the document")
-    processes: int = Field(1, ge=1, description="traces that run at once")
+    model: str = "tiny"  # shape of the model; the document's is qwen3-4b
+    prompt_tokens: Size = 4  # P
+    batch_before: Size = 2  # B of the step that failed, 4 in the document
+    batch_after: Size = 1  # B after change 1, 2 in the document
+    tokens_before: Size = 2  # T of the step that failed, 48 in the document
+    tokens_after: Size = 1  # T after change 2, 32 in the document
+    processes: Size = 1  # traces that run at once
 
     @cached_property
     def steps(self) -> dict[str, StepConfig]:

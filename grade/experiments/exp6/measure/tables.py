@@ -26,6 +26,7 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError
+from grade.experiments.measured import Several, Size
 from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
 from grade.experiments.traced import kept_bytes
 from grade.gradients.estimators import relax
@@ -81,32 +82,32 @@ _OPTIMISATIONS: dict[str, StepwiseOptions] = {
 class Settings(Config):
     """Models and sizes of Experiment 6."""
 
-    backbone_dir: str = Field("", description="folder of the base model; empty: a tiny random one")
-    reward_dir: str = Field("", description="folder of the reward model of the parity and speed measurements")
-    reviews_dir: str = Field("", description="folder of the review splits")
-    device: str = Field("cpu", description="where to measure: cpu or cuda")
-    runs_dir: str = Field("", description="folder of finished training runs; empty: a few tiny steps are trained here")
-    trained_run: str = Field("ste-0", description="the run whose adapter is the trained policy")
-    support_size: int = Field(16, ge=1, description="K of parity, bytes and speed")
-    parity_batch: int = Field(2, ge=2, description="B of the parity measurements")
-    parity_prompt_tokens: int = Field(5, ge=1, description="P")
-    parity_new_tokens: int = Field(6, ge=2, description="T")
-    parity_tau: float = Field(2.0, gt=0, description="Gumbel temperature, that of the training runs")
-    parity_hops: list[int] = Field([0, 1, 2, 3], description="feedback hops whose error is measured; 2 among them")
-    parity_steps: int = Field(3, ge=1, description="optimizer steps, optimised against legacy")
-    parity_learning_rate: float = Field(1.0e-3, gt=0, description="of those steps")
-    bytes_prompt_tokens: int = Field(5, ge=1, description="P of the counted step of one prompt")
-    bytes_new_tokens: int = Field(4, ge=1, description="T")
-    speed_dtype: str = Field("float32", description="type of the base in the timings and for the support's mass")
-    speed_batch: int = Field(2, ge=1, description="B of the timings")
-    speed_prompt_tokens: int = Field(5, ge=1, description="P")
-    speed_new_tokens: int = Field(8, ge=2, description="T of the headline ratio")
-    speed_hops: int = Field(2, ge=0, description="feedback hops of the timings")
-    replay_tokens: list[int] = Field([4, 8, 12], description="T of replay's time curve, besides speed_new_tokens")
-    stepwise_tokens: list[int] = Field([4], description="T of the other engines' curves, besides speed_new_tokens")
-    repeats: int = Field(2, ge=1, description="replay is timed this often, the median counts")
-    mass_texts: int = Field(4, ge=1, description="held-out reviews on which the support's mass is measured")
-    mass_tokens: int = Field(32, ge=2, description="tokens of each")
+    backbone_dir: str = ""  # folder of the base model; empty: a tiny random one
+    reward_dir: str = ""  # folder of the reward model of the parity and speed measurements
+    reviews_dir: str = ""  # folder of the review splits
+    device: str = "cpu"  # where to measure: cpu or cuda
+    runs_dir: str = ""  # folder of finished training runs; empty: a few tiny steps are trained here
+    trained_run: str = "ste-0"  # the run whose adapter is the trained policy
+    support_size: Size = 16  # K of parity, bytes and speed
+    parity_batch: Several = 2  # B of the parity measurements
+    parity_prompt_tokens: Size = 5  # P
+    parity_new_tokens: Several = 6  # T
+    parity_tau: float = Field(2.0, gt=0)  # Gumbel temperature, that of the training runs
+    parity_hops: list[int] = [0, 1, 2, 3]  # feedback hops whose error is measured; 2 among them
+    parity_steps: Size = 3  # optimizer steps, optimised against legacy
+    parity_learning_rate: float = Field(1.0e-3, gt=0)  # of those steps
+    bytes_prompt_tokens: Size = 5  # P of the counted step of one prompt
+    bytes_new_tokens: Size = 4  # T
+    speed_dtype: str = "float32"  # type of the base in the timings and for the support's mass
+    speed_batch: Size = 2  # B of the timings
+    speed_prompt_tokens: Size = 5  # P
+    speed_new_tokens: Several = 8  # T of the headline ratio
+    speed_hops: int = Field(2, ge=0)  # feedback hops of the timings
+    replay_tokens: list[int] = [4, 8, 12]  # T of replay's time curve, besides speed_new_tokens
+    stepwise_tokens: list[int] = [4]  # T of the other engines' curves, besides speed_new_tokens
+    repeats: Size = 2  # replay is timed this often, the median counts
+    mass_texts: Size = 4  # held-out reviews on which the support's mass is measured
+    mass_tokens: Several = 32  # tokens of each
 
     @cached_property
     def _toy_runs(self) -> tempfile.TemporaryDirectory:

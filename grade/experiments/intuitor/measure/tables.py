@@ -16,6 +16,7 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.experiments.formulas import adamw_bytes, checkpoint_bytes, parameter_count, rows_bytes, weights_bytes
+from grade.experiments.measured import Several, Size
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import (
     PolicyStepConfig,
@@ -52,27 +53,26 @@ _PEAKS = (5, 10, 15, 20, 25, 30, 35)
 class Settings(Config):
     """Sizes of the experiment on Intuitor."""
 
-    model: str = Field("tiny", description="shape of the traced model; the document's is qwen2.5-1.5b")
-    table_batch: int = Field(4, ge=1, description="sequences of the document's table, 64")
-    table_tokens: int = Field(192, ge=1, description="tokens of each, 6K")
-    lengths: list[int] = Field([96], min_length=1, description="tokens of a sequence in the traced updates, 2K to 8K")
-    gpus: int = Field(8, ge=1, description="GPUs that divide weights, gradients and optimizer")
-    settings_prompt_tokens: int = Field(8, ge=1, description="P of the recommended settings, 2K")
-    settings_new_tokens: list[int] = Field(
-        [1, 2], min_length=2, max_length=2, description="T of the conservative and of the aggressive one, 1K and 2K"
-    )
-    budget_gb: float = Field(80.0, gt=0, description="memory of each GPU in decimal GB")
-    backbone_dir: str = Field("", description="folder of the model that writes; empty: a tiny random one")
-    runs_dir: str = Field("", description="folder of training runs, where an adapter of one is used")
-    trained_run: str = Field("", description="the run whose adapter is used; empty: the base alone")
-    reviews_dir: str = Field("", description="folder of the review splits")
-    measured_prompts: int = Field(4, ge=1, description="B of the prompts that are continued")
-    measured_prompt_tokens: int = Field(4, ge=1, description="P")
-    measured_new_tokens: int = Field(6, ge=1, description="T")
-    group: int = Field(4, ge=2, description="completions of each prompt, G")
-    chunk: int = Field(16, ge=1, description="vocabulary chunk of the document's formula, 1024")
-    sweep_vocab: int = Field(512, ge=2, description="V of the sweep")
-    processes: int = Field(1, ge=1, description="traces that run at once")
+    model: str = "tiny"  # shape of the traced model; the document's is qwen2.5-1.5b
+    table_batch: Size = 4  # sequences of the document's table, 64
+    table_tokens: Size = 192  # tokens of each, 6K
+    lengths: list[int] = Field([96], min_length=1)  # tokens of a sequence in the traced updates, 2K to 8K
+    gpus: Size = 8  # GPUs that divide weights, gradients and optimizer
+    settings_prompt_tokens: Size = 8  # P of the recommended settings, 2K
+    # T of the conservative and of the aggressive one, 1K and 2K
+    settings_new_tokens: list[int] = Field([1, 2], min_length=2, max_length=2)
+    budget_gb: float = Field(80.0, gt=0)  # memory of each GPU in decimal GB
+    backbone_dir: str = ""  # folder of the model that writes; empty: a tiny random one
+    runs_dir: str = ""  # folder of training runs, where an adapter of one is used
+    trained_run: str = ""  # the run whose adapter is used; empty: the base alone
+    reviews_dir: str = ""  # folder of the review splits
+    measured_prompts: Size = 4  # B of the prompts that are continued
+    measured_prompt_tokens: Size = 4  # P
+    measured_new_tokens: Size = 6  # T
+    group: Several = 4  # completions of each prompt, G
+    chunk: Size = 16  # vocabulary chunk of the document's formula, 1024
+    sweep_vocab: Several = 512  # V of the sweep
+    processes: Size = 1  # traces that run at once
 
     def update(self, prompt: int, new: int, **options) -> PolicyStepConfig:
         """The document's update: all weights trained, a reference copy, layers checkpointed."""

@@ -27,6 +27,7 @@ from grade.entropy.samples import (
     sequence_logps,
 )
 from grade.errors import InputError
+from grade.experiments.measured import Several, Size
 from grade.experiments.probe.measure import proposals
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import categories_table, timelines_table, trace_all
@@ -50,29 +51,28 @@ _TOY_PROBE = ProbeRunConfig.parse({
 class Settings(Config):
     """Sizes of the experiment with the probe."""
 
-    model: str = Field("tiny", description="shape of the traced model; the document's is qwen2.5-1.5b")
-    prompts: int = Field(2, ge=1, description="B; 8 in the document's validation")
-    group: int = Field(3, ge=2, description="completions of a prompt, G")
-    prompt_tokens: int = Field(8, ge=1, description="P")
-    new_tokens: int = Field(8, ge=1, description="T")
-    microbatch: int = Field(1, ge=1, description="completions in a forward pass")
-    large_prompts: int = Field(3, ge=1, description="B of the larger of two sizes at the same microbatch")
-    large_group: int = Field(4, ge=2, description="G of the larger")
-    backbone_dir: str = Field("", description="folder of the model that runs; empty: the toy task")
-    reviews_dir: str = Field("", description="folder of the review splits")
-    reward_dir: str = Field("", description="folder of the reward model")
-    runs_dir: str = Field("", description="folder of training runs")
-    trained_run: str = Field("ste-0", description="the run that is probed; it kept its optimizer's state")
-    probe: ProbeRunConfig = Field(_TOY_PROBE, description="the probe's settings; its three folders are those above")
-    narrow_prompts: int = Field(2, ge=2, description="prompts on which bfloat16 is compared with float32")
-    narrow_multiples: list[float] = Field(
-        [0.1, 1.0], min_length=1, description="step sizes of that comparison, times the learning rate"
-    )
-    measured_prompts: int = Field(2, ge=1, description="B of the completions on which the proposals are compared")
-    measured_prompt_tokens: int = Field(4, ge=1, description="P")
-    measured_new_tokens: int = Field(6, ge=1, description="T")
-    measured_group: int = Field(4, ge=2, description="G")
-    processes: int = Field(1, ge=1, description="traces that run at once")
+    model: str = "tiny"  # shape of the traced model; the document's is qwen2.5-1.5b
+    prompts: Size = 2  # B; 8 in the document's validation
+    group: Several = 3  # completions of a prompt, G
+    prompt_tokens: Size = 8  # P
+    new_tokens: Size = 8  # T
+    microbatch: Size = 1  # completions in a forward pass
+    large_prompts: Size = 3  # B of the larger of two sizes at the same microbatch
+    large_group: Several = 4  # G of the larger
+    backbone_dir: str = ""  # folder of the model that runs; empty: the toy task
+    reviews_dir: str = ""  # folder of the review splits
+    reward_dir: str = ""  # folder of the reward model
+    runs_dir: str = ""  # folder of training runs
+    trained_run: str = "ste-0"  # the run that is probed; it kept its optimizer's state
+    probe: ProbeRunConfig = _TOY_PROBE  # the probe's settings; its three folders are those above
+    narrow_prompts: Several = 2  # prompts on which bfloat16 is compared with float32
+    # step sizes of that comparison, times the learning rate
+    narrow_multiples: list[float] = Field([0.1, 1.0], min_length=1)
+    measured_prompts: Size = 2  # B of the completions on which the proposals are compared
+    measured_prompt_tokens: Size = 4  # P
+    measured_new_tokens: Size = 6  # T
+    measured_group: Several = 4  # G
+    processes: Size = 1  # traces that run at once
 
     @cached_property
     def adapters(self) -> dict[int, Path | None]:

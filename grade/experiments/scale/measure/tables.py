@@ -14,7 +14,7 @@ import pandas as pd
 from pydantic import Field
 
 from grade.config import Config
-from grade.experiments.measured import read_table
+from grade.experiments.measured import Several, Size, read_table
 from grade.experiments.scale.measure import sampling, sharded
 from grade.memory.settings import Sharding, StepConfig
 from grade.memory.trace import trace
@@ -34,28 +34,28 @@ _COLUMNS = {
 class Settings(Config):
     """Sizes of the experiment on scale."""
 
-    model: str = Field("tiny", description="shape of the traced model")
-    batch: int = Field(2, ge=1, description="B of the traced step")
-    prompt_tokens: int = Field(8, ge=1, description="P")
-    new_tokens: int = Field(8, ge=1, description="T")
-    lean_batch: int = Field(2, ge=1, description="B of the lean step")
-    lean_tokens: int = Field(8, ge=1, description="its P and T")
-    gpus: list[int] = Field([1, 2], min_length=1, description="GPUs that train together, traced")
-    methods: list[str] = Field([], description="methods that are trained in one process and in two")
-    steps: int = Field(5, ge=1, description="optimizer steps of each")
-    sharded_steps: list[str] = Field([], description="steps whose traced peak is held against two real processes")
-    fits_model: str = Field("", description="shape of the model that a budget is searched for; empty: no search")
-    fits_budget: str = Field("24GiB", description="that budget")
-    fits_repeats: int = Field(1, ge=1, description="how often the search is timed")
-    policy_dir: str = Field("", description="folder of the policy that samplers are compared on; empty: none")
-    samplers: list[str] = Field(["own", "shared"], min_length=1, description="samplers; own first")
-    draws: int = Field(20_000, ge=1, description="draws of one position")
-    training_seeds: list[int] = Field([], description="seeds of a training with each sampler")
-    training_steps: int = Field(20, ge=1, description="its optimizer steps")
-    sampling_dir: str = Field("", description="folder of the policy whose sampling is timed; empty: none")
-    sampling_batches: list[int] = Field([8, 64], min_length=1, description="completions in a batch, groups of 8")
-    sampling_repeats: int = Field(5, ge=2, description="rounds")
-    sampling_file: str = Field("", description="table of an earlier timing, with TRL in it; empty: timed here")
+    model: str = "tiny"  # shape of the traced model
+    batch: Size = 2  # B of the traced step
+    prompt_tokens: Size = 8  # P
+    new_tokens: Size = 8  # T
+    lean_batch: Size = 2  # B of the lean step
+    lean_tokens: Size = 8  # its P and T
+    gpus: list[int] = Field([1, 2], min_length=1)  # GPUs that train together, traced
+    methods: list[str] = []  # methods that are trained in one process and in two
+    steps: Size = 5  # optimizer steps of each
+    sharded_steps: list[str] = []  # steps whose traced peak is held against two real processes
+    fits_model: str = ""  # shape of the model that a budget is searched for; empty: no search
+    fits_budget: str = "24GiB"  # that budget
+    fits_repeats: Size = 1  # how often the search is timed
+    policy_dir: str = ""  # folder of the policy that samplers are compared on; empty: none
+    samplers: list[str] = Field(["own", "shared"], min_length=1)  # samplers; own first
+    draws: Size = 20_000  # draws of one position
+    training_seeds: list[int] = []  # seeds of a training with each sampler
+    training_steps: Size = 20  # its optimizer steps
+    sampling_dir: str = ""  # folder of the policy whose sampling is timed; empty: none
+    sampling_batches: list[int] = Field([8, 64], min_length=1)  # completions in a batch, groups of 8
+    sampling_repeats: Several = 5  # rounds
+    sampling_file: str = ""  # table of an earlier timing, with TRL in it; empty: timed here
 
 
 def _gpus(s: Settings) -> pd.DataFrame:

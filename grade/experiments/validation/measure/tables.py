@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -38,6 +37,7 @@ from grade.experiments.enumeration import (
     random_prompts,
     tiny_policy,
 )
+from grade.experiments.measured import Several, Size
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.results import progress
@@ -47,17 +47,15 @@ from grade.stats import Estimate
 class Settings(Config):
     """Sizes of the validation."""
 
-    completion_tokens: int = Field(3, ge=1, description="T")
-    etas: list[float] = Field(
-        [1e-4, 1e-5, 1e-6], min_length=1, description="step sizes along a direction of norm 1, largest first"
-    )
-    coverage_prompts: list[Annotated[int, Field(ge=2)]] = Field([8, 32], description="B of the U-statistic")
-    coverage_group: int = Field(4, ge=2, description="G")
-    coverage_pool: int = Field(3, ge=1, description="prompts in the population")
-    repetitions: int = Field(40, ge=2, description="draws whose intervals are counted")
-    importance_etas: list[float] = Field([0.1, 0.5], description="step sizes of importance sampling")
-    importance_group: int = Field(64, ge=2, description="completions of each prompt")
-    importance_repetitions: int = Field(10, ge=2, description="draws")
+    completion_tokens: Size = 3  # T
+    etas: list[float] = Field([1e-4, 1e-5, 1e-6], min_length=1)  # step sizes along a direction of norm 1, largest first
+    coverage_prompts: list[Several] = [8, 32]  # B of the U-statistic
+    coverage_group: Several = 4  # G
+    coverage_pool: Size = 3  # prompts in the population
+    repetitions: Several = 40  # draws whose intervals are counted
+    importance_etas: list[float] = [0.1, 0.5]  # step sizes of importance sampling
+    importance_group: Several = 64  # completions of each prompt
+    importance_repetitions: Several = 10  # draws
 
     @cached_property
     def subject(self) -> tuple[Backbone, PromptBatch, int, Tensor]:
