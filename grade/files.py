@@ -88,7 +88,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
     if names is None:
         names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".md"]
     content = {name: _size_and_sha256(folder / name) for name in names if name != MANIFEST}
-    write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+    write_text(folder / MANIFEST, json.dumps(content | {MANIFEST: _sha256_of_names(content)}, indent=1) + "\n")
 
 
 def damaged_file(folder: Path, names: Container[str] | None = None) -> str | None:
@@ -99,6 +99,8 @@ def damaged_file(folder: Path, names: Container[str] | None = None) -> str | Non
     try:
         content = dict(json.loads(require_file(folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
+        return MANIFEST
+    if (own := content.pop(MANIFEST, None)) and own != _sha256_of_names(content):  # earlier versions wrote none
         return MANIFEST
     for name, about in content.items():
         if (names is None or name in names) and _size_and_sha256(folder / name) != about:
@@ -116,6 +118,11 @@ def sha256_of(path: Path) -> str:
     """A file's hash, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of_names(content: dict[str, object]) -> str:
+    """What a manifest says of itself, so that one which omits a file is damaged."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _size_and_sha256(path: Path) -> list[int | str]:

@@ -27,31 +27,19 @@ _PANELS = {"reward": "reward of the training batches", "KL": "KL to the base, na
 
 def page(
     title: str, summary: str, rows: pd.DataFrame, evaluations: dict[int, pd.DataFrame], tokens: list[list[str]],
-    settings: dict[str, Any], card: str, most: int, shown: Callable[..., str],
+    settings: dict[str, Any], command: str, versions: dict[str, str], most: int, shown: Callable[..., str],
 ) -> str:  # fmt: skip
-    """The page; ``rows`` is the history, ``card`` the model card if there is one, ``most`` prompts are shown."""
-    facts = card.partition("\n## Training\n\n")[2].partition("\n## ")[0]
-    end = card.rpartition("\n## Use\n\n")[2]  # below the samples, which contain anything
-    command = re.search(r"^## Command\n+(`{3,})bash\n(.*?)\n\1$", end, re.M | re.S)
-    versions = end.partition("\n## Versions\n\n")[2] or "\n".join(
-        f"- {name} {version(name)} (where this page was made)" for name in ("torch", "transformers", "peft")
-    )
-    target = settings.get("target_kl")
-    if target is None and (found := re.search(r"budget for KL: (\S+) nats per completion", facts)):
-        target = float(found[1])
+    """The page; ``rows`` is the history, ``most`` prompts are shown; without ``versions`` those that are installed."""
+    here = {name: f"{version(name)} (where this page was made)" for name in ("torch", "transformers", "peft")}
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     environment.filters["shown"] = shown
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()
               if value not in (None, "", [], {})}  # fmt: skip
     return environment.get_template("page.html.jinja").render(
-        title=title, summary=summary, curves=_curves(rows, target) if len(rows) else "",
-        steps=list(evaluations), prompts=_side_by_side(evaluations, most), tokens=tokens, facts=_items(facts),
-        command=command[2] if command else "", versions=_items(versions), settings=values,
+        title=title, summary=summary, curves=_curves(rows, settings.get("target_kl")) if len(rows) else "",
+        steps=list(evaluations), prompts=_side_by_side(evaluations, most), tokens=tokens,
+        command=command, versions={name: versions.get(name, text) for name, text in here.items()}, settings=values,
     )  # fmt: skip
-
-
-def _items(markdown: str) -> list[str]:
-    return [line[2:].replace("`", "") for line in markdown.splitlines() if line.startswith("- ")]
 
 
 def _side_by_side(evaluations: dict[int, pd.DataFrame], most: int) -> list[tuple[str, list[dict[str, Any] | None]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import re
 from importlib.metadata import distributions
@@ -57,11 +58,14 @@ def _show(args: argparse.Namespace) -> None:
     about, metrics = _read_json(run / "run.json"), _read_json(run / "metrics.json")
     newest = checkpoints[max(checkpoints)] if checkpoints else run
     state, ours = (_read_json(newest / name) for name in ("trainer_state.json", "grade_state.json"))
+    mark = about.get("mark")
+    if ours.get("run", mark) != mark:
+        raise InputError("RUN", str(newest), "a checkpoint of this run: it is another's")
     # The note says so itself; an earlier run's results may still be beside it.
     finished = bool(metrics) and bool(about.get("finished", not about))
     if args.html:
         check_file(args.html, "--html")
-    tables = _tables(run, args.step)
+    tables = _tables(run, args.step, mark)
     liked = [tables.pop(title) for title in list(tables) if title.startswith("tokens, ")]
     shown = _chosen(tables, args.columns)
     with reading("RUN", run, "the folder of a training run"):
@@ -73,12 +77,12 @@ def _show(args: argparse.Namespace) -> None:
     if args.html:
         from grade.cli.page import page  # here: matplotlib takes a second
 
-        evaluations = {step: _tables(run, step)[f"eval, step {step}"] for step in _eval_steps(run)}
+        evaluations = {step: _tables(run, step, mark)[f"eval, step {step}"] for step in _eval_steps(run)}
         evaluations = evaluations or {int(title.split()[-1]): table for title, table in tables.items()}
-        card = run / "README.md"
+        versions = _read_json(run / "timings.json").get("environment", {}) if finished else {}
         with reading("RUN", run, "the folder of a training run"):
-            text = require_file(card).read_text(encoding="utf-8") if card.exists() and (finished or not about) else ""
-            html = page(run.resolve().name, settings, log, evaluations, tokens, known, text, args.rows, _shown)
+            title, command = run.resolve().name, str(about.get("command", ""))
+            html = page(title, settings, log, evaluations, tokens, known, command, versions, args.rows, _shown)
         write_text(args.html, html)
         print(f"wrote {args.html}")
         return
@@ -170,28 +174,39 @@ def _history(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _eval_steps(run: Path) -> list[int]:
     """Steps of some evaluations whose completions were kept: evenly spaced, with the first and the last."""
-    steps = sorted(int(path.stem[5:]) for path in run.glob("completions/eval_*.parquet") if path.stem[5:].isdecimal())
+    steps = sorted(step for name, step, _ in _table_paths(run) if name == "eval")
     return [steps[i] for i in np.linspace(0, len(steps) - 1, min(EVALUATIONS, len(steps))).round().astype(int)]
 
 
-def _tables(run: Path, step: int | None) -> dict[str, pd.DataFrame]:
+def _table_paths(run: Path) -> list[tuple[str, int, Path]]:
+    """Tables of completions, with their kinds and steps."""
+    folder = run / "completions"
+    with reading("RUN", folder, "a folder that a training run wrote"):
+        names = sorted(os.listdir(folder)) if folder.exists() else []
+    found = [(re.fullmatch(r"([^.].*)_(\d+)\.parquet", name), folder / name) for name in names]
+    return [(match[1], int(match[2]), path) for match, path in found if match]
+
+
+def _tables(run: Path, step: int | None, mark: str | None) -> dict[str, pd.DataFrame]:
     """Tables of a step's completions by title; each reward's part has the reward's own name unless a column has it."""
-    paths = [(re.fullmatch(r"([^.].*)_(\d+)", path.stem), path) for path in sorted(run.glob("completions/*.parquet"))]
-    steps = sorted({int(match[2]) for match, _ in paths if match})
+    paths = _table_paths(run)
+    steps = sorted({its for _, its, _ in paths})
     if step is None and steps:
         step = steps[-1]
     if step is not None and step not in steps:
         allowed = ", ".join(map(str, steps)) or "none yet"
         raise InputError("--step", step, f"a step with completions: {allowed}")
     tables = {}
-    for match, path in paths:
-        if match and int(match[2]) == step:
+    for kind, its, path in paths:
+        if its == step:
             with reading("RUN", path, "a table that a training run wrote"):
                 check_whole(run, "RUN", (f"completions/{path.name}",))
                 table = pd.read_parquet(require_file(path), page_checksum_verification=True)
+            if (written := f"{path.stem} of {mark}") != table.attrs.get("table", written):
+                raise InputError("RUN", str(path), "a table of this run and step: it is another's")
             names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
             names = {name: name if part in table else part for name, part in names.items()}
-            tables[f"{match[1]}, step {step}"] = table = table.rename(columns=names)
+            tables[f"{kind}, step {step}"] = table = table.rename(columns=names)
             table.attrs["names"] = names
     return tables
 

@@ -102,7 +102,7 @@ def run_card(
         base=config.base_name or config.model, method=method or config.method, samples=config.samples,
         rewards=[_without_places(spec) for spec in rewards], steps=steps, rank=config.lora.r, alpha=config.lora.alpha,
         layers=config.lora.target_modules, train_data=f"`{_without_places(config.train_dataset)}`",
-        eval_data=config.eval_dataset and f"`{_without_places(config.eval_dataset)}`", command=_command(config),
+        eval_data=config.eval_dataset and f"`{_without_places(config.eval_dataset)}`", command=command_of(config),
         datasets=list(datasets),
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def _values(evaluation: Evaluation | None) -> dict[str, Any]:
     return {label: each for label, each in values.items() if len(each) and np.isfinite(each).all()}
 
 
-def _command(config: TrainConfig) -> str:
+def command_of(config: TrainConfig) -> str:
     """A command that makes the same run: all settings that differ from their defaults, absolute paths shortened."""
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     words = [["grade", "train", "--method", config.method, "--output-dir", Path(config.output_dir).resolve().name]]

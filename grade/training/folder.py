@@ -33,6 +33,7 @@ from grade.files import (
     writing,
 )
 from grade.rewards.code import code_fingerprint
+from grade.training.card import command_of
 from grade.training.config import GradeConfig, TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,8 @@ class RunFolder:
             for checkpoint in sort_checkpoints(str(self.path)):
                 shutil.rmtree(checkpoint)
             remove(self.path / "completions")
-            self._write(self.about | {"id": uuid.uuid4().hex[:12]})
+            mark = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
+            self._write(self.about | {"id": uuid.uuid4().hex[:12], "mark": mark, "command": command_of(self.config)})
 
     def forget(self) -> None:
         """Remove the note on a run that ended before it wrote anything else, such as one whose reward fails at once."""
@@ -181,13 +183,24 @@ def not_written(output_dir: str | Path, error: Exception) -> InputError:
     return InputError("output_dir", str(output_dir), allowed)
 
 
+def run_mark(output_dir: str | Path) -> str | None:
+    """What its checkpoints and tables have of the run in a folder: a hash of its note, None where there is none."""
+    path = Path(output_dir) / RUN_FILE
+    with reading("output_dir", path, "the note of a run"):
+        return json.loads(path.read_text(encoding="utf-8")).get("mark") if path.is_file() else None
+
+
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run, if there is one; damaged ones are passed over with a warning."""
+    """The newest whole checkpoint of a run, if there is one; others are passed over with a warning."""
+    mark = run_mark(output_dir)
     for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         damaged = damaged_file(folder)
         if damaged is None:
-            return folder
-        if damaged != MANIFEST:  # a checkpoint without one was never finished
+            state = folder / STATE_FILE
+            if not state.is_file() or json.loads(state.read_text(encoding="utf-8")).get("run", mark) == mark:
+                return folder
+            logger.warning(f"{folder} is another run's: it is not used")
+        elif damaged != MANIFEST:  # a checkpoint without one was never finished
             logger.warning(f"{folder / damaged} is damaged: {folder.name} is not used")
     return None
 

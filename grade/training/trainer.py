@@ -70,7 +70,7 @@ from grade.rewards.rewards import make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written, settings_of
+from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written, run_mark, settings_of
 from grade.training.kl_budget import BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
@@ -677,6 +677,7 @@ class GradeTrainer(Trainer):
 
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
         if self.args.should_save and self.args.save_strategy != "no" and len(table):
+            table.attrs["table"] = f"{name} of {run_mark(self.args.output_dir)}"
             with atomic(self._table_path(name)) as file:
                 table.to_parquet(file, index=False, write_page_checksum=True)
 
@@ -712,7 +713,8 @@ class GradeTrainer(Trainer):
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
         base = getattr(self.backbone.model.config, "_name_or_path", "")
         settings = {"model": base, "reward": self.rewards.names} | settings_of(self.args)  # for `grade show`
-        state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": settings}
+        state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": settings,
+                 "run": run_mark(self.args.output_dir)}  # fmt: skip
         tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:

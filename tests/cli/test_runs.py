@@ -183,7 +183,7 @@ def test_a_run_that_has_no_checkpoint_yet_is_shown(unfinished, capsys):
     assert "step 0 of 4, not finished" in out and "no completions yet" in out
 
 
-def test_a_page_holds_curves_completions_by_step_settings_and_command(place, tmp_path, capsys):
+def test_a_page_holds_curves_completions_by_step_settings_and_command(place, copied, tmp_path, capsys):
     assert show(capsys, place / "run", "--html", tmp_path / "run.html") == f"wrote {tmp_path / 'run.html'}\n"
     page = (tmp_path / "run.html").read_text()
     assert "<h1>run</h1>" in page and "rloo, base base, reward rewards.py:length + rewards.py:vowels, 4 steps" in page
@@ -197,7 +197,11 @@ def test_a_page_holds_curves_completions_by_step_settings_and_command(place, tmp
                   (("reward", "reward"), ("length", "rewards/length"), ("vowels", "rewards/vowels"))]  # fmt: skip
         assert f"<th>step {step}</th>" in page and ", ".join(scores) in page
         assert table["prompt"][0] in unescape(page)
-    assert "<li>learning rate: 0.1</li>" in page and "grade train --method rloo" in page and "<li>torch 2" in page
+    assert "<td>learning_rate</td><td>0.1</td>" in page and "grade train --method rloo" in page
+    assert f"<li>torch {torch.__version__}</li>" in page
+    (copied / "README.md").unlink()  # the user's to write
+    show(capsys, copied, "--html", tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_text() == page
     assert not re.search("https?://|<script|<link|src=", page)
 
 
@@ -208,7 +212,8 @@ def test_a_page_shows_what_the_reward_likes_and_escapes_all_that_the_run_wrote(c
         pd.DataFrame(rows).to_parquet(copied / "completions" / f"eval_{step:05}.parquet")
     tokens = {"token": ["<b>", "&"], "value": [0.5, -0.25]}
     pd.DataFrame(tokens).to_parquet(copied / "completions" / "tokens_00009.parquet")
-    (copied / "README.md").write_text("\n## Training\n\n- <b>bold</b>\n")
+    note = json.loads((copied / "run.json").read_text()) | {"command": "<b>bold</b>"}
+    (copied / "run.json").write_text(json.dumps(note))
     show(capsys, copied, "--rows", 9, "--html", tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     safe = "&lt;script&gt;alert(1)&lt;/script&gt; &amp; &#34;two&#34;\nlines \\x1b[31m"
@@ -279,6 +284,31 @@ def test_a_damaged_file_is_one_line(place, copied, capsys, name):
     assert f"says; {name.removeprefix('checkpoint-4/')} is damaged" in error(capsys, "show", copied)
     (copied / name).unlink()
     assert "completions" in name or f"{name.removeprefix('checkpoint-4/')} is damaged" in error(capsys, "show", copied)
+
+
+def test_what_another_run_wrote_is_one_line(place, copied, capsys, monkeypatch):
+    other = copied.parent / "other"
+    monkeypatch.chdir(place)
+    assert main(["train", "--config", "train.yaml", "--method", "rloo", "--reward", "rewards.py:length", "--set",
+                 "max_steps=2", "--output-dir", str(other)]) == 0  # fmt: skip
+    capsys.readouterr()
+    shutil.copy(other / "completions" / "eval_00002.parquet", copied / "completions" / "eval_00009.parquet")
+    assert "eval_00009.parquet'; allowed: a table of this run and step" in error(capsys, "show", copied)
+    (copied / "completions" / "eval_00009.parquet").unlink()
+    shutil.copy(copied / "completions" / "eval_00000.parquet", copied / "completions" / "eval_00004.parquet")
+    assert "eval_00004.parquet'; allowed: a table of this run and step" in error(capsys, "show", copied)
+    shutil.copytree(other / "checkpoint-2", copied / "checkpoint-8")
+    assert "checkpoint-8'; allowed: a checkpoint of this run" in error(capsys, "show", copied)
+
+
+def test_a_manifest_that_omits_a_file_is_damaged(place, tmp_path, capsys):
+    shutil.copytree(place / "run", tmp_path / "run")
+    for folder in (tmp_path / "run", tmp_path / "run" / "adapter"):
+        content = json.loads((folder / "manifest.json").read_text())
+        content.pop("history.csv" if folder.name == "run" else "adapter_model.safetensors")
+        (folder / "manifest.json").write_text(json.dumps(content))
+    assert "manifest.json is damaged" in error(capsys, "show", tmp_path / "run")
+    assert "manifest.json is damaged" in error(capsys, "merge", tmp_path / "run", tmp_path / "out")
 
 
 def test_of_several_processes_each_says_which_one_it_is(capsys, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,17 @@ def test_other_prompts_cannot_continue_a_run(common, tmp_path, monkeypatch):
     prompts.write_text(prompts.read_text() + '{"prompt": "One more"}\n')
     with pytest.raises(InputError, match="train_dataset: got 'another content than before'"):
         train(settings("ste", common | {"train_dataset": str(prompts)}, tmp_path / "run"), silent, "yes")
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(common, tmp_path, monkeypatch, caplog):
+    interrupted(common, tmp_path / "run", monkeypatch)
+    train(settings("ste", common | {"learning_rate": 1e-3}, tmp_path / "other"), silent)
+    shutil.copytree(tmp_path / "other" / "checkpoint-4", tmp_path / "run" / "checkpoint-3")
+    begun = []
+    monkeypatch.setattr("grade.training.run.run_training", lambda *args: begun.append(args[-1]) or _stop())
+    with pytest.raises(Stop):
+        train(settings("ste", common, tmp_path / "run"), silent, "yes")
+    assert begun == [tmp_path / "run" / "checkpoint-2"] and "checkpoint-3 is another run's" in caplog.text
 
 
 CODE = {
