@@ -8,15 +8,16 @@ import pandas as pd
 import pytest
 
 from grade.errors import InputError
-from grade.experiments.any_reward import figures, learning
-from grade.experiments.any_reward.measure import runs as training
+from grade.experiments import learning
+from grade.experiments import reward_runs as training
+from grade.experiments.any_reward import figures
 from grade.experiments.any_reward.measure import tables as experiment
-from grade.experiments.any_reward.measure.rewards import Models
-from grade.experiments.any_reward.measure.runs import COLUMNS, NAMES, Grid, Rewards, make_run, run_all
-from grade.experiments.any_reward.measure.sums import build_sums
 from grade.experiments.any_reward.measure.tables import Settings
 from grade.experiments.any_reward.metrics import best_worths, metrics, timed_metrics
 from grade.experiments.measured import Tables, measure_all
+from grade.experiments.reward_runs import COLUMNS, NAMES, Grid, Rewards, make_run, run_all
+from grade.experiments.rewards import Models
+from grade.experiments.sums import build_sums
 from grade.gradients.methods import FAMILIES
 from grade.training.toy import toy_task
 

@@ -8,9 +8,9 @@ import torch
 
 from grade.experiments.any_reward.measure import enumerated, worth
 from grade.experiments.any_reward.measure.explained import explained
-from grade.experiments.any_reward.measure.rewards import Models, load_subject
 from grade.experiments.any_reward.metrics import worst_deviation
 from grade.experiments.moments import moments
+from grade.experiments.rewards import Models, load_subject
 from grade.gradients.distilled.families import make_family
 from grade.gradients.distilled.ridge import Spectrum, centred
 from grade.gradients.losses import rloo

@@ -7,7 +7,7 @@ import torch
 
 from grade.errors import InputError
 from grade.experiments.any_reward.measure.explained import scored_completions
-from grade.experiments.any_reward.measure.rewards import (
+from grade.experiments.rewards import (
     BlackBox,
     Models,
     Subject,
@@ -16,7 +16,7 @@ from grade.experiments.any_reward.measure.rewards import (
     make_reward,
     right_sum,
 )
-from grade.experiments.any_reward.measure.sums import sum_prompts, sums_tokenizer
+from grade.experiments.sums import sum_prompts, sums_tokenizer
 from grade.gradients.objective import Objective
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate

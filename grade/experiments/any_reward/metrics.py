@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import norm
 
-from grade.experiments.any_reward import learning
+from grade.experiments import learning
 from grade.experiments.any_reward.measure.tables import Settings
 from grade.experiments.frontier import estimate_figures, paired_figures, reward_at_kl
 from grade.experiments.measured import Tables, figures_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.experiments.any_reward.measure.rewards import BATCH_ROWS, Subject
+from grade.experiments.rewards import BATCH_ROWS, Subject
 from grade.gradients.distilled.families import Family, Observed, layers_of, make_family
 from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out

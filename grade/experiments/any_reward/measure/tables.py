@@ -13,15 +13,8 @@ from pydantic import Field, model_validator
 from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.any_reward.measure import enumerated, explained
-from grade.experiments.any_reward.measure.rewards import (
-    DIFFERENTIABLE,
-    Models,
-    Policy,
-    RewardName,
-    Subject,
-    load_subject,
-)
-from grade.experiments.any_reward.measure.runs import (
+from grade.experiments.any_reward.measure.worth import Gradients, gradient_rows, worth_table
+from grade.experiments.reward_runs import (
     COLUMNS,
     DIFFERENTIATING,
     NAMES,
@@ -36,7 +29,14 @@ from grade.experiments.any_reward.measure.runs import (
     published_runs,
     run_all,
 )
-from grade.experiments.any_reward.measure.worth import Gradients, gradient_rows, worth_table
+from grade.experiments.rewards import (
+    DIFFERENTIABLE,
+    Models,
+    Policy,
+    RewardName,
+    Subject,
+    load_subject,
+)
 from grade.experiments.training_runs import train_once
 
 SMOKE = Grid(

@@ -28,9 +28,9 @@ from torch import Tensor
 from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.any_reward.measure.explained import fitted_ascent, scored_completions
-from grade.experiments.any_reward.measure.rewards import DIFFERENTIABLE, Policy, RewardName, Subject
 from grade.experiments.intervals import Interval
 from grade.experiments.moments import moments, sketch, worth_interval
+from grade.experiments.rewards import DIFFERENTIABLE, Policy, RewardName, Subject
 from grade.gradients.distilled.learner import Sample
 from grade.gradients.distilled.store import Fit, Store
 from grade.gradients.estimators import RelaxationConfig

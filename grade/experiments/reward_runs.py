@@ -23,10 +23,10 @@ import pandas as pd
 from pydantic import Field
 
 from grade.config import Config
-from grade.experiments.any_reward.measure.rewards import BlackBox, Models, Policy, RewardName, make_reward
-from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, sum_prompts
 from grade.experiments.frontier import mixed_reward
 from grade.experiments.measured import published_text, read_csv
+from grade.experiments.rewards import BlackBox, Models, Policy, RewardName, make_reward
+from grade.experiments.sums import ANSWER_TOKENS, sum_prompts
 from grade.experiments.training_runs import FIXED, SETTINGS, Bench, Run, hold_out, train_all
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone

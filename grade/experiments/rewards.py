@@ -26,8 +26,8 @@ from torch import Tensor
 from grade.config import Config
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
-from grade.experiments.any_reward.measure.sums import ANSWER_TOKENS, build_sums, sum_prompts
 from grade.experiments.shallow import ShallowReward, layer_count
+from grade.experiments.sums import ANSWER_TOKENS, build_sums, sum_prompts
 from grade.experiments.training_runs import judged_by
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
