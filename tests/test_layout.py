@@ -11,8 +11,8 @@ FLOORS = {
 }  # fmt: skip
 # What experiments share; otherwise none imports another.
 SHARED = (
-    "claims", "enumeration", "formulas", "frontier", "intervals", "learning", "measured", "moments", "reward_runs",
-    "rewards", "run", "setting", "shallow", "sums", "traced", "training_runs",
+    "claims", "enumeration", "formulas", "frontier", "intervals", "learning", "measured", "moments", "plotting",
+    "reward_runs", "rewards", "run", "setting", "shallow", "sums", "traced", "training_runs",
 )  # fmt: skip
 ENTRANCES = ("grade", "grade.__main__")  # they name what lies above them, and import it when asked
 

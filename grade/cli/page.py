@@ -14,13 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
+from matplotlib import style
 from matplotlib.figure import Figure
 
-from grade.plotting import SERIES, use_style
-
+_STYLE = ["seaborn-v0_8-whitegrid", "tableau-colorblind10", {"svg.fonttype": "none", "svg.hashsalt": "grade"}]
 _PANELS = {"reward": "reward of the training batches", "KL": "KL to the base, nats per token",
            "held-out reward": "held-out reward ± standard error", "R2": "R² of the distilled reward"}  # fmt: skip
 
@@ -57,17 +56,16 @@ def _side_by_side(evaluations: dict[int, pd.DataFrame], most: int) -> list[tuple
 def _curves(rows: pd.DataFrame, target: float | None) -> str:
     """One SVG element, a panel for each figure that was logged; the target is in nats per completion."""
     panels = [name for name in _PANELS if rows[name].notna().any()]
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "grade"}):
-        use_style()
-        figure = Figure(figsize=(9, 2.6 * max(1, -(-len(panels) // 2))))
+    with style.context(_STYLE):
+        figure = Figure(figsize=(9, 2.6 * max(1, -(-len(panels) // 2))), layout="constrained")
         for i, name in enumerate(panels):
             ax = figure.add_subplot(-(-len(panels) // 2), 2, i + 1)
             known = rows.dropna(subset=name)
             errors = known["stderr"] if name == "held-out reward" else None
             mark = "o" if errors is not None or len(known) == 1 else ""
-            ax.errorbar(known["step"], known[name], errors, color=SERIES[i], marker=mark, capsize=3, label=name)
+            ax.errorbar(known["step"], known[name], errors, color=f"C{i}", marker=mark, capsize=3, label=name)
             if name == "KL" and target:
-                ax.plot(rows["step"], target / rows["length"], "--", color="#444444", label="target / mean length")
+                ax.plot(rows["step"], target / rows["length"], "--", color="0.3", label="target / mean length")
                 ax.legend(frameon=False)
             if name == "R2":
                 ax.set_ylim(max(-1.0, min(0.0, known[name].min())) - 0.05, 1.05)

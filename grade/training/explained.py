@@ -31,12 +31,13 @@ from grade.gradients.losses import relative
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples
 from grade.models.samplers import Sampler
-from grade.plotting import SERIES, use_style
 from grade.results import progress
 from grade.rewards.base import RewardScope
 from grade.rewards.rewards import make_rewards
 from grade.training.logs import token_values
 
+STYLE = ["seaborn-v0_8-whitegrid", "tableau-colorblind10"]
+"""Of the figure: matplotlib's own."""
 BUDGETS = (2.0, 5.0, 10.0)
 """KL, in nats per completion, at which the promise is told."""
 SMALLEST = 256
@@ -171,20 +172,23 @@ def _curve(families: Mapping[str, Family], texts: ScoredTexts, own: ScoredTexts 
 
 def figure(explained: Explained) -> Figure:
     """R2 against the number of texts by family, and the promised reward against KL."""
-    use_style()
-    result, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.0), width_ratios=(3, 2))
-    curve, known = explained.curve, bool(explained.curve["policy"].notna().any())
-    for (name, table), colour in zip(curve.groupby("family", sort=False), SERIES, strict=False):
-        left.plot(table["texts"], table["held_out"], "--", color=colour, label=None if known else name)
-        left.plot(table["texts"], table["policy"], "o-", color=colour, label=name if known else None)
-    judged = "on completions of the reference (dashed: on other texts)" if known else "on texts of other prompts"
-    left.set(xscale="log", xlabel="scored texts", ylabel=f"R2 {judged}", title="How much of the reward texts explain")
-    left.yaxis.label.set_size("small")
-    sizes = curve["texts"].unique()
-    left.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    left.minorticks_off()
-    left.legend()
-    points = explained.promise
-    right.plot([0, *points["kl"]], [explained.reward, *points["reward"]], "o-", color=SERIES[0])
-    right.set(xlabel="KL (nats per completion)", ylabel="reward", title=f"What {explained.best} promises")
+    with plt.style.context(STYLE):
+        result, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.0), width_ratios=(3, 2), layout="constrained")
+        curve, known = explained.curve, bool(explained.curve["policy"].notna().any())
+        for number, (name, table) in enumerate(curve.groupby("family", sort=False)):
+            color = f"C{number}"
+            left.plot(table["texts"], table["held_out"], "--", color=color, label=None if known else name)
+            left.plot(table["texts"], table["policy"], "o-", color=color, label=name if known else None)
+        judged = "on completions of the reference (dashed: on other texts)" if known else "on texts of other prompts"
+        left.set(
+            xscale="log", xlabel="scored texts", ylabel=f"R2 {judged}", title="How much of the reward texts explain"
+        )
+        left.yaxis.label.set_size("small")
+        sizes = curve["texts"].unique()
+        left.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        left.minorticks_off()
+        left.legend()
+        points = explained.promise
+        right.plot([0, *points["kl"]], [explained.reward, *points["reward"]], "o-")
+        right.set(xlabel="KL (nats per completion)", ylabel="reward", title=f"What {explained.best} promises")
     return result

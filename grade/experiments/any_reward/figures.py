@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from grade.experiments.any_reward.metrics import best_worths
 from grade.experiments.frontier import frontier_table
 from grade.experiments.learning import main_runs, several_seeds, subject_names
-from grade.plotting import INTERVAL, SERIES, by_method, color, palette, panels, shades, with_ends
+from grade.experiments.plotting import INTERVAL, SERIES, by_method, color, palette, panels, shades, with_ends
 
 _TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", "sums": "right sums"}
 _LINE = dict(color=color("line"), linewidth=1, linestyle="--")

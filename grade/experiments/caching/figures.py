@@ -9,7 +9,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.plotting import SERIES
+from grade.experiments.plotting import SERIES
 
 _PARTS = ("attention", "MLP", "norms", "adapter inputs")
 

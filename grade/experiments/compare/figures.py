@@ -10,8 +10,8 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.frontier import frontier_table
+from grade.experiments.plotting import INTERVAL, by_method, color, palette, panels, with_ends
 from grade.gradients.methods import RELAXED
-from grade.plotting import INTERVAL, by_method, color, palette, panels, with_ends
 
 
 def frontier_levels(kl_levels: Sequence[float], n: int = 60) -> list[float]:

@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS
-from grade.plotting import INTERVAL, color, panels, shades, with_ends
+from grade.experiments.plotting import INTERVAL, color, panels, shades, with_ends
 
 _DASHES = ("", (4, 1.5), (1, 1), (3, 1, 1, 1), (7, 3), (3, 1, 1, 1, 1, 1))
 

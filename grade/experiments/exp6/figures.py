@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from grade.experiments.exp6.metrics import fitted_exponent
-from grade.plotting import INTERVAL, SERIES, color, palette, panels, plain_log_ticks, with_ends
+from grade.experiments.plotting import INTERVAL, SERIES, color, palette, panels, plain_log_ticks, with_ends
 
 _SMALLEST_MASS = 1e-6  # rounding in float32
 _AXES = {"samples": "training samples (completions)", "seconds": "training time (seconds, evaluations not counted)"}

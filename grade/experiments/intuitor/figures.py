@@ -10,7 +10,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from grade.plotting import SERIES, color, panels, plain_log_ticks
+from grade.experiments.plotting import SERIES, color, panels, plain_log_ticks
 
 
 def peaks_figure(lengths: pd.DataFrame, stated: Mapping[int, tuple[float, float]]) -> Figure:

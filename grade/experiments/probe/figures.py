@@ -8,7 +8,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.plotting import INTERVAL, SERIES, color, panels, with_ends
+from grade.experiments.plotting import INTERVAL, SERIES, color, panels, with_ends
 
 _SIGNS = {"raises entropy": color("bad"), "lowers entropy": color("good")}
 

@@ -7,9 +7,9 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
+from grade.experiments.plotting import GIB, INTERVAL, SERIES, color, panels, with_ends
 from grade.experiments.scale.metrics import peer_ratios
 from grade.memory.records import CATEGORIES, SHARDED
-from grade.plotting import GIB, INTERVAL, SERIES, color, panels, with_ends
 
 _SHARDINGS = {"ddp": "a copy on each (ddp)", "fsdp2": "divided (fsdp2)"}
 

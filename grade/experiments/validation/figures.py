@@ -6,7 +6,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.plotting import INTERVAL, SERIES, color, panels, with_ends
+from grade.experiments.plotting import INTERVAL, SERIES, color, panels, with_ends
 
 
 def first_order_figure(table: pd.DataFrame) -> Figure:

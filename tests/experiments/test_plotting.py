@@ -6,9 +6,9 @@ import pytest
 from matplotlib.colors import to_hex
 
 from grade.errors import InputError
+from grade.experiments.plotting import GIB, categories_figure, color, marker, timelines_figure
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.methods import POLICY_GRADIENTS
-from grade.plotting import GIB, categories_figure, color, marker, timelines_figure
 
 BARS = pd.DataFrame(
     [("a", "weights", 2 * GIB), ("a", "logits", GIB), ("b", "weights", 20 * GIB), ("b", "logits", 0)],
