@@ -1,7 +1,7 @@
 """The probe: sample, predict how the coming optimizer step will change the entropy, and check the prediction.
 
-`EntropyProbe.run` restores policy and optimizer bit by bit: the update is a vector, and the policy after it is
-evaluated with replaced parameters, or by a real step that is undone.
+`EntropyProbe.run` leaves policy and optimizer as they were, bit by bit: the update is a vector, and the policy after it
+is evaluated with replaced parameters.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from grade.config import SEEDS, Config
@@ -31,7 +30,7 @@ from grade.entropy.samples import (
     prompt_gradients,
     scores_at,
 )
-from grade.entropy.update import UpdateVector, adamw_update, preconditioner, stepped, undone
+from grade.entropy.update import UpdateVector, adamw_update, preconditioner, undone
 from grade.entropy.ustat import two_batch, u_statistic
 from grade.errors import InputError
 from grade.memory.tracker import MemoryTracker
@@ -64,10 +63,6 @@ class _GenerationConfig(Config):
 class _EstimateConfig(Config):
     """What is estimated."""
 
-    mode: Literal["exact", "blocks"] = Field(
-        "exact", description="unit of the pair statistic: a prompt, or a block of prompts"
-    )
-    block_size: int = Field(2, ge=1, description="prompts of a block (mode blocks); divides B")
     one_batch: bool = Field(False, description="evaluate on the update's own prompts: only pairs of prompts count then")
     update: Literal["dr_grpo", "rloo"] = Field(
         "dr_grpo", description="policy gradient of the update, if no other gradient is given"
@@ -85,19 +80,9 @@ class _MemoryConfig(Config):
     profile_memory: bool = Field(False, description="report the peak of live bytes of each phase")
 
 
-class _StatsConfig(Config):
-    """Standard errors of the pair statistic."""
-
-    compute_plugin_se: bool = Field(True, description="plug-in standard error")
-    compute_jackknife_se: bool = Field(True, description="jackknife standard error: better with few prompts")
-
-
 class _ImportanceConfig(Config):
     """The true change."""
 
-    step: Literal["functional", "optimizer"] = Field(
-        "functional", description="reach theta + delta theta by replaced parameters, or by a real step that is undone"
-    )
     clip: float = Field(0.0, ge=0, description="clip weights at this multiple of their mean; 0 = never")
     ess_threshold: float = Field(0.5, ge=0, le=1, description="effective sample size is low below this share")
     resample_on_low_ess: bool = Field(True, description="if so, sample again after the step; otherwise only warn")
@@ -109,19 +94,10 @@ class ProbeConfig(Config):
     batch_config: _BatchConfig = Field(_BatchConfig(), description="samples")
     generation: _GenerationConfig = Field(_GenerationConfig(), description="sampling")
     probe_config: _EstimateConfig = Field(_EstimateConfig(), description="what is estimated")
-    stats_config: _StatsConfig = Field(_StatsConfig(), description="standard errors")
     memory_config: _MemoryConfig = Field(_MemoryConfig(), description="microbatches")
     importance_sampling: _ImportanceConfig = Field(_ImportanceConfig(), description="the true change")
     max_grad_norm: float = Field(1.0, ge=0, description="the update's gradient is clipped to this norm; 0 = never")
     seed: int = Field(0, ge=0, lt=SEEDS, description="seed of the samples")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        b, size = self.batch_config.B, self.probe_config.block_size
-        if self.probe_config.mode == "blocks" and (b % size or b // size < 2):
-            allowed = f"a divisor of B = {b} that leaves at least two blocks"
-            raise InputError("probe_config.block_size", size, allowed)
-        return self
 
 
 _SUMMARY = (
@@ -252,7 +228,7 @@ class EntropyProbe:
         with self._phase("importance sampling"):
             figures |= _mean("delta_h1_forward", terms.per_sequence().mean(1))
             figures |= _mean("delta_h1_forward_per_token", terms.per_token(evaluation.mask).mean(1))
-            figures |= self._true_change(evaluation, old, terms, vector.total, gradients)
+            figures |= self._true_change(evaluation, old, terms, vector.total)
             sweep = [self._at_multiple(multiple, evaluation, old, terms, vector.total)
                      for multiple in sorted(self.config.probe_config.multiples)]  # fmt: skip
         figures |= {"samples": old.logps[..., 0].numel(), "prompts": b}
@@ -327,33 +303,26 @@ class EntropyProbe:
 
         From independent batches the product of means; from one batch the U-statistic over pairs of prompts.
         """
-        c = self.config
         lr = float(self.optimizer.param_groups[0]["lr"])
         scale = preconditioner(self.optimizer, trained_parameters(self.policy))
         if scale is None:
             return {}
         scaled = y.double() * scale.double().cpu()
-        if not c.probe_config.one_batch:
+        if not self.config.probe_config.one_batch:
             value, stderr = two_batch(x, scaled)
             return {"delta_h1_ascent": -lr * value, "delta_h1_ascent_stderr": lr * stderr}
-        if c.probe_config.mode == "blocks":
-            shape = (len(x) // c.probe_config.block_size, c.probe_config.block_size, -1)
-            x, scaled = (z.view(shape).mean(1) for z in (x, scaled))
         pairs = u_statistic(x, scaled)
-        figures = {"delta_h1_pairs": -lr * pairs.value, "delta_h1_pairs_plain": -lr * pairs.plain}
-        if c.stats_config.compute_plugin_se:
-            figures["delta_h1_pairs_plugin_stderr"] = lr * pairs.plug_in
-        if c.stats_config.compute_jackknife_se and pairs.jackknife is not None:
-            figures["delta_h1_pairs_jackknife_stderr"] = lr * pairs.jackknife
-        return figures
+        return {
+            "delta_h1_pairs": -lr * pairs.value,
+            "delta_h1_pairs_plain": -lr * pairs.plain,
+            "delta_h1_pairs_plugin_stderr": lr * pairs.plug_in,
+            **({} if pairs.jackknife is None else {"delta_h1_pairs_jackknife_stderr": lr * pairs.jackknife}),
+        }
 
     def _true_change(
-        self, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor, gradients: list[Tensor]
+        self, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor
     ) -> dict[str, float]:
-        c, real = self.config.importance_sampling, self.config.importance_sampling.step == "optimizer"
-        after = partial(stepped, self.policy, self.optimizer, gradients, self.config.max_grad_norm or None)
-        with after() if real else contextlib.nullcontext():
-            new = self._scores(evaluation, None if real else step)
+        c, new = self.config.importance_sampling, self._scores(evaluation, step)
         change, tokens = (reweighted_change(old, new, mask, c.clip or None) for mask in (None, evaluation.mask))
         figures = {
             "entropy": change.before,
@@ -370,7 +339,7 @@ class EntropyProbe:
             **self._by_prefix(old, new, terms),
         }
         if c.resample_on_low_ess and change.ess < c.ess_threshold * old.logps[..., 0].numel():
-            with after() if real else moved(self.policy, step, 1.0):
+            with moved(self.policy, step, 1.0):
                 figures |= self._sampled_anew(evaluation, old)
         return figures
 

@@ -1,4 +1,4 @@
-"""The step that an optimizer is about to take: as a vector, and taken for real but undone.
+"""The step that an optimizer is about to take, as a vector.
 
 AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with t the coming step and g the (clipped) gradient:
 
@@ -123,19 +123,3 @@ def undone(backbone: Backbone, optimizer: torch.optim.Optimizer) -> Iterator[Non
         optimizer.load_state_dict(state)
         for module, flag in training:
             module.training = flag
-
-
-@contextlib.contextmanager
-def stepped(
-    backbone: Backbone, optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor],
-    max_grad_norm: float | None = None,
-) -> Iterator[None]:  # fmt: skip
-    """Within this context the optimizer has taken its step, on clipped copies of the gradients."""
-    with undone(backbone, optimizer):
-        parameters = trained_parameters(backbone)
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient.to(p, copy=True)
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-        optimizer.step()
-        yield

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _OLDER = -1
 # torch.tensor(data) creates its storage unseen, so it first appears as the *input* of one of these.
 _INTRODUCES_ITS_INPUT = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
-@dataclass
-class Phase:
-    """Live bytes in one phase: the highest seen, and those alive when it ended (or now, while it runs)."""
-
-    peak: int
-    current: int
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -48,7 +39,7 @@ class MemoryTracker(TorchDispatchMode):
 
     Attributes:
         current: Live bytes now.
-        peak: The highest `current` since the start or the last `reset_peak`.
+        peak: The highest `current` since the start.
 
     >>> with MemoryTracker(round_to=1) as tracker:
     ...     x = torch.ones(100)     # 400 bytes of float32
@@ -67,8 +58,6 @@ class MemoryTracker(TorchDispatchMode):
         # StorageImpl address -> (weak reference, counted bytes). An entry goes when its storage dies, before the
         # address can be used again. Storages that are not to be counted have _OLDER for their bytes.
         self._live: dict[int, tuple[weakref.ref, int]] = {}
-        self._phases: dict[str, Phase] = {}
-        self._phase: Phase | None = None
 
     def track_existing(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count storages that existed before the tracker was entered (weights, optimizer state, inputs), each once."""
@@ -78,28 +67,6 @@ class MemoryTracker(TorchDispatchMode):
             if known is not None and known[1] == _OLDER:
                 del self._live[storage._cdata]
             self._count(tensor)
-
-    def reset_peak(self) -> None:
-        """Set `peak` to `current`. Phases keep their own peaks."""
-        self.peak = self.current
-
-    def mark(self, name: str) -> None:
-        """End the running phase, if any, and start phase ``name``, for example ``"forward"``.
-
-        A name may come again (one phase per micro-step): its peak is then the highest of all, its current the last.
-        """
-        self._phase = self._phases.setdefault(name, Phase(self.current, self.current))
-        self._update(0)
-
-    @property
-    def phases(self) -> dict[str, Phase]:
-        """Peak and current bytes of each phase, in order of first mark. Copies: safe to keep."""
-        return {name: Phase(phase.peak, phase.current) for name, phase in self._phases.items()}
-
-    def __exit__(self, *exc: Any) -> None:
-        """Stop counting new storages; the running phase ends here."""
-        super().__exit__(*exc)
-        self._phase = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -161,9 +128,6 @@ class MemoryTracker(TorchDispatchMode):
     def _update(self, change: int) -> None:
         self.current += change
         self.peak = max(self.peak, self.current)
-        if self._phase is not None:
-            self._phase.current = self.current
-            self._phase.peak = max(self._phase.peak, self.current)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
