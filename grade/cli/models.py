@@ -1,4 +1,4 @@
-"""Commands that make base models and reward models."""
+"""Commands that make a reward model, and the judge that training never sees."""
 
 from __future__ import annotations
 
@@ -6,48 +6,37 @@ import argparse
 from typing import get_args
 
 from grade.cli.options import command, option, print_metrics
-from grade.data.base_model import BackboneConfig, prepare_backbone
 from grade.data.reviews import load_reviews
-from grade.data.tiny_lm import PretrainConfig, pretrain
 from grade.files import check_file, claimed
 from grade.models.backbone import Backbone
-from grade.results import check_values, write_results
+from grade.results import check_values, write_metrics, write_results
 from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import RewardKind
 
 REWARD_FILES = ("reward.safetensors", "reward.json")
 """Names that `grade.rewards.model.RewardModel.save` writes."""
+WORDS = (36, 128, None)
+"""Lengths at which the judge is measured: about a prompt and a completion, a paragraph, the whole review."""
 
 
-@command(
-    "backbone",
-    raw_dir="fetched packages",
-    reviews="review splits",
-    output_dir="folder of the model",
-    config=BackboneConfig,
-)
-def _backbone(args: argparse.Namespace) -> None:
-    """Convert the base model."""
-    config = BackboneConfig.load(args.config, args.set)
-    prepare_backbone(config, args.raw_dir, args.reviews, args.output_dir)
-    print(f"wrote {args.output_dir}")
-
-
-@command(
-    "pretrain",
-    reviews="review splits",
-    output_dir="folder of the model",
-    metrics="loss on the test split",
-    config=PretrainConfig,
-)
-def _pretrain(args: argparse.Namespace) -> None:
-    """Train the tiny language model and measure it on the test split."""
-    config = PretrainConfig.load(args.config, args.set)
+@command("gold", reviews="review splits", output_dir="judge.npz is written here", metrics="accuracy on the test split")
+def _gold(args: argparse.Namespace) -> None:
+    """Fit on the gold split, measure on the test split."""
     check_file(args.metrics, "--metrics")
-    metrics = pretrain(config, args.reviews, args.output_dir)
-    write_results(args.metrics, metrics)
-    print_metrics(metrics)
+    with claimed(args.output_dir, ("judge.npz",), inputs=(args.reviews,)) as output:
+        gold, test = load_reviews(args.reviews, "gold"), load_reviews(args.reviews, "test")
+        judge = GoldJudge.fit([r.text for r in gold], [r.label for r in gold])
+        metrics = {"fit/n": len(gold)}
+        for words in WORDS:
+            texts = [" ".join(r.text.split()[:words]) for r in test]
+            accuracy = judge.accuracy(texts, [r.label for r in test])
+            metrics |= accuracy.metrics(f"accuracy/{words or 'all'}_words")
+            print(f"gold judge, {words or 'all'} words: accuracy {accuracy}")
+        check_values(metrics)
+        with output.replacement() as staging:
+            judge.save(staging / "judge.npz")
+    write_metrics(args.metrics, metrics)
 
 
 @command(

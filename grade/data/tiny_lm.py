@@ -1,36 +1,29 @@
-"""A tiny language model, pre-trained on the reviews, for experiments that need many seeds.
+"""A tiny language model with random weights, and its training on text: for the toy task, tests and experiments.
 
-A byte-level BPE and a Llama of about a million parameters. It writes review-like text, locally grammatical and with
-words of sentiment: enough for a policy, a reward and a reference, but not good text. It is trained for a fixed number
-of steps, so the result does not depend on the machine's speed. The layers' matrices are trained by `Muon`, embedding
-and norms by AdamW: after 300 steps of the default settings the training loss is 5.2 nats per token, with AdamW alone
-5.6.
+A byte-level BPE and a Llama of about a million parameters. Trained on reviews it writes review-like text, locally
+grammatical and with words of sentiment: enough for a policy, a reward and a reference, but not good text. It is trained
+for a fixed number of steps, so the result does not depend on the machine's speed. The layers' matrices are trained by
+Muon, embedding and norms by AdamW: after 300 steps of the default settings the training loss is 5.2 nats per token,
+with AdamW alone 5.6.
 
 Left out: training for more than a few minutes on a CPU; contexts longer than a prompt with its completion.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from grade.config import SEEDS, Config, check_bytes
-from grade.data.base_model import MODEL_FILES, small_llama, train_tokenizer
-from grade.data.reviews import load_reviews
+from grade.config import SEEDS, Config
 from grade.errors import InputError
-from grade.files import claimed
-from grade.models.backbone import Backbone
-from grade.results import check_values
-from grade.stats import Estimate
 
 
 class PretrainConfig(Config):
@@ -56,47 +49,7 @@ class PretrainConfig(Config):
     seed: int = Field(0, ge=0, lt=SEEDS, description="seed of weights and order of the windows")
 
 
-def pretrain(
-    config: PretrainConfig, reviews_dir: str | Path, output_dir: str | Path, log: Callable[[str], None] = print
-) -> dict[str, float]:
-    """Train tokenizer and model; write a folder for `Backbone.load`, whole or not at all, in place of an earlier one.
-
-    Returns the test loss with standard errors and n, sizes, tokens, seconds. ``log`` receives progress lines.
-    """
-    if config.hidden_size % config.heads:
-        raise InputError("heads", config.heads, f"a divisor of hidden_size = {config.hidden_size}")
-    for small, large in (("context", "max_positions"), ("warmup_steps", "steps")):
-        if getattr(config, small) >= getattr(config, large):
-            raise InputError(small, getattr(config, small), f"less than {large} = {getattr(config, large)}")
-    check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
-    with claimed(output_dir, MODEL_FILES, inputs=(reviews_dir,)) as output:
-        texts = [r.text for r in load_reviews(reviews_dir, config.split)]
-        tokenizer = train_tokenizer(texts, config.vocab_size)
-        model = new_model(config, len(tokenizer))
-        train_windows = text_windows(tokenizer, texts, config.context)
-        test_windows = text_windows(tokenizer, [r.text for r in load_reviews(reviews_dir, "test")], config.context)
-        start = time.perf_counter()
-        final = fit(model, config, train_windows, log)
-        seconds = time.perf_counter() - start
-        chosen = torch.randperm(len(test_windows), generator=torch.Generator().manual_seed(config.seed))
-        chosen = test_windows[chosen[: config.eval_windows]]
-        metrics = _heldout_loss(model, tokenizer, chosen) | {
-            "train/nats_per_token": final,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "vocab_size": len(tokenizer),
-            "tokens": config.steps * config.batch_size * config.context,
-            "steps": config.steps,
-            "seconds": seconds,
-        }
-        check_values(metrics)
-        Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
-        with output.replacement() as staging:
-            model.save_pretrained(staging)
-            tokenizer.save_pretrained(staging)
-    return metrics
-
-
-class Muon(torch.optim.Optimizer):
+class _Muon(torch.optim.Optimizer):
     """Momentum, then the nearest matrix with orthonormal rows or columns (Jordan et al. 2024), in float32.
 
     torch's own works in bfloat16, which is ten times slower than the rest of a step on CPUs without such instructions.
@@ -122,11 +75,11 @@ class Muon(torch.optim.Optimizer):
                     average.lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(average, group["momentum"]))
                 scale = 0.2 * group["lr"] * max(shape) ** 0.5
-                for p, update in zip(same, orthogonalised(torch.stack(updates)), strict=True):
+                for p, update in zip(same, _orthogonalised(torch.stack(updates)), strict=True):
                     p.sub_(update, alpha=scale)
 
 
-def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
+def _orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
     """``U V'`` of each matrix ``U S V'``, roughly: singular values end between 0.7 and 1.2.
 
     Newton-Schulz iteration with a quintic polynomial whose slope at 0 is large (Jordan et al. 2024).
@@ -144,7 +97,7 @@ def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
 def new_model(config: PretrainConfig, vocab_size: int) -> LlamaForCausalLM:
     """The model with random weights, float32."""
     torch.manual_seed(config.seed)
-    return small_llama(
+    return _small_llama(
         vocab_size=vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
         num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.heads,
         max_position_embeddings=config.max_positions,
@@ -173,7 +126,7 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
-        Muon(matrices, lr=config.muon_lr),
+        _Muon(matrices, lr=config.muon_lr),
         torch.optim.AdamW(others, lr=config.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: _schedule(s, config)) for o in optimizers]
@@ -184,7 +137,7 @@ def fit(model: PreTrainedModel, config: PretrainConfig, windows: Tensor, log: Ca
         while len(order) < config.batch_size:
             order = torch.cat([order, torch.randperm(len(windows), generator=generator)])
         batch, order = windows[order[: config.batch_size]], order[config.batch_size :]
-        loss = _window_nats(model, batch).mean()
+        loss = window_nats(model, batch).mean()
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -209,35 +162,43 @@ def _schedule(step: int, config: PretrainConfig) -> float:
     return min(1.0, (step + 1) / max(1, config.warmup_steps), (config.steps - step) / (config.steps / 2))
 
 
-def _window_nats(model: PreTrainedModel, windows: Tensor) -> Tensor:
+def window_nats(model: PreTrainedModel, windows: Tensor) -> Tensor:
     """Negative log-likelihood in nats [B, L] of each target of windows [B, L + 1]."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none").view(len(windows), -1)
 
 
-@torch.no_grad()
-def _heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch_size: int = 64) -> dict[str, float]:
-    """``test/nats_per_token`` and ``test/nats_per_char`` over windows [n, L + 1], with ``_stderr`` and ``_n``.
+def tiny_model(
+    texts: Iterable[str], vocab_size: int, hidden_size: int, layers: int, seed: int = 0
+) -> tuple[PreTrainedModel, Any]:
+    """A random Llama and a byte-level BPE trained on the texts."""
+    tokenizer = train_tokenizer(texts, vocab_size)
+    torch.manual_seed(seed)
+    model = _small_llama(
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        initializer_range=0.1,
+    )  # fmt: skip
+    return model, tokenizer
 
-    Each window is an independent sample; a character that is cut by a window's edge counts as one.
+
+def _small_llama(**sizes: Any) -> LlamaForCausalLM:
+    """A Llama with random weights and tied embeddings for `train_tokenizer`'s ids: 0 is eos, 1 is pad."""
+    config = LlamaConfig(tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=1, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, which encodes any text and decodes it back unchanged.
+
+    At most ``vocab_size`` tokens, including the 256 bytes, eos (id 0) and pad (id 1).
     """
-    model.eval()
-    nats = torch.cat([_window_nats(model, part).sum(-1) for part in windows.split(batch_size)]).double().numpy()
-    chars = [len(text) for text in tokenizer.batch_decode(windows[:, 1:], skip_special_tokens=True)]
-    token = Estimate.of(nats / (windows.shape[1] - 1))
-    mean, stderr = _ratio(nats, np.array(chars, float))
-    return {
-        "test/nats_per_token": token.mean, "test/nats_per_token_stderr": token.stderr, "test/nats_per_token_n": token.n,
-        "test/nats_per_char": mean, "test/nats_per_char_stderr": stderr, "test/nats_per_char_n": len(nats),
-    }  # fmt: skip
-
-
-def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:
-    """``R = sum x / sum y`` over n pairs, and its standard error ``sd(x - R y) / (sqrt(n) mean(y))`` (delta method).
-
-    >>> _ratio(np.array([1.0, 3.0]), np.array([1.0, 1.0]))
-    (2.0, 1.0)
-    """
-    ratio = numerator.sum() / denominator.sum()
-    rest = numerator - ratio * denominator
-    return float(ratio), float(rest.std(ddof=1) / np.sqrt(len(rest)) / denominator.mean())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<eos>", "<pad>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet,
+                                  show_progress=False)  # fmt: skip
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special[0], pad_token=special[1])

@@ -18,8 +18,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grade.data.base_model import save_model
 from grade.data.tiny_lm import PretrainConfig, fit, new_model
+from grade.files import atomic
 
 ANSWER_TOKENS = 3
 """T: two digits and the end."""
@@ -71,7 +71,9 @@ def build_sums(folder: str | Path, steps: int = STEPS) -> None:
     with torch.random.fork_rng(devices=[]):  # the global state is the caller's
         model = new_model(settings, len(tokenizer))
         fit(model, settings, windows, log=lambda _: None)
-    save_model(model, tokenizer, folder)
+    with atomic(folder) as staging:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
 
 
 def _lines(pairs: Sequence[tuple[int, int]], n: int) -> list[str]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from grade.data.base_model import BackboneConfig, tiny_model, train_tokenizer
 from grade.data.reviews import Review, prompt_text
-from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows
+from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows, tiny_model, train_tokenizer
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import DTYPES, Backbone
 from grade.rewards.fit import BagSettings, RewardConfig, TrunkSettings, train_reward
@@ -70,8 +69,7 @@ def toy_task(
         model = new_model(config, len(tokenizer))
         fit(model, config, text_windows(tokenizer, texts, config.context), log=lambda _: None)
     else:
-        config = BackboneConfig(source="tiny", vocab_size=300, hidden_size=32, layers=2, seed=seed)
-        model, tokenizer = tiny_model(config, texts)
+        model, tokenizer = tiny_model(texts, vocab_size=300, hidden_size=32, layers=2, seed=seed)
     backbone = Backbone(model.to(DTYPES[dtype]), tokenizer, lora or LoraSettings(r=4, alpha=8))
     epochs = dict(epochs=5, patience=5, lr=1e-2, batch_size=32)
     reward_config = RewardConfig(bag=BagSettings(**epochs), trunk=TrunkSettings(**epochs), eval_tokens=[16])

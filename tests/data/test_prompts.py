@@ -9,8 +9,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from grade.data.prompts import load_prompts
-from grade.data.reviews import DataConfig, load_reviews, prepare_reviews
+from grade.data.reviews import load_reviews
 from grade.errors import InputError
+from grade.experiments.reviews import DataConfig, prepare_reviews
 
 ROWS = [
     {"prompt": "7 plus 4,\ncats?", "answer": 11, "source": None},

@@ -99,6 +99,8 @@ def used_modules(module, functions):
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and names & {alias.asname or alias.name for alias in node.names}:
             found |= imported_modules(node)
+        elif isinstance(node, ast.Assign) and names & {getattr(target, "id", "") for target in node.targets}:
+            found |= imported_modules(node, lookups=True)
     return {name for name in found if not name.startswith("grade.cli")}  # options, and names of folders
 
 
@@ -127,7 +129,7 @@ def test_a_stage_depends_on_the_wings_that_it_imports_and_a_family_on_no_other(d
 
 
 def test_the_dependencies_of_a_command_are_those_of_its_functions(default):
-    assert "grade/data/fetch.py" in needed_code(default["fetch"])
+    assert "grade/experiments/fetch.py" in needed_code(default["fetch"])
     assert not any("models" in file for file in needed_code(default["fetch"]) | needed_code(default["data"]))
     assert {"grade/gradients/replay.py", "grade/rewards/gold.py"} <= needed_code(default["train@ste-0"])
 

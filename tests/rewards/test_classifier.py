@@ -6,7 +6,7 @@ from conftest import make_prompts
 from torch.testing import assert_close
 from transformers import BertConfig, BertForSequenceClassification
 
-from grade.data.base_model import train_tokenizer
+from grade.data.tiny_lm import train_tokenizer
 from grade.errors import InputError
 from grade.models.prompts import PromptBatch
 from grade.rewards.classifier import TextClassifier, load_classifier

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from grade.data.base_model import BackboneConfig, tiny_model
+from grade.data.tiny_lm import tiny_model
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.rewards.fit import RewardConfig, evaluate_reward, r2, train_reward
@@ -33,8 +33,7 @@ def stars(n, seed, scale=1.0):
 
 @pytest.fixture(scope="module")
 def base():
-    config = BackboneConfig(source="tiny", vocab_size=300, hidden_size=16, layers=1)
-    return Backbone(*tiny_model(config, [" ".join((*GOOD, *BAD))] * 20))
+    return Backbone(*tiny_model([" ".join((*GOOD, *BAD))] * 20, vocab_size=300, hidden_size=16, layers=1))
 
 
 def config(**changes):

@@ -8,7 +8,7 @@ import torch
 from conftest import ToyReward
 from torch.testing import assert_close
 
-from grade.data.base_model import train_tokenizer
+from grade.data.tiny_lm import train_tokenizer
 from grade.errors import InputError
 from grade.gradients.objective import Objective
 from grade.models.prompts import PromptBatch

