@@ -17,29 +17,32 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pandas as pd
 from pydantic import Field
 
 from grade.config import Config
 from grade.experiments.frontier import mixed_reward
-from grade.experiments.measured import published_text, read_csv
+from grade.experiments.measured import kept_text, read_csv
 from grade.experiments.rewards import BlackBox, Models, Policy, RewardName, make_reward
 from grade.experiments.sums import ANSWER_TOKENS, sum_prompts
 from grade.experiments.training_runs import FIXED, SETTINGS, Bench, Run, hold_out, train_all
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.base import Reward
+from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 
-Method = Literal["rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto"]
+Method = Literal["rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto", "auto_texts", "offline"]
 OWN: dict[Method, dict[str, Any]] = {
     "ppo": {"num_generations": 4},
     "st": {"hops": 1},
     "plug_in": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": 0.0},
     "corrected": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": 1.0},
     "auto": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": "auto"},
+    "auto_texts": SETTINGS["distilled"] | {"method": "auto"},
+    "offline": {"beta": 0.0},
 }
 """Settings of the methods that `SETTINGS` has not; ``method`` where the trainer's name is another."""
 DIFFERENTIATING = ("ste", "st")
@@ -54,9 +57,10 @@ NAMES = ("policy", "trained_on", "method", "target_kl", "seed", "completions", "
 DISTILLED = ("r2", "slope", "trust", "residual_weight")
 """What the distilled method logs: R2 out of sample, the slope of the reward on its prediction, the share of predictions
 that came true, the weight of the residual. Means over the step's microbatches, of the step before the evaluation."""
-COLUMNS = (*NAMES, "step", "samples", "seconds", "reward", "gold", "kl", *DISTILLED, "family")
+FIGURES = ("step", "samples", "seconds", "reward", "gold", "kl", *DISTILLED, "family")
 """Columns of the evaluations along training; KL in nats per completion, seconds of training alone; ``family`` is the
 one that explains most."""
+COLUMNS = (*NAMES, *FIGURES)
 
 
 class Grid(Config):
@@ -76,8 +80,9 @@ class Grid(Config):
 
 @dataclass(frozen=True)
 class Rewards(Bench):
-    """A bench with every reward of each policy, as its method may see it."""
+    """A bench with every reward of each policy, as its method may see it; ``columns`` of its evaluations."""
 
+    columns: ClassVar[tuple[str, ...]] = FIGURES
     models: Models = field(default_factory=Models)
     made: dict[tuple[str, str], Reward] = field(default_factory=dict)
 
@@ -97,7 +102,7 @@ class Rewards(Bench):
             self.made[key] = make_reward(self.models, *key, backbone)
         return self.made[key] if run.names["method"] in DIFFERENTIATING else BlackBox(self.made[key])
 
-    def evaluated(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
         """What the distilled method says about its fit."""
         r2 = {name.rpartition("/")[2]: value for name, value in row.items() if name.startswith("train/distilled/r2/")}
         figures = {name: row.get(f"train/distilled/{name}", math.nan) for name in DISTILLED}
@@ -122,26 +127,34 @@ def make_run(
     return Run(dict(zip(NAMES, names, strict=True)), values, policy, reward)
 
 
-def run_all(bench: Bench, runs: Sequence[Run], finished: pd.DataFrame, processes: int = 1) -> pd.DataFrame:
-    """`COLUMNS` of all runs, in their order; those in a table of finished ones are not trained again."""
+def run_all(
+    bench: Rewards, runs: Sequence[Run], finished: pd.DataFrame, processes: int = 1, train: bool = True
+) -> pd.DataFrame:
+    """Names and figures of all runs, in their order; those in a table of finished ones are not trained again.
+
+    Without ``train`` none is: those that are not finished are left out.
+    """
+    names = list(runs[0].names)
 
     def by_run(table: pd.DataFrame) -> dict[tuple, pd.DataFrame]:
-        return {(*names, rows["step"].max()): rows for names, rows in table.groupby(list(NAMES), sort=False)}
+        return {(*key, rows["step"].max()): rows for key, rows in table.groupby(names, sort=False)}
 
     keys = [(*run.names.values(), run.values["max_steps"]) for run in runs]
     known = by_run(finished)
-    if todo := [run for key, run in zip(keys, runs, strict=True) if key not in known]:
+    if train and (todo := [run for key, run in zip(keys, runs, strict=True) if key not in known]):
         known |= by_run(train_all(bench, todo, processes)[0])
-    return pd.concat([known[key] for key in keys], ignore_index=True)[list(COLUMNS)]
+    columns = [*names, *bench.columns]
+    parts = [known[key] for key in keys if key in known] or [pd.DataFrame(columns=columns)]
+    return pd.concat(parts, ignore_index=True)[columns]
 
 
-def published_runs(folder: str) -> pd.DataFrame:
-    """`COLUMNS` of the runs in a folder of results as git has it; without times where it has none."""
-    texts = [published_text(f"{folder}/{name}.csv")
+def published_runs(folder: str, names: Sequence[str] = NAMES, columns: Sequence[str] = FIGURES) -> pd.DataFrame:
+    """Names and figures of the runs in a folder of results, as it is or as git has it; without times if it has none."""
+    texts = [kept_text(f"{folder}/{name}.csv")
              for name in ("measured/search", "measured/runs", "timings/run_seconds")]  # fmt: skip
-    search, runs, seconds = (read_csv(io.StringIO(text or ",".join([*NAMES, "step"]))) for text in texts)
-    runs = runs.merge(seconds, on=[*NAMES, "step"], how="left")
-    return pd.concat([search, runs], ignore_index=True).reindex(columns=list(COLUMNS))
+    search, runs, seconds = (read_csv(io.StringIO(text or ",".join([*names, "step"]))) for text in texts)
+    runs = runs.merge(seconds, on=[*names, "step"], how="left")
+    return pd.concat([search, runs], ignore_index=True).reindex(columns=[*names, *columns])
 
 
 def chosen_rates(table: pd.DataFrame, level: float) -> dict[str, float]:

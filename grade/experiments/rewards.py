@@ -29,6 +29,7 @@ from grade.errors import InputError
 from grade.experiments.shallow import ShallowReward, layer_count
 from grade.experiments.sums import ANSWER_TOKENS, build_sums, sum_prompts
 from grade.experiments.training_runs import judged_by
+from grade.files import sha256_of
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
 from grade.models.adapter import LoraSettings
@@ -38,6 +39,7 @@ from grade.rewards.base import EmbeddingReward, Reward
 from grade.rewards.fit import BagSettings, RewardConfig, train_reward
 from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
+from grade.rewards.identity import hashed
 from grade.rewards.model import RewardModel, load_reward
 from grade.rewards.verifiers import exact_answer
 from grade.training.toy import toy_reviews, toy_task
@@ -135,15 +137,16 @@ def make_reward(models: Models, policy: str, name: str, backbone: Backbone) -> R
         return FunctionReward(length_and_format, name)
     if name == "gold":
         if models.gold_file:
-            return FunctionReward(judged_by(GoldJudge.load(models.gold_file)), name)
+            return StoredReward(judged_by(GoldJudge.load(models.gold_file)), name, [models.gold_file])
         reviews = toy_reviews(200, seed=4)
         return FunctionReward(judged_by(GoldJudge.fit([r.text for r in reviews], [r.label for r in reviews])), name)
     if name == "smollm2_trunk":
         if not models.smollm2_dir:
             return FunctionReward(_read_by(toy_task(seed=1, kind="trunk").reward_model), name)
         other = Backbone.load(models.smollm2_dir, device=backbone.device)
-        model = load_reward(Path(models.smollm2_rewards_dir) / "trunk", other).to(other.device)
-        return FunctionReward(_read_by(model), name)
+        folder = Path(models.smollm2_rewards_dir) / "trunk"
+        files = [file for place in (folder, Path(models.smollm2_dir)) for file in sorted(place.glob("*.*"))]
+        return StoredReward(_read_by(load_reward(folder, other).to(other.device)), name, files)
     if name in ("trunk1", "trunk4"):
         return EmbeddingReward(_shallow(models, int(name.removeprefix("trunk")), backbone), name=name)
     folder = getattr(models, f"{policy}_rewards_dir")
@@ -169,6 +172,18 @@ def _toy_model(kind: str, backbone: Backbone) -> RewardModel | ShallowReward:
     return train_reward("bag", RewardConfig(bag=fit, eval_tokens=[_TOY_TOKENS]), backbone, train, held)[0]
 
 
+class StoredReward(FunctionReward):
+    """A function of text whose values depend on files alone."""
+
+    def __init__(self, function: Callable[..., list[float]], name: str, files: Sequence[str | Path]) -> None:
+        super().__init__(function, name)
+        self._files = files
+
+    def fingerprint(self, policy: Backbone) -> str:
+        """Hash of the files."""
+        return hashed(self.name, *map(sha256_of, map(Path, self._files)))
+
+
 class BlackBox(Reward):
     """A reward of which only values are known; of the same name."""
 
@@ -176,6 +191,7 @@ class BlackBox(Reward):
 
     def __init__(self, reward: Reward) -> None:
         self._reward, self.name, self.scope = reward, reward.name, reward.scope
+        self.fingerprint = reward.fingerprint
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of completions [B, T]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,12 +19,14 @@ import pandas as pd
 import torch
 
 from grade.data.reviews import load_reviews, prompt_text
+from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.results import progress
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
 from grade.training.config import TrainConfig
+from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 from grade.training.run import RunResult, run_training
 from grade.training.toy import toy_task
@@ -86,8 +89,8 @@ class Bench:
         """The reward that training sees: the toy task's own, or that in the folder ``run.reward``."""
         return load_reward(run.reward, backbone) if self.bases[run.policy] else self.loaded[run.policy].reward_model
 
-    def evaluated(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """More columns of an evaluation, from its row of the history."""
+    def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
+        """More columns of an evaluation, from its row of the history or from what was evaluated."""
         return {}
 
     def ended(self, run: Run, task: Task, result: RunResult) -> dict[str, Any]:
@@ -125,17 +128,23 @@ def train_once(bench: Bench, run: Run) -> tuple[list[dict[str, Any]], dict[str, 
     """Train and evaluate one run: a row per evaluation, the untrained policy first, and the last one with its end.
 
     Step, samples, seconds of training alone, reward, gold (NaN without a judge), KL in nats per completion, and
-    `Bench.evaluated`; at the end `Bench.ended` too.
+    `Bench.evaluated`; at the end `Bench.ended` too. No row, but a warning, where texts say too little of the reward.
     """
     config, task = run.config, bench.task(run)
-    result = run_training(config, task)
+    try:
+        result = run_training(config, task)
+    except InputError as error:
+        if error.field != "texts":
+            raise
+        warnings.warn(f"{dict(run.names)}: {error}", stacklevel=2)
+        return [], {}
     rows = []
     for row in result.history:
         if row.get("val/reward_mean") is not None:
             figures = {key: row[key] for key in ("step", "samples", "seconds")}
             figures |= {"reward": row["val/reward_mean"], "gold": row.get("val/gold_mean", math.nan)}
             figures["kl"] = row["val/kl"] * config.max_completion_length
-            rows.append({**run.names, **figures, **bench.evaluated(row)})
+            rows.append({**run.names, **figures, **bench.evaluated(run, row, result.evaluations[row["step"]])})
     return rows, rows[-1] | bench.ended(run, task, result)
 
 

@@ -137,7 +137,7 @@ def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
         )  # fmt: skip
         places = {prompt: place for place, prompt in enumerate(asked)}
         own = scored(sorted(drawn, key=lambda row: places[json.dumps(row["prompt"])]))
-    curve = _curve(families, texts, own, config.group)
+    curve = explained_curve(families, texts, own, config.group)
     fit = fit_texts(families, texts).fit
     best, shown = families[fit.family], texts[:SMALLEST] if own is None else own
     level, slopes = float(shown.rewards.nanmean()), curve[curve["family"] == fit.family]["slope"]
@@ -154,9 +154,12 @@ def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
 
 
 @torch.no_grad()
-def _curve(families: Mapping[str, Family], texts: ScoredTexts, own: ScoredTexts | None, group: int) -> pd.DataFrame:
-    """`Explained.curve`, by family and number of texts."""
-    sizes = [size for size in (SMALLEST << power for power in range(32)) if size < len(texts)] + [len(texts)]
+def explained_curve(
+    families: Mapping[str, Family], texts: ScoredTexts, own: ScoredTexts | None, group: int, sizes: Sequence[int] = ()
+) -> pd.DataFrame:
+    """`Explained.curve`, by family and number of texts (default: doubling to all)."""
+    powers = (SMALLEST << power for power in range(32))
+    sizes = sizes or [size for size in powers if size < len(texts)] + [len(texts)]
     features = {} if own is None else {name: family.rows(observed(family, own)) for name, family in families.items()}
     rows = []
     for name, size in progress(list(itertools.product(families, sizes)), "fits", delay=WAIT):

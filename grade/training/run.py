@@ -54,6 +54,7 @@ class RunResult:
         history: One row per optimizer step, with its evaluation if there is one.
         before: Evaluation of the untrained policy.
         after: Evaluation of the trained policy.
+        evaluations: All evaluations of this process, by step.
         seconds: Training time without evaluations.
         interrupted: The signal that stopped the run before its end.
         step: The last step.
@@ -63,6 +64,7 @@ class RunResult:
     history: list[dict[str, Any]] = field(default_factory=list)
     before: Evaluation | None = None
     after: Evaluation | None = None
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
     seconds: float = 0.0
     interrupted: int | None = None
     step: int = 0
@@ -144,7 +146,7 @@ def run_training(
         state = trainer.state
         result = RunResult(
             history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step,
-            method=trainer.args.method,
+            method=trainer.args.method, evaluations=trainer.evaluations,
         )  # fmt: skip
         if stop.received is not None and state.global_step < state.max_steps:
             result.interrupted = int(stop.received)

@@ -231,7 +231,7 @@ def test_every_figure_is_drawn(tables, tmp_path):
 def test_what_the_profile_publishes_is_not_trained_again(monkeypatch):
     published = table(curve("rloo", 1, [0.5] * 3, [0] * 3)).drop(columns="seconds")
     texts = {"here/measured/runs.csv": published.to_csv(index=False)}
-    monkeypatch.setattr(training, "published_text", lambda path: texts.get(path, ""))
+    monkeypatch.setattr(training, "kept_text", lambda path: texts.get(path, ""))
     grid = Grid(rewards=["gold"], methods=["rloo"], target_kls=[10.0], seeds=[1], completions=8, steps=2)
     settings = Settings(grids=[grid], chosen_rates={"rloo": 1e-2}, headline_kl=10.0, published="here")
     monkeypatch.setattr(training, "train_all", lambda *_: pytest.fail("a run was started"))

@@ -17,9 +17,9 @@ from grade.experiments.compare import metrics as stats
 from grade.experiments.compare.measure import tables as experiment
 from grade.experiments.compare.measure.runs import CURVES, FINALS, Comparison, make_run, search
 from grade.experiments.compare.measure.tables import Settings
-from grade.experiments.compare.measure.text_quality import reference_nats
 from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
 from grade.experiments.measured import Tables, measure_all
+from grade.experiments.text_quality import reference_nats
 from grade.experiments.training_runs import FIXED, train_all
 from grade.gradients.methods import METHODS
 from grade.training.toy import toy_task

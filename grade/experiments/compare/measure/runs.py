@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from grade.errors import InputError
-from grade.experiments.compare.measure.text_quality import distinct_n, perplexity, reference_nats
+from grade.experiments.text_quality import distinct_n, perplexity, reference_nats
 from grade.experiments.training_runs import SETTINGS, Bench, Run, train_all
 from grade.training.config import TrainConfig
 from grade.training.load import Task

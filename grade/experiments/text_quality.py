@@ -1,4 +1,4 @@
-"""What completions are like, beside their reward: fluency under the reference, and diversity.
+"""What completions are like, beside their reward: an outside judge, fluency under the reference, and diversity.
 
 A policy that is pushed far from its reference writes text that the reference finds unlikely (perplexity rises) or says
 the same again and again (perplexity and distinct-n fall). Both depend on how many completions are looked at and how
@@ -7,11 +7,14 @@ long they are: compare only at equal n and length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
@@ -27,6 +30,26 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
     words = [text.lower().split() for text in texts]
     grams = [tuple(row[i : i + n]) for row in words for i in range(len(row) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
+
+
+@functools.cache
+def _lexicon() -> Any:
+    try:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+    except ModuleNotFoundError:
+        raise InputError("outside judge", "vaderSentiment", "an installed package: pip install -e '.[test]'") from None
+    return SentimentIntensityAnalyzer()
+
+
+def outside(texts: Sequence[str]) -> np.ndarray:
+    """Sentiment [n] in -1..1 by a judge to which nothing here was fitted: VADER's lexicon and its rules.
+
+    Hutto and Gilbert 2014, ``vaderSentiment``; it knows words like "not", "but" and "very".
+
+    >>> outside(["A wonderful film.", "Not a wonderful film.", "A film."]).round(2).tolist()
+    [0.57, -0.46, 0.0]
+    """
+    return np.array([_lexicon().polarity_scores(text)["compound"] for text in texts])
 
 
 @torch.no_grad()

@@ -1,0 +1,67 @@
+"""How much of a reward scored texts explain, by their number: on other texts, and on completions of the reference."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import Field
+
+from grade.config import Config
+from grade.data.reviews import load_reviews, prompt_text
+from grade.data.texts import cache_folder, read_texts, reference_texts, score_texts
+from grade.experiments.rewards import GROUP, Models, Policy, RewardName, load_subject
+from grade.experiments.text_first.measure.runs import source_values
+from grade.gradients.distilled.families import make_family
+from grade.models.prompts import PromptBatch, encode_examples
+from grade.models.samplers import Sampler
+from grade.rewards.rewards import make_rewards
+from grade.training.explained import explained_curve
+
+
+class TextFits(Config):
+    """Fits of a policy's reward from growing numbers of texts."""
+
+    policy: Policy = "tiny"
+    reward: RewardName = "gold"
+    sizes: list[Annotated[int, Field(ge=16)]] = Field(min_length=1)  # windows of reviews, n
+    families: list[str] = Field(["counts", "bag"], min_length=1)  # what the reward may be linear in
+    completions: int = Field(256, ge=8, multiple_of=GROUP)  # of the reference, to measure on
+
+
+def explained_table(models: Models, name: str, of: TextFits) -> pd.DataFrame:
+    """A row for each family and number of texts.
+
+    Columns subject, policy, reward, family, texts; ``held_out``, R2 on texts of other prompts; ``r2``, within the
+    prompts of completions of the reference on held-out prompts, with the ``slope``; ``seconds`` of the fit, features
+    and prediction included.
+    """
+    subject = load_subject(models, of.policy, [of.reward])
+    backbone, length = subject.backbone, subject.length
+    rewards = make_rewards(subject.rewards[of.reward], backbone)
+
+    def encode(rows: Any) -> PromptBatch:
+        return encode_examples(backbone.tokenizer, rows, models.prompt_tokens, "right", warn_raw=False)
+
+    scored = partial(score_texts, backbone=backbone, rewards=rewards, completion_tokens=length, encode=encode,
+                     cache=cache_folder())  # fmt: skip
+    windows = source_values(models, str(max(of.sizes)))
+    texts = scored(read_texts(windows["texts"], backbone.tokenizer, models.prompt_tokens, length, max(of.sizes)))
+    reviews = load_reviews(models.reviews_dir, "validation")[: of.completions // GROUP]
+    asked = [{"prompt": prompt_text(review.text), "place": place} for place, review in enumerate(reviews)]
+    drawn = reference_texts(asked, of.completions, backbone, Sampler("own"), completion_tokens=length, encode=encode,
+                            min_new_tokens=subject.min_length, cache=cache_folder())  # fmt: skip
+    own = scored(sorted(drawn, key=lambda row: row["place"]))
+    table = []
+    for family in of.families:
+        made = {family: make_family(family, backbone)}
+        for n in sorted({min(size, len(texts)) for size in of.sizes}):
+            start = time.perf_counter()
+            (row,) = explained_curve(made, texts[:n], own, GROUP, [n]).to_dict("records")
+            table.append(dict(
+                subject=name, policy=of.policy, reward=of.reward, family=family, texts=n,
+                held_out=row["held_out"], r2=row["policy"], slope=row["slope"], seconds=time.perf_counter() - start,
+            ))  # fmt: skip
+    return pd.DataFrame(table)

@@ -1,0 +1,104 @@
+"""Training runs with and without scored text, on the bench of `grade.experiments.reward_runs`.
+
+Methods that read texts have one run for each source: N windows of reviews that no evaluation sees, each a prompt and a
+completion in the policy's tokens, or ``reference:N``, completions that the reference samples once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from grade.errors import InputError
+from grade.experiments.measured import Size
+from grade.experiments.reward_runs import DIFFERENTIATING, FIGURES, Grid, Method, Rewards, make_run
+from grade.experiments.reward_runs import NAMES as RUN_NAMES
+from grade.experiments.rewards import DIFFERENTIABLE, Models
+from grade.experiments.text_quality import distinct_n, outside
+from grade.experiments.training_runs import Run
+from grade.training.evaluate import Evaluation
+
+READING = ("auto_texts", "offline")
+"""Methods that read texts."""
+OWN = "own"
+"""The source of all other methods: completions of the policy."""
+SHOWN = 6
+"""Completions that are kept as text, of the first seed, before and after training."""
+NAMES = ("subject", *RUN_NAMES, "source", "new_tokens")
+"""Columns that name a run; ``subject`` is its grid."""
+
+
+class TextGrid(Grid):
+    """Training runs: every method, with every source of texts that it can read."""
+
+    sources: list[str] = Field(["4096"], min_length=1)  # windows of reviews, N, or reference:N
+    new_tokens: Size | None = None  # T, where it differs
+    own: dict[Method, dict[str, Any]] = {}  # settings of a method, with the names of grade train
+
+    def names(self) -> Iterator[tuple[int, float, str, Method, str]]:
+        """Seed, target for KL, reward, method and source of each run."""
+        for seed in self.seeds:
+            for target in self.target_kls:
+                for reward in self.rewards:
+                    for method in self.methods:
+                        if method not in DIFFERENTIATING or reward in DIFFERENTIABLE:
+                            for source in self.sources if method in READING else [OWN]:
+                                yield seed, target, reward, method, source
+
+
+def source_values(models: Models, source: str) -> dict[str, Any]:
+    """The settings of training that name a source of texts."""
+    if source == OWN:
+        return {}
+    if not source.isdecimal():
+        return {"texts": source}
+    if not models.reviews_dir:
+        raise InputError("sources", source, "reference:N, where no reviews_dir has text to cut into windows")
+    return {"texts": str(Path(models.reviews_dir, "policy.jsonl")), "most_texts": int(source)}
+
+
+def number_of_texts(source: str) -> int:
+    """How many texts a source has.
+
+    >>> number_of_texts("4096"), number_of_texts("reference:64"), number_of_texts("own")
+    (4096, 64, 0)
+    """
+    return int(source.rpartition(":")[2]) if source != OWN else 0
+
+
+def text_runs(models: Models, subject: str, grid: TextGrid, rates: Mapping[str, float]) -> list[Run]:
+    """All runs of a grid."""
+    models, runs = models.model_copy(update={"new_tokens": grid.new_tokens or models.new_tokens}), []
+    for seed, target, reward, method, source in grid.names():
+        own = grid.own.get(method, {})
+        rate = own.get("learning_rate", rates[method] * grid.rate_factor)
+        run = make_run(models, grid, reward, method, target, seed, rate)
+        names = {"subject": subject, **run.names, "source": source, "new_tokens": models.new_tokens}
+        names["completions"] = own.get("per_device_train_batch_size", grid.completions)
+        runs.append(replace(run, names=names, values=run.values | source_values(models, source) | own))
+    return runs
+
+
+class TextBench(Rewards):
+    """What completions are like besides: an outside judge, diversity, length, some of the text."""
+
+    columns: ClassVar[tuple[str, ...]] = (*FIGURES, "kl_stderr", "outside", "distinct", "length", "shown")
+
+    def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
+        """See `columns`: KL's standard error, mean sentiment, distinct bigrams over all, mean words, JSON of texts."""
+        texts, judged = evaluation.completions, outside(evaluation.completions)
+        last = row["step"] in (0, run.values["max_steps"]) and run.values["seed"] == 0
+        shown = zip(evaluation.prompts, texts, evaluation.reward.tolist(), judged.tolist(), strict=True)
+        return super().evaluated(run, row, evaluation) | {
+            "kl_stderr": (row.get("val/kl_stderr") or math.nan) * run.values["max_completion_length"],
+            "outside": judged.mean(),
+            "distinct": distinct_n(texts, 2),
+            "length": sum(len(text.split()) for text in texts) / len(texts),
+            "shown": json.dumps([[p, c, round(r, 3), round(o, 3)] for p, c, r, o in shown][:SHOWN]) if last else None,
+        }
