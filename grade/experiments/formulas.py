@@ -28,44 +28,9 @@ def rows_bytes(batch: int, tokens: int, width: int, itemsize: int = 4) -> int:
     return batch * tokens * width * itemsize
 
 
-def topk_bytes(batch: int, tokens: int, k: int, weight_itemsize: int = 4, index_itemsize: int = 8) -> int:
-    """Bytes of top-k weights ``[B, T, K]`` with their indices ``[B, T, K]`` (``torch.topk`` gives int64)."""
-    return batch * tokens * k * (weight_itemsize + index_itemsize)
-
-
-def gathered_embedding_bytes(batch: int, tokens: int, k: int, hidden: int, itemsize: int = 2) -> int:
-    """Bytes of the gathered embeddings ``[B, T, K, D]``; their product with the weights is as large again."""
-    return batch * tokens * k * hidden * itemsize
-
-
-def mixing_flops(batch: int, tokens: int, support: int, hidden: int) -> int:
-    """Floating point operations of mixing ``support`` embeddings for each token: ``2 B T support D``."""
-    return 2 * batch * tokens * support * hidden
-
-
-def kv_cache_bytes_per_token(shape: ModelShape, itemsize: int = 2) -> int:
-    """Bytes of keys and values of one token in all layers: ``2 L kv_heads head_dim itemsize``."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize
-
-
 def token_forwards_uncached(prompt: int, new: int) -> int:
     """Tokens processed when each of ``new`` steps re-runs its whole prefix: ``sum_{t=0}^{new-1} (prompt + t)``."""
     return new * prompt + new * (new - 1) // 2
-
-
-def token_forwards_cached(prompt: int, new: int) -> int:
-    """Tokens processed with a KV cache, the last new token's among them: ``prompt + new``."""
-    return prompt + new
-
-
-def attention_scores_uncached(prompt: int, new: int) -> int:
-    """Attention scores per head and layer of the re-running loop: ``sum_{n=prompt}^{prompt+new-1} n^2``."""
-    return sum(n * n for n in range(prompt, prompt + new))
-
-
-def weights_bytes(shape: ModelShape, copies: int = 1, itemsize: int = 2) -> int:
-    """Bytes of the weights, ``copies`` times."""
-    return copies * parameter_count(shape) * itemsize
 
 
 def lora_parameters(shape: ModelShape, r: int = 16, every: bool = False) -> int:
@@ -76,21 +41,6 @@ def lora_parameters(shape: ModelShape, r: int = 16, every: bool = False) -> int:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     mlp = 3 * (shape.hidden + shape.intermediate) if every else 0
     return shape.layers * r * (2 * (shape.hidden + q) + 2 * (shape.hidden + kv) + mlp)
-
-
-def adamw_bytes(parameters: int, itemsize: int = 4) -> int:
-    """Bytes of AdamW's two moments, in the parameters' own type, without the step counts."""
-    return 2 * parameters * itemsize
-
-
-def checkpoint_bytes(shape: ModelShape, batch: int, length: int, itemsize: int = 2) -> int:
-    """Bytes of the layers' inputs, all that checkpointing keeps: ``L B n D itemsize``."""
-    return shape.layers * rows_bytes(batch, length, shape.hidden, itemsize)
-
-
-def scores_bytes(shape: ModelShape, batch: int, length: int, itemsize: int = 2) -> int:
-    """Bytes of one layer's attention scores ``[B, heads, n, n]``, which fused attention never stores."""
-    return batch * shape.heads * length * length * itemsize
 
 
 def layer_activation_bytes(shape: ModelShape, batch: int, length: int, r: int = 16, itemsize: int = 2) -> dict:

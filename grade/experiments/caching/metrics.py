@@ -10,7 +10,7 @@ import pandas as pd
 
 from grade.experiments.caching.measure.tables import COPY, Settings
 from grade.experiments.claims import Claim, about, in_units, judge
-from grade.experiments.formulas import rows_bytes, scores_bytes, weights_bytes
+from grade.experiments.formulas import parameter_count, rows_bytes
 from grade.experiments.measured import Tables, figures_of
 from grade.experiments.traced import shape_of
 from grade.memory.shapes import ModelShape
@@ -61,14 +61,14 @@ def caching_claims(shape: ModelShape, batch: int, length: int, m: Mapping[str, f
     q, kv = (rows_bytes(batch, length, heads * shape.head_dim, 2) for heads in (shape.heads, shape.kv_heads))
     step = {name.split("_")[1]: value for name, value in m.items() if name.endswith("_step_gb")}
     agrees = m["caching/measured_stored_ref_max_abs_diff"] <= AGREE
-    copy, base = m["caching/second_base_gb"], weights_bytes(shape) / 1e9
+    copy, base = m["caching/second_base_gb"], 2 * parameter_count(shape) / GB
     differences = [m[f"caching/measured_{x}_ref_max_abs_diff"] for x in ("activations", "dual", "hybrid")]
     sizes = shape.hidden, shape.layers, shape.vocab
     figures: dict[str, Any] = {
         **m, "B": batch, "n": length, "I": shape.intermediate, "L": shape.layers, "D": shape.hidden,
         "sizes": ", ".join(map(str, sizes)), "sizes as stated": sizes == (3584, 28, 152_064),
         "q": q, "kv": kv, "q and kv as stated": about(q / 1e6, 3.67) and about(kv / 1e6, 3.67),
-        "scores": scores_bytes(shape, batch, length),
+        "scores": rows_bytes(batch * shape.heads, length, length, 2),
         "gate": rows_bytes(batch, length, shape.intermediate, 2),
         "embeddings": rows_bytes(batch, length, shape.hidden, 2), "logits": logits, "float32 logits": 2 * logits,
         "layer attention, adapter inputs": m["caching/layer_attention_bytes"]

@@ -55,15 +55,6 @@ def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:
     return float(max((rows.along / rows.along_stderr).abs().max(), (rows.bias2 / rows.bias2_stderr).abs().max()))
 
 
-def timed_metrics(tables: Tables, settings: Settings) -> Values:
-    """Milliseconds of a sample, and worth per second of the chosen estimator."""
-    speed = _prefixed(tables["speed"])
-    chosen = speed[speed.estimator == settings.chosen.name]
-    values = figures_of(speed, "{prefix}estimators/{reward}/{estimator}", ["milliseconds"])
-    values |= figures_of(chosen, "{prefix}worth_per_second/{reward}", {"": "worth_per_second"})
-    return {key: _finite(value) for key, value in values.items()}
-
-
 def _prefixed(table):
     return table.assign(prefix=(table.policy + "/").mask(table.policy == "before", ""))
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grade.experiments import formulas as f
 from grade.experiments.claims import Claim, about, in_units, judge
+from grade.experiments.formulas import parameter_count, rows_bytes, token_forwards_uncached
 from grade.memory.shapes import QWEN3_4B
 
 # The document's setting ("batch=1, seq=64, vocab=32k, hidden=4096"), its prompt length and its support.
@@ -36,45 +36,47 @@ def _counts() -> dict[str, float]:
 
     ``real`` marks the model that was run (Qwen3-4B), the rest is the document's setting.
     """
-    real_v, real_h, n = QWEN3_4B.vocab, QWEN3_4B.hidden, f.token_forwards_uncached(P, T)
-    soft, real_soft = f.rows_bytes(B, T, V), f.rows_bytes(B, T, real_v)
-    int64, int32 = f.topk_bytes(B, T, K), f.topk_bytes(B, T, K, index_itemsize=4)
-    gathered = f.gathered_embedding_bytes(B, T, K, H)
+    real_v, real_h, n = QWEN3_4B.vocab, QWEN3_4B.hidden, token_forwards_uncached(P, T)
+    soft, real_soft, weights = (rows_bytes(B, T, width) for width in (V, real_v, K))
+    int64, int32 = 3 * weights, 2 * weights  # a weight is a float32, with an index of 8 or 4 bytes
+    gathered = 2 * B * T * K * H
+    cache_per_token = 2 * QWEN3_4B.layers * QWEN3_4B.kv_heads * QWEN3_4B.head_dim * 2  # keys and values
+    scores, more_scores = (sum(length**2 for length in range(P, P + new)) for new in (T, 2 * T))  # of a head and layer
     kept_per_token = ACTIVATION_ELEMENTS * QWEN3_4B.layers * 2
     checkpointed = n * real_h * 2 + (P + T) * kept_per_token
     return {
         "soft_tokens": soft,
         "soft_tokens_real": real_soft,
         "batch_for_4_gb": 4e9 / soft,
-        "topk_weights": f.rows_bytes(B, T, K),
+        "topk_weights": weights,
         "topk_int64": int64,
         "topk_int64_ratio": soft / int64,
         "topk_int32_ratio": soft / int32,
         "topk_int64_ratio_real": real_soft / int64,
         "topk_int32_ratio_real": real_soft / int32,
-        "reward_dense": soft + f.rows_bytes(B, T, H, itemsize=2),
+        "reward_dense": soft + rows_bytes(B, T, H, 2),
         "reward_gathered": gathered,
         "reward_gathered_and_product": 2 * gathered,
-        "reward_dense_flops": f.mixing_flops(B, T, V, H),
-        "reward_sparse_flops": f.mixing_flops(B, T, K, H),
-        "kv_cache_per_token": f.kv_cache_bytes_per_token(QWEN3_4B),
-        "kv_cache": f.kv_cache_bytes_per_token(QWEN3_4B) * (P + T),
+        "reward_dense_flops": 2 * B * T * V * H,
+        "reward_sparse_flops": 2 * B * T * K * H,
+        "kv_cache_per_token": cache_per_token,
+        "kv_cache": cache_per_token * (P + T),
         "token_forwards_uncached": n,
-        "token_forwards_cached": f.token_forwards_cached(P, T),
-        "token_forwards_ratio": n / f.token_forwards_cached(P, T),
-        "reference_no_grad": f.rows_bytes(B, P + T, real_v) + (P + T) * ACTIVATION_ELEMENTS * 2,
+        "token_forwards_cached": P + T,
+        "token_forwards_ratio": n / (P + T),
+        "reference_no_grad": rows_bytes(B, P + T, real_v) + (P + T) * ACTIVATION_ELEMENTS * 2,
         "policy_activations": n * kept_per_token,
         "policy_checkpointed": checkpointed,
         "policy_checkpointed_ratio": n * kept_per_token / checkpointed,
-        "attention_scores_t128": f.attention_scores_uncached(P, 2 * T),
-        "attention_scores_t64": f.attention_scores_uncached(P, T),
+        "attention_scores_t128": more_scores,
+        "attention_scores_t64": scores,
         "attention_growth_one_pass": ((P + 2 * T) / (P + T)) ** 2,
-        "attention_growth_loop": f.attention_scores_uncached(P, 2 * T) / f.attention_scores_uncached(P, T),
-        "linear_growth_loop": f.token_forwards_uncached(P, 2 * T) / n,
+        "attention_growth_loop": more_scores / scores,
+        "linear_growth_loop": token_forwards_uncached(P, 2 * T) / n,
         "own_rows_before_gb": sum(TABLE_BEFORE),
         "own_rows_after_gb": sum(TABLE_AFTER),
         "own_rows_ratio": sum(TABLE_BEFORE) / sum(TABLE_AFTER),
-        "weights_three_copies": f.weights_bytes(QWEN3_4B, copies=3),
+        "weights_three_copies": 3 * 2 * parameter_count(QWEN3_4B),
         "real V": real_v, "real H": real_h,
     }  # fmt: skip
 

@@ -10,8 +10,8 @@ With ``kl=True`` there is one more "reward", the exact KL to the reference, mean
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from grade.gradients import losses
 from grade.gradients.estimators import EstimatorName, RelaxationConfig
 from grade.gradients.objective import Objective, sequence_mean
-from grade.gradients.replay import ReplayGraph
+from grade.gradients.replay import Pullback, ReplayGraph
 from grade.gradients.rollout import sample
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
@@ -116,14 +116,12 @@ class Rows:
 
     Attributes:
         gradients: For each (reward, estimator), [R, P] on the CPU.
-        seconds: For each, mean seconds that a row would take alone: rollout, pass, reward and its own products.
         norms: For each, norms of the gradients of the parameter tensors [R, tensors].
         size: Completions in a row.
         group: Of which G share a prompt.
     """
 
     gradients: dict[tuple[str, str], Tensor]
-    seconds: dict[tuple[str, str], float]
     norms: dict[tuple[str, str], Tensor]
     size: int
     group: int
@@ -148,91 +146,70 @@ def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = No
 
 
 def gradient_rows(setting: Setting, rows: int, seed: int = 0) -> Rows:
-    """Draw R rows.
-
-    The gradients, and the time of each.
-    """
-    gradients: dict[tuple[str, str], list[Tensor]] = {}
-    seconds: dict[tuple[str, str], list[float]] = {}
-    norms: dict[tuple[str, str], list[Tensor]] = {}
+    """Draw R rows."""
+    gradients: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    norms: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     sizes = [p.numel() for p in setting.backbone.trainable_parameters()]
     for row in progress(range(rows), "batches of gradients"):
         generator = torch.Generator(setting.backbone.device).manual_seed(1_000_003 * seed + row)
-        for key, gradient, taken in _row(setting, generator):
-            norms.setdefault(key, []).append(torch.stack([part.norm() for part in gradient.split(sizes)]).cpu())
-            gradients.setdefault(key, []).append(setting.project(gradient.cpu()))
-            seconds.setdefault(key, []).append(taken)
-    return Rows(
-        {key: torch.stack(value) for key, value in gradients.items()},
-        {key: sum(value) / rows for key, value in seconds.items()},
-        {key: torch.stack(value) for key, value in norms.items()},
-        setting.size,
-        setting.group,
-    )
+        for key, gradient in _row(setting, generator):
+            norms[key].append(torch.stack([part.norm() for part in gradient.split(sizes)]).cpu())
+            gradients[key].append(setting.project(gradient.cpu()))
+    stacked = ({key: torch.stack(parts) for key, parts in each.items()} for each in (gradients, norms))
+    return Rows(*stacked, setting.size, setting.group)
 
 
-def _row(setting: Setting, generator: torch.Generator):
-    """Yields (reward, estimator), gradient [P] and its seconds."""
+def _row(setting: Setting, generator: torch.Generator) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yields (reward, estimator) and gradient [P]."""
     hard = [v for v in setting.variants if v.estimator != "gumbel"]
     if hard or setting.policy:
         yield from _hard_row(setting, hard, generator)
-    soft: dict[tuple[float, int], list[Variant]] = {}
+    soft: dict[tuple[float, int], list[Variant]] = defaultdict(list)
     for variant in setting.variants:
         if variant.estimator == "gumbel":
-            soft.setdefault((variant.tau, variant.topk), []).append(variant)
+            soft[variant.tau, variant.topk].append(variant)
     for variants in soft.values():
-        clock, relaxation = _Clock(), variants[0].relaxation(setting.length)
+        relaxation = variants[0].relaxation(setting.length)
         graph = ReplayGraph(setting.backbone, sample(setting.backbone, setting.repeated(), relaxation, generator))
-        pull, start = graph.pullback(graph.rollout, relaxation), clock.lap()
-        for name, _, r, k, taken in _targets(setting, graph, clock):
+        pull = graph.pullback(graph.rollout, relaxation)
+        for name, _, r, k in _targets(setting, graph):
             for variant in variants:
-                yield _product(graph, (name, variant), r, k, pull, clock, start + taken)
+                yield (name, variant.name), _relaxed(graph, variant, r, k, pull)
 
 
-def _hard_row(setting: Setting, variants: Sequence[Variant], generator: torch.Generator):
-    backbone, clock = setting.backbone, _Clock()
+def _hard_row(
+    setting: Setting, variants: Sequence[Variant], generator: torch.Generator
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    backbone = setting.backbone
     # With the full vocabulary or a perturbed support the hard token is an exact sample, whatever K is.
     drawn = RelaxationConfig(estimator="ste", gumbel_topk=min(64, backbone.vocab_size), max_new_tokens=setting.length)
     graph = ReplayGraph(backbone, sample(backbone, setting.repeated(), drawn, generator))
-    pulls, start = [], None
-    targets = list(_targets(setting, graph, clock))
-    _ = graph.h
-    start = clock.lap()
-    for variant in variants:
-        relaxation = variant.relaxation(setting.length)
-        pulls.append((graph.pullback(graph.given(relaxation, generator), relaxation), clock.lap()))
-    for name, values, r, k, taken in targets:
+    relaxations = [variant.relaxation(setting.length) for variant in variants]
+    targets = list(_targets(setting, graph))
+    pulls = [graph.pullback(graph.given(relaxation, generator), relaxation) for relaxation in relaxations]
+    for name, values, r, k in targets:
         groups = values.double().view(len(setting.prompts), setting.group)
         for kind in setting.policy:
             greedy = _greedy(setting, name) if kind == "remax" else None
-            clock.lap()
             coefficients = advantages(groups, kind, greedy).flatten() / setting.size
-            gradient = graph.parameter_gradient(graph.policy(coefficients) - k)
-            yield (name, kind), gradient, start + taken + clock.lap()
-        for variant, (pull, draw) in zip(variants, pulls, strict=True):
-            yield _product(graph, (name, variant), r, k, pull, clock, start + taken + draw)
+            yield (name, kind), graph.parameter_gradient(graph.policy(coefficients) - k)
+        for variant, pull in zip(variants, pulls, strict=True):
+            yield (name, variant.name), _relaxed(graph, variant, r, k, pull)
 
 
-def _targets(setting: Setting, graph: ReplayGraph, clock: _Clock) -> list[tuple]:
-    """For each reward: its name, values [B G], adjoints r and k of *minus* it, seconds."""
-    targets = []
+def _targets(setting: Setting, graph: ReplayGraph) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """For each reward: its name, values [B G], and adjoints r and k of *minus* it."""
     for name, model in setting.rewards.items():
-        clock.pause()
         values, r, _ = graph.reward(Objective(model, 0.0, setting.scope))
-        targets.append((name, values, r, torch.zeros(()), clock.resume()))
+        yield name, values, r, torch.zeros(())
     if setting.kl:
-        clock.pause()
         kl, k = graph.kl(-1.0)
-        values = sequence_mean(kl, graph.rollout.completion_mask)
-        targets.append((KL, values, torch.zeros_like(graph.e), k, clock.resume()))
-    return targets
+        yield KL, sequence_mean(kl, graph.rollout.completion_mask), torch.zeros_like(graph.e), k
 
 
-def _product(graph: ReplayGraph, key: tuple[str, Variant], r: Tensor, k: Tensor, pull, clock: _Clock, before: float):
-    name, variant = key
-    clock.lap()
+def _relaxed(graph: ReplayGraph, variant: Variant, r: Tensor, k: Tensor, pull: Pullback) -> Tensor:
     v, _, _ = graph.adjoint(r, k, pull, variant.hops)
-    return (name, variant.name), -graph.parameter_gradient(v), before + clock.lap()
+    return -graph.parameter_gradient(v)
 
 
 @torch.no_grad()
@@ -245,23 +222,3 @@ def _greedy(setting: Setting, name: str) -> Tensor:
     objective = Objective(setting.rewards[name], 0.0, setting.scope)
     prompt_embeds = backbone.embed(setting.prompts.ids)
     return objective.reward(prompt_embeds, setting.prompts, backbone.embed(ids), mask).double()
-
-
-class _Clock:
-    """Seconds since the last lap, pauses excluded."""
-
-    def __init__(self) -> None:
-        self.last, self.paused = time.perf_counter(), 0.0
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        taken, self.last, self.paused = now - self.last - self.paused, now, 0.0
-        return taken
-
-    def pause(self) -> None:
-        self.since = time.perf_counter()
-
-    def resume(self) -> float:
-        taken = time.perf_counter() - self.since
-        self.paused += taken
-        return taken

@@ -34,7 +34,6 @@ from grade.experiments.moments import (
     moments,
     pair_moments,
     sketch,
-    worth,
     worth_interval,
 )
 from grade.experiments.setting import load_policy
@@ -245,14 +244,6 @@ def _worth(s: Settings, rows: Rows) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _speed(s: Settings, rows: Rows) -> Iterator[Row]:
-    """Milliseconds of a sample, and worth per second of computing over that of the unbiased estimator."""
-    for reward, name, m, base in _moments(rows):
-        seconds, ours = rows.seconds[reward, name], rows.seconds[reward, UNBIASED]
-        yield dict(reward=reward, estimator=name, milliseconds=1e3 * seconds / rows.size,
-                   worth_per_second=float(worth(m, base)[0]) * ours / seconds)  # fmt: skip
-
-
 def _cosine(s: Settings, rows: Rows) -> Iterator[Row]:
     """Expected cosine with the true gradient against the number of samples, with 95 % intervals where they exist."""
     for reward, name, m, _ in _moments(rows):
@@ -297,4 +288,4 @@ TABLES = {
     "hybrid": _by_policy(_hybrid),
     "spread": _by_policy(_spread),
 }
-TIMED = {"speed": _by_policy(_speed)}
+TIMED = {}

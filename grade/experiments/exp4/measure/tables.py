@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from grade.config import Config
-from grade.experiments.formulas import token_forwards_cached, token_forwards_uncached
+from grade.experiments.formulas import token_forwards_uncached
 from grade.experiments.measured import Size
 from grade.experiments.traced import categories_table, timelines_table, trace_all
 from grade.memory.settings import StepConfig
@@ -96,7 +96,7 @@ def token_forwards(config: StepConfig) -> int:
     passes = 2 if config.gradient_checkpointing else 1
     if config.engine_name == "replay":
         again = 1 + (config.hops + 1 if config.gradient_checkpointing else 0)
-        return sequences * (token_forwards_cached(prompt, new - 1) + again * (prompt + new - 1))
+        return sequences * (1 + again) * (prompt + new - 1)
     passes += config.engine_name == "checkpointed"
     return sequences * passes * token_forwards_uncached(prompt, new)
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grade.config import Config
-from grade.experiments.formulas import adamw_bytes, checkpoint_bytes, parameter_count, rows_bytes, weights_bytes
+from grade.experiments.formulas import parameter_count, rows_bytes
 from grade.experiments.measured import Several, Size
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import (
@@ -105,14 +105,14 @@ class Settings(Config):
 def _formulas(s: Settings) -> pd.DataFrame:
     """The document's table, row by row: the stated size and what the same formula gives."""
     shape, batch, length = shape_of(s.model), s.table_batch, s.table_tokens
-    params = parameter_count(shape)
+    weights = 2 * parameter_count(shape)  # bfloat16
     rows = [
-        ("model parameters", 3, weights_bytes(shape), "bfloat16"),
-        ("model activations", 1.2, checkpoint_bytes(shape, batch, length),
+        ("model parameters", 3, weights, "bfloat16"),
+        ("model activations", 1.2, shape.layers * rows_bytes(batch, length, shape.hidden, 2),
          f"inputs of all {shape.layers} layers, bfloat16"),
         ("log-probabilities", 0.0008, rows_bytes(batch, length, 1), "[B, T] float32"),
-        ("gradients", 3, weights_bytes(shape), "bfloat16"),
-        ("optimizer", 6, adamw_bytes(params), "two float32 moments"),
+        ("gradients", 3, weights, "bfloat16"),
+        ("optimizer", 6, 4 * weights, "two float32 moments"),
         ("full logits", 234, rows_bytes(batch, length, shape.vocab), "[B, P + T, V] float32, all at once"),
         ("gradients of the logits", 234, 0, "none: self-certainty has no gradient"),
         ("self-certainty", 0.0046, rows_bytes(batch, length, 1), "[B, T] float32"),
