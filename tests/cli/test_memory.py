@@ -8,8 +8,8 @@ import pytest
 from transformers import BertConfig
 
 from grade.cli.main import main
+from grade.experiments import bench
 from grade.gradients.methods import METHODS
-from grade.memory import bench
 from grade.results import read_metrics
 
 TINY = ["memory", "--model", "tiny", "--prompt-tokens", "4", "--max-new-tokens", "2", "--gumbel-topk", "8"]

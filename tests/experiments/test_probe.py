@@ -7,6 +7,7 @@ from conftest import make_backbone, make_prompts, tiny_gpt2
 from grade.entropy.run import ProbeRunConfig
 from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.errors import InputError
+from grade.experiments.bench import measure
 from grade.experiments.measured import Tables, read_table, write_table
 from grade.experiments.probe.measure import tables as experiment
 from grade.experiments.probe.measure.proposals import (
@@ -19,7 +20,6 @@ from grade.experiments.probe.measure.proposals import (
     saved_by_log_probabilities,
 )
 from grade.experiments.probe.metrics import metrics, probe_claims, timed_metrics
-from grade.memory.bench import measure
 from grade.memory.shapes import QWEN25_1_5B
 from grade.memory.trace import trace
 from grade.models.prompts import PromptBatch

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from grade.experiments.bench import measure
 from grade.experiments.caching.measure.tables import OPTIONS, CachingConfig, layer_inventory
 from grade.experiments.formulas import layer_activation_bytes, lora_parameters, parameter_count, rows_bytes
 from grade.experiments.traced import PolicyStepConfig, shape_of, timelines_table, zero3_share
-from grade.memory.bench import measure
 from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES
 from grade.memory.settings import StepConfig

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 
 from grade.errors import InputError
+from grade.experiments.bench import measure
 from grade.gradients.methods import POLICY_GRADIENTS
-from grade.memory.bench import measure
 from grade.memory.models import TINY, model_config
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, T5Config, ViTConfig
 
 from grade.errors import InputError
-from grade.memory.bench import measure
+from grade.experiments.bench import measure
 from grade.memory.models import TINY
 from grade.memory.plan import plan, single_changes
 from grade.memory.rewards import classifier_config

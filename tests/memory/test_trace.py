@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
 from grade.errors import InputError
+from grade.experiments.bench import measure
 from grade.experiments.traced import saved_bytes
-from grade.memory.bench import measure
 from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, build_backbone, model_config, with_layers
 from grade.memory.records import LiveTracker

@@ -20,7 +20,7 @@ PROFILES = profiles(ROOT)
 
 # What no result depends on: input checks, writing of files, and what only finds and starts a command.
 NEUTRAL = ("grade/errors.py", "grade/config.py", "grade/files.py", "grade/results.py", "grade/cli/",
-           "grade/pipeline/")  # fmt: skip
+           "grade/experiments/commands/", "grade/pipeline/")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def needed_code(stage):
     """Files of grade that a command executes: what its function uses, a notebook's imports, what is measured."""
     words = stage.cmd.split()
     assert words[:3] == ["python", "-m", "grade"]
-    start = used_modules(f"grade.cli.{COMMANDS[words[3]][0]}", {f"_{words[3]}"})
+    start = used_modules(f"grade.{COMMANDS[words[3]][0]}", {f"_{words[3]}"})
     if words[3] == "measure":
         start.add(f"grade.experiments.{words[4]}.measure.tables")
     for word in words:
@@ -99,8 +99,6 @@ def used_modules(module, functions):
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and names & {alias.asname or alias.name for alias in node.names}:
             found |= imported_modules(node)
-        elif isinstance(node, ast.Assign) and names & {getattr(target, "id", "") for target in node.targets}:
-            found |= imported_modules(node, lookups=True)
     return {name for name in found if not name.startswith("grade.cli")}  # options, and names of folders
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grade.memory.bench import bench_figures, compare_with_real
+from grade.experiments.bench import bench_figures, compare_with_real
 from grade.memory.settings import StepConfig
 
 STEP = StepConfig(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8)

@@ -11,6 +11,7 @@ from importlib import import_module
 from grade.cli.options import command, option, values
 from grade.config import parse_assignment, read_yaml
 from grade.errors import InputError
+from grade.experiments.measured import measure_all
 from grade.files import check_file, claimed
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
@@ -70,5 +71,5 @@ def _measure(args: argparse.Namespace) -> None:
             model_config(value)
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
     with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
-        import_module("grade.experiments.measured").measure_all(experiment, settings, args.output_dir)
+        measure_all(experiment, settings, args.output_dir)
     print(f"wrote {args.output_dir}")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 
 from grade.cli.options import command, print_metrics
+from grade.experiments.base_model import BackboneConfig, PretrainConfig, prepare_backbone, pretrain
 from grade.files import check_file
 from grade.results import write_results
-
-base_model = import_module("grade.experiments.base_model")  # by name: no wheel has the experiments
 
 
 @command(
@@ -17,12 +15,12 @@ base_model = import_module("grade.experiments.base_model")  # by name: no wheel 
     raw_dir="fetched packages",
     reviews="review splits",
     output_dir="folder of the model",
-    config=base_model.BackboneConfig,
+    config=BackboneConfig,
 )
 def _backbone(args: argparse.Namespace) -> None:
     """Convert the base model."""
-    config = base_model.BackboneConfig.load(args.config, args.set)
-    base_model.prepare_backbone(config, args.raw_dir, args.reviews, args.output_dir)
+    config = BackboneConfig.load(args.config, args.set)
+    prepare_backbone(config, args.raw_dir, args.reviews, args.output_dir)
     print(f"wrote {args.output_dir}")
 
 
@@ -31,12 +29,12 @@ def _backbone(args: argparse.Namespace) -> None:
     reviews="review splits",
     output_dir="folder of the model",
     metrics="loss on the test split",
-    config=base_model.PretrainConfig,
+    config=PretrainConfig,
 )
 def _pretrain(args: argparse.Namespace) -> None:
     """Train the tiny language model and measure it on the test split."""
-    config = base_model.PretrainConfig.load(args.config, args.set)
+    config = PretrainConfig.load(args.config, args.set)
     check_file(args.metrics, "--metrics")
-    metrics = base_model.pretrain(config, args.reviews, args.output_dir)
+    metrics = pretrain(config, args.reviews, args.output_dir)
     write_results(args.metrics, metrics)
     print_metrics(metrics)

