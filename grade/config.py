@@ -159,13 +159,6 @@ class Settings(_Loading):
             return cls(**{name: getattr(checked, name) for name in values})
         except InputError as error:
             raise _placed(error, source, sources) from None
-        except (ValueError, TypeError, ImportError) as error:  # what the library's own class refuses
-            reason = str(error).strip().splitlines()[0]
-            for name, value in values.items():  # transformers' enumerations name the value, not the field
-                if reason.startswith(f"{value} is not a valid "):
-                    allowed = reason.partition("please select ")[2] or reason
-                    raise _placed(InputError(name, value, allowed), source, sources) from None
-            raise InputError(source or cls.__name__, dict(values), f"values that fit together ({reason})") from None
 
 
 def own_fields(cls: type[Settings]) -> set[str]:

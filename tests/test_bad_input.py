@@ -209,6 +209,7 @@ def cases():
     yield "train", "--output-dir run --resume --set seed=1", "seed", {}
     yield "train", "--output-dir run --resume", "", {"run/run.json": '{"settings": {}, "inputs": {}, "code": "x"}'}
     for text, says in (
+        ("--train_dataset nowhere.jsonl", "train_dataset: got"), ("--eval_dataset a.txt", "eval_dataset: got"),
         ("--learning_rate -1.0", "learning_rate: got -1.0"), ("--learning-rate=1e30", "learning_rate: got 1e+30"),
         ("--lora.r 0", "lora.r: got 0"), ("--beta 1e38", "overflows"), ("--learning_rte 1", "unrecognized"),
         ("--per_device_train_batch_size 1000000000", "would need"), ("--max_completion_length 100000000000", "TB"),

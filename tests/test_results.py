@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -100,3 +101,16 @@ def test_environment_names_versions_but_not_the_machine(tmp_path):
     assert found["torch"] == torch.__version__
     assert [value for value in found.values() if os.sep in str(value) or value == os.uname().nodename] == []
     write_metrics(tmp_path / "environment.json", found)
+
+
+def test_the_commit_is_that_of_a_repository_that_has_this_package(tmp_path, monkeypatch):
+    assert len(environment()["commit"] or "") in (0, 40)  # a checkout may lack its repository
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "of somebody else"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr("grade.results.__file__", str(tmp_path / "results.py"))
+    (tmp_path / "results.py").touch()
+    assert environment()["commit"] is None
+    subprocess.run([*git, "add", "results.py"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "package"], check=True)
+    assert len(environment()["commit"]) == 40

@@ -29,22 +29,22 @@ _HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]+))??(:(
 _SOURCES = "a file (.jsonl, .json, .csv, .parquet), a folder that save_to_disk wrote, or a hub id 'user/name'"
 
 
-def load_prompts(source: str | Path, split: str | None = None) -> Dataset:
+def load_prompts(source: str | Path, split: str | None = None, field: str = "prompts") -> Dataset:
     """A dataset with a column "prompt" and at least one row.
 
     ``source`` is a file: ``.jsonl`` (an object on every line), ``.json`` (the same, or a list of objects), ``.csv``
     (has a header; an empty field is None) or ``.parquet``; a folder that ``save_to_disk`` wrote; or the id of a dataset
     on the hub, ``user/name``, ``user/name:split`` or ``user/name:config:split``. Without a ``split`` it is the only one
-    or "train"; a file is one split, "train".
+    or "train"; a file is one split, "train". ``field`` is for error messages.
     """
-    dataset = load_rows(source, split)
+    dataset = load_rows(source, split, field)
     if "prompt" not in dataset.column_names:
         raise InputError(f"columns of {source}", dataset.column_names, 'one of them "prompt"')
     return dataset
 
 
 def load_rows(source: str | Path, split: str | None = None, field: str = "prompts") -> Dataset:
-    """`load_prompts` of any columns; ``field`` is for error messages."""
+    """`load_prompts` of any columns."""
     path = Path(source)
     reader = _READERS.get(path.suffix.lower())
     if path.is_dir():

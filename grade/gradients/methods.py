@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PlainValidator,
     PositiveFloat,
     PositiveInt,
 )
@@ -114,10 +115,17 @@ def reads(method: str, option: str) -> bool:
     return any(name in OPTIONS.get(option, candidates) for name in candidates)
 
 
-def _residual_weight(value: float | str) -> float | str:
-    if value != "auto" and (isinstance(value, str) or not 0 <= value <= 1):
+def _residual_weight(value: Any) -> float | str:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1):
         raise ValueError("0 to 1, or auto")  # a union's own error would not name the field
     return value
+
+
+class _Weight(float):
+    """A number or ``auto``: `HfArgumentParser` reads the default by its type, of a union only one."""
+
+    def __new__(cls, text: str) -> Any:
+        return text if text == "auto" else float(text)
 
 
 Rate = Annotated[float, Field(gt=0, le=1000)]
@@ -192,7 +200,7 @@ class MethodConfig(Settings):
         "sgd", "ppo: how values are learned: sgd, or closed_form, ridge regression on the frozen base's hidden states"
     )
 
-    residual_weight: Annotated[float | str, AfterValidator(_residual_weight)] = setting(
+    residual_weight: Annotated[_Weight, PlainValidator(_residual_weight)] = setting(
         "auto", "distilled: weight of what the distilled reward misses: 0 biased, 1 unbiased, auto from the gradients"
     )
     distil_families: Annotated[list[str], Field(min_length=1)] | None = setting(

@@ -202,9 +202,9 @@ def _wrapping(model: PreTrainedModel) -> Iterator[None]:
 
 def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[bool | str, ...] = _INITIAL) -> None:
     """Set dropout to 0, and reject what is not plain LoRA: a setting, known today or not, that is not its default."""
-    if not isinstance(config, LoraConfig):
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise InputError("adapter", kind, "LORA (prompt-learning and other adapters change the inputs or the head)")
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if not isinstance(config, LoraConfig) or kind != "LORA":  # AdaLoRA's is derived from it
+        raise InputError("adapter", kind, "LORA (other adapters change the inputs or the head, or their own ranks)")
     config.lora_dropout = 0.0
     if config.task_type not in (None, "CAUSAL_LM"):
         raise InputError(f"{prefix}: task_type", str(getattr(config.task_type, "value", config.task_type)), "CAUSAL_LM")

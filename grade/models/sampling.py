@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
 
 import torch
@@ -28,6 +29,8 @@ BLOCK = 256
 """Tokens in a block of `draw`: about the square root of a vocabulary."""
 SKINNY_COLUMNS, SKINNY_ROWS = 4, 8
 """Columns of a skinny product, and most rows of inputs for which a layer is computed so."""
+KEPT = 6
+"""States of a token that a layer keeps for its gradient: half of what is traced for SmolLM2 and the tiny model."""
 SKINNY_DEVICES: tuple[str, ...] = ("cpu",)
 """Devices where this is done; the memory tracer adds meta when it traces for a CPU."""
 
@@ -174,10 +177,11 @@ def check_length(backbone: Backbone, length: int) -> None:
         raise InputError("max_prompt_tokens + max_new_tokens", length, allowed)
 
 
-def check_room(backbone: Backbone, sizes: Mapping[str, int]) -> None:
+def check_room(backbone: Backbone, sizes: Mapping[str, int], kept: float = 0.0) -> None:
     """Refuse sizes of a batch, rows and tokens, that this machine has no memory for.
 
-    Estimated from below: one layer's state of each token, and for the token that is drawn logits, scaled logits, noise.
+    Estimated from below: one layer's state of each token, and for the token that is drawn logits, scaled logits, noise;
+    for a gradient `KEPT` states in each adapted layer, of a share ``kept`` of the rows.
     """
     if backbone.device.type == "cuda":
         memory = torch.cuda.get_device_properties(backbone.device).total_memory
@@ -186,7 +190,10 @@ def check_room(backbone: Backbone, sizes: Mapping[str, int]) -> None:
     else:
         return
     rows, tokens = sizes.values()
-    each = backbone.hidden_size * backbone.dtype.itemsize + 3 * 4 * backbone.vocab_size // tokens
+    named = backbone.peft.named_parameters() if backbone.peft else ()
+    layers = {number for name, p in named if p.requires_grad for number in re.findall(r"\.(\d+)\.", name)[:1]}
+    states = max(1, int(KEPT * kept * len(layers)))
+    each = states * backbone.hidden_size * backbone.dtype.itemsize + 3 * 4 * backbone.vocab_size // tokens
     check_bytes(sizes, each, memory)
 
 

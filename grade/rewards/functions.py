@@ -124,6 +124,8 @@ class Log:
         self.columns[column].extend(values)
 
     def _metric(self, name: str, value: float) -> None:
+        if getattr(value, "ndim", 1) == 0:  # a scalar of torch or numpy
+            value = value.item()
         if not isinstance(name, str) or not isinstance(value, numbers.Real):
             raise InputError("log_metric", f"{name!r}: {value!r}", "a name and a number")
         self.metrics[name].append(float(value))

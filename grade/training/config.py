@@ -6,7 +6,8 @@ Names are those of transformers' ``TrainingArguments`` and, where TRL's ``GRPOCo
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
 
@@ -14,6 +15,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from transformers import TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.training_args import trainer_log_levels
 
 from grade.config import SEEDS, allowed_names, own_fields, setting
 from grade.data.texts import LEAST
@@ -191,13 +193,16 @@ class GradeConfig(MethodConfig, TrainingArguments):
             InputError: For the first wrong value.
         """
         MethodConfig.__post_init__(self)
-        self.check_values(field.name for field in fields(GradeConfig) if field.name in GradeConfig.__annotations__)
-        ours = own_fields(type(self))
+        if isinstance(self.output_dir, os.PathLike):
+            self.output_dir = os.fspath(self.output_dir)
+        ours, plain = own_fields(type(self)), (int, float, str, dict, list)  # others are transformers' own
+        given = ((field.name, getattr(self, field.name)) for field in fields(self) if field.init)
+        self.check_values(name for name, value in given if name in ours or isinstance(value, plain))
         for field in fields(TrainingArguments):
             value, default = getattr(self, field.name), self.default_of(field.name)
             if field.name.endswith("checkpointing_kwargs") and value in _RECOMPUTED:
                 continue
-            if field.init and field.name not in ours | _HONOURED and value != default:
+            if field.init and field.name not in ours | _HONOURED and (value or "no") != (default or "no"):
                 raise InputError(field.name, value, f"{default}: it has no effect here")
         sharding()  # before transformers reads the same variables
         batch, weighted = self.per_device_train_batch_size, self.importance_sampling != "none"
@@ -220,6 +225,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
              f"a divisor of per_device_train_batch_size = {batch} (null is {self.group})"),
             ("minibatches", batch % self.minibatches, f"a divisor of per_device_train_batch_size = {batch}"),
             ("max_steps", self.max_steps == 0, "at least 1, or -1 for num_train_epochs passes"),
+            ("num_train_epochs", self.num_train_epochs <= 0, "above 0"),
+            ("metric_for_best_model", self.save_strategy == "best" and not self.metric_for_best_model,
+             "a metric's name, with save_strategy = best"),
+            *((name, getattr(self, name) not in trainer_log_levels, ", ".join(trainer_log_levels))
+              for name in ("log_level", "log_level_replica")),
             ("warmup_steps", 0 < self.max_steps <= self.warmup_steps, f"less than max_steps = {self.max_steps}"),
             ("fsdp", self.fsdp, by_launch),
             ("deepspeed", self.deepspeed, by_launch),
@@ -240,11 +250,29 @@ class GradeConfig(MethodConfig, TrainingArguments):
         # Layers are recomputed by the engines, outside the rollout, which needs its cache: not by transformers.
         recompute = bool(self.gradient_checkpointing or self.activation_checkpointing)
         self.gradient_checkpointing = self.activation_checkpointing = None
-        TrainingArguments.__post_init__(self)
+        with self._reading_theirs():
+            TrainingArguments.__post_init__(self)
         self.gradient_checkpointing = recompute
         for name in ("split_batches", "dispatch_batches"):
             if getattr(self.accelerator_config, name):
                 raise InputError(f"accelerator_config: {name}", True, "false: each process reads its own prompts")
+
+    @contextmanager
+    def _reading_theirs(self) -> Iterator[None]:
+        """Name the field of what transformers refuses: its enumerations name the value, its other errors the field."""
+        try:
+            yield
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            given = {f.name: getattr(self, f.name) for f in fields(TrainingArguments) if f.init}
+            named = [name for name, value in given.items() if reason.startswith(f"{value} is not a valid ")]
+            named += sorted(
+                (name for name in given if name in reason), key=lambda name: (reason.index(name), -len(name))
+            )
+            changed = {name: value for name, value in given.items() if value != self.default_of(name)}
+            name, value = (named[0], given[named[0]]) if named else (type(self).__name__, changed)
+            allowed = reason.partition("please select ")[2] or f"values that fit together ({reason})"
+            raise InputError(name, value, allowed) from error
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
@@ -348,7 +376,6 @@ class TrainConfig(GradeConfig):
             InputError: For the first wrong one.
         """
         super().__post_init__()
-        self.check_values(field.name for field in fields(TrainConfig) if field.name in TrainConfig.__annotations__)
         if self.model_init_kwargs:
             raise InputError("model_init_kwargs", self.model_init_kwargs, "none: dtype and attention do this here")
         if self.resume_from_checkpoint:

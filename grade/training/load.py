@@ -71,8 +71,8 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
         config.relaxation().check(backbone.vocab_size)
     rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
     judge = GoldJudge.load(config.gold) if config.gold else None
-    train = load_prompts(config.train_dataset)
-    held_out = load_prompts(config.eval_dataset) if config.eval_dataset else []
+    train = load_prompts(config.train_dataset, field="train_dataset")
+    held_out = load_prompts(config.eval_dataset, field="eval_dataset") if config.eval_dataset else []
     if held_out and config.final_eval_prompts and len(held_out) < config.final_eval_prompts:
         allowed = f"at most {len(held_out)}, the rows of {config.eval_dataset}"
         raise InputError("final_eval_prompts", config.final_eval_prompts, allowed)

@@ -74,6 +74,7 @@ from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, n
 from grade.training.kl_budget import BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
+from grade.training.trl import refuse_unknown
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -140,7 +141,11 @@ class GradeTrainer(Trainer):
         peft_config: LoraConfig | None = None,
         judge: GoldJudge | None = None,
         texts: Any = None,
+        **others: Any,
     ) -> None:
+        for name in others.keys() & GradeConfig.__dataclass_fields__.keys():
+            raise InputError(name, others[name], f"a setting: args = GradeConfig({name}=...)")
+        refuse_unknown(others, GradeTrainer.__init__.__annotations__.keys(), "argument of GradeTrainer")
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
@@ -179,7 +184,8 @@ class GradeTrainer(Trainer):
         self._check_sets(eval_dataset, args)
         if train_dataset is not None and args.sampler in LOCAL:
             names = ("per_device_train_batch_size", "max_completion_length")
-            check_room(self.backbone, {name: getattr(args, name) for name in names})
+            kept = 0.0 if args.gradient_checkpointing else 1 / args.minibatches
+            check_room(self.backbone, {name: getattr(args, name) for name in names}, kept)
         self._prompts, self._texts = train_dataset, None
         self._offline = args.method == OFFLINE
         if texts is not None or (self._offline and train_dataset is not None):
@@ -207,6 +213,11 @@ class GradeTrainer(Trainer):
             self.remove_callback(theirs)
         self.add_callback(Lines(self.evaluations))
         self.add_callback(_StepEnd(self))
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """As ``Trainer.init_hf_repo``."""
+        with reading("push_to_hub", self.args.hub_model_id or self.args.output_dir, "a repository of the hub"):
+            super().init_hf_repo(token)
 
     def _check_optimizers(self, optimizers: Any) -> None:
         """A given optimizer must have what is trained, and nothing else: the frozen base is also the reference."""

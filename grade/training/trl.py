@@ -66,6 +66,7 @@ RENAMED = {
     "max_new_tokens": "max_completion_length", "max_length": "max_completion_length, max_prompt_length",
     "response_length": "max_completion_length", "kl_coef": "beta", "rloo_k": "num_generations",
     "num_ppo_epochs": "passes_per_step", "num_mini_batches": "minibatches", "cliprange": "epsilon",
+    "tokenizer": "processing_class", "reward_model": "reward_funcs", "ref_model": "nothing: the base is the reference",
 }  # fmt: skip
 """Older names in such scripts."""
 
@@ -80,12 +81,12 @@ def refuse_theirs(values: Mapping[str, Any]) -> None:
             raise InputError(name, value, f"not a setting; here: {RENAMED[name]}")
 
 
-def refuse_unknown(values: Mapping[str, Any], known: Iterable[str]) -> None:
+def refuse_unknown(values: Mapping[str, Any], known: Iterable[str], kind: str = "setting") -> None:
     """`refuse_theirs`, and any other name that is not known."""
     refuse_theirs(values)
     for name in values.keys() - set(known):
         close = difflib.get_close_matches(name, known, n=1)
-        raise InputError(name, values[name], f"a known setting{f' (did you mean {close[0]!r}?)' if close else ''}")
+        raise InputError(name, values[name], f"a known {kind}{f' (did you mean {close[0]!r}?)' if close else ''}")
 
 
 def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def test_a_function_is_called_by_keyword_with_trls_arguments():
     def reward(**arguments):
         seen.update(arguments)
         arguments["log_extra"]("length", [3, 2])
-        arguments["log_metric"]("share", 0.5)
+        arguments["log_metric"]("share", torch.tensor(0.5))
         return [1, None]
 
     log = Log(trainer_state="state")

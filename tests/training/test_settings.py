@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from transformers import TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
@@ -43,6 +43,25 @@ HARMLESS = {
 
 def test_what_could_not_be_missed_is_accepted():
     assert GradeConfig("x", **HARMLESS).torch_empty_cache_steps == 2
+
+
+def test_a_parser_of_transformers_reads_all_settings(tmp_path):
+    words = ["--output_dir", str(tmp_path), "--residual_weight", "0.5", "--method", "distilled", "--use_cpu"]
+    (read,) = HfArgumentParser(GradeConfig).parse_args_into_dataclasses(words)
+    assert read == GradeConfig(tmp_path, residual_weight=0.5, method="distilled", use_cpu=True)
+
+
+THEIRS = {
+    "optim": "nonsense", "lr_scheduler_type": "nope", "dataloader_prefetch_factor": 2, "num_train_epochs": -1,
+    "save_total_limit": "x", "log_level": "x", "report_to": 3, "accelerator_config": 3, "save_strategy": "better",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), THEIRS.items())
+def test_a_wrong_value_of_transformers_setting_is_one_line(name, value):
+    with pytest.raises(InputError, match=f"^{name}.*: got .*; allowed: ") as raised:
+        GradeConfig("x", use_cpu=True, **{name: value})
+    assert "\n" not in str(raised.value)
 
 
 @dataclass

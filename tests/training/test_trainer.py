@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import save_toy_base
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForCausalLM,
@@ -386,6 +386,7 @@ BAD_RUNS = {
     "an adapter for a PeftModel": (
         {}, dict(model="peft", peft_config=LoraConfig(target_modules=["q_proj"])), "peft_config: got 'given'"),
     "an adapter of another kind": ({}, dict(peft_config="lora"), "peft_config: got 'str'; allowed: a LoraConfig"),
+    "AdaLoRA": ({}, dict(peft_config=AdaLoraConfig(total_step=9, target_modules=["q_proj"])), "got 'ADALORA'; .*LORA"),
     "layers that are not there": ({}, dict(peft_config=LoraConfig(target_modules=["qq"])), "lora.target_modules"),
     "the head": ({}, dict(peft_config=LoraConfig(target_modules=["lm_head"])), "other than the head"),
     "a support beyond the vocabulary": (
@@ -420,6 +421,14 @@ def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path, name, says):
         trainer(model, tmp_path)
 
 
+def test_a_batch_whose_gradient_this_machine_cannot_hold_is_refused(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 31_623)  # pages, and their size: 1 GB
+    options = dict(save_strategy="no", per_device_train_batch_size=80_000)  # completions alone would fit
+    with pytest.raises(InputError, match="per_device_train_batch_size: got 80000; .* this machine has 1 GB"):
+        trainer(base, tmp_path, **options)
+    trainer(base, tmp_path, **options, gradient_checkpointing=True)
+
+
 def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(base)
     made = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4))
@@ -442,6 +451,10 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
             dict(args=GradeConfig(args.output_dir, **SMALL, eval_on_end=True)),
             "eval_on_end: got 'True'; allowed: an eval_dataset",
         ),
+        (dict(tools=[length]), "tools: got .*; allowed: a known argument of GradeTrainer"),
+        (dict(eval_datasets=PROMPTS), "did you mean 'eval_dataset'"),
+        (dict(tokenizer=tokenizer), "tokenizer: .*; here: processing_class"),
+        (dict(beta=0.1), "beta: got 0.1; allowed: a setting: args = GradeConfig"),
     ):
         with pytest.raises(InputError, match=message):
             GradeTrainer(made, length, **{"args": args, "train_dataset": PROMPTS} | given)
