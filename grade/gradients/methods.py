@@ -100,7 +100,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     **{option: (name,) for name, estimator in ESTIMATORS.items() for option in estimator.options},
     "num_generations": (*POLICY_GRADIENTS, DISTILLED),
     "kl_estimator": POLICY_GRADIENTS,
-    **dict.fromkeys(("residual_weight", "distil_window"), (DISTILLED,)),
+    **dict.fromkeys(("residual_weight", "distil_window", "substitutions"), (DISTILLED,)),
     "distil_families": (DISTILLED, OFFLINE),
     "own_completions": (OFFLINE,),
     **dict.fromkeys(("epsilon", "passes_per_step", "minibatches"), _CLIPPED),
@@ -212,6 +212,11 @@ class MethodConfig(Settings):
         64,
         "offline: completions of the policy that measure KL and reward: an eighth at each quarter of the run, the "
         "rest after the last step",
+    )
+    substitutions: Annotated[int, Field(ge=0, le=64)] = setting(
+        0,
+        "distilled: other tokens that are tried at each place of a completion, each one reward call, so that the fit "
+        "sees what one token changes; for rewards that are cheap to call",
     )
     distil_window: PositiveInt = setting(2048, "distilled: completions that are kept for the fit; the oldest go first")
 

@@ -66,7 +66,12 @@ def interrupted(common, output, monkeypatch, method="ste", after=2, overwrite=Fa
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("distilled", {"distil_window": 24}), ("auto", {}), ("offline", {"target_kl": 0.3}), ("auto", {"texts": True})],
+    [
+        ("distilled", {"distil_window": 24, "substitutions": 2}),
+        ("auto", {}),
+        ("offline", {"target_kl": 0.3}),
+        ("auto", {"texts": True}),
+    ],
 )
 def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, method, options):
     """All that was scored, the fits, what they predicted, the blend: the last checkpoints have the same bytes."""

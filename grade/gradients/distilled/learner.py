@@ -43,11 +43,13 @@ from dataclasses import astuple, dataclass, replace
 import torch
 from torch import Tensor
 
+from grade.errors import InputError
 from grade.gradients.all_action import expected_values
-from grade.gradients.distilled.families import Family, Observed, make_family
+from grade.gradients.distilled.families import ADDITIVE, Family, Observed, make_family
 from grade.gradients.distilled.prior import fit_texts
 from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
+from grade.gradients.distilled.substitutions import Substituted, substitute
 from grade.gradients.losses import relative, rloo
 from grade.gradients.methods import FAMILIES, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
@@ -139,6 +141,7 @@ class Sample:
     seen: Observed  # completions, with the base's states
     reward: Tensor  # [B], NaN where no function scored
     rows: dict[str, Tensor]  # features of each family
+    substituted: Substituted | None = None
 
     def __getitem__(self, part: slice) -> Sample:
         """The selected completions."""
@@ -156,6 +159,11 @@ class DistilledGradient(Learner):
         super().__init__(config, backbone)
         names = config.distil_families or FAMILIES
         self.families: dict[str, Family] = {name: make_family(name, backbone) for name in names}
+        for name, family in self.families.items():
+            if config.substitutions and not family.additive:
+                raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with substitutions")
+        if config.substitutions and backbone.shards is not None:  # processes would score unequally often
+            raise InputError("substitutions", config.substitutions, "0 where the base is divided among processes")
         self.store = Store(self.families, config.group, config.distil_window)
         self.prior: Fit | None = None
         self.transfer, self.evidence, self.blend = Evidence(), Evidence(), Blend()
@@ -218,16 +226,18 @@ class DistilledGradient(Learner):
         """Completions with rewards and features."""
         prompts, ids, mask = completions.prompts, completions.ids, completions.mask
         reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
-        seen = Observed.of(self.backbone, self.families.values(), prompts, ids, mask)
-        return Sample(seen, reward, {name: family.rows(seen) for name, family in self.families.items()})
+        seen, new = Observed.of(self.backbone, self.families.values(), prompts, ids, mask), None
+        if number := self.config.substitutions:
+            new = substitute(self.families, seen, reward, objective, number, self.config.min_completion_length)
+        return Sample(seen, reward, {name: family.rows(seen) for name, family in self.families.items()}, new)
 
     @torch.no_grad()
     def update_fit(self, samples: list[Sample], context: StepContext) -> None:
         """Score the last fit on the new rewards, add them, and refit."""
-        parts = [(number, s.reward.cpu(), {k: v.cpu() for k, v in (s.rows | {"tokens": s.seen.tokens}).items()})
-                 for number, s in enumerate(samples)]  # fmt: skip
+        parts = [(number, s.reward.cpu(), {k: v.cpu() for k, v in (s.rows | {"tokens": s.seen.tokens}).items()},
+                  s.substituted) for number, s in enumerate(samples)]  # fmt: skip
         # Sorted by microbatch, then by rank: the order of one process.
-        _, scores, parts = zip(*sorted(context.gather(parts), key=lambda part: part[0]), strict=True)
+        _, scores, parts, new = zip(*sorted(context.gather(parts), key=lambda part: part[0]), strict=True)
         rewards, group = torch.cat(scores), self.config.group
         # A completion without a reward counts as its group's mean: no better, no worse.
         differences = relative(rewards.view(-1, group)).flatten().nan_to_num(0.0).double()
@@ -242,7 +252,11 @@ class DistilledGradient(Learner):
         if predicted is not None:
             self._note({"distilled/reward": predicted.mean() + self.intercept})
             self.evidence.add(centred(predicted, group), missed, group)
-        tokens = rows.pop("tokens")
+        tokens, first = rows.pop("tokens"), self.store.next_group
+        for reward, each in zip(scores, new, strict=True):
+            if each is not None:
+                self.store.substitutions.add(each, first, self.prior and (self.prior.family, self.prior.all))
+            first += len(reward) // group
         self.store.append(rows, differences, tokens, prior)
         if self.fit is not None and not self.store.refit_due:
             self.fit = replace(self.fit, weights=self.fit.weights[:1], predates=True)
@@ -250,6 +264,8 @@ class DistilledGradient(Learner):
             predates, fit = bool(self.store.choices), self.store.fit(len(rewards) // group)
             self.fit = fit and replace(fit, predates=predates)
         figures = {"trust": self.trust, "completions": float(len(self.store)), "dropped": float(self.store.dropped)}
+        if self.config.substitutions:
+            figures["substitutions"] = float(self.store.substitutions.calls)
         if self.fit is not None:
             self.intercept = float(rewards.double().nanmean().nan_to_num(0.0) - self._predict(self.fit, rows).mean())
             figures |= {f"r2/{name}": choice.r2 for name, choice in self.store.choices.items()}

@@ -37,12 +37,14 @@ class Choice:
             slope c, with p the predictions without their own group; negative if they point the wrong way.
         raw_slope: c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
         stderr: Its standard error, over groups; infinite where three or fewer decide.
+        substitutions: Weight of a substitution's row beside a completion's; 0: none is used.
     """
 
     penalty: float
     r2: float
     raw_slope: float
     stderr: float
+    substitutions: float = 0.0
 
     @property
     def shrinkage(self) -> float:
