@@ -116,13 +116,14 @@ GOOD = {
     "gold": "--reviews reviews --output-dir made --metrics metrics.json",
     "reward": "--kind bag --backbone base --reviews reviews --output-dir made --metrics metrics.json",
     "peers": "--output-dir made --set model=base --set reward=bag --set gold=judge.npz --set reviews=reviews",
+    "text-peers": "--output-dir made",
     "measure": "validation --output-dir made",
     "notebook": "small.ipynb executed.ipynb",
     "repro": "--dry", "results": "", "check": "", "publish": "",
 }  # fmt: skip
 assert set(GOOD) == set(COMMANDS)
 CONFIGURED = ("train", "explained", "probe", "memory", "bench", "fetch", "data", "backbone", "pretrain", "reward",
-              "peers", "measure")  # fmt: skip
+              "peers", "text-peers", "measure")  # fmt: skip
 
 BINARY = bytes(range(256)) * 8
 FIFO, DIRECTORY, ENDLESS = os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")
@@ -250,7 +251,8 @@ def cases():
         ("results", "--profile nowhere"), ("check", "--profile ../params/cpu"), ("data", "--set label_column=no"),
         ("data", "--set test_size=100000"), ("pretrain", "--set heads=3"), ("backbone", "--set source=nowhere"),
         ("reward", "--set bag.epochs=0"), ("probe", "--set reward=nowhere"), ("bench", "--set steps=[99]"),
-        ("peers", "--set methods=[ste]"), ("measure", "--set repetitions=1"), ("notebook", "--set rate=x"),
+        ("peers", "--set methods=[ste]"), ("text-peers", "--set reward=x"),
+        ("measure", "--set repetitions=1"), ("notebook", "--set rate=x"),
         ("notebook", "--set no=1"), ("notebook", "--set names=[1]"), ("notebook", "--params nowhere.yaml"),
     ):  # fmt: skip
         yield command, text, "", {}

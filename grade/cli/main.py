@@ -44,6 +44,7 @@ COMMANDS = {
     "gold": ("cli.models", "fit the gold judge, which training never sees"),
     "reward": ("cli.models", "train a reward model on the frozen base"),
     "peers": ("experiments.commands.peers", "train the same task with TRL, and compare time and memory"),
+    "text-peers": ("experiments.commands.peers", "compare other ways to use scored text with this project's"),
     "measure": ("experiments.commands.experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
 }

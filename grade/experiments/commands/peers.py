@@ -6,7 +6,8 @@ import argparse
 
 from grade.cli.options import command, print_metrics
 from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
-from grade.experiments.compare.peers import peer_figures, write_peers
+from grade.experiments.compare.measure.text_peers import TextPeersConfig, compare_text_peers
+from grade.experiments.compare.peers import peer_figures, text_peer_figures, write_peers, write_text_peers
 from grade.files import claimed
 
 
@@ -18,4 +19,15 @@ def _peers(args: argparse.Namespace) -> None:
         curves, costs, settings = compare_peers(config)
         figures = peer_figures(curves, costs) | settings
         write_peers(args.output_dir, curves, figures)
+    print_metrics(figures)
+
+
+@command("text-peers", output_dir="runs.csv, metrics.json and environment.json go here", config=TextPeersConfig)
+def _text_peers(args: argparse.Namespace) -> None:
+    """Compare what others do with scored text, or with samples, with this project's methods."""
+    config = TextPeersConfig.load(args.config, args.set)
+    with claimed(args.output_dir, (), shared=True):
+        rows = compare_text_peers(config)
+        figures = text_peer_figures(rows)
+        write_text_peers(args.output_dir, rows, figures)
     print_metrics(figures)

@@ -6,14 +6,16 @@ Seconds and memory differ from run to run; the figures that hold them are listed
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from grade.experiments.compare.measure.peers import PEER
-from grade.experiments.measured import figures_of, write_environment
-from grade.results import write_history, write_metrics
+from grade.experiments.compare.measure.peers import PEER, have_peer
+from grade.experiments.frontier import estimate_figures
+from grade.experiments.measured import figures_of, write_environment, write_table
+from grade.results import environment, write_history, write_metrics
 
 TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",
          "seconds_over_trl", "best_method", "best_over_trl_seconds")  # fmt: skip
@@ -81,3 +83,35 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
             best = min(ours, key=at.get)
             figures |= {"peer/best_method": best, "peer/best_over_trl_seconds": at[best] / at[PEER]}
     return figures | {"peer/goal_reward": goal}
+
+
+def text_peer_figures(rows: pd.DataFrame) -> dict[str, float]:
+    """``seconds_over_trl/...`` and ``samples_over_trl/...``, below them the subject, the method and its strength.
+
+    Where a run first has the reward of GRPO's best evaluation at no more KL, over what GRPO had spent there: the mean
+    over seeds, with ``_stderr`` and ``_n``. ``_missed`` counts the runs that never have it; with any there is no mean.
+    """
+    figures: dict[str, float] = {}
+    subjects = (rows["policy"] + "_" + rows["reward_name"]).unique()
+    peers = rows[(rows["method"] == "trl_grpo") & (rows["step"] > 0)]
+    ours = rows[rows["method"].isin(["offline", "auto_texts"])]
+    if peers.empty:
+        return figures
+    best = peers.loc[peers.groupby("seed")["reward"].idxmax()].set_index("seed")
+    for (method, strength), runs in ours.groupby(["method", "strength"], sort=False):
+        there = {seed: run[(run["reward"] >= best["reward"][seed]) & (run["kl"] <= best["kl"][seed])].head(1)
+                 for seed, run in runs.groupby("seed")}  # fmt: skip
+        for name in ("seconds", "samples"):
+            key = f"{name}_over_trl/{subjects[0]}/{method}_{strength}"
+            figures[f"{key}_missed"] = sum(run.empty for run in there.values())
+            if not figures[f"{key}_missed"]:
+                ratios = [run[name].iloc[0] / best[name][seed] for seed, run in there.items()]
+                figures |= estimate_figures(key, ratios)
+    return figures
+
+
+def write_text_peers(folder: str | Path, rows: pd.DataFrame, figures: Mapping[str, Any]) -> None:
+    """Write ``runs.csv``, ``metrics.json`` and what they were measured with, ``environment.json``."""
+    write_table(Path(folder, "runs"), rows)
+    write_metrics(Path(folder, "metrics.json"), figures)
+    write_table(Path(folder, "environment"), environment() | {"trl": have_peer() and version("trl")})

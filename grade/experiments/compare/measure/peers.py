@@ -16,9 +16,10 @@ import importlib.util
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import pandas as pd
@@ -133,23 +134,45 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 def train_peer(bench: Bench, run: Run) -> list[dict[str, Any]]:
     """Train TRL's GRPOTrainer as `train_once` trains our ``grpo``; rows as its, the untrained policy first."""
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-    from transformers import TrainerCallback
+    rows = []
+    train_grpo(bench, run, lambda task, step, seconds: rows.append(_row(run.config, run, task, step, seconds)))
+    return rows
+
+
+Evaluate = Callable[[Task, int, float], None]
+"""Takes the task with the current policy, the step and the seconds of training so far."""
+
+
+def train_grpo(bench: Bench, run: Run, evaluate: Evaluate) -> None:
+    """Train TRL's GRPOTrainer on a run's prompts and reward, with the arguments in `settings`."""
     from trl import GRPOConfig, GRPOTrainer
 
     config, task = run.config, bench.task(run)
+    reward = task.reward_model
+    if not isinstance(reward, FunctionReward):
+        reward = FunctionReward(_scored_by(reward, task.backbone, config.max_prompt_length))
+    tokens = encode_prompts(task.backbone.tokenizer, task.train_prompts, config.max_prompt_length)
+    prompts = task.backbone.tokenizer.batch_decode(tokens.rows(), skip_special_tokens=True)
+    make = partial(GRPOTrainer, reward_funcs=reward.function)
+    train_trl(bench, run, task, make, partial(GRPOConfig, **settings(config)), {"prompt": prompts}, evaluate)
+
+
+def train_trl(
+    bench: Bench, run: Run, task: Task, trainer: Callable[..., Any], arguments: Callable[..., Any],
+    columns: Mapping[str, Sequence[Any]], evaluate: Evaluate,
+) -> None:  # fmt: skip
+    """Train one of TRL's trainers on a dataset of these columns; `evaluate` sees the untrained policy first."""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from transformers import TrainerCallback
+
+    config = run.config
     # A copy of the base: two adapters on one base would wrap each other's layers.
     model, tokenizer = load_pretrained(bench.bases[run.policy], task.backbone.dtype)
     tokenizer.padding_side = "left"
     lora = LoraConfig(r=config.lora.r, lora_alpha=config.lora.alpha, lora_dropout=0.0,
                       target_modules=config.lora.target_modules, task_type="CAUSAL_LM")  # fmt: skip
-
-    reward = task.reward_model
-    if not isinstance(reward, FunctionReward):
-        reward = FunctionReward(_scored_by(reward, task.backbone, config.max_prompt_length))
-
-    rows, clock = [], {"seconds": 0.0, "start": 0.0}
+    clock = {"seconds": 0.0, "start": 0.0}
 
     class Evaluator(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -159,29 +182,24 @@ def train_peer(bench: Bench, run: Run) -> list[dict[str, Any]]:
             clock["seconds"] += time.perf_counter() - clock["start"]
             if state.global_step % config.eval_steps == 0 or state.global_step == config.max_steps:
                 set_peft_model_state_dict(task.backbone.peft, get_peft_model_state_dict(model))
-                rows.append(_row(config, run, task, state.global_step, clock["seconds"]))
+                with torch.random.fork_rng(devices=[]):  # a Trainer seeds torch, whose generator the peer samples with
+                    evaluate(task, state.global_step, clock["seconds"])
 
     # Named, because hashing the table's content fails with some versions of pyarrow.
-    tokens = encode_prompts(task.backbone.tokenizer, task.train_prompts, config.max_prompt_length)
-    ids = [row[valid.bool()].tolist() for row, valid in zip(tokens.ids, tokens.mask, strict=True)]
-    prompts = InMemoryTable.from_pydict({"prompt": tokenizer.batch_decode(ids, skip_special_tokens=True)})
-    dataset = Dataset(prompts, fingerprint="prompts")
-    rows.append(_row(config, run, task, 0, 0.0))
+    dataset = Dataset(InMemoryTable.from_pydict(dict(columns)), fingerprint="prompts")
+    with torch.random.fork_rng(devices=[]):
+        evaluate(task, 0, 0.0)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
-            model=model, reward_funcs=reward.function, args=GRPOConfig(output_dir=folder, **settings(config)),
-            train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
-            callbacks=[Evaluator()],
-        )  # fmt: skip
-        trainer.train()
-    return rows
+        trainer(
+            model=model, args=arguments(output_dir=folder), train_dataset=dataset, processing_class=tokenizer,
+            peft_config=lora, callbacks=[Evaluator()],
+        ).train()  # fmt: skip
 
 
 def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -> dict[str, Any]:
     m = config.eval_prompts  # one n for the whole curve, as in `grade.training.trainer`
     n = config.final_eval_prompts if step in (0, config.max_steps) else m
-    with torch.random.fork_rng(devices=[]):  # a Trainer seeds torch, whose generator the peer samples with
-        evaluation = evaluate_task(config, task, n)
+    evaluation = evaluate_task(config, task, n)
     return {
         "method": PEER,
         "beta": config.beta,

@@ -1,0 +1,350 @@
+"""What others do with scored text, and with samples, beside this project's methods: one reward, one evaluation.
+
+Texts are N windows of reviews, or with ``reference:N`` completions that the reference samples once, `GROUP` of each
+prompt. Each is scored once. A is the reward less what a ridge regression on the prompt's words says of it
+for prompts that it has not seen.
+
+| method | | ``strengths`` |
+|---|---|---|
+| ``offline``, ``auto_texts`` | this project's, with the texts | ``target_kl`` |
+| ``awr`` | ``min(exp(A / (lambda sd(A))), 20)`` times log-likelihood (Peng et al. 2019, arXiv:1910.00177) | lambda |
+| ``raft`` | log-likelihood of the best texts, by A (Dong et al. 2023, arXiv:2304.06767) | their share |
+| ``policy_gradient`` | A times log-likelihood, less beta times the exact KL per token along the texts | beta |
+| ``dpo`` | TRL's `DPOTrainer` on the best and the worst completion of each prompt | DPO's beta |
+| ``trl_grpo`` | TRL's `GRPOTrainer`, which samples | beta |
+| ``best_of_n`` | the best of n completions of the reference | n |
+| ``prompted`` | the reference with a text before the prompt | the text |
+
+KL of the best of n is ``log n - (n - 1) / n`` if no two rewards are equal, and less with ties: the best has n F^(n - 1)
+times the reference's density, F being its reward's quantile (Beirami et al. 2024, arXiv:2401.01879). That of the
+prompted reference is measured against the reference without the text, along what the prompted one writes.
+
+Seconds are of training and, before it, of reading, sampling and scoring the texts; of ``best_of_n`` and ``prompted`` of
+writing the evaluated completions. All runs take turns in one process of one thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+from unittest import mock
+
+import numpy as np
+import pandas as pd
+import torch
+from pydantic import Field
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import RidgeCV
+from sklearn.model_selection import cross_val_predict
+from sklearn.pipeline import make_pipeline
+from torch import Tensor
+from transformers import TrainerCallback, get_linear_schedule_with_warmup
+
+from grade.config import Config
+from grade.data.texts import read_texts, reference_texts, score_texts
+from grade.errors import InputError
+from grade.experiments.compare.measure.peers import have_peer, train_grpo, train_trl
+from grade.experiments.measured import Several, Size
+from grade.experiments.reward_runs import Grid, Rewards, make_run
+from grade.experiments.rewards import GROUP, Models, RewardName, make_reward
+from grade.experiments.text_first.measure.runs import OWN, number_of_texts, source_values
+from grade.experiments.text_quality import distinct_n, outside
+from grade.experiments.training_runs import Run
+from grade.gradients.objective import Objective, sequence_mean
+from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples, encode_prompts, padded
+from grade.models.samplers import make_sampler
+from grade.models.sampling import generate
+from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
+from grade.rewards.base import Reward
+from grade.rewards.rewards import make_rewards
+from grade.training.evaluate import Evaluation
+from grade.training.load import Task
+from grade.training.run import evaluate_task
+from grade.training.trainer import GradeTrainer
+
+LARGEST_WEIGHT = 20.0
+"""Of advantage-weighted regression, as published."""
+PENALTIES = np.logspace(-1, 4, 6)
+"""Of the ridge regression on prompts' words."""
+Rows = Iterator[dict[str, Any]]
+
+
+class Contestant(Config):
+    """Runs of one method with one source of texts."""
+
+    method: Literal[
+        "offline", "auto_texts", "awr", "raft", "policy_gradient", "dpo", "trl_grpo", "best_of_n", "prompted"
+    ]
+    texts: str = Field(OWN, pattern=r"^(reference:)?[1-9]\d*$|^own$")  # N, reference:N, or own for none
+    strengths: list[float | str] = Field(min_length=1)  # one run each; see the module
+    learning_rate: float = Field(6e-3, gt=0)  # AdamW's; it falls to 0, but that of ours and of trl_grpo stays
+    batch: Several = 32  # texts, pairs or completions a step
+    steps: Size = 40  # optimizer steps
+    eval_every: Size = 10  # steps between evaluations
+
+
+class TextPeersConfig(Models):
+    """The comparison: models, reward, and who takes part."""
+
+    policy: Literal["tiny", "smollm2"] = Field("tiny", description="policy")
+    reward: RewardName = Field("gold", description="reward")
+    contestants: list[Contestant] = Field(
+        [Contestant(method="prompted", strengths=["A good film."])], min_length=1,
+        description="method, texts (N or reference:N), strengths, learning_rate, batch, steps, eval_every",
+    )  # fmt: skip
+    seeds: list[int] = Field([0], min_length=1, description="of texts, adapter, order and noise; one run each")
+    eval_prompts: int = Field(64, ge=2, description="held-out prompts of an evaluation")
+
+
+@dataclass(frozen=True)
+class Functions(Rewards):
+    """Rewards as functions of text, which TRL takes too; and the evaluation of the untrained policy, once made."""
+
+    untrained: list[Evaluation] = field(default_factory=list)
+
+    def reward(self, run: Run, backbone: Backbone) -> Reward:
+        """The reward itself: no method here differentiates it."""
+        return make_reward(self.models, run.policy, run.reward, backbone)
+
+
+class _Clock(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began = time.perf_counter()
+
+
+def compare_text_peers(config: TextPeersConfig) -> pd.DataFrame:
+    """The table: a row for each evaluation of each run."""
+    if {each.method for each in config.contestants} & {"dpo", "trl_grpo"}:
+        if not have_peer():
+            raise InputError("contestants", "dpo or trl_grpo", "others, or pip install -e '.[peers]'")
+        import trl.trainer.dpo_trainer
+        import trl.trainer.grpo_trainer  # noqa: F401  its imports are not training
+    torch.set_num_threads(1)
+    rows, bases = [], {config.policy: config.base(config.policy)}
+    bench = Functions(bases, config.gold_file, config.reviews_dir, models=config)
+    for seed in config.seeds:
+        known: dict[str, tuple[ScoredTexts, float]] = {}
+        for contestant in config.contestants:
+            rows += _Contest(config, contestant, seed, bench, known).rows()
+    return pd.DataFrame(rows)
+
+
+@dataclass
+class _Contest:
+    """The runs of one contestant and seed."""
+
+    config: TextPeersConfig
+    contestant: Contestant
+    seed: int
+    bench: Functions
+    known: dict[str, tuple[ScoredTexts, float]]  # scored texts of this seed, with the seconds that they took
+    made: list[dict[str, Any]] = field(default_factory=list)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table's rows of them."""
+        method, strengths = self.contestant.method, self.contestant.strengths
+        runs = {"offline": self._ours, "auto_texts": self._ours, "dpo": self._dpo, "trl_grpo": self._grpo,
+                "prompted": self._prompted}.get(method, self._likelihood)  # fmt: skip
+        if method == "best_of_n":
+            self._best_of([int(n) for n in strengths])
+        for strength in strengths if method != "best_of_n" else ():
+            runs(strength)
+        return self.made
+
+    def _add(self, strength: Any, step: int, samples: int, seconds: float, evaluation: Evaluation) -> None:
+        source, figures, written = self.contestant.texts, evaluation.metrics(), evaluation.completions
+        texts = number_of_texts(source)
+        self.made.append({
+            "policy": self.config.policy, "reward_name": self.config.reward, "method": self.contestant.method,
+            "source": source, "strength": strength, "seed": self.seed, "step": step,
+            "samples": samples + (0 if source.isdecimal() else texts), "texts": texts, "reward_calls": samples + texts,
+            "seconds": seconds, "reward": figures["val/reward_mean"], "stderr": figures["val/reward_stderr"],
+            "kl": figures["val/kl"] * self.config.new_tokens, "outside": outside(written).mean(),
+            "distinct": distinct_n(written, 2), "length": sum(len(text.split()) for text in written) / len(written),
+        })  # fmt: skip
+
+    def _evaluate(self, strength: Any, samples: int, before: float, task: Task, step: int, seconds: float) -> None:
+        """Add the row of a policy that was trained for so many steps, of ``samples`` completions each."""
+        if not step and self.bench.untrained:
+            evaluation = self.bench.untrained[0]  # a new adapter changes nothing, whatever its seed
+        else:
+            evaluation = evaluate_task(self._run().config, task, self.config.eval_prompts)
+        if not step:
+            self.bench.untrained.append(evaluation)
+        self._add(strength, step, step * samples, before + seconds, evaluation)
+
+    def _run(self, method: str = "grpo", **values: Any) -> Run:
+        """A run with this contestant's sizes; by default its settings of sizes and evaluation are what counts."""
+        c, config = self.contestant, self.config
+        grid = Grid(policy=config.policy, rewards=[config.reward], methods=["grpo"], completions=c.batch,
+                    steps=c.steps, eval_every=c.eval_every, eval_prompts=config.eval_prompts)  # fmt: skip
+        run = make_run(config, grid, config.reward, method, 1.0, self.seed, c.learning_rate)
+        return Run(run.names, run.values | {"target_kl": None} | values, run.policy, run.reward)
+
+    def _encode(self, backbone: Backbone, rows: Sequence[dict[str, Any]]) -> PromptBatch:
+        return encode_examples(backbone.tokenizer, rows, self.config.prompt_tokens, "right", warn_raw=False)
+
+    def _read(self, task: Task) -> list[dict[str, Any]]:
+        backbone, length, source = task.backbone, self.config.new_tokens, self.contestant.texts
+        number = number_of_texts(source)
+        if source.isdecimal():
+            file = source_values(self.config, source)["texts"]
+            return read_texts(file, backbone.tokenizer, self.config.prompt_tokens, length, number)
+        prompts = random.Random(self.seed).sample(list(task.train_prompts), number // GROUP)
+        return reference_texts([{"prompt": prompt} for prompt in prompts], number, backbone, make_sampler("own"),
+                               completion_tokens=length, encode=partial(self._encode, backbone), seed=self.seed,
+                               min_new_tokens=length)  # fmt: skip
+
+    def _scored(self, task: Task) -> tuple[ScoredTexts, float]:
+        """The texts with their rewards, and the seconds that they took."""
+        if self.contestant.texts not in self.known:
+            start, backbone, length = time.perf_counter(), task.backbone, self.config.new_tokens
+            texts = score_texts(self._read(task), backbone, make_rewards(task.reward_model, backbone),
+                                completion_tokens=length, encode=partial(self._encode, backbone))  # fmt: skip
+            self.known[self.contestant.texts] = texts, time.perf_counter() - start
+        return self.known[self.contestant.texts]
+
+    def _ours(self, target: float) -> None:
+        values = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "target_kl": float(target)}
+        run = self._run(self.contestant.method, **values, **source_values(self.config, self.contestant.texts))
+        task, clock = self.bench.task(run), _Clock()
+        prompts = [[{"prompt": text} for text in texts] for texts in (task.train_prompts, task.validation_prompts)]
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, GRADE_CACHE=folder):
+            config, start = Run(run.names, run.values | {"output_dir": folder}).config, time.perf_counter()
+            trainer = GradeTrainer(task.backbone, task.reward_model, config, *prompts, texts=config.texts,
+                                   callbacks=[clock])  # fmt: skip
+            trainer.train()
+        log = {row["step"]: row for row in trainer.state.log_history if "num_samples" in row}
+        for step, evaluation in sorted(trainer.evaluations.items()):
+            samples, seconds = (log[step][name] if step else 0 for name in ("num_samples", "seconds"))
+            self._add(target, step, int(samples), clock.began - start + seconds, evaluation)
+
+    def _likelihood(self, strength: float) -> None:
+        c, task = self.contestant, self.bench.task(self._run())
+        texts, before = self._scored(task)
+        weights = likelihood_weights(c.method, advantages(texts), strength)
+        beta = strength if c.method == "policy_gradient" else 0.0
+        parameters, seconds = task.backbone.trainable_parameters(), 0.0
+        optimizer = torch.optim.AdamW(parameters, c.learning_rate, weight_decay=0.0)
+        schedule = get_linear_schedule_with_warmup(optimizer, 0, c.steps)
+        rows, generator = weights.nonzero().flatten(), torch.Generator().manual_seed(self.seed)
+        passes = range(-(-c.steps * c.batch // len(rows)))
+        order = torch.cat([rows[torch.randperm(len(rows), generator=generator)] for _ in passes])
+        self._evaluate(strength, 0, before, task, 0, seconds)
+        for step, chosen in enumerate(order.split(c.batch)[: c.steps], 1):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            _loss(task.backbone, texts[chosen], weights[chosen], beta).backward(inputs=parameters)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            seconds += time.perf_counter() - start
+            if step % c.eval_every == 0 or step == c.steps:
+                self._evaluate(strength, 0, before, task, step, seconds)
+
+    def _dpo(self, beta: float) -> None:
+        from trl import DPOConfig, DPOTrainer
+
+        class OnTokens(DPOTrainer):
+            def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+                return dataset  # the tokens that were sampled and scored; of text it would make others
+
+        c, run = self.contestant, self._run()
+        texts, before = self._scored(self.bench.task(run))
+        arguments = partial(
+            DPOConfig, beta=float(beta), learning_rate=c.learning_rate, max_steps=c.steps, seed=self.seed,
+            per_device_train_batch_size=c.batch, weight_decay=0.0, use_cpu=True, bf16=False, disable_tqdm=True,
+            gradient_checkpointing=False, report_to="none", save_strategy="no", logging_strategy="no",
+        )  # fmt: skip
+        train_trl(self.bench, run, self.bench.task(run), OnTokens, arguments, preference_pairs(texts),
+                  partial(self._evaluate, beta, 0, before))  # fmt: skip
+
+    def _grpo(self, beta: float) -> None:
+        run = self._run(beta=float(beta))
+        train_grpo(self.bench, run, partial(self._evaluate, beta, self.contestant.batch, 0.0))
+
+    def _held_out(self) -> tuple[Task, list[str], PromptBatch]:
+        """The reference (an adapter that was not trained), and held-out prompts."""
+        task = self.bench.task(self._run())
+        texts = list(task.validation_prompts)[: self.config.eval_prompts]
+        return task, texts, encode_prompts(task.backbone.tokenizer, texts, self.config.prompt_tokens)
+
+    def _best_of(self, numbers: Sequence[int]) -> None:
+        (task, texts, prompts), generator = self._held_out(), torch.Generator().manual_seed(self.seed)
+        length, drawn, start = self.config.new_tokens, [], time.perf_counter()
+        for number in range(len(texts)):
+            asked = prompts[[number]].repeat(max(numbers))
+            ids, mask = generate(task.backbone, asked, length, generator, min_new_tokens=length)
+            rewards = Objective(task.reward_model).score(task.backbone, asked, ids, mask)
+            drawn.append((rewards.double(), task.backbone.tokenizer.batch_decode(ids, skip_special_tokens=True)))
+        each, nothing = (time.perf_counter() - start) / max(numbers), np.full(len(texts), math.nan)
+        for n in numbers:
+            best = [int(rewards[:n].argmax()) for rewards, _ in drawn]
+            rewards = np.array([float(rewards[i]) for i, (rewards, _) in zip(best, drawn, strict=True)])
+            completions = [written[i] for i, (_, written) in zip(best, drawn, strict=True)]
+            kl = np.full(len(texts), (math.log(n) - (n - 1) / n) / length)
+            self._add(n, 0, n * len(texts), n * each, Evaluation(texts, completions, rewards, nothing, kl, 0.0))
+
+    def _prompted(self, text: str) -> None:
+        (task, texts, prompts), start = self._held_out(), time.perf_counter()
+        backbone, length = task.backbone, self.config.new_tokens
+        before = backbone.tokenizer(text)["input_ids"] if text else []
+        asked = PromptBatch(*padded([before + row for row in prompts.rows()], side="left"))
+        ids, mask = generate(backbone, asked, length, torch.Generator().manual_seed(1), min_new_tokens=length)
+        rewards = Objective(task.reward_model).score(backbone, prompts, ids, mask).double().numpy()
+        seconds, completions = time.perf_counter() - start, backbone.tokenizer.batch_decode(ids)
+        with torch.no_grad():
+            kl = token_kl(backbone, *(predicting_hidden(backbone, each, ids) for each in (asked, prompts)), mask)
+        kl, nothing = sequence_mean(kl, mask).double().numpy(), np.full(len(texts), math.nan)
+        self._add(text, 0, len(texts), seconds, Evaluation(texts, completions, rewards, nothing, kl, 0.0))
+
+
+def _loss(backbone: Backbone, texts: ScoredTexts, weights: Tensor, beta: float) -> Tensor:
+    """Minus the weighted log-likelihood, plus beta times the mean KL per token along the texts."""
+    hidden = predicting_hidden(backbone, texts.prompts, texts.ids)
+    loss = -(weights * hidden_logps(backbone, hidden, texts.ids, texts.mask).sum(1)).mean()
+    if not beta:
+        return loss
+    with torch.no_grad(), backbone.reference():
+        reference = predicting_hidden(backbone, texts.prompts, texts.ids)
+    return loss + beta * sequence_mean(token_kl(backbone, hidden, reference, texts.mask), texts.mask).mean()
+
+
+def advantages(texts: ScoredTexts) -> Tensor:
+    """A [N]; see the module."""
+    prompts, rewards = [row["prompt"] for row in texts.prompts.examples], texts.rewards.numpy()
+    value = make_pipeline(CountVectorizer(token_pattern=r"\S+"), RidgeCV(PENALTIES))
+    return torch.from_numpy(rewards - cross_val_predict(value, prompts, rewards)).float()
+
+
+def likelihood_weights(method: str, advantage: Tensor, strength: float) -> Tensor:
+    """Weight [N] of each text's log-likelihood; see the module.
+
+    >>> likelihood_weights("raft", torch.tensor([0.1, 0.4, 0.2, 0.3]), 0.25)
+    tensor([0., 1., 0., 0.])
+    """
+    if method == "policy_gradient":
+        return advantage
+    if method == "raft":
+        best = advantage.topk(max(1, round(strength * len(advantage)))).indices
+        return torch.zeros_like(advantage).index_fill(0, best, 1.0)
+    return (advantage / (strength * advantage.std())).exp().clamp(max=LARGEST_WEIGHT)
+
+
+def preference_pairs(texts: ScoredTexts) -> dict[str, list[list[int]]]:
+    """Tokens of each prompt, of its best completion and of its worst, where these differ in reward."""
+    prompts, completions = texts.prompts.rows(), texts.ids.tolist()
+    groups = pd.Series(texts.rewards.numpy()).groupby([str(prompt) for prompt in prompts], sort=False)
+    pairs = [(best, worst) for best, worst in zip(groups.idxmax(), groups.idxmin(), strict=True) if best != worst]
+    chosen, rejected = zip(*pairs, strict=True)
+    columns = (prompts, chosen), (completions, chosen), (completions, rejected)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return {name: [rows[i] for i in places] for name, (rows, places) in zip(names, columns, strict=True)}
