@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -84,11 +85,14 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write down size and SHA-256 of a folder's files, all but texts for people (``.md``) or these: its last file."""
+    """Write down size and SHA-256 of a folder's files, all but texts for people (``.md``) or these: its last file.
+
+    And of the list itself: one that omits a file is damaged.
+    """
     if names is None:
         names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix != ".md"]
     content = {name: _size_and_sha256(folder / name) for name in names if name != MANIFEST}
-    write_text(folder / MANIFEST, json.dumps(content | {MANIFEST: _sha256_of_names(content)}, indent=1) + "\n")
+    write_text(folder / MANIFEST, json.dumps(content | {MANIFEST: hashed(content)}, indent=1) + "\n")
 
 
 def damaged_file(folder: Path, names: Container[str] | None = None) -> str | None:
@@ -100,7 +104,7 @@ def damaged_file(folder: Path, names: Container[str] | None = None) -> str | Non
         content = dict(json.loads(require_file(folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return MANIFEST
-    if (own := content.pop(MANIFEST, None)) and own != _sha256_of_names(content):  # earlier versions wrote none
+    if (own := content.pop(MANIFEST, None)) and own != hashed(content):  # earlier versions wrote none
         return MANIFEST
     for name, about in content.items():
         if (names is None or name in names) and _size_and_sha256(folder / name) != about:
@@ -114,15 +118,15 @@ def check_whole(folder: Path, field: str, names: Container[str] | None = None) -
         raise InputError(field, str(folder), f"a folder that is what its {MANIFEST} says; {damaged} is damaged")
 
 
+def hashed(*parts: Any) -> str:
+    """SHA-256 of values, in hexadecimal: of their JSON, and of the text of what JSON cannot hold."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
 def sha256_of(path: Path) -> str:
     """A file's hash, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sha256_of_names(content: dict[str, object]) -> str:
-    """What a manifest says of itself, so that one which omits a file is damaged."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _size_and_sha256(path: Path) -> list[int | str]:

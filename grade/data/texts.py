@@ -13,14 +13,12 @@ texts, the tokenizer and the reward. So another run, seed or learning rate does 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 import torch
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from grade.data.prompts import load_rows
 from grade.errors import InputError, is_file_error
-from grade.files import atomic
+from grade.files import atomic, hashed
 from grade.models.backbone import Backbone
 from grade.models.parameters import fingerprint
 from grade.models.prompts import PromptBatch, ScoredTexts, padded, tokenizer_hash
@@ -41,14 +39,6 @@ WAIT = 3.0
 """Seconds until a bar appears."""
 Row = Mapping[str, Any]
 Encode = Callable[[Sequence[Row]], PromptBatch]
-Score = Callable[[Backbone, PromptBatch, Tensor, Tensor], Tensor]
-
-
-class Scorer(Protocol):
-    """What is needed of `grade.rewards.rewards.Rewards`."""
-
-    score: Score
-    fingerprint: Callable[[Backbone], str | None]
 
 
 def cache_folder() -> Path:
@@ -165,7 +155,7 @@ def _first_tokens(tokenizer: Any) -> int:
 def score_texts(
     rows: Sequence[Row],
     backbone: Backbone,
-    rewards: Scorer,
+    rewards: Any,
     *,
     completion_tokens: int,
     encode: Encode,
@@ -180,7 +170,7 @@ def score_texts(
     Args:
         rows: N rows; columns besides prompt and completion reach the reward.
         backbone: The policy. Only its tokenizer, and the base whose embeddings a reward reads, matter.
-        rewards: Scores them, once each.
+        rewards: A `grade.rewards.rewards.Rewards`, which scores them, once each.
         completion_tokens: T.
         encode: Rows to prompts.
         batch_size: Texts to score at once.
@@ -201,7 +191,7 @@ def score_texts(
         examples = [[example, row, tokens] for example, row, tokens in zip(
             prompts.examples or rows, prompts.rows(), completions, strict=True
         )]  # fmt: skip
-        file = cache / f"{_hash([known, tokenizer_hash(backbone.tokenizer), completion_tokens, examples])}.parquet"
+        file = cache / f"{hashed(known, tokenizer_hash(backbone.tokenizer), completion_tokens, examples)}.parquet"
         kept = _kept(file, "reward")
         if kept is not None and len(kept) == len(rows):
             return ScoredTexts(prompts, ids, mask, torch.tensor(kept, dtype=torch.float64, device=ids.device), 0)
@@ -236,7 +226,7 @@ def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:
 
 
 @torch.no_grad()
-def _scores(backbone: Backbone, rewards: Scorer, prompts: PromptBatch, ids: Tensor, mask: Tensor, start: int) -> Tensor:
+def _scores(backbone: Backbone, rewards: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor, start: int) -> Tensor:
     """Rewards [B] of a batch in float64, NaN where every function returned None."""
     try:
         return rewards.score(backbone, prompts, ids, mask).double()
@@ -284,7 +274,7 @@ def reference_texts(
     if cache is not None:
         about = [tokenizer_hash(backbone.tokenizer), fingerprint(backbone.model), str(backbone.dtype), sampler.name]
         about += [seed, float(backbone.head.temperature), min_new_tokens, completion_tokens, prompts.rows()]
-        file = cache / f"reference-{_hash(about)}.parquet"
+        file = cache / f"reference-{hashed(*about)}.parquet"
         kept = _kept(file, "completion_ids")
     if kept is None or len(kept) != number:
         kept = []
@@ -301,10 +291,6 @@ def reference_texts(
     texts = [backbone.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
     return [{**row, "completion": text, "completion_ids": list(map(int, ids))}
             for row, text, ids in zip(chosen, texts, kept, strict=True)]  # fmt: skip
-
-
-def _hash(about: Any) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def _kept(file: Path, column: str) -> list[Any] | None:

@@ -29,7 +29,7 @@ from grade.errors import InputError
 from grade.experiments.shallow import ShallowReward, layer_count
 from grade.experiments.sums import ANSWER_TOKENS, build_sums, sum_prompts
 from grade.experiments.training_runs import judged_by
-from grade.files import sha256_of
+from grade.files import hashed, sha256_of
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
 from grade.models.adapter import LoraSettings
@@ -39,7 +39,6 @@ from grade.rewards.base import EmbeddingReward, Reward
 from grade.rewards.fit import BagSettings, RewardConfig, train_reward
 from grade.rewards.functions import FunctionReward
 from grade.rewards.gold import GoldJudge
-from grade.rewards.identity import hashed
 from grade.rewards.model import RewardModel, load_reward
 from grade.rewards.verifiers import exact_answer
 from grade.training.toy import toy_reviews, toy_task

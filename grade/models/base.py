@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,10 @@ from grade.models.head import Head
 from grade.models.prompts import position_ids
 
 
-class Watcher(Protocol):
-    """Observer of a backbone's work, such as `grade.memory.records.LiveTracker`."""
-
-    def during(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """A context that covers a phase."""
-
-    def tag(self, tensors: Iterable[Tensor], category: Any) -> None:
-        """Say what tensors are for."""
-
-
 class _WatchedCache(DynamicCache):
     """A key-value cache that reports its tensors to a watcher as they are created."""
 
-    def __init__(self, watcher: Watcher, **kwargs: Any) -> None:
+    def __init__(self, watcher: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._watcher = watcher
 
@@ -58,7 +48,7 @@ class FrozenBase(nn.Module):
         self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
         # Read once: the Trainer aligns the model's special tokens with its tokenizer's.
         self.eos_token_ids = _eos_of(model)
-        self._watcher: Watcher | None = None
+        self._watcher: Any = None  # such as `grade.memory.records.LiveTracker`
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -124,7 +114,7 @@ class FrozenBase(nn.Module):
         return _WatchedCache(self._watcher, config=self.model.config)
 
     @contextlib.contextmanager
-    def watched_by(self, watcher: Watcher | None) -> Iterator[None]:
+    def watched_by(self, watcher: Any) -> Iterator[None]:
         """Within this context a watcher, if any, learns which phase runs and which weights and caches are created."""
         before, self._watcher = self._watcher, watcher
         try:

@@ -10,7 +10,6 @@ Left out: tools and images (which are refused) in messages, and batching (caller
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import re
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grade.errors import InputError, reading
+from grade.files import hashed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -236,7 +236,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
         rules.pop(passing, None)
     about = [rules, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}]
     about.append(getattr(tokenizer, "clean_up_tokenization_spaces", None))
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return hashed(*about)
 
 
 def position_ids(mask: Tensor) -> Tensor:

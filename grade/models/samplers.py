@@ -78,7 +78,7 @@ Row = tuple[list[int], list[float]]
 """A completion's tokens and their log-probabilities."""
 
 
-class Mismatch(NamedTuple):
+class _Mismatch(NamedTuple):
     """How far the sampler's policy q is from the trained one, p, on the sampled tokens.
 
     The mean of ``p / q``, whose expectation is 1, because the tokens are q's, and the largest ``|log p - log q|`` in
@@ -110,10 +110,10 @@ class Samples(NamedTuple):
     mask: Tensor
     logps: Tensor
 
-    def mismatch(self, logps: Tensor) -> Mismatch:
+    def mismatch(self, logps: Tensor) -> _Mismatch:
         """Against the policy's own log-probabilities [B, T], averaged over valid tokens in float64."""
         difference = (logps.double() - self.logps.double())[self.mask.bool()]
-        return Mismatch(float(difference.exp().mean()), float(difference.abs().max()))
+        return _Mismatch(float(difference.exp().mean()), float(difference.abs().max()))
 
 
 class Sampler:
@@ -325,46 +325,29 @@ class ServerSampler(Sampler):
         most, least, ends = request["max_tokens"], request["min_tokens"], ", ".join(map(str, sorted(eos))) or "none"
         for choice in choices:
             ids, logps, prompt = choice.token_ids, choice.logprobs.token_logprobs, choice.prompt_token_ids
-            texts = [re.fullmatch(r"token_id:(\d{1,18})", token) for token in choice.logprobs.tokens or [""]]
-            written = [int(number[1]) for number in texts] if all(texts) else None  # beside the log-probabilities
+            texts = choice.logprobs.tokens
+            numbers = [re.fullmatch(r"token_id:(\d{1,18})", token) for token in texts or [""]]
+            written = [int(number[1]) for number in numbers] if all(numbers) else None  # beside the log-probabilities
             ids = written if ids is None else ids
             if ids is None:
                 raise InputError(field, "text without token ids", "return_token_ids, as vLLM >= 0.10.2 has")
             foreign = [token for token in ids if not 0 <= token < known]
             end = next((n for n, token in enumerate(ids) if token in eos), None)
+            whole = len(ids) == most if end is None else end + 1 == len(ids) <= most and end >= least
+            length = f"{len(ids)} tokens" + ("" if end is None else f", with an end-of-sequence after {end}")
             rules = (
+                (prompt in (None, request["prompt"]), f"prompt_token_ids {prompt}", f"the prompt {request['prompt']}"),
+                (len(ids) == len(logps), f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token"),
+                (not foreign, (foreign or [None])[0], f"token ids of the policy's tokenizer, 0 to {known - 1}"),
+                (whole, length, f"{most} tokens, or fewer up to the policy's end ({ends}), not before {least}"),
                 (
-                    prompt not in (None, request["prompt"]),
-                    f"prompt_token_ids {prompt}",
-                    "the prompt's tokens as they were sent",
+                    texts is None or (len(texts) == len(ids) and written in (None, ids)),
+                    f"texts of tokens {written or texts}",
+                    f"of the token ids {ids}",
                 ),
-                (len(ids) != len(logps), f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token"),
-                (not 1 <= len(ids) <= most, f"{len(ids)} tokens", f"completions of 1 to {most} tokens"),
-                (foreign, (foreign or [None])[0], f"token ids of the policy's tokenizer, 0 to {known - 1}"),
-                (
-                    end is not None and end < least,
-                    f"an end-of-sequence after {end} tokens",
-                    f"none before {least} tokens",
-                ),
-                (
-                    end is not None and end + 1 < len(ids),
-                    f"{len(ids)} tokens, with an end-of-sequence after {end}",
-                    "no tokens after the end",
-                ),
-                (
-                    end is None and len(ids) < most,
-                    f"a completion that stops after {len(ids)} tokens",
-                    f"{most} tokens, or an end-of-sequence of the policy ({ends})",
-                ),
-                (
-                    choice.logprobs.tokens is not None and len(choice.logprobs.tokens) != len(ids),
-                    f"{len(choice.logprobs.tokens or ())} texts of {len(ids)} tokens",
-                    "one of each token",
-                ),
-                (written not in (None, ids), f"texts of tokens {written}", f"of the token ids {ids}"),
             )
-            for wrong, value, allowed in rules:
-                if wrong:
+            for holds, value, allowed in rules:
+                if not holds:
                     raise InputError(field, value, allowed)
             rows.append((ids, logps))
         return rows

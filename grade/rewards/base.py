@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from grade.files import hashed
 from grade.models.head import EmbeddingTable
 from grade.models.parameters import fingerprint
 from grade.models.prompts import PromptBatch
-from grade.rewards.identity import hashed, identity
+from grade.rewards.identity import identity
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone

@@ -29,13 +29,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from transformers.utils import logging as transformers_logging
 
 from grade.errors import InputError, file_error, reading
-from grade.files import require_source
+from grade.files import hashed, require_source
 from grade.models.backbone import errors_only
 from grade.models.head import EmbeddingTable, wide
 from grade.models.prompts import PromptBatch, padded, position_ids, tokenizer_hash
 from grade.rewards.base import Reward, RewardScope
 from grade.rewards.functions import Message, Texts, beginning, decode_texts
-from grade.rewards.identity import hashed, weights_hash
+from grade.rewards.identity import weights_hash
 
 if TYPE_CHECKING:
     from grade.models.backbone import Backbone

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from grade.config import allowed_names
 from grade.errors import InputError
+from grade.files import hashed
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope
 from grade.rewards.classifier import EmbeddedClassifier, TextClassifier, load_classifier, load_tokenizer
 from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
-from grade.rewards.identity import hashed
 from grade.rewards.model import load_reward
 
 if TYPE_CHECKING:

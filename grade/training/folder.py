@@ -32,7 +32,7 @@ from grade.files import (
     write_text,
     writing,
 )
-from grade.rewards.code import code_fingerprint
+from grade.rewards.identity import code_fingerprint
 from grade.training.card import command_of
 from grade.training.config import GradeConfig, TrainConfig
 

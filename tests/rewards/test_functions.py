@@ -9,8 +9,8 @@ import torch
 
 from grade.errors import InputError
 from grade.models.prompts import PromptBatch
-from grade.rewards.code import code_fingerprint
 from grade.rewards.functions import FunctionReward, Log, Texts, decode_texts, run_functions
+from grade.rewards.identity import code_fingerprint
 
 TEXTS = Texts(["a", "b"], ["yes", "no"], [[5, 0], [6]], {"answer": [1, 2]})
 
