@@ -50,6 +50,8 @@ GROUP = 4
 """Completions of a prompt."""
 BATCH_ROWS = 64
 """Completions that are sampled, and texts that are read, at once."""
+OWN = "own"
+"""The source of texts of methods that read none: completions of the policy."""
 SHALLOW_REVIEWS = 600
 """Reviews that `trunk1` and `trunk4` are trained on, as in the study of estimators; a quarter as many stop it."""
 _TOY_TOKENS = 12  # of a toy review that a toy's reward learns from
@@ -71,6 +73,26 @@ class Models(Config):
     def base(self, policy: str) -> str:
         """Folder of a policy; that of sums is trained when it is first asked for."""
         return _sums_folder().name if policy == "sums" else getattr(self, f"{policy}_dir")
+
+
+def source_values(models: Models, source: str) -> dict[str, Any]:
+    """The settings of training that name a source of texts."""
+    if source == OWN:
+        return {}
+    if not source.isdecimal():
+        return {"texts": source}
+    if not models.reviews_dir:
+        raise InputError("sources", source, "reference:N, where no reviews_dir has text to cut into windows")
+    return {"texts": str(Path(models.reviews_dir, "policy.jsonl")), "most_texts": int(source)}
+
+
+def number_of_texts(source: str) -> int:
+    """How many texts a source has.
+
+    >>> number_of_texts("4096"), number_of_texts("reference:64"), number_of_texts("own")
+    (4096, 64, 0)
+    """
+    return int(source.rpartition(":")[2]) if source != OWN else 0
 
 
 @functools.cache

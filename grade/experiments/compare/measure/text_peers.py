@@ -53,8 +53,7 @@ from grade.errors import InputError
 from grade.experiments.compare.measure.peers import have_peer, train_grpo, train_trl
 from grade.experiments.measured import Several, Size
 from grade.experiments.reward_runs import Grid, Rewards, make_run
-from grade.experiments.rewards import GROUP, Models, RewardName, make_reward
-from grade.experiments.text_first.measure.runs import OWN, number_of_texts, source_values
+from grade.experiments.rewards import GROUP, OWN, Models, RewardName, make_reward, number_of_texts, source_values
 from grade.experiments.text_quality import distinct_n, outside
 from grade.experiments.training_runs import Run
 from grade.gradients.objective import Objective, sequence_mean

@@ -12,8 +12,7 @@ from pydantic import Field
 from grade.config import Config
 from grade.data.reviews import load_reviews, prompt_text
 from grade.data.texts import cache_folder, read_texts, reference_texts, score_texts
-from grade.experiments.rewards import GROUP, Models, Policy, RewardName, load_subject
-from grade.experiments.text_first.measure.runs import source_values
+from grade.experiments.rewards import GROUP, Models, Policy, RewardName, load_subject, source_values
 from grade.gradients.distilled.families import make_family
 from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.samplers import Sampler

@@ -10,24 +10,20 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from grade.errors import InputError
 from grade.experiments.measured import Size
 from grade.experiments.reward_runs import DIFFERENTIATING, FIGURES, Grid, Method, Rewards, make_run
 from grade.experiments.reward_runs import NAMES as RUN_NAMES
-from grade.experiments.rewards import DIFFERENTIABLE, Models
+from grade.experiments.rewards import DIFFERENTIABLE, OWN, Models, source_values
 from grade.experiments.text_quality import distinct_n, outside
 from grade.experiments.training_runs import Run
 from grade.training.evaluate import Evaluation
 
 READING = ("auto_texts", "offline")
 """Methods that read texts."""
-OWN = "own"
-"""The source of all other methods: completions of the policy."""
 SHOWN = 6
 """Completions that are kept as text, of the first seed, before and after training."""
 NAMES = ("subject", *RUN_NAMES, "source", "new_tokens")
@@ -50,26 +46,6 @@ class TextGrid(Grid):
                         if method not in DIFFERENTIATING or reward in DIFFERENTIABLE:
                             for source in self.sources if method in READING else [OWN]:
                                 yield seed, target, reward, method, source
-
-
-def source_values(models: Models, source: str) -> dict[str, Any]:
-    """The settings of training that name a source of texts."""
-    if source == OWN:
-        return {}
-    if not source.isdecimal():
-        return {"texts": source}
-    if not models.reviews_dir:
-        raise InputError("sources", source, "reference:N, where no reviews_dir has text to cut into windows")
-    return {"texts": str(Path(models.reviews_dir, "policy.jsonl")), "most_texts": int(source)}
-
-
-def number_of_texts(source: str) -> int:
-    """How many texts a source has.
-
-    >>> number_of_texts("4096"), number_of_texts("reference:64"), number_of_texts("own")
-    (4096, 64, 0)
-    """
-    return int(source.rpartition(":")[2]) if source != OWN else 0
 
 
 def text_runs(models: Models, subject: str, grid: TextGrid, rates: Mapping[str, float]) -> list[Run]:
