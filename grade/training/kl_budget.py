@@ -134,7 +134,7 @@ class KLBudget:
 @torch.no_grad()
 def scale_step(
     parameters: Sequence[Tensor], before: Sequence[Tensor], start: Measured, wanted: float,
-    measure: Callable[[], Measured], first: float = 1.0,
+    measure: Callable[[], Measured], first: float = 1.0, at_most: bool = False,
 ) -> tuple[float, Measured]:  # fmt: skip
     """Move parameters to ``before + c (parameters - before)`` with the KL that is wanted; c and what is measured there.
 
@@ -160,7 +160,7 @@ def scale_step(
             scale /= 8
             continue
         points[scale] = measured
-        if abs(points[scale].kl - wanted) <= TOLERANCE * wanted:
+        if abs(points[scale].kl - wanted) <= TOLERANCE * wanted or (at_most and len(points) == 2 and measured.kl < wanted):
             return scale, points[scale]
         scale = _next({c: measured.kl for c, measured in points.items()}, wanted)
     scale = min(points, key=lambda c: abs(points[c].kl - wanted))

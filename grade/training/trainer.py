@@ -87,6 +87,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEARNER_FILE = "learner.safetensors"
+SHARE = 0.5
+PHI = 1.0
+KEEP_BETA = True
 LANDING = 64
 """Completions on which the last step lands on target_kl."""
 _GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
@@ -188,6 +191,8 @@ class GradeTrainer(Trainer):
             check_room(self.backbone, {name: getattr(args, name) for name in names}, kept)
         self._prompts, self._texts = train_dataset, None
         self._offline = args.method == OFFLINE
+        self.along = self.learner if self._offline else None  # learns along texts, in the first text_steps
+        self.text_steps = args.max_steps if self._offline else 0
         if texts is not None or (self._offline and train_dataset is not None):
             self._texts = self._read_texts(texts, args)
         if self._offline and self._texts is not None:
@@ -195,7 +200,7 @@ class GradeTrainer(Trainer):
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
-        budgeted = args.target_kl is not None and args.method != OFFLINE
+        budgeted = args.target_kl is not None and not self._offline
         self.kl_budget = KLBudget(args.target_kl, args.max_steps) if budgeted else None
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
         self._pending: list[Microbatch] = []
@@ -307,11 +312,19 @@ class GradeTrainer(Trainer):
                 self._texts, self.backbone, self.rewards, completion_tokens=args.max_completion_length,
                 encode=self.encode, cache=cache_folder(),
             )  # fmt: skip
+        target, text_steps = args.target_kl, args.max_steps
         if self._offline:
-            self.learner.read(texts, args.target_kl, args.beta)
-            self.objective = replace(self.objective, beta=self.learner.steering.beta)
+            self.learner.read(texts, target, args.beta)
         else:
             self.learner.read(texts)
+            text_steps = int(SHARE * args.max_steps) if self.learner.prior and (target or args.beta) else 0
+        if text_steps and not self._offline:
+            self.along = OfflineGradient(args, self.backbone)
+            self.along.begin(texts, self.learner.prior, target and PHI * target, args.beta)
+            self.kl_budget = self.kl_budget and KLBudget(target, args.max_steps - text_steps)
+        self.text_steps = text_steps
+        if text_steps:
+            self.objective = replace(self.objective, beta=self.along.steering.beta)
         if args.process_index == 0 and (prior := self.learner.prior) is not None:
             logger.warning(f"texts: {len(texts)}, {texts.calls} of them scored now; {prior.summary}")
 
@@ -381,8 +394,9 @@ class GradeTrainer(Trainer):
         self._place = 0 if last else self._place + 1
         seed = np.random.SeedSequence([args.seed, self.state.global_step + 1, place]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
-        if self._offline:
-            texts = self.learner.texts[[row["number"] for row in inputs]]
+        if self._along_texts(self.state.global_step + 1):
+            numbers = [row["number"] for row in inputs] if self._offline else self._text_numbers(place)
+            texts = self.along.texts[numbers]
             prompts, completions = texts.prompts, Completions(texts.prompts, texts.ids, texts.mask)
         else:
             prompts = self.encode(inputs)
@@ -397,6 +411,18 @@ class GradeTrainer(Trainer):
             self._sum_gradients()
         loss = torch.stack([part.loss.detach() for part in parts]).sum() if parts else torch.zeros(())
         return loss.to(args.device) / args.gradient_accumulation_steps
+
+    def _along_texts(self, step: int) -> bool:
+        """Whether this step, from 1, is one along texts."""
+        return step <= self.text_steps
+
+    def _text_numbers(self, place: int) -> list[int]:
+        """Texts of a microbatch of a step of `auto`: shuffled passes."""
+        args, rows = self.args, len(self.along.texts)
+        first = (self.state.global_step * args.gradient_accumulation_steps * args.world_size + place) * args.batch_completions
+        numbers = range(first, first + args.batch_completions)
+        orders = {n // rows: np.random.default_rng([args.seed, 3, n // rows]).permutation(rows) for n in (numbers[0], numbers[-1])}
+        return [int(orders[n // rows][n % rows]) for n in numbers]
 
     def _relaxed_step(
         self, prompts: PromptBatch, generator: torch.Generator, completions: Completions | None, scale: float
@@ -427,7 +453,8 @@ class GradeTrainer(Trainer):
                 self.optimizer.step()
 
         context = StepContext(microbatches, apply, self._sum, gather_object, self.args.process_index)
-        parts = self.learner.step(pending, self.objective, context)
+        learner = self.along if self._along_texts(self.state.global_step + 1) else self.learner
+        parts = learner.step(pending, self.objective, context)
         self._along, self._kl = pending, [(p.kl.double() * p.completion_mask).sum(-1).mean() for p in parts]
         # Each microbatch's samples are scored first; a greedy baseline's completions come after them.
         recorded = self.rewards.recorded
@@ -436,7 +463,7 @@ class GradeTrainer(Trainer):
             own = isinstance(microbatch, Completions)
             prompts = microbatch.prompts if own else microbatch[0].repeat(self.args.group)
             self._add_step(part, prompts, given)
-        for name, values in self.learner.figures.items():
+        for name, values in learner.figures.items():
             for value in values:
                 self.log_buffer.add({name: value})
         return parts
@@ -539,16 +566,21 @@ class GradeTrainer(Trainer):
         if not torch.stack([p.detach().isfinite().all() for p in weights]).all():
             allowed = f"a smaller one: weights are not finite after step {step}"
             raise InputError("learning_rate", self.args.learning_rate, allowed)
-        if (budget := self.kl_budget) is None:
+        if (budget := self.kl_budget) is None or self._along_texts(step):
             return
+        step -= self.text_steps
         args, policy = self.args, self.backbone.trainable_parameters()
         least, most = args.min_completion_length, args.max_completion_length
         with restoring(policy):
             set_values(policy, self._before)
             batch = BatchKL(self.backbone, self._completions, least, most, self._sum)
         wanted = budget.wanted(step, batch.start)
-        scale, landed = scale_step(policy, self._before, batch.start, wanted, batch.measure, budget.scale)
+        steering = self.along.steering if self.text_steps and KEEP_BETA else None
+        first = 1.0 if steering else budget.scale
+        scale, landed = scale_step(policy, self._before, batch.start, wanted, batch.measure, first, bool(steering))
         budget.landed(scale, batch.start, landed)
+        if steering:
+            self.objective = replace(self.objective, beta=steering.follow(float(budget.values[0]), budget.steps - step))
         # In double, as KL is: the mean of two processes is then that of one to the last digits.
         figures = {"kl_budget": budget.after(step), "kl_scale": scale}
         self.log_buffer.add({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
@@ -556,7 +588,7 @@ class GradeTrainer(Trainer):
     def _step_ended(self) -> None:
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
-        if self._offline:
+        if self._along_texts(self.state.global_step):
             self._steer(self._mean(self._kl))
         elif self.kl_budget is not None and self.state.global_step == self.state.max_steps:
             self._land(self._own_completions(LANDING)[1])
@@ -566,8 +598,8 @@ class GradeTrainer(Trainer):
 
     def _steer(self, kl: float) -> None:
         """After a step along texts: keep within the target, measure own completions now and then, set beta."""
-        args, step, steps, learner = self.args, self.state.global_step, self.state.max_steps, self.learner
-        steering, target = learner.steering, args.target_kl
+        args, step, steps, steering = self.args, self.state.global_step, self.text_steps, self.along.steering
+        target = steering.target
         allowed = math.inf if target is None else target / steering.ratio
         now = own_completions(step, steps, args.own_completions)
         if kl > allowed / 4 or now:  # a step can more than double KL
@@ -580,6 +612,11 @@ class GradeTrainer(Trainer):
                 self._measure_own(now, kl_after)
         self.log_buffer.add({"beta": torch.tensor(self.objective.beta, dtype=torch.float64)})
         self.objective = replace(self.objective, beta=steering.follow(kl, steps - step))
+        if step == steps and not self._offline:
+            steering.ratio, steering.recent = 1.0, []
+            self.learner.transfer = steering.evidence
+            if not KEEP_BETA:
+                self.objective = replace(self.objective, beta=args.beta)
 
     def _texts_kl(self) -> float:
         """KL along the step's texts, in nats per completion."""
@@ -588,7 +625,7 @@ class GradeTrainer(Trainer):
 
     def _measure_own(self, number: int, kl: float) -> None:
         """Score a few completions of the policy; after the last step, scale the adapter to their KL."""
-        learner = self.learner
+        learner = self.along
         own, batch = self._own_completions(number)
         rewards = scored_rewards(self.backbone, own.prompts, own.ids, own.mask, self.objective)
         learner.steering.measure(batch.start.kl, kl, learner.predict(own), rewards)
@@ -598,6 +635,7 @@ class GradeTrainer(Trainer):
         })  # fmt: skip
         if self.state.global_step == self.state.max_steps and self.args.target_kl is not None:
             self._land(batch)
+        print("own", self.state.global_step, batch.start.kl, rewards.nanmean())
 
     def _own_completions(self, number: int) -> tuple[Completions, BatchKL]:
         """Completions of the policy for prompts drawn anew, the same on all processes, and their KL."""
@@ -619,6 +657,12 @@ class GradeTrainer(Trainer):
         scale_step(scaled, zeros, Measured(0.0, 0.0), self.args.target_kl, own.measure, min(first, 1.5))
 
     # ---- log and evaluation ----
+    def _samples(self, step: int) -> int:
+        """Completions of the policy that a run has drawn."""
+        args = self.args
+        microbatches = max(0, step - self.text_steps) * args.gradient_accumulation_steps * args.world_size
+        return microbatches * args.batch_completions + (self.along.steering.samples if self.along else 0)
+
     def passes(self, steps: int) -> float:
         """Passes over the prompts in so many steps."""
         args = self.args
@@ -628,10 +672,9 @@ class GradeTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the steps since the last row had, as means over microbatches and processes."""
         args, step = self.args, self.state.global_step
-        microbatches = step * args.gradient_accumulation_steps * args.world_size
         if "loss" in logs:
             logs |= self.log_buffer.drain(self._mean)
-            samples = microbatches * args.batch_completions if not self._offline else self.learner.steering.samples
+            samples = self._samples(step)
             logs |= {"num_samples": samples, "seconds": self.seconds}
             if args.log_completions:
                 self._write_table(f"completions_{step:05d}", self.log_buffer.drain_rows())

@@ -162,9 +162,13 @@ class OfflineGradient(Learner):
             r2 = prior.fit.choice.r2
             raise InputError("texts", f"{len(texts)} that explain {r2:.3f} of the reward on other prompts", "more, or "
                              "others: no family of distil_families predicts the reward")  # fmt: skip
-        self.texts, self.prior = texts, prior.fit
+        self.begin(texts, prior.fit, target, beta)
+
+    def begin(self, texts: ScoredTexts, prior: Fit, target: float | None, beta: float) -> None:
+        """As `read`, with a reward that was distilled before."""
+        self.texts, self.prior = texts, prior
         self.promised = promise(self.family, self.prior.all, texts[:PREFIXES])
-        self.steering = Steering(target, beta or self.promised.at(target)[1])
+        self.steering = Steering(target, beta if target is None else self.promised.at(target)[1])
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint; the fit is made again from the texts."""
