@@ -101,8 +101,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "num_generations": (*POLICY_GRADIENTS, DISTILLED),
     "kl_estimator": POLICY_GRADIENTS,
     **dict.fromkeys(("residual_weight", "distil_window", "substitutions"), (DISTILLED,)),
-    "distil_families": (DISTILLED, OFFLINE),
-    "own_completions": (OFFLINE,),
+    **dict.fromkeys(("distil_families", "own_completions"), (DISTILLED, OFFLINE)),
     **dict.fromkeys(("epsilon", "passes_per_step", "minibatches"), _CLIPPED),
     **{option: (name,) for name, method in POLICY_GRADIENT_METHODS.items() for option in method.options},
 }
@@ -210,8 +209,8 @@ class MethodConfig(Settings):
     )
     own_completions: Annotated[int, Field(ge=16)] = setting(
         64,
-        "offline: completions of the policy that measure KL and reward: an eighth at each quarter of the run, the "
-        "rest after the last step",
+        "offline, distilled with texts: completions of the policy that measure KL and reward: an eighth at each "
+        "quarter of the steps along texts, the rest after the last of them",
     )
     substitutions: Annotated[int, Field(ge=0, le=64)] = setting(
         0,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,16 +92,21 @@ def model_card(
 
 def run_card(
     config: TrainConfig, name: str, adapter: str, before: Evaluation | None, after: Evaluation | None, method: str,
-    steps: int,
+    steps: int, chosen: Mapping[str, str],
 ) -> str:  # fmt: skip
-    """The card of a run from files; ``method`` is what ``auto`` chose, ``adapter`` its folder, seen from the card."""
+    """The card of a run from files.
+
+    ``method`` is what ``auto`` chose; ``chosen`` everything that was chosen, with reasons; ``adapter`` the adapter's
+    folder, seen from the card.
+    """
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     datasets = dict.fromkeys(filter(None, map(_hub_dataset, (config.train_dataset, config.eval_dataset))))
     return model_card(
         config, before, after, name=name, place=f"{name}/{adapter}".removesuffix("/."),
         base=config.base_name or config.model, method=method or config.method, samples=config.samples,
-        rewards=[_without_places(spec) for spec in rewards], steps=steps, rank=config.lora.r, alpha=config.lora.alpha,
-        layers=config.lora.target_modules, train_data=f"`{_without_places(config.train_dataset)}`",
+        rewards=[_without_places(spec) for spec in rewards], steps=steps, chosen=chosen,
+        rank=config.lora.r, alpha=config.lora.alpha, layers=config.lora.target_modules,
+        train_data=f"`{_without_places(config.train_dataset)}`",
         eval_data=config.eval_dataset and f"`{_without_places(config.eval_dataset)}`", command=command_of(config),
         datasets=list(datasets),
     )  # fmt: skip

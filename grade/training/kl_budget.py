@@ -12,7 +12,10 @@ A run that ends early, after step s, has the KL of ``B_s``. A policy beyond its 
 goes to where KL is lowest on the line, until the schedule has caught up; one that is too slow even with `LONGEST`
 steps stays below.
 
-Left out: several updates within a step, each landed on its own.
+Where a run began along texts (`grade.gradients.distilled.offline`), beta is near the value whose optimum has the
+target's KL. Steps are then only shortened, where they would go beyond the budget.
+
+Left out: several updates within a step, each landed on its own. A step can be `LONGEST` times its length instead.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ EVALUATIONS = 5
 """Most measurements of KL in a line search, which takes two or three as a rule."""
 SAME = 1e-3
 """Relative difference of two c that are not worth another measurement."""
-TOLERANCE = 0.02
-"""Relative error at which a line search ends: well below the noise of a batch, and the next step makes up for it."""
+TOLERANCE, LAST_TOLERANCE = 0.05, 0.01
+"""Relative errors at which a line search ends. In a step it is well below the noise of a batch, and the next step makes
+up for it; after the last step nothing does."""
 LARGEST_LOG_RATIO = 3.0
 """Importance ratios are cut off there, both ways; where a step lands they are mostly far smaller."""
 SHARE, SHARE_ERROR, LEAST_SHARE = 0.85, 0.15, 0.4
@@ -135,6 +139,7 @@ class KLBudget:
 def scale_step(
     parameters: Sequence[Tensor], before: Sequence[Tensor], start: Measured, wanted: float,
     measure: Callable[[], Measured], first: float = 1.0, at_most: bool = False,
+    tolerance: float = TOLERANCE,
 ) -> tuple[float, Measured]:  # fmt: skip
     """Move parameters to ``before + c (parameters - before)`` with the KL that is wanted; c and what is measured there.
 
@@ -145,6 +150,8 @@ def scale_step(
         wanted: KL that is wanted after the update.
         measure: Measures KL at the parameters' current values.
         first: The first c that is tried.
+        at_most: Take it if KL is below what is wanted there.
+        tolerance: Relative error of KL at which the search ends.
 
     Returns:
         c in [0, `LONGEST`] and what was measured there.
@@ -160,8 +167,9 @@ def scale_step(
             scale /= 8
             continue
         points[scale] = measured
-        if abs(points[scale].kl - wanted) <= TOLERANCE * wanted or (at_most and len(points) == 2 and measured.kl < wanted):
-            return scale, points[scale]
+        below = at_most and scale == first and measured.kl < wanted
+        if below or abs(measured.kl - wanted) <= tolerance * wanted:
+            return scale, measured
         scale = _next({c: measured.kl for c, measured in points.items()}, wanted)
     scale = min(points, key=lambda c: abs(points[c].kl - wanted))
     set_values(parameters, [b + scale * d for b, d in zip(before, change, strict=True)])

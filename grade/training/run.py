@@ -59,6 +59,7 @@ class RunResult:
         interrupted: The signal that stopped the run before its end.
         step: The last step.
         method: The method that trained, which `auto` chose if the settings say so.
+        chosen: What was chosen in the run, and why.
     """
 
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -69,6 +70,7 @@ class RunResult:
     interrupted: int | None = None
     step: int = 0
     method: str = ""
+    chosen: dict[str, str] = field(default_factory=dict)
 
 
 def train(
@@ -146,7 +148,7 @@ def run_training(
         state = trainer.state
         result = RunResult(
             history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step,
-            method=trainer.args.method, evaluations=trainer.evaluations,
+            method=trainer.args.method, chosen=trainer.chosen, evaluations=trainer.evaluations,
         )  # fmt: skip
         if stop.received is not None and state.global_step < state.max_steps:
             result.interrupted = int(stop.received)
@@ -180,7 +182,7 @@ def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str,
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
     """Write a finished run's files beside its checkpoints; its earlier results are replaced."""
     output, last, name = Path(output_dir), last_checkpoint(output_dir), Path(config.output_dir).resolve().name
-    outcome = result.before, result.after, result.method, result.step
+    outcome = result.before, result.after, result.method, result.step, result.chosen
     with writing(output, "output_dir"):
         with atomic(output / "adapter") as adapter:
             task.backbone.save_adapter(adapter)

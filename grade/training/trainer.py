@@ -55,6 +55,7 @@ from grade.errors import InputError, reading
 from grade.files import atomic, check_whole, remove, sha256_of, write_manifest, write_text
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
+from grade.gradients.distilled.store import Evidence
 from grade.gradients.losses import importance_weights
 from grade.gradients.methods import AUTO, DISTILLED, OFFLINE, OPTIONS, RELAXED, reads
 from grade.gradients.objective import GradientStep, Objective
@@ -71,7 +72,7 @@ from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written, run_mark, settings_of
-from grade.training.kl_budget import BatchKL, KLBudget, Measured, scale_step
+from grade.training.kl_budget import LAST_TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
 from grade.training.trl import refuse_unknown
@@ -87,9 +88,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEARNER_FILE = "learner.safetensors"
-SHARE = 0.5
-PHI = 1.0
-KEEP_BETA = True
+OPENING = 0.5
+"""Share of the steps that `auto` makes along scored texts before it samples."""
 LANDING = 64
 """Completions on which the last step lands on target_kl."""
 _GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
@@ -165,11 +165,10 @@ class GradeTrainer(Trainer):
             reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
         )
         self.objective = Objective(self.rewards, args.beta, args.reward_scope)
+        self.learner, self.chosen = None, dict[str, str]()
         if args.method == AUTO:
             args.method, why = _choose_method(args, self.objective, texts is not None)
-            if args.process_index == 0:  # a warning, because others are not shown unless asked for
-                logger.warning(f"method: {args.method}: {why}")
-        self.learner = None
+            self._choose(args, "method", f"{args.method}: {why}")
         if args.relaxed:
             args.relaxation().check(self.backbone.vocab_size)
             self.objective.require_gradient(args.method)
@@ -191,8 +190,8 @@ class GradeTrainer(Trainer):
             check_room(self.backbone, {name: getattr(args, name) for name in names}, kept)
         self._prompts, self._texts = train_dataset, None
         self._offline = args.method == OFFLINE
-        self.along = self.learner if self._offline else None  # learns along texts, in the first text_steps
-        self.text_steps = args.max_steps if self._offline else 0
+        self.along = self.learner if self._offline else None
+        self.text_steps = 0
         if texts is not None or (self._offline and train_dataset is not None):
             self._texts = self._read_texts(texts, args)
         if self._offline and self._texts is not None:
@@ -312,21 +311,38 @@ class GradeTrainer(Trainer):
                 self._texts, self.backbone, self.rewards, completion_tokens=args.max_completion_length,
                 encode=self.encode, cache=cache_folder(),
             )  # fmt: skip
-        target, text_steps = args.target_kl, args.max_steps
-        if self._offline:
-            self.learner.read(texts, target, args.beta)
-        else:
-            self.learner.read(texts)
-            text_steps = int(SHARE * args.max_steps) if self.learner.prior and (target or args.beta) else 0
-        if text_steps and not self._offline:
-            self.along = OfflineGradient(args, self.backbone)
-            self.along.begin(texts, self.learner.prior, target and PHI * target, args.beta)
-            self.kl_budget = self.kl_budget and KLBudget(target, args.max_steps - text_steps)
-        self.text_steps = text_steps
-        if text_steps:
-            self.objective = replace(self.objective, beta=self.along.steering.beta)
-        if args.process_index == 0 and (prior := self.learner.prior) is not None:
-            logger.warning(f"texts: {len(texts)}, {texts.calls} of them scored now; {prior.summary}")
+        learner, target = self.learner, args.target_kl
+        learner.read(texts)
+        if learner.prior is None:
+            return
+        if args.process_index == 0:
+            logger.warning(f"{texts.calls} texts were scored, for the others rewards were kept")
+        self._choose(args, "texts", f"{len(texts)}; {learner.prior.summary}")
+        text_steps = args.max_steps if self._offline else int(OPENING * args.max_steps)
+        if not text_steps or not (target or args.beta):
+            return  # without either nothing would keep the policy near
+        if not self._offline:
+            self.along = OfflineGradient(args, self.backbone, learner.families)
+            self._opened = [p.detach().clone() for p in self.backbone.trainable_parameters()]
+        self._set_text_steps(text_steps)
+        self.along.begin(texts, learner.prior, target, args.beta)
+        steering = self.along.steering
+        self.objective = replace(self.objective, beta=steering.beta)
+        gain = self.along.promised.at(target)[0] if target else math.nan
+        promised = f", where they promise {gain:+.3f} at {target:g} nats" if target else ""
+        text = f"{self.text_steps} of {args.max_steps}, beta from {steering.beta:.3g}{promised}"
+        self._choose(args, "steps along the texts", text)
+
+    def _set_text_steps(self, steps: int) -> None:
+        self.text_steps = steps
+        if self.kl_budget is not None:
+            self.kl_budget = KLBudget(self.args.target_kl, self.args.max_steps - steps)
+
+    def _choose(self, args: GradeConfig, what: str, text: str) -> None:
+        """Note what was chosen for the user, and why: a line of the log, and a row of the model card."""
+        self.chosen[what] = text
+        if args.process_index == 0:  # a warning, because others are not shown unless asked for
+            logger.warning(f"{what}: {text}")
 
     def get_train_dataloader(self) -> DataLoader:
         """Microbatches of whole prompts, in shuffled passes."""
@@ -416,13 +432,19 @@ class GradeTrainer(Trainer):
         """Whether this step, from 1, is one along texts."""
         return step <= self.text_steps
 
+    @property
+    def _opened_along_texts(self) -> bool:
+        """Whether steps along texts have begun this run, and own completions did not disprove them."""
+        return self.text_steps > 0 and not self.along.steering.disproved
+
     def _text_numbers(self, place: int) -> list[int]:
         """Texts of a microbatch of a step of `auto`: shuffled passes."""
         args, rows = self.args, len(self.along.texts)
-        first = (self.state.global_step * args.gradient_accumulation_steps * args.world_size + place) * args.batch_completions
-        numbers = range(first, first + args.batch_completions)
-        orders = {n // rows: np.random.default_rng([args.seed, 3, n // rows]).permutation(rows) for n in (numbers[0], numbers[-1])}
-        return [int(orders[n // rows][n % rows]) for n in numbers]
+        before = self.state.global_step * args.gradient_accumulation_steps * args.world_size + place
+        numbers = range(before * args.batch_completions, (before + 1) * args.batch_completions)
+        orders = {turn: np.random.default_rng([args.seed, 3, turn]).permutation(rows)
+                  for turn in {number // rows for number in numbers}}  # fmt: skip
+        return [int(orders[number // rows][number % rows]) for number in numbers]
 
     def _relaxed_step(
         self, prompts: PromptBatch, generator: torch.Generator, completions: Completions | None, scale: float
@@ -471,7 +493,8 @@ class GradeTrainer(Trainer):
     def _add_step(self, step: GradientStep, prompts: PromptBatch, scores: Scores | None) -> None:
         self.log_buffer.add_step(step, prompts, scores)
         if self.kl_budget is not None:
-            self._completions.append((prompts, step.completion_ids, step.completion_mask))
+            half = slice(None, None, 2)
+            self._completions.append((prompts[half], step.completion_ids[half], step.completion_mask[half]))
 
     def _sample_elsewhere(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
         """G completions of each prompt by the other sampler, refused if it samples another policy."""
@@ -575,11 +598,12 @@ class GradeTrainer(Trainer):
             set_values(policy, self._before)
             batch = BatchKL(self.backbone, self._completions, least, most, self._sum)
         wanted = budget.wanted(step, batch.start)
-        steering = self.along.steering if self.text_steps and KEEP_BETA else None
-        first = 1.0 if steering else budget.scale
-        scale, landed = scale_step(policy, self._before, batch.start, wanted, batch.measure, first, bool(steering))
+        steering = self.along.steering if self._opened_along_texts else None
+        at_most = steering is not None  # beta is near its value then
+        first = 1.0 if at_most else budget.scale
+        scale, landed = scale_step(policy, self._before, batch.start, wanted, batch.measure, first, at_most)
         budget.landed(scale, batch.start, landed)
-        if steering:
+        if steering is not None:
             self.objective = replace(self.objective, beta=steering.follow(float(budget.values[0]), budget.steps - step))
         # In double, as KL is: the mean of two processes is then that of one to the last digits.
         figures = {"kl_budget": budget.after(step), "kl_scale": scale}
@@ -612,11 +636,30 @@ class GradeTrainer(Trainer):
                 self._measure_own(now, kl_after)
         self.log_buffer.add({"beta": torch.tensor(self.objective.beta, dtype=torch.float64)})
         self.objective = replace(self.objective, beta=steering.follow(kl, steps - step))
-        if step == steps and not self._offline:
+        if steering.disproved or (step == steps and not self._offline):
+            self._end_opening()
+
+    def _end_opening(self) -> None:
+        """Go on with own completions, from the start where these disproved what the texts predict."""
+        args, steering, step = self.args, self.along.steering, self.state.global_step
+        found = f"rewards of {steering.samples} own completions"
+        if self._offline and steering.disproved:
+            allowed = "texts more like what the policy writes, or method: auto, which corrects the prediction"
+            raise InputError("texts", f"{found} that do not rise with what they predict", allowed)
+        if self._offline:
+            return
+        self.learner.transfer = evidence = Evidence([each.clone() for each in steering.evidence.groups])
+        trust, r2 = evidence.trust, evidence.r2(evidence.trust)
+        if not steering.disproved:
             steering.ratio, steering.recent = 1.0, []
-            self.learner.transfer = steering.evidence
-            if not KEEP_BETA:
-                self.objective = replace(self.objective, beta=args.beta)
+            text = f"{found} rise with the prediction: it counts {trust:.2f} (R2 {r2:.2f}) from step {step + 1} on"
+        else:
+            set_values(self.backbone.trainable_parameters(), self._opened)
+            self.optimizer.state.clear()
+            self._set_text_steps(step)
+            self.objective = replace(self.objective, beta=args.beta)
+            text = f"{found} do not rise with the prediction: from step {step + 1} on without texts, from the start"
+        self._choose(args, "transfer", text)
 
     def _texts_kl(self) -> float:
         """KL along the step's texts, in nats per completion."""
@@ -635,7 +678,6 @@ class GradeTrainer(Trainer):
         })  # fmt: skip
         if self.state.global_step == self.state.max_steps and self.args.target_kl is not None:
             self._land(batch)
-        print("own", self.state.global_step, batch.start.kl, rewards.nanmean())
 
     def _own_completions(self, number: int) -> tuple[Completions, BatchKL]:
         """Completions of the policy for prompts drawn anew, the same on all processes, and their KL."""
@@ -654,7 +696,10 @@ class GradeTrainer(Trainer):
         scaled = [p for name, p in self.model.named_parameters() if "lora_B" in name and p.requires_grad]
         first = math.sqrt(self.args.target_kl / max(own.start.kl, 1e-12))
         zeros = [torch.zeros_like(p) for p in scaled]
-        scale_step(scaled, zeros, Measured(0.0, 0.0), self.args.target_kl, own.measure, min(first, 1.5))
+        scale_step(
+            scaled, zeros, Measured(0.0, 0.0), self.args.target_kl, own.measure, min(first, 1.5),
+            tolerance=LAST_TOLERANCE,
+        )  # fmt: skip
 
     # ---- log and evaluation ----
     def _samples(self, step: int) -> int:
@@ -711,7 +756,8 @@ class GradeTrainer(Trainer):
             self.evaluations[step] = evaluation
         self._write_table(f"{metric_key_prefix}_{step:05d}", evaluation.table())
         if isinstance(self.learner, DistilledGradient | OfflineGradient):
-            self._write_table(f"tokens_{step:05d}", token_table(self.backbone, self.learner))
+            learner = self.along if self._along_texts(max(step, 1)) else self.learner
+            self._write_table(f"tokens_{step:05d}", token_table(self.backbone, learner))
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
         metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         return EvalLoopOutput(None, None, metrics, n)
@@ -773,9 +819,10 @@ class GradeTrainer(Trainer):
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:
             state["kl_budget"] = self.kl_budget.state()
+        state |= {"text_steps": self.text_steps, "chosen": self.chosen}
         if self.learner is not None:
             state["means"] = self.learner.means
-            tensors = self.learner.tensors()
+            tensors = self._learned()
             if tensors:
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -807,14 +854,25 @@ class GradeTrainer(Trainer):
                 elif sha256_of(table) != known:
                     allowed = f"the table as it was written; without it the results leave step {step} out"
                     raise InputError("resume_from_checkpoint", str(table), allowed)
+            self._set_text_steps(state["text_steps"])
+            self.chosen |= state["chosen"]
             if self.kl_budget is not None:
                 self.kl_budget.restore(state["kl_budget"])
             if self.learner is not None:
                 self.learner.means[:] = state["means"]
-                if self.learner.tensors():
-                    self.learner.load_tensors(load_file(Path(checkpoint) / LEARNER_FILE))
-            if self._offline:
-                self.objective = replace(self.objective, beta=self.learner.steering.beta)
+                if self._learned():
+                    tensors = load_file(Path(checkpoint) / LEARNER_FILE)
+                    self.learner.load_tensors(tensors)
+                    if self.along not in (None, self.learner):
+                        self.along.load_tensors({name.removeprefix("along/"): v for name, v in tensors.items()
+                                                 if name.startswith("along/")})  # fmt: skip
+                    beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
+                    self.objective = replace(self.objective, beta=beta)
+
+    def _learned(self) -> dict[str, Tensor]:
+        """The learner's state, and that of what learns along texts."""
+        along = {} if self.along in (None, self.learner) else self.along.tensors()
+        return self.learner.tensors() | {f"along/{name}": value for name, value in along.items()}
 
     # ---- model card ----
     def create_model_card(
@@ -838,8 +896,9 @@ class GradeTrainer(Trainer):
             base=finetuned_from or getattr(self.backbone.model.config, "_name_or_path", ""),
             train_data=", ".join(filter(None, (words, "" if train is None else f"{len(train)} rows"))),
             eval_data="; ".join(f"{name}: {len(rows)} rows".removeprefix(": ") for name, rows in held_out.items()),
-            rank=lora.r, alpha=lora.lora_alpha, layers=sorted(_listed(lora.target_modules)), tags=_listed(tags),
-            datasets=_listed(dataset_tags), about={name: value for name, value in about.items() if value},
+            chosen=self.chosen, rank=lora.r, alpha=lora.lora_alpha, layers=sorted(_listed(lora.target_modules)),
+            tags=_listed(tags), datasets=_listed(dataset_tags),
+            about={name: value for name, value in about.items() if value},
         )  # fmt: skip
         write_text(output / "README.md", card)
 

@@ -7,7 +7,6 @@ import torch
 from conftest import make_backbone
 from gradients.test_distilled_prior import texts
 
-from grade.errors import InputError
 from grade.gradients.distilled import offline
 from grade.gradients.distilled.offline import OfflineGradient, Steering
 from grade.gradients.methods import MethodConfig
@@ -22,7 +21,8 @@ BETA = 0.3
 def test_the_gradient_is_that_of_dense_expectations_and_kl(family):
     backbone, scored = make_backbone(), texts()
     learner = OfflineGradient(MethodConfig(method="offline", distil_families=[family]), backbone)
-    learner.read(scored, None, BETA)
+    learner.read(scored)
+    learner.begin(scored, learner.prior, None, BETA)
     batches = [scored[:8], scored[8:16]]
     given = (Completions(batch.prompts, batch.ids, batch.mask) for batch in batches)
     steps = learner.step(given, Objective(lambda e, m: e.sum((1, 2)), BETA), StepContext(2, lambda: None))
@@ -60,7 +60,8 @@ def test_beta_follows_the_distance_that_is_expected_on_the_policys_own_text():
     assert Steering(None, 0.5).follow(100.0, 50) == 0.5
 
 
-def test_rewards_that_fall_where_the_texts_promise_that_they_rise_end_the_run():
+@pytest.mark.parametrize("number, sign, disproved", [(32, 1, False), (32, -1, True), (16, -1, False)])
+def test_enough_rewards_that_fall_where_the_texts_promise_that_they_rise_disprove_them(number, sign, disproved):
     steering = Steering(5.0, 0.5)
-    with pytest.raises(InputError, match="32 own completions do not rise"):
-        steering.measure(1.0, 1.0, torch.arange(32.0), -torch.arange(32.0))
+    steering.measure(1.0, 1.0, torch.arange(float(number)), sign * torch.arange(float(number)))
+    assert steering.disproved == disproved

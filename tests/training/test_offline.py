@@ -97,3 +97,38 @@ def test_completions_of_the_reference_are_texts_too(tmp_path):
     assert len(run.learner.texts) == 256
     samples = [row["num_samples"] for row in run.state.log_history if "num_samples" in row]
     assert samples == [0, 8, 8, 16, 16, 24, 24, 64]
+
+
+def falls_once_training_began(completions, trainer_state=None, **_):
+    sign = -1 if trainer_state is not None and trainer_state.global_step else 1
+    return [sign * reward for reward in more_w_than_s(completions)]
+
+
+def test_auto_begins_along_texts_and_goes_on_with_own_completions(tmp_path):
+    run = trainer(tmp_path, method="auto", max_steps=16)
+    before = run.evaluate()["eval_reward"]
+    run.train()
+    assert run.evaluate()["eval_reward"] > before + 0.2
+    samples = [row["num_samples"] for row in run.state.log_history if "num_samples" in row]
+    assert samples == [0, 8, 8, 16, 16, 24, 24, *(64 + 32 * step for step in range(9))]
+    assert run.chosen["steps along the texts"].startswith("8 of 16, beta from")
+    assert "64 own completions rise with the prediction" in run.chosen["transfer"]
+    run.create_model_card()
+    assert f"| transfer | {run.chosen['transfer']} |" in (tmp_path / "README.md").read_text()
+
+
+def test_auto_starts_over_without_texts_that_own_completions_disprove(tmp_path):
+    run = trainer(tmp_path, falls_once_training_began, method="auto", max_steps=16)
+    run.train()
+    assert run.chosen["transfer"] == (
+        "rewards of 24 own completions do not rise with the prediction: from step 7 on without texts, from the start"
+    )
+    figures = {row["step"]: row for row in run.state.log_history if "num_samples" in row}
+    assert figures[6]["kl"] > 1e-3 > abs(figures[7]["kl"]) and figures[7]["num_samples"] == 24 + 32
+    assert not figures[16].get("distilled/transfer")
+
+
+def test_rewards_that_disprove_the_texts_end_a_run_that_has_nothing_else(tmp_path):
+    run = trainer(tmp_path, falls_once_training_began)
+    with pytest.raises(InputError, match="24 own completions that do not rise with what they predict"):
+        run.train()

@@ -65,21 +65,22 @@ def interrupted(common, output, monkeypatch, method="ste", after=2, overwrite=Fa
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "options", "after"),
     [
-        ("distilled", {"distil_window": 24, "substitutions": 2}),
-        ("auto", {}),
-        ("offline", {"target_kl": 0.3}),
-        ("auto", {"texts": True}),
+        ("distilled", {"distil_window": 24, "substitutions": 2}, 2),
+        ("auto", {}, 2),
+        ("offline", {"target_kl": 0.3}, 2),
+        ("auto", {"texts": True, "target_kl": 0.3}, 1),
+        ("auto", {"texts": True, "target_kl": 0.3}, 3),
     ],
 )
-def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, method, options):
+def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, method, options, after):
     """All that was scored, the fits, what they predicted, the blend: the last checkpoints have the same bytes."""
     if "texts" in options:
-        options = {"texts": str(Path(common["train_dataset"]).with_name("texts.jsonl"))}
+        options = options | {"texts": str(Path(common["train_dataset"]).with_name("texts.jsonl"))}
     values = common | options | {"max_steps": 5, "save_total_limit": None, "logging_steps": 2}
     train(settings(method, values, tmp_path / "whole"), silent)
-    interrupted(values, tmp_path / "again", monkeypatch, method, after=2)
+    interrupted(values, tmp_path / "again", monkeypatch, method, after=after)
     assert not (tmp_path / "again" / "checkpoint-5").exists()
     assert train(settings(method, values, tmp_path / "again"), silent, "yes").step == 5
     for name in ("checkpoint-5/learner.safetensors", "checkpoint-5/adapter_model.safetensors", "history.csv",
@@ -87,7 +88,7 @@ def test_a_distilled_reward_goes_on_where_it_was(common, tmp_path, monkeypatch, 
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
     state = load_file(tmp_path / "again" / "checkpoint-5" / "learner.safetensors")
     kept = {"steering", "evidence/0"} if method == "offline" else {"blend", "level", "residual"}
-    kept |= {"kept/prior", "transfer/3"} if "texts" in options else set()
+    kept |= {"kept/prior", "transfer/3", "along/steering"} if "texts" in options else set()
     assert kept <= set(state) and (method == "offline" or any(name.startswith("fit/") for name in state))
 
 

@@ -20,14 +20,17 @@ they also set beta:
   the policy otherwise runs away between two measurements.
 - After the last step the adapter is scaled so that its own completions have the target's KL.
 
-The run ends with an error where rewards of own completions do not rise with the prediction: the texts are then too far
-from what the policy writes.
+Where rewards of own completions do not rise with the prediction, the texts are too far from what the policy writes, and
+the run ends with an error.
+
+A run of `distilled` with texts begins in this way and goes on with own completions; it starts over without texts where
+this run would end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -55,7 +58,7 @@ SLOPE_OVER = 3
 PREFIXES = 64
 """Texts whose prefixes the promise is made along."""
 FEWEST = 24
-"""Own completions that can end a run."""
+"""Own completions that can disprove what texts predict."""
 
 
 def own_completions(step: int, steps: int, most: int) -> int:
@@ -98,21 +101,18 @@ class Steering:
         return self.beta
 
     def measure(self, own_kl: float, kl: float, predicted: Tensor, rewards: Tensor) -> None:
-        """Take in own completions: their KL and that along the texts, predictions [n] and rewards [n], NaN for none.
-
-        Raises:
-            InputError: If the rewards of all own completions so far do not rise with the prediction.
-        """
+        """Take in own completions: their KL and that along the texts, predictions [n] and rewards [n], NaN for none."""
         self.samples += len(rewards)
         self.ratio = own_kl / kl if min(own_kl, kl) > 0 else self.ratio
         scored = rewards.isfinite()
         if scored.any():
             pair = (each[scored].double().cpu() for each in (predicted, rewards))
             self.evidence.add(*(centred(each, len(each)) for each in pair), 1)
-        if self.samples >= FEWEST and not self.evidence.trust > 0:
-            allowed = "texts more like what the policy writes, or method: auto, which corrects the prediction"
-            what = f"rewards of {self.samples} own completions do not rise with what the texts predict"
-            raise InputError("texts", what, allowed)
+
+    @property
+    def disproved(self) -> bool:
+        """Whether the rewards of own completions do not rise with their prediction."""
+        return self.samples >= FEWEST and not self.evidence.trust > 0
 
     def state(self) -> dict[str, Tensor]:
         """Everything as tensors, for a checkpoint."""
@@ -138,16 +138,16 @@ class OfflineGradient(Learner):
     """
 
     texts: ScoredTexts | None = None
-    prior: Fit
+    prior: Fit | None = None
     promised: Promise
     steering: Steering
 
-    def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
+    def __init__(self, config: MethodConfig, backbone: Backbone, families: Mapping[str, Family] | None = None) -> None:
         super().__init__(config, backbone)
         names = config.distil_families or FAMILIES
-        self.families: dict[str, Family] = {name: make_family(name, backbone) for name in names}
+        self.families = families or {name: make_family(name, backbone) for name in names}
         for name, family in self.families.items():
-            if not family.additive:
+            if families is None and not family.additive:
                 raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with method {OFFLINE}")
 
     @property
@@ -155,17 +155,17 @@ class OfflineGradient(Learner):
         """That of the distilled reward."""
         return self.families[self.prior.family]
 
-    def read(self, texts: ScoredTexts, target: float | None, beta: float) -> None:
-        """Distil the reward of scored texts, and begin to steer at ``beta``, or at 0 where the promise says."""
+    def read(self, texts: ScoredTexts) -> None:
+        """Distil the reward of scored texts."""
         prior = fit_texts(self.families, texts)
         if not prior.significant:
             r2 = prior.fit.choice.r2
             raise InputError("texts", f"{len(texts)} that explain {r2:.3f} of the reward on other prompts", "more, or "
                              "others: no family of distil_families predicts the reward")  # fmt: skip
-        self.begin(texts, prior.fit, target, beta)
+        self.prior = prior.fit
 
     def begin(self, texts: ScoredTexts, prior: Fit, target: float | None, beta: float) -> None:
-        """As `read`, with a reward that was distilled before."""
+        """Train along these texts with this distilled reward; ``beta`` is fixed without a target."""
         self.texts, self.prior = texts, prior
         self.promised = promise(self.family, self.prior.all, texts[:PREFIXES])
         self.steering = Steering(target, beta if target is None else self.promised.at(target)[1])
