@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +21,16 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import make_engine
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, encode_prompts
-from grade.rewards.arithmetic import Problems
+from grade.models.prompts import PromptBatch, encode_examples, encode_prompts
 from grade.rewards.base import RewardScope
+from grade.rewards.functions import FunctionReward
 from grade.rewards.model import RewardModel, load_reward
+from grade.rewards.verifiers import import_reasoning_gym
 from grade.training.config import TrainConfig
 from grade.training.folder import OPTIMIZER_FILE
+
+_EXAMPLES = "2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n"
+"""Shown before each problem of the task arithmetic: a base model completes what it sees."""
 
 
 def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:
@@ -76,9 +82,8 @@ def _probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, 
     """Prompts of both batches, and the other arguments of `EntropyProbe.run`."""
     number = config.batch_config.B * (1 if config.probe_config.one_batch else 2)
     if config.task == "arithmetic":
-        problems = Problems.make(number, config.seed)
-        prompts = problems.prompts(policy.tokenizer, config.max_prompt_tokens)
-        return prompts, {"reward": lambda p, ids, mask: problems.reward(policy.tokenizer, p, ids, mask)}
+        prompts, reward = _sums(number, config.seed, policy, config.max_prompt_tokens)
+        return prompts, {"reward": partial(reward.score, policy)}
     texts = [prompt_text(r.text) for r in load_reviews(config.reviews, "validation")][:number]
     prompts = encode_prompts(policy.tokenizer, texts, config.max_prompt_tokens)
     reward_model = load_reward(config.reward, policy).to(policy.device)
@@ -86,6 +91,27 @@ def _probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, 
         return prompts, {"gradient": _reward_gradient(policy, reward_model, TrainConfig.load(config.follow))}
     objective = Objective(reward_model, scope=config.reward_scope)
     return prompts, {"reward": partial(objective.score, policy)}
+
+
+def _sums(number: int, seed: int, policy: Backbone, most: int) -> tuple[PromptBatch, FunctionReward]:
+    """Sums and differences of two digits, after worked examples; 1 where a completion's first number is the answer.
+
+    Problems and verifier are reasoning-gym's (Stojanovski et al. 2025, arXiv:2505.24760).
+    """
+    problems = import_reasoning_gym("task").create_dataset(
+        "chain_sum", size=number, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    rows = [{"entry": entry, "prompt": f"{_EXAMPLES}{entry['metadata']['expression']} ="} for entry in problems]
+    longest = max(len(policy.tokenizer(row["prompt"]).input_ids) for row in rows)
+    if longest > most:  # a problem that is cut would have another answer
+        raise InputError("max_prompt_tokens", most, f"at least {longest}, the longest problem's")
+
+    def verified(completions: Sequence[str], entry: Sequence[dict[str, Any]], **_: Any) -> list[float]:
+        found = [re.search(r"-?\d+", text) for text in completions]
+        pairs = zip(found, entry, strict=True)
+        return [float(problems.score_answer(match and match[0], problem) == 1) for match, problem in pairs]
+
+    return encode_examples(policy.tokenizer, rows, most, warn_raw=False), FunctionReward(verified)
 
 
 def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path | None) -> torch.optim.AdamW:

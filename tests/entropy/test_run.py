@@ -1,0 +1,72 @@
+"""The probe of a config: sums with a verifier, which needs an optional extra."""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import save_toy_base
+
+from grade.entropy.run import ProbeRunConfig, probe_adapter
+from grade.entropy.samples import Samples
+from grade.errors import InputError
+from grade.models.prompts import padded
+
+SUMS = [(1, 5), (9, 0), (4, 3), (2, 2)]
+SMALL = {"task": "arithmetic", "batch_config": {"B": 2, "G": 3}, "generation": {"max_new_tokens": 4},
+         "max_prompt_tokens": 64}  # fmt: skip
+
+
+class OneDigit:
+    """Stands for reasoning-gym's dataset: the same entries and the same verifier's signature."""
+
+    def __init__(self, size, seed, **_):
+        self.entries = [{"answer": str(a + b), "metadata": {"expression": f"{a} + {b}"}} for a, b in SUMS[:size]]
+        self.asked = []
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def score_answer(self, answer, entry):
+        self.asked.append((answer, entry))
+        return 1.0 if answer == entry["answer"] else 0.1 if answer else 0.0
+
+
+@pytest.fixture
+def base(tmp_path):
+    save_toy_base(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def probe(base, **changes):
+    return probe_adapter(ProbeRunConfig.parse(SMALL | changes | {"backbone": str(base)}), None)
+
+
+def test_only_the_first_number_counts_and_only_if_it_is_the_answer(base, monkeypatch):
+    made = []
+    fake = SimpleNamespace(create_dataset=lambda name, **options: made.append(OneDigit(**options)) or made[-1])
+    monkeypatch.setitem(sys.modules, "reasoning_gym", fake)
+
+    def drawn(policy, prompts, group, *_):
+        rows = [policy.tokenizer(text)["input_ids"] for text in (" 6\n7", "6", " 8 or 9", " seven", "7", "4 is not 5")]
+        return Samples(prompts, *(part.view(len(prompts), group, -1) for part in padded(rows)))
+
+    monkeypatch.setattr("grade.entropy.probe.draw", drawn)
+    report = probe(base)
+    # The update's prompts are the last two problems, each with three completions.
+    assert [answer for answer, _ in made[0].asked] == ["6", "6", "8", None, "7", "4"]
+    assert [entry["answer"] for _, entry in made[0].asked] == ["7"] * 3 + ["4"] * 3
+    assert report.figures["reward_mean"] == pytest.approx(1 / 6)
+    with pytest.raises(InputError, match="max_prompt_tokens: got 9; allowed: at least"):
+        probe(base, max_prompt_tokens=9)
+
+
+def test_without_the_extra_it_says_so(base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(InputError, match="arithmetic"):
+        probe(base)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("reasoning_gym"), reason="needs the extra arithmetic")
+def test_the_real_verifier(base):
+    assert 0 <= probe(base).figures["reward_mean"] <= 1
