@@ -132,7 +132,7 @@ def is_memory_error(error: BaseException) -> bool:
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
 
 
-BAD_CONTENT = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError)  # the last: torch
+BAD_CONTENT = (LookupError, TypeError, ValueError, AttributeError, OverflowError, ImportError, RuntimeError)  # torch
 """What parsers and constructors raise, besides `FILE_ERRORS`."""
 
 

@@ -311,7 +311,7 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
             field = f"message {place} of the prompt in row {number}"
             raise InputError(field, message, 'a message with "role" and "content", both text')
         for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
+            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
                 field = f"part of message {place} of the prompt in row {number}"
                 raise InputError(field, part, '{"type": "text", "text": ...}: the policy reads text alone')
     if not any(part.strip() if isinstance(part, str) else part for part in (m.get("content") for m in prompt)):

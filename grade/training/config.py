@@ -235,6 +235,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
             ("deepspeed", self.deepspeed, by_launch),
             ("weight_decay", self.weight_decay * self.learning_rate > 1,
              f"at most 1 / learning_rate = {1 / self.learning_rate:g}: a step would turn the weights around"),
+            ("ddp_backend", self.ddp_backend and "WORLD_SIZE" not in os.environ, "null: there is one process"),
             ("fp16", self.fp16, "false, or bf16: float16 would need a loss scaler"),
         )  # fmt: skip
         for name, wrong, allowed in rules:
@@ -253,9 +254,9 @@ class GradeConfig(MethodConfig, TrainingArguments):
         with self._reading_theirs():
             TrainingArguments.__post_init__(self)
         self.gradient_checkpointing = recompute
-        for name in ("split_batches", "dispatch_batches"):
-            if getattr(self.accelerator_config, name):
-                raise InputError(f"accelerator_config: {name}", True, "false: each process reads its own prompts")
+        for name in ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs"):
+            if value := getattr(self.accelerator_config, name):
+                raise InputError(f"accelerator_config: {name}", value, "none: each process reads and sums its own")
 
     @contextmanager
     def _reading_theirs(self) -> Iterator[None]:

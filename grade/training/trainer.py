@@ -573,6 +573,16 @@ class GradeTrainer(Trainer):
                 self.optimizer = kind(groups, weight_decay=args.weight_decay, **options)
         return self.optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As ``Trainer.create_scheduler``."""
+        args = self.args
+        with reading("lr_scheduler_kwargs", str(args.lr_scheduler_kwargs), f"those of {args.lr_scheduler_type.value}"):
+            return super().create_scheduler(num_training_steps, optimizer)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Not here: it makes the model anew for each trial."""
+        raise InputError("hyperparameter_search", "a call", "a loop over settings, each with a GradeTrainer of its own")
+
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         name = self.args.metric_for_best_model
         with reading("metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}", KeyError):

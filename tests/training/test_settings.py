@@ -53,7 +53,8 @@ def test_a_parser_of_transformers_reads_all_settings(tmp_path):
 
 THEIRS = {
     "optim": "nonsense", "lr_scheduler_type": "nope", "dataloader_prefetch_factor": 2, "num_train_epochs": -1,
-    "save_total_limit": "x", "log_level": "x", "report_to": 3, "accelerator_config": 3, "save_strategy": "better",
+    "save_total_limit": "x", "log_level": "x", "ddp_backend": "gloo",
+    "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}, "report_to": 3, "save_strategy": "better",
 }  # fmt: skip
 
 

@@ -421,6 +421,16 @@ def test_a_model_without_a_tokenizer_asks_for_one(base, tmp_path, name, says):
         trainer(model, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(dict(optim="adamw_bnb_8bit"), "optim: got .*bitsandbytes"),
+     (dict(lr_scheduler_type="cosine", lr_scheduler_kwargs={"x": 1}), "lr_scheduler_kwargs: got .*'x'")],
+)  # fmt: skip
+def test_what_an_optimizer_or_schedule_does_not_take_is_one_line(base, tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        trainer(base, tmp_path, **changes, save_strategy="no").train()
+
+
 def test_a_batch_whose_gradient_this_machine_cannot_hold_is_refused(base, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sysconf", lambda name: 31_623)  # pages, and their size: 1 GB
     options = dict(save_strategy="no", per_device_train_batch_size=80_000)  # completions alone would fit
