@@ -30,8 +30,8 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 from unittest import mock
@@ -53,7 +53,7 @@ from grade.errors import InputError
 from grade.experiments.compare.measure.peers import have_peer, train_grpo, train_trl
 from grade.experiments.measured import Several, Size
 from grade.experiments.reward_runs import Grid, Rewards, make_run
-from grade.experiments.rewards import GROUP, OWN, Models, RewardName, make_reward, number_of_texts, source_values
+from grade.experiments.rewards import BATCH_ROWS, GROUP, OWN, Models, RewardName, number_of_texts, source_values
 from grade.experiments.text_quality import distinct_n, outside
 from grade.experiments.training_runs import Run
 from grade.gradients.objective import Objective, sequence_mean
@@ -62,7 +62,6 @@ from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples, enco
 from grade.models.samplers import make_sampler
 from grade.models.sampling import generate
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
-from grade.rewards.base import Reward
 from grade.rewards.rewards import make_rewards
 from grade.training.evaluate import Evaluation
 from grade.training.load import Task
@@ -73,7 +72,6 @@ LARGEST_WEIGHT = 20.0
 """Of advantage-weighted regression, as published."""
 PENALTIES = np.logspace(-1, 4, 6)
 """Of the ridge regression on prompts' words."""
-Rows = Iterator[dict[str, Any]]
 
 
 class Contestant(Config):
@@ -103,17 +101,6 @@ class TextPeersConfig(Models):
     eval_prompts: int = Field(64, ge=2, description="held-out prompts of an evaluation")
 
 
-@dataclass(frozen=True)
-class Functions(Rewards):
-    """Rewards as functions of text, which TRL takes too; and the evaluation of the untrained policy, once made."""
-
-    untrained: list[Evaluation] = field(default_factory=list)
-
-    def reward(self, run: Run, backbone: Backbone) -> Reward:
-        """The reward itself: no method here differentiates it."""
-        return make_reward(self.models, run.policy, run.reward, backbone)
-
-
 class _Clock(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.began = time.perf_counter()
@@ -127,41 +114,32 @@ def compare_text_peers(config: TextPeersConfig) -> pd.DataFrame:
         import trl.trainer.dpo_trainer
         import trl.trainer.grpo_trainer  # noqa: F401  its imports are not training
     torch.set_num_threads(1)
-    rows, bases = [], {config.policy: config.base(config.policy)}
-    bench = Functions(bases, config.gold_file, config.reviews_dir, models=config)
+    bases = {config.policy: config.base(config.policy)}
+    bench, rows = Rewards(bases, config.gold_file, config.reviews_dir, models=config), []
     for seed in config.seeds:
-        known: dict[str, tuple[ScoredTexts, float]] = {}
+        known: dict[str, Any] = {}
         for contestant in config.contestants:
-            rows += _Contest(config, contestant, seed, bench, known).rows()
+            contest = _Contest(config, contestant, seed, bench, known, rows)
+            for strength in contestant.strengths:
+                _METHODS.get(contestant.method, _Contest.likelihood)(contest, strength)
     return pd.DataFrame(rows)
 
 
 @dataclass
 class _Contest:
-    """The runs of one contestant and seed."""
+    """The runs of one contestant and seed, one for each call of a method."""
 
     config: TextPeersConfig
     contestant: Contestant
     seed: int
-    bench: Functions
-    known: dict[str, tuple[ScoredTexts, float]]  # scored texts of this seed, with the seconds that they took
-    made: list[dict[str, Any]] = field(default_factory=list)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The table's rows of them."""
-        method, strengths = self.contestant.method, self.contestant.strengths
-        runs = {"offline": self._ours, "auto_texts": self._ours, "dpo": self._dpo, "trl_grpo": self._grpo,
-                "prompted": self._prompted}.get(method, self._likelihood)  # fmt: skip
-        if method == "best_of_n":
-            self._best_of([int(n) for n in strengths])
-        for strength in strengths if method != "best_of_n" else ():
-            runs(strength)
-        return self.made
+    bench: Rewards
+    known: dict[str, Any]  # of this seed: scored texts with their seconds, the untrained policy's evaluation
+    rows: list[dict[str, Any]]
 
     def _add(self, strength: Any, step: int, samples: int, seconds: float, evaluation: Evaluation) -> None:
         source, figures, written = self.contestant.texts, evaluation.metrics(), evaluation.completions
         texts = number_of_texts(source)
-        self.made.append({
+        self.rows.append({
             "policy": self.config.policy, "reward_name": self.config.reward, "method": self.contestant.method,
             "source": source, "strength": strength, "seed": self.seed, "step": step,
             "samples": samples + (0 if source.isdecimal() else texts), "texts": texts, "reward_calls": samples + texts,
@@ -172,12 +150,9 @@ class _Contest:
 
     def _evaluate(self, strength: Any, samples: int, before: float, task: Task, step: int, seconds: float) -> None:
         """Add the row of a policy that was trained for so many steps, of ``samples`` completions each."""
-        if not step and self.bench.untrained:
-            evaluation = self.bench.untrained[0]  # a new adapter changes nothing, whatever its seed
-        else:
+        if (evaluation := None if step else self.known.get("untrained")) is None:
             evaluation = evaluate_task(self._run().config, task, self.config.eval_prompts)
-        if not step:
-            self.bench.untrained.append(evaluation)
+        self.known |= {} if step else {"untrained": evaluation}
         self._add(strength, step, step * samples, before + seconds, evaluation)
 
     def _run(self, method: str = "grpo", **values: Any) -> Run:
@@ -211,7 +186,7 @@ class _Contest:
             self.known[self.contestant.texts] = texts, time.perf_counter() - start
         return self.known[self.contestant.texts]
 
-    def _ours(self, target: float) -> None:
+    def ours(self, target: float) -> None:
         values = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "target_kl": float(target)}
         run = self._run(self.contestant.method, **values, **source_values(self.config, self.contestant.texts))
         task, clock = self.bench.task(run), _Clock()
@@ -226,7 +201,7 @@ class _Contest:
             samples, seconds = (log[step][name] if step else 0 for name in ("num_samples", "seconds"))
             self._add(target, step, int(samples), clock.began - start + seconds, evaluation)
 
-    def _likelihood(self, strength: float) -> None:
+    def likelihood(self, strength: float) -> None:
         c, task = self.contestant, self.bench.task(self._run())
         texts, before = self._scored(task)
         weights = likelihood_weights(c.method, advantages(texts), strength)
@@ -249,7 +224,7 @@ class _Contest:
             if step % c.eval_every == 0 or step == c.steps:
                 self._evaluate(strength, 0, before, task, step, seconds)
 
-    def _dpo(self, beta: float) -> None:
+    def dpo(self, beta: float) -> None:
         from trl import DPOConfig, DPOTrainer
 
         class OnTokens(DPOTrainer):
@@ -266,44 +241,42 @@ class _Contest:
         train_trl(self.bench, run, self.bench.task(run), OnTokens, arguments, preference_pairs(texts),
                   partial(self._evaluate, beta, 0, before))  # fmt: skip
 
-    def _grpo(self, beta: float) -> None:
+    def grpo(self, beta: float) -> None:
         run = self._run(beta=float(beta))
         train_grpo(self.bench, run, partial(self._evaluate, beta, self.contestant.batch, 0.0))
 
-    def _held_out(self) -> tuple[Task, list[str], PromptBatch]:
-        """The reference (an adapter that was not trained), and held-out prompts."""
-        task = self.bench.task(self._run())
+    def reference(self, strength: Any) -> None:
+        """The best of n completions of each held-out prompt; or one, with a text before the prompt."""
+        prompted, length = self.contestant.method == "prompted", self.config.new_tokens
+        task = self.bench.task(self._run())  # its adapter is new
+        backbone, start, n = task.backbone, time.perf_counter(), 1 if prompted else int(strength)
         texts = list(task.validation_prompts)[: self.config.eval_prompts]
-        return task, texts, encode_prompts(task.backbone.tokenizer, texts, self.config.prompt_tokens)
-
-    def _best_of(self, numbers: Sequence[int]) -> None:
-        (task, texts, prompts), generator = self._held_out(), torch.Generator().manual_seed(self.seed)
-        length, drawn, start = self.config.new_tokens, [], time.perf_counter()
-        for number in range(len(texts)):
-            asked = prompts[[number]].repeat(max(numbers))
-            ids, mask = generate(task.backbone, asked, length, generator, min_new_tokens=length)
-            rewards = Objective(task.reward_model).score(task.backbone, asked, ids, mask)
-            drawn.append((rewards.double(), task.backbone.tokenizer.batch_decode(ids, skip_special_tokens=True)))
-        each, nothing = (time.perf_counter() - start) / max(numbers), np.full(len(texts), math.nan)
-        for n in numbers:
-            best = [int(rewards[:n].argmax()) for rewards, _ in drawn]
-            rewards = np.array([float(rewards[i]) for i, (rewards, _) in zip(best, drawn, strict=True)])
-            completions = [written[i] for i, (_, written) in zip(best, drawn, strict=True)]
-            kl = np.full(len(texts), (math.log(n) - (n - 1) / n) / length)
-            self._add(n, 0, n * len(texts), n * each, Evaluation(texts, completions, rewards, nothing, kl, 0.0))
-
-    def _prompted(self, text: str) -> None:
-        (task, texts, prompts), start = self._held_out(), time.perf_counter()
-        backbone, length = task.backbone, self.config.new_tokens
-        before = backbone.tokenizer(text)["input_ids"] if text else []
+        prompts = encode_prompts(backbone.tokenizer, texts, self.config.prompt_tokens)
+        before = backbone.tokenizer(strength)["input_ids"] if prompted else []
         asked = PromptBatch(*padded([before + row for row in prompts.rows()], side="left"))
-        ids, mask = generate(backbone, asked, length, torch.Generator().manual_seed(1), min_new_tokens=length)
-        rewards = Objective(task.reward_model).score(backbone, prompts, ids, mask).double().numpy()
-        seconds, completions = time.perf_counter() - start, backbone.tokenizer.batch_decode(ids)
+        generator, best = torch.Generator().manual_seed(self.seed + 1), []  # 0: that of the texts
+        for few in torch.arange(len(texts)).split(max(1, BATCH_ROWS // n)):
+            ids, mask = generate(backbone, asked[few].repeat(n), length, generator, min_new_tokens=length)
+            rewards = Objective(task.reward_model).score(backbone, prompts[few].repeat(n), ids, mask).view(-1, n)
+            rows = rewards.argmax(1) + n * torch.arange(len(few))
+            best.append((rewards.max(1).values, ids[rows]))
+        rewards, ids = (torch.cat(parts) for parts in zip(*best, strict=True))
+        seconds = time.perf_counter() - start
         with torch.no_grad():
-            kl = token_kl(backbone, *(predicting_hidden(backbone, each, ids) for each in (asked, prompts)), mask)
-        kl, nothing = sequence_mean(kl, mask).double().numpy(), np.full(len(texts), math.nan)
-        self._add(text, 0, len(texts), seconds, Evaluation(texts, completions, rewards, nothing, kl, 0.0))
+            states = [predicting_hidden(backbone, each, ids) for each in (asked, prompts)]
+            kl = token_kl(backbone, *states, torch.ones_like(ids)).mean(1).double().numpy()
+        bound = np.full(len(texts), (math.log(n) - (n - 1) / n) / length)
+        self._add(strength, 0, n * len(texts), seconds, Evaluation(
+            texts, backbone.tokenizer.batch_decode(ids, skip_special_tokens=True), rewards.double().numpy(),
+            np.full(len(texts), math.nan), kl if prompted else bound, 0.0,
+        ))  # fmt: skip
+
+
+_METHODS = {
+    "offline": _Contest.ours, "auto_texts": _Contest.ours, "dpo": _Contest.dpo, "trl_grpo": _Contest.grpo,
+    "best_of_n": _Contest.reference, "prompted": _Contest.reference,
+}  # fmt: skip
+"""All others weigh the texts' likelihood."""
 
 
 def _loss(backbone: Backbone, texts: ScoredTexts, weights: Tensor, beta: float) -> Tensor:
