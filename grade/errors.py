@@ -111,19 +111,15 @@ def is_users(file: str) -> bool:
     return not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or any(n in file for n in installed))
 
 
-def text_of_error(error: BaseException) -> str:
-    """An exception's text, also of one that cannot write its own."""
+def error_of_user(error: BaseException) -> str:
+    """An exception's text, also of one that cannot write its own, and the innermost line of the user's code."""
     try:
-        return str(error) or "no message"
+        text = str(error) or "no message"
     except Exception as other:
-        return f"its text raises {type(other).__name__}"
-
-
-def last_line_of_user(error: BaseException) -> str:
-    """The innermost line of an exception that is in the user's code, for a message."""
+        text = f"its text raises {type(other).__name__}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f" in {frame.filename}, line {frame.lineno}" for frame in frames if is_users(frame.filename)]
-    return lines[-1] if lines else ""
+    return f"({text[:MOST_SHOWN]})" + "".join(lines[-1:])
 
 
 def is_memory_error(error: BaseException) -> bool:

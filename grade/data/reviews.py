@@ -19,8 +19,8 @@ class Review(NamedTuple):
     label: float
 
 
-def prompt_text(review: str, max_chars: int = 200) -> str:
-    """The start of a review that serves as a prompt: two sentences, cut to ``max_chars`` characters.
+def prompt_text(review: str) -> str:
+    """The start of a review that serves as a prompt: two sentences, cut to 200 characters.
 
     A sentence ends at a full stop, whatever follows, as in GRADE (arXiv 2601.11574). Unlike there, leading full
     stops are dropped first: the two "sentences" of "...well" would both be empty. White space at the end is dropped
@@ -29,13 +29,9 @@ def prompt_text(review: str, max_chars: int = 200) -> str:
 
     >>> prompt_text("I saw this. Twice. Never again.")
     'I saw this. Twice'
-    >>> prompt_text("... so bad it is good!", max_chars=6)
-    'so bad'
     """
-    if max_chars < 1:
-        raise InputError("max_chars", max_chars, "a whole number of at least 1")
     sentences = review.lstrip(". \t\r\n").split(".")[:2]
-    prompt = ".".join(sentences)[:max_chars].strip()
+    prompt = ".".join(sentences)[:200].strip()
     if not prompt:
         raise InputError("prompt", review, "a text with at least one word")
     return prompt

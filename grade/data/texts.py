@@ -12,7 +12,6 @@ texts, the tokenizer and the reward. So another run, seed or learning rate does 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import warnings
@@ -29,7 +28,7 @@ from grade.errors import InputError, is_file_error
 from grade.files import atomic, hashed
 from grade.models.backbone import Backbone
 from grade.models.parameters import fingerprint
-from grade.models.prompts import PromptBatch, ScoredTexts, padded, tokenizer_hash
+from grade.models.prompts import PromptBatch, ScoredTexts, padded, special_tokens, tokenizer_hash
 from grade.models.samplers import Sampler
 from grade.results import progress
 
@@ -117,7 +116,7 @@ def _windows(row: Row, number: int, tokenizer: Any, prompt: int, completion: int
     """Consecutive windows of a text; those whose prompt is white space are left out."""
     text = _text(row["text"], f"text in row {number}")
     ids = tokenizer(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
-    prompt -= _first_tokens(tokenizer)
+    prompt -= len(special_tokens(tokenizer)[0])
     if prompt < 1:
         raise InputError("max_prompt_length", prompt, "room for a token besides those that the tokenizer puts first")
     end = tokenizer.eos_token_id
@@ -144,12 +143,6 @@ def _prompts(tokenizer: Any, pieces: Sequence[list[int]], most: int) -> list[str
             break
         texts = [text[length > most :] for text, length in zip(texts, lengths, strict=True)]
     return texts
-
-
-@functools.lru_cache(maxsize=8)
-def _first_tokens(tokenizer: Any) -> int:
-    """How many tokens the tokenizer puts before a text."""
-    return tokenizer("a")["input_ids"].index(tokenizer("a", add_special_tokens=False)["input_ids"][0])
 
 
 def score_texts(

@@ -25,7 +25,7 @@ from grade.stats import jackknife_stderr
 
 
 @dataclass(frozen=True)
-class Reweighted:
+class _Reweighted:
     """Entropy before and after, in nats."""
 
     before: float  # mean of the old integrand
@@ -41,7 +41,7 @@ class Reweighted:
 
 def reweighted_change(
     old: SampleScores, new: SampleScores, mask: Tensor | None = None, clip: float | None = None
-) -> Reweighted:
+) -> _Reweighted:
     """Change of entropy under a step, from scores of the same samples under the old and the new policy.
 
     The integrand is a sample's sum of token entropies. With the tokens' ``mask`` [B, G, T] it is the entropy per token.
@@ -57,7 +57,7 @@ def reweighted_change(
     units = influence.mean(1) if len(influence) > 1 else influence[0]
     stderr = units.std() / math.sqrt(len(units))
     ess = float(w.sum() ** 2 / (w**2).sum())
-    return Reweighted(float(before), float(after), float(after - before), float(stderr), ess, clipped, k)
+    return _Reweighted(float(before), float(after), float(after - before), float(stderr), ess, clipped, k)
 
 
 def prefix_change(old: SampleScores, new: SampleScores) -> Tensor:

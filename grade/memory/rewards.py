@@ -93,9 +93,7 @@ class _ClassifierInPhase(nn.Module, EmbeddedClassifier):
 
     @property
     def reads(self) -> EmbeddingTable:
-        layer = self.model.get_input_embeddings()
-        scale = float(getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", 1.0)))
-        return EmbeddingTable(layer.weight.detach(), scale)
+        return EmbeddingTable.of(self.model.get_input_embeddings())
 
     @property
     def prefix(self) -> Tensor:

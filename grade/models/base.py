@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grade.errors import InputError
-from grade.models.head import Head
+from grade.models.head import EmbeddingTable, Head
 from grade.models.prompts import position_ids
 
 
@@ -58,7 +58,7 @@ class FrozenBase(nn.Module):
     @property
     def embedding_scale(self) -> float:
         """Factor between the table and what the first layer receives (Gemma 3), 1 for most models."""
-        return float(getattr(self.embedding, "scalar_embed_scale", getattr(self.embedding, "embed_scale", 1.0)))
+        return EmbeddingTable.of(self.embedding).scale
 
     @property
     def vocab_size(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from grade.errors import InputError
 from grade.models.sharding import whole
@@ -308,6 +308,12 @@ class EmbeddingTable:
 
     weight: Tensor
     scale: float = 1.0
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> EmbeddingTable:
+        """A model's input embedding; some models scale what they look up (Gemma 3, BART)."""
+        scale = getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", 1.0))
+        return cls(layer.weight.detach(), float(scale))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D_R] of token ids."""

@@ -229,6 +229,15 @@ def padded(
     return pad_sequence(ids, True, padding, padding_side=side), mask
 
 
+@functools.lru_cache(maxsize=8)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    starts = range(len(whole) - len(plain) + 1)
+    start = next(i for i in starts if whole[i : i + len(plain)] == plain)
+    return whole[:start], whole[start + len(plain) :]
+
+
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of how a tokenizer turns text into ids and back: vocabulary, rules, special tokens."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()

@@ -20,6 +20,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from grade.errors import InputError, file_error, reading
 from grade.files import hashed, require_source
 from grade.models.backbone import errors_only
 from grade.models.head import EmbeddingTable, wide
-from grade.models.prompts import PromptBatch, padded, position_ids, tokenizer_hash
+from grade.models.prompts import PromptBatch, padded, position_ids, special_tokens, tokenizer_hash
 from grade.rewards.base import Reward, RewardScope
 from grade.rewards.functions import Message, Texts, beginning, decode_texts
 from grade.rewards.identity import weights_hash
@@ -166,13 +167,12 @@ class EmbeddedClassifier(TextClassifier):
         why = _why_other_vocabulary(tokenizer, backbone.tokenizer)
         if why:
             raise InputError(f"reward {name!r}", why, "for a differentiable reward the policy's own vocabulary")
-        layer = model.get_input_embeddings()
-        scale = float(getattr(layer, "scalar_embed_scale", getattr(layer, "embed_scale", 1.0)))
-        self.reads = EmbeddingTable(_rows(layer.weight.detach(), backbone.vocab_size), scale)
-        prefix, suffix = _special_tokens(tokenizer)
+        own = EmbeddingTable.of(model.get_input_embeddings())
+        self.reads = replace(own, weight=_rows(own.weight, backbone.vocab_size))
+        prefix, suffix = special_tokens(tokenizer)
         self.prefix = torch.tensor(prefix if scope == "completion" else [], dtype=torch.long, device=model.device)
         self.suffix = torch.tensor(suffix, dtype=torch.long, device=model.device)
-        self.left = _checked_side(model, self.reads, min(len(tokenizer), layer.weight.shape[0]), name)
+        self.left = _checked_side(model, self.reads, min(len(tokenizer), len(own.weight)), name)
 
     def differentiable(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of embeddings [B, L, D_R] in the table `reads`, with mask [B, L], 0 at padding, anywhere."""
@@ -206,14 +206,6 @@ def _rows(weight: Tensor, vocab_size: int) -> Tensor:
     """The table with as many rows as the policy's: models pad theirs differently, beyond the tokenizer's ids."""
     missing = vocab_size - len(weight)
     return F.pad(weight, (0, 0, 0, missing)) if missing > 0 else weight[:vocab_size]  # a view where it is long enough
-
-
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
-    plain, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    starts = range(len(whole) - len(plain) + 1)
-    start = next(i for i in starts if whole[i : i + len(plain)] == plain)
-    return whole[:start], whole[start + len(plain) :]
 
 
 def _logits(model: PreTrainedModel, embeds: Tensor, mask: Tensor, left: bool) -> Tensor:

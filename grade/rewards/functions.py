@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grade.errors import InputError, last_line_of_user, text_of_error
+from grade.errors import InputError, error_of_user
 from grade.models.background import wait_for
 from grade.models.head import wide
-from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch, decode
 from grade.rewards.base import Reward
 from grade.rewards.identity import identity
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _RETURNS = "a list with a finite number, or None, for each completion"
-_MOST_SHOWN = 300  # characters of an exception's text
 
 
 @dataclass(frozen=True)
@@ -61,18 +60,18 @@ class Texts:
 
 def decode_texts(tokenizer: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Texts:
     """Decode completions [B, T] without special tokens; prompts too, where they have no rows of a data set."""
-    rows, examples = _valid(ids, mask), prompts.examples
+    examples = prompts.examples
     if examples is None:
-        asked, columns = [_text(tokenizer, row) for row in _valid(prompts.ids, prompts.mask)], {}
+        asked, columns = [decode(tokenizer, *pair) for pair in zip(prompts.ids, prompts.mask, strict=True)], {}
     else:
         asked = [example["prompt"] for example in examples]
         names = [name for name in examples[0] if name not in _NOT_COLUMNS]
         columns = {name: [example.get(name) for example in examples] for name in names}
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(asked, [_text(tokenizer, row) for row in rows], strict=True)
+        for prompt, text in zip(asked, [decode(tokenizer, *pair) for pair in zip(ids, mask, strict=True)], strict=True)
     ]
-    return Texts(asked, completions, rows, columns)
+    return Texts(asked, completions, PromptBatch(ids, mask).rows(), columns)
 
 
 def text_of(completion: str | list[Message]) -> str:
@@ -198,8 +197,7 @@ def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         first = f"row 0 of {len(texts.completions)} begins {beginning(texts.completions[0])}"
-        message = f"({text_of_error(error)[:_MOST_SHOWN]}){last_line_of_user(error)}"
-        allowed = f"no exception {message}, but {_RETURNS}; {first}"
+        allowed = f"no exception {error_of_user(error)}, but {_RETURNS}; {first}"
         raise InputError(f"reward {reward.name!r}", type(error).__name__, allowed) from error
 
 
@@ -222,12 +220,3 @@ def _values(reward: FunctionReward, result: Any, texts: Texts, dtype: torch.dtyp
             where = f"{field}, row {row} ({beginning(texts.completions[row])})"
             raise InputError(where, value, "a finite number, or None where the reward does not apply")
     return torch.tensor([float("nan") if value is None else float(value) for value in result], dtype=dtype)
-
-
-def _valid(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    pairs = zip(ids.tolist(), mask.tolist(), strict=True)
-    return [[token for token, valid in zip(*pair, strict=True) if valid] for pair in pairs]
-
-
-def _text(tokenizer: Any, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=True)
