@@ -208,8 +208,7 @@ class Store:
             for name in self.families
         }
         for name in self.substitutions.rows:
-            if (choice := self._stack(name, recent).choose()) is not None and choice.r2 > self.choices[name].r2:
-                self.choices[name] = choice
+            self.choices[name] = self._stack(name, recent).choose() or self.choices[name]
 
     def _stack(self, name: str, newest: int) -> Stack:
         """The newest completions with their substitutions."""

@@ -11,9 +11,9 @@ less what a prior predicts of it. Beside the completions' own rows x and rewards
     min_w  sum_i (r_i - <w, x_i>)^2 + c sum_j (d_j - <w, z_j>)^2 + lambda |w|^2,    c = var(r) / mean(d^2).
 
 Rows weigh as the inverse variance of what the fit leaves of them (Aitken 1936), here an equal share of r and d. With
-tokens of equal effect c is T / 2, and ``sqrt(c) z`` as long as x: lambda keeps its scale. Lambda and the slope are
-chosen by `FOLDS` fits, judged on rewards of groups of which they have seen neither completions nor substitutions; c = 0
-is chosen where completions alone (`grade.gradients.distilled.ridge`) explain more of them.
+tokens of equal effect c is T / 2, and ``sqrt(c) z`` as long as x: lambda keeps its scale. `FOLDS` fits choose lambda,
+and measure slope and R2, on completions and substitutions of groups of which they have seen neither: changes are many,
+so this is surer than on the completions alone, and they are what the gradient is made of.
 
 The newest `MOST` are kept, on the CPU: z of buckets as sparse rows, of dense families as rows of F numbers. Sparse fits
 take conjugate gradients, dense ones the products [F, F] of all rows, less those of the rows that are left out.
@@ -124,7 +124,7 @@ def _alone(seen: Observed, rows: Tensor, places: Tensor, tokens: Tensor) -> Obse
 
 @dataclass(frozen=True)
 class Stack:
-    """Completions and substitutions, as features of one family."""
+    """Completions and substitutions of whole groups, as features of one family."""
 
     own: Rows  # x [n, F]
     rewards: np.ndarray  # r [n]
@@ -141,21 +141,30 @@ class Stack:
         if n < 2 * self.size or not min(square, changed, scale) > 0:
             return None
         weight, penalties = float(square / (n - n // self.size) / changed), [float(p * scale) for p in PENALTIES]
+        rows, targets = self.together(weight)
         fold = self.groups % min(FOLDS, n // self.size)
         fits = self.weights(weight, penalties, [fold == number for number in range(fold.max() + 1)])
-        predicted = np.zeros((len(penalties), n))
+        values = np.concatenate([targets[None], np.zeros((len(penalties), len(targets)))])
         for number, each in enumerate(fits):
-            predicted[:, fold[:n] == number] = (own[fold[:n] == number] @ each.T).T
-        pairs = (torch.from_numpy(np.stack([p, self.rewards])) for p in predicted)
-        slopes = (calibrated(*pair, self.size) for pair in pairs)
+            values[1:, fold == number] = (rows[fold == number] @ each.T).T
+        # In groups of one size, where zeros add nothing.
+        order, counts = np.argsort(self.groups, kind="stable"), np.unique(self.groups, return_counts=True)[1]
+        padded = np.zeros((len(values), len(counts), counts.max()))
+        padded[:, np.arange(counts.max()) < counts[:, None]] = values[:, order]
+        targets, *predicted = torch.from_numpy(padded).flatten(1)
+        slopes = (calibrated(each, targets, int(counts.max())) for each in predicted)
         choices = [Choice(penalty, *slope, weight) for penalty, slope in zip(penalties, slopes, strict=True)]
         return max(choices, key=lambda choice: choice.r2)
 
+    def together(self, weight: float) -> tuple[Rows, np.ndarray]:
+        """All rows [n + N, F] and targets [n + N]: completions, then substitutions times the root of their weight."""
+        parts = [self.own, self.rows * weight**0.5]
+        rows = sparse.vstack(parts, format="csr") if sparse.issparse(self.own) else np.concatenate(parts)
+        return rows, np.concatenate([self.rewards, self.changes * weight**0.5])
+
     def weights(self, weight: float, penalties: Sequence[float], left_out: Sequence[np.ndarray]) -> np.ndarray:
         """Weights [L, P, F] at each penalty, without the rows of each of L masks [n + N]."""
-        rows = [self.own, self.rows * weight**0.5]
-        rows = sparse.vstack(rows, format="csr") if sparse.issparse(self.own) else np.concatenate(rows)
-        targets = np.concatenate([self.rewards, self.changes * weight**0.5])
+        rows, targets = self.together(weight)
         if sparse.issparse(rows):
             return np.array([[
                 Ridge(penalty, fit_intercept=False, solver="sparse_cg", tol=1e-8).fit(rows[~out], targets[~out]).coef_
