@@ -155,7 +155,7 @@ def score_texts(
     batch_size: int = 256,
     cache: Path | None = None,
 ) -> ScoredTexts:
-    """The rewards of rows from `read_texts` or `reference_texts`, from the file of an earlier run if there is one.
+    """The rewards of rows from `read_texts` or `reference_texts`, as far as an earlier run has not kept them in a file.
 
     A completion of fewer than T tokens gets the end of the sequence; a longer one is cut. A row's ``completion_ids``
     are taken as they are.
@@ -185,20 +185,20 @@ def score_texts(
             prompts.examples or rows, prompts.rows(), completions, strict=True
         )]  # fmt: skip
         file = cache / f"{hashed(known, tokenizer_hash(backbone.tokenizer), completion_tokens, examples)}.parquet"
-        kept = _kept(file, "reward")
-        if kept is not None and len(kept) == len(rows):
-            return ScoredTexts(prompts, ids, mask, torch.tensor(kept, dtype=torch.float64, device=ids.device), 0)
-    parts = []
-    with progress(None, "texts scored", delay=WAIT) as bar:
-        bar.total = len(rows)
-        for start in range(0, len(rows), batch_size):
-            batch = slice(start, start + batch_size)
-            parts.append(_scores(backbone, rewards, prompts[batch], ids[batch], mask[batch], start))
-            bar.update(len(parts[-1]))
-    scores = torch.cat(parts).to(ids.device)
-    if file is not None:
-        _keep(file, {"reward": scores.cpu().numpy()})
-    return ScoredTexts(prompts, ids, mask, scores, len(rows))
+    kept = (_kept(file, "reward") if file is not None else None) or []
+    parts, done = [torch.tensor(kept, dtype=torch.float64)], len(kept)
+    try:
+        with progress(None, "texts scored", delay=WAIT) as bar:
+            bar.total = len(rows) - done
+            for start in range(done, len(rows), batch_size):
+                batch = slice(start, start + batch_size)
+                parts.append(_scores(backbone, rewards, prompts[batch], ids[batch], mask[batch], start).cpu())
+                bar.update(len(parts[-1]))
+    finally:  # what was paid for is kept, also where a later text cannot be scored
+        scores = torch.cat(parts)
+        if file is not None and len(scores) > done:
+            _keep(file, {"reward": scores.numpy()})
+    return ScoredTexts(prompts, ids, mask, scores.to(ids.device), len(rows) - done)
 
 
 def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:

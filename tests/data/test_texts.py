@@ -40,15 +40,18 @@ def task():
 @pytest.fixture
 def score(task, tmp_path):
     def score(
-        rows=ROWS, code=FUNCTION, letter="o", weight=1.0, length=T, cache=tmp_path / "cache", backbone=task.backbone
-    ):
+        rows=ROWS, code=FUNCTION, letter="o", weight=1.0, length=T, cache=tmp_path / "cache", backbone=task.backbone,
+        **options,
+    ):  # fmt: skip
         file = tmp_path / "rewards.py"
         file.write_text(code)
         (tmp_path / "letters.py").write_text(f"CHOSEN = {letter!r}\n")
         sys.modules.pop("letters", None)
         rewards = make_rewards(f"{file}:reward", backbone, [weight])
         rows = read_texts(rows, backbone.tokenizer, P, length)
-        return score_texts(rows, backbone, rewards, completion_tokens=length, encode=encoder(backbone), cache=cache)
+        return score_texts(
+            rows, backbone, rewards, completion_tokens=length, encode=encoder(backbone), cache=cache, **options
+        )
 
     return score
 
@@ -86,6 +89,24 @@ def test_texts_are_scored_once_and_again_when_anything_that_counts_has_changed(s
     with pytest.warns(UserWarning, match="damaged"):
         assert score().calls == 9
     assert score().calls == 0
+
+
+QUOTA = """import os
+def reward(completions, **_):
+    os.environ["QUOTA"] = str(int(os.environ["QUOTA"]) - len(completions))
+    if int(os.environ["QUOTA"]) < 0:
+        raise RuntimeError("no quota is left")
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_scores_from_before_an_error_are_kept(score, monkeypatch):
+    monkeypatch.setenv("QUOTA", "7")
+    with pytest.raises(InputError, match="no quota is left"):
+        score(code=QUOTA, batch_size=2)
+    monkeypatch.setenv("QUOTA", "3")
+    scored = score(code=QUOTA, batch_size=2)
+    assert scored.calls == 3 and scored.rewards.tolist() == [float(len(text)) for text in completions(scored)]
 
 
 def completions(scored):
