@@ -182,7 +182,7 @@ def _table_paths(run: Path) -> list[tuple[str, int, Path]]:
     """Tables of completions, with their kinds and steps."""
     folder = run / "completions"
     with reading("RUN", folder, "a folder that a training run wrote"):
-        names = sorted(os.listdir(folder)) if folder.exists() else []
+        names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
     found = [(re.fullmatch(r"([^.].*)_(\d+)\.parquet", name), folder / name) for name in names]
     return [(match[1], int(match[2]), path) for match, path in found if match]
 

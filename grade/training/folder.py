@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 RUN_FILE, RESULTS_FILE, OPTIMIZER_FILE = "run.json", "metrics.json", "optimizer.pt"
 RESULTS = (RESULTS_FILE, "timings.json", "samples.json", "history.csv", "timings.csv")
 """What a finished run has beside its adapter, its checkpoints and its tables of completions."""
+ADAPTER_MANIFEST = f"adapter/{MANIFEST}"
 STATE_FILE = "grade_state.json"
 """What a checkpoint has beside the Trainer's own files, written last before its manifest."""
 Resume = Literal["no", "yes", "auto"]
@@ -102,7 +103,9 @@ class RunFolder:
             return None
         if not whole and not checkpoint:
             what = (
-                f"{unusable[-1]} has no {MANIFEST} or is damaged" if unusable else "it has no checkpoint to go on from"
+                f"{unusable[-1]} has no {MANIFEST}, is damaged or another run's"
+                if unusable
+                else "it has no checkpoint to go on from"
             )
             allowed = f"--overwrite to start over: {what}; nothing was deleted"
             raise InputError("output_dir", str(self.path), allowed)
@@ -147,11 +150,11 @@ class RunFolder:
         """Note that the run has finished: its files are complete."""
         with writing(self.path, "output_dir"):
             tables = (str(path.relative_to(self.path)) for path in sorted(self.path.glob("completions/*.parquet")))
-            self._write(self._read() | {"finished": True}, [*RESULTS, *tables])
+            self._write(self._read() | {"finished": True}, [*RESULTS, ADAPTER_MANIFEST, *tables])
 
     def _whole(self) -> bool:
         """Whether the results of a finished run are what was written; tables of completions are no longer needed."""
-        for folder, names in ((self.path, RESULTS), (self.path / "adapter", None)):
+        for folder, names in ((self.path, (*RESULTS, ADAPTER_MANIFEST)), (self.path / "adapter", None)):
             if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder, names)):
                 logger.warning(f"{folder / damaged} is damaged: the run's results are written again")
                 return False

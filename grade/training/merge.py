@@ -19,7 +19,7 @@ from grade.files import check_whole, claimed, require_source
 from grade.models.adapter import ADAPTER_FILES, load_adapter
 from grade.models.backbone import DTYPES, errors_only
 from grade.models.compatibility import check_loaded
-from grade.training.folder import last_checkpoint
+from grade.training.folder import ADAPTER_MANIFEST, last_checkpoint
 
 
 def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> torch.dtype:
@@ -31,6 +31,8 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> t
     if dtype is not None and dtype not in DTYPES:
         raise InputError("dtype", dtype, ", ".join(DTYPES))
     adapter = _adapter_folder(Path(source))
+    if adapter != Path(source):
+        check_whole(Path(source), "RUN", (ADAPTER_MANIFEST,))
     check_whole(adapter, "adapter")
     with reading("adapter", adapter, "a folder whose adapter_config.json names its base"):
         base = json.loads((adapter / ADAPTER_FILES[0]).read_text(encoding="utf-8"))["base_model_name_or_path"]

@@ -301,6 +301,17 @@ def test_what_another_run_wrote_is_one_line(place, copied, capsys, monkeypatch):
     assert "checkpoint-8'; allowed: a checkpoint of this run" in error(capsys, "show", copied)
 
 
+def test_an_adapter_of_another_run_is_one_line(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    shutil.copytree(place / "run", tmp_path / "run")
+    assert main(["train", "--config", "train.yaml", "--method", "rloo", "--reward", "rewards.py:length", "--set",
+                 "max_steps=1", "--output-dir", str(tmp_path / "other")]) == 0  # fmt: skip
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    shutil.copytree(tmp_path / "other" / "adapter", tmp_path / "run" / "adapter")
+    capsys.readouterr()
+    assert "adapter/manifest.json is damaged" in error(capsys, "merge", tmp_path / "run", tmp_path / "out")
+
+
 def test_a_manifest_that_omits_a_file_is_damaged(place, tmp_path, capsys):
     shutil.copytree(place / "run", tmp_path / "run")
     for folder in (tmp_path / "run", tmp_path / "run" / "adapter"):
