@@ -1,17 +1,20 @@
 """The peer: its settings, its figures, and that its absence is one line."""
 
 import json
+import math
 
 import pandas as pd
 import pytest
+import torch
 
 from grade.cli.main import main
 from grade.errors import InputError
 from grade.experiments.compare import peers as contest
-from grade.experiments.compare.measure import peers
+from grade.experiments.compare.measure import peers, text_peers
 from grade.experiments.compare.measure.runs import CURVES, make_run
 from grade.experiments.training_runs import FIXED, Bench
 from grade.gradients.objective import Objective
+from grade.models.prompts import PromptBatch, ScoredTexts
 from grade.results import read_metrics
 from grade.training.toy import toy_reviews, toy_task
 
@@ -118,3 +121,43 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(monkeypatch, tmp_path, caps
 def test_a_contest_that_would_not_compare_is_refused(values):
     with pytest.raises(InputError):
         peers.PeersConfig.parse(values)
+
+
+def test_other_ways_to_use_text_are_evaluated_alike():
+    of = {"texts": "reference:32", "steps": 2, "batch": 4, "learning_rate": 1e-2}
+    contestants = [{"method": "prompted", "strengths": ["", "A wonderful film."]},
+                   {"method": "best_of_n", "strengths": [1, 8]}, {"method": "awr", "strengths": [0.5], **of},
+                   {"method": "raft", "strengths": [0.25], **of},
+                   {"method": "policy_gradient", "strengths": [0.1], **of}]  # fmt: skip
+    config = text_peers.TextPeersConfig.parse({"contestants": contestants, "eval_prompts": 16})
+    rows = text_peers.compare_text_peers(config).set_index(["method", "strength", "step"])
+    assert rows.kl["prompted", "", 0] == 0 < rows.kl["prompted", "A wonderful film.", 0]
+    assert rows.kl["best_of_n", 1, 0] == 0 and rows.kl["best_of_n", 8, 0] == pytest.approx(math.log(8) - 7 / 8)
+    assert rows.reward["best_of_n", 8, 0] > rows.reward["best_of_n", 1, 0]
+    trained = rows[rows.source == "reference:32"]
+    assert (trained[["samples", "texts", "reward_calls"]] == 32).all(None)
+    assert (trained.xs(2, level="step").kl > 0).all() and (trained.xs(0, level="step").kl == 0).all()
+
+
+def test_weights_of_texts_and_pairs_of_completions_follow_the_reward():
+    advantage = torch.tensor([-1.0, 0.0, 1.0, 9.0])
+    awr = text_peers.likelihood_weights("awr", advantage, 0.5)
+    assert torch.allclose(awr[:3].log(), advantage[:3] / (0.5 * advantage.std())) and awr[3] == 20
+    assert text_peers.likelihood_weights("raft", advantage, 0.5).tolist() == [0, 0, 1, 1]
+    prompts = PromptBatch(torch.tensor([[0, 5], [7, 8]] * 3), torch.tensor([[0, 1], [1, 1]] * 3))
+    ids = torch.arange(12).view(6, 2)
+    texts = ScoredTexts(prompts, ids, torch.ones_like(ids), torch.tensor([0.3, 1.0, 0.1, 1.0, 0.2, 1.0]))
+    pairs = {"prompt_ids": [[5]], "chosen_ids": [[0, 1]], "rejected_ids": [[4, 5]]}
+    assert text_peers.preference_pairs(texts) == pairs  # of the other prompt all completions are as good
+
+
+def test_what_a_reward_costs_is_counted_where_grpo_was_at_its_best():
+    curves = {("trl_grpo", 0.5): [(0, 0.5, 0, 0), (64, 0.55, 2, 40), (128, 0.6, 6, 80), (192, 0.58, 9, 120)],
+              ("offline", 8.0): [(0, 0.5, 0, 5), (8, 0.7, 3, 15)],
+              ("auto_texts", 8.0): [(0, 0.5, 0, 5), (8, 0.6, 7, 15)]}  # fmt: skip
+    rows = [("smollm2", "gold", *name, 0, *point) for name, points in curves.items() for point in points]
+    names = ["policy", "reward_name", "method", "strength", "seed", "samples", "reward", "kl", "seconds"]
+    found = contest.text_peer_figures(pd.DataFrame(rows, columns=names))
+    assert found["seconds_over_trl/smollm2_gold/offline_8.0"] == pytest.approx(10 / 80)
+    assert found["samples_over_trl/smollm2_gold/offline_8.0"] == pytest.approx(4 / 128)
+    assert found["samples_over_trl/smollm2_gold/auto_texts_8.0_missed"] == 1  # at more KL than GRPO

@@ -14,6 +14,7 @@ import pandas as pd
 
 from grade.experiments.compare.measure.peers import PEER, have_peer
 from grade.experiments.frontier import estimate_figures
+from grade.experiments.learning import first_reach
 from grade.experiments.measured import figures_of, write_environment, write_table
 from grade.results import environment, write_history, write_metrics
 
@@ -92,21 +93,19 @@ def text_peer_figures(rows: pd.DataFrame) -> dict[str, float]:
     over seeds, with ``_stderr`` and ``_n``. ``_missed`` counts the runs that never have it; with any there is no mean.
     """
     figures: dict[str, float] = {}
-    subjects = (rows["policy"] + "_" + rows["reward_name"]).unique()
-    peers = rows[(rows["method"] == "trl_grpo") & (rows["step"] > 0)]
-    ours = rows[rows["method"].isin(["offline", "auto_texts"])]
-    if peers.empty:
-        return figures
-    best = peers.loc[peers.groupby("seed")["reward"].idxmax()].set_index("seed")
-    for (method, strength), runs in ours.groupby(["method", "strength"], sort=False):
-        there = {seed: run[(run["reward"] >= best["reward"][seed]) & (run["kl"] <= best["kl"][seed])].head(1)
-                 for seed, run in runs.groupby("seed")}  # fmt: skip
-        for name in ("seconds", "samples"):
-            key = f"{name}_over_trl/{subjects[0]}/{method}_{strength}"
-            figures[f"{key}_missed"] = sum(run.empty for run in there.values())
-            if not figures[f"{key}_missed"]:
-                ratios = [run[name].iloc[0] / best[name][seed] for seed, run in there.items()]
-                figures |= estimate_figures(key, ratios)
+    rows = rows.assign(subject=rows["policy"] + "_" + rows["reward_name"])
+    for subject, part in rows.groupby("subject"):
+        peers = part[part["method"] == PEER]
+        best = peers.loc[peers.groupby("seed")["reward"].idxmax()].set_index("seed")
+        ours = part[part["method"].isin(["offline", "auto_texts"]) & part["seed"].isin(best.index)]
+        for (method, strength), runs in ours.groupby(["method", "strength"], sort=False):
+            for name in ("seconds", "samples"):
+                spent = {seed: first_reach(run.assign(samples=run[name]), *best.loc[seed, ["reward", "kl"]])
+                         for seed, run in runs.groupby("seed")}  # fmt: skip
+                key = f"{name}_over_trl/{subject}/{method}_{strength}"
+                figures[f"{key}_missed"] = sum(there is None for there in spent.values())
+                if not figures[f"{key}_missed"]:
+                    figures |= estimate_figures(key, (spent[seed][0] / best.loc[seed, name] for seed in spent))
     return figures
 
 
