@@ -21,6 +21,9 @@ LAST = 2
 """Evaluations that make the end of a run: a single one has the noise of 128 completions."""
 
 
+_TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", "sums": "right sums"}
+
+
 def subject_names(policies: Iterable[str], rewards: Iterable[str]) -> list[str]:
     """Short names of policies with their rewards.
 
@@ -30,6 +33,18 @@ def subject_names(policies: Iterable[str], rewards: Iterable[str]) -> list[str]:
     special = {"smollm2_trunk": "text", "rule": "rule", "sums": "sums"}
     return [f"smollm2_{reward}" if policy == "smollm2" else special.get(reward, f"tiny_{reward}")
             for policy, reward in zip(policies, rewards, strict=True)]  # fmt: skip
+
+
+def title(subject: str) -> str:
+    """A subject for people.
+
+    >>> title("smollm2_gold"), title("tiny_trunk_T64"), title("rule")
+    ('gold, SmolLM2', 'trunk, tiny model, T = 64', 'a rule, tiny model')
+    """
+    name, _, length = subject.partition("_T")
+    policy, _, reward = name.partition("_")
+    named = _TITLES.get(name, f"{reward}, {'SmolLM2' if policy == 'smollm2' else 'tiny model'}")
+    return f"{named}, T = {length}" if length else named
 
 
 def _with_subjects(runs: pd.DataFrame) -> pd.DataFrame:

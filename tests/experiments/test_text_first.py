@@ -1,13 +1,18 @@
-"""Text first: runs with and without scored text on the toy task, and what is kept of them."""
+"""Text first: runs with and without scored text on the toy task, what is kept of them, statistics by hand."""
 
+import math
+
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
 from grade.errors import InputError
 from grade.experiments import reward_runs
-from grade.experiments.measured import measure_all, read_table
+from grade.experiments.measured import Tables, measure_all, read_table
+from grade.experiments.text_first import figures
 from grade.experiments.text_first.measure import tables as experiment
 from grade.experiments.text_first.measure.tables import SMOKE, Settings
+from grade.experiments.text_first.metrics import contest_curves, metrics, reach_table, shown_texts, timed_metrics
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +60,70 @@ def test_a_folder_grows_subject_by_subject(results, monkeypatch):
 def test_settings_that_cannot_be_are_refused(values, words):
     with pytest.raises(InputError, match=words):
         _ = Settings.parse(values).trained_runs
+
+
+# --- statistics and figures ---
+
+
+def curve(method, seed, rewards, kls, each=8):
+    rows = zip(rewards, kls, strict=True)
+    return [{"subject": "a", "method": method, "seed": seed, "step": step, "samples": each * step, "reward": r, "kl": k}
+            for step, (r, k) in enumerate(rows)]  # fmt: skip
+
+
+def test_samples_to_the_baselines_best_reward_at_no_more_kl_by_hand():
+    rows = [
+        *curve("rloo", 0, [0.5, 0.6, 0.7, 0.6], [0.0, 2.0, 4.0, 5.0]),  # best: 0.7 at 4 nats, 16 samples
+        *curve("rloo", 1, [0.5, 0.9, 0.6, 0.6], [0.0, 2.0, 4.0, 5.0]),  # best: 0.9 at 2 nats, 8 samples
+        *curve("auto", 0, [0.5, 0.9, 0.9, 0.9], [0.0, 4.0, 4.0, 4.0]),  # half of the first step: 4
+        *curve("auto", 1, [0.5, 0.8, 0.9, 0.9], [0.0, 1.0, 2.0, 4.0]),  # 16
+        *curve("ppo", 0, [0.5, 0.9, 0.9, 0.9], [0.0, 9.0, 9.0, 9.0]),  # 0.7 at 4.5 nats: never
+        *curve("ppo", 1, [0.9, 0.9, 0.9, 0.9], [0.0, 1.0, 1.0, 1.0]),  # at once
+    ]
+    table = reach_table(pd.DataFrame(rows), "rloo").set_index("method")
+    assert table.ratio.to_dict() == pytest.approx({"auto": 20 / 24, "ppo": 24 / 24})
+    assert table.loc["ppo", ["n", "censored"]].tolist() == [2, 1] and table.censored["auto"] == 0
+    assert (table.low == 0).all()  # of two seeds no ratio is known
+    seconds = pd.DataFrame(rows).assign(
+        seconds=lambda rows: rows["samples"] * rows["method"].map({"auto": 2}).fillna(1)
+    )
+    assert reach_table(seconds, "rloo", "seconds").set_index("method").ratio["auto"] == pytest.approx(40 / 24)
+
+
+def test_other_methods_count_with_their_best_strength():
+    row = {"policy": "tiny", "reward_name": "gold", "method": "awr", "seed": 0}
+    peers = pd.DataFrame([row | {"strength": strength, "step": step, "reward": strength * step}
+                          for strength in (0.1, 0.3) for step in (0, 1)])  # fmt: skip
+    curves = contest_curves(peers)
+    assert curves.reward.tolist() == [0.0, 0.3] and set(curves.subject) == {"tiny_gold"}
+
+
+def test_written_tables_give_every_kind_of_figure(results, tmp_path):
+    settings = Settings()
+    tables = Tables(experiment, settings, str(results / "measured"))
+    found, timed = metrics(tables, settings), timed_metrics(tables, settings)
+    expected = """offline/tiny_bag/reward_at_1_over_rloo offline/tiny_bag/reward_at_1_over_rloo_low
+        offline/tiny_bag/policy_samples offline/tiny_bag/steering_samples samples_over_rloo/tiny_bag
+        offline/samples_over_rloo/tiny_bag_censored reward_at_kl/tiny_bag/0.5/rloo end/tiny_bag/auto_texts/outside
+        budget/worst_rel_error budget/tiny_bag/offline"""
+    assert [key for key in expected.split() if key not in found] == []
+    assert found["offline/tiny_bag/policy_samples"] == 0 and found["offline/tiny_bag/steering_samples"] == 32
+    assert all(value is None or math.isfinite(value) for value in (found | timed).values())
+    assert not any("second" in key for key in found) and timed["seconds/tiny_bag/rloo"] > 0
+    runs = tables["runs"]
+    texts = shown_texts(runs, "tiny_bag", "offline")
+    assert len(texts) == 6 and (texts["text before"] != texts["text after"]).any()
+    fits = pd.DataFrame({"subject": "a", "family": "bag", "texts": [64, 128], "held_out": 0.1, "r2": [0.1, 0.2]})
+    sources = runs.assign(subject="sources")
+    row = {"policy": "tiny", "reward_name": "gold", "method": "awr", "source": "human", "strength": 1.0, "seed": 0}
+    peers = pd.DataFrame([row | {"step": 1, "kl": 1.0, "reward": 0.5, "samples": 0}])
+    drawn = [
+        figures.frontier_figure(runs, ["tiny_bag"], [0.5, 1.0]), figures.subjects_figure(runs, 1.0),
+        figures.quality_figure(runs, ["tiny_bag"]), figures.explained_figure(fits), figures.sources_figure(sources),
+        figures.peers_figure(peers),
+    ]  # fmt: skip
+    for fig, panels in zip(drawn, (1, 1, 5, 1, 1, 1), strict=True):
+        assert len(fig.axes) == panels
+        fig.savefig(tmp_path / "figure.png")
+    plt.close("all")
+    assert figures.peers_figure(None) is None and figures.sources_figure(runs) is None

@@ -12,21 +12,10 @@ from matplotlib.figure import Figure
 
 from grade.experiments.any_reward.metrics import best_worths
 from grade.experiments.frontier import frontier_table
-from grade.experiments.learning import main_runs, several_seeds, subject_names
+from grade.experiments.learning import main_runs, several_seeds, subject_names, title
 from grade.experiments.plotting import INTERVAL, SERIES, by_method, color, palette, panels, shades, with_ends
 
-_TITLES = {"text": "SmolLM2's trunk, tiny model", "rule": "a rule, tiny model", "sums": "right sums"}
 _LINE = dict(color=color("line"), linewidth=1, linestyle="--")
-
-
-def _title(name: str) -> str:
-    """A subject for people.
-
-    >>> _title("smollm2_gold"), _title("tiny_trunk"), _title("rule")
-    ('gold, SmolLM2', 'trunk, tiny model', 'a rule, tiny model')
-    """
-    policy, _, reward = name.partition("_")
-    return _TITLES.get(name, f"{reward}, {'SmolLM2' if policy == 'smollm2' else 'tiny model'}")
 
 
 def law_figure(table: pd.DataFrame) -> Figure:
@@ -65,7 +54,7 @@ def worth_figure(table: pd.DataFrame) -> Figure:
     trained = np.where(best["stage"] == "trained", ", trained", "")
     ends = {end: best[end].astype(float).fillna(best["worth"]).clip(upper=1e4) for end in ("low", "high")}
     names = best["label"].replace({"plugin": "plug-in", "_w": ", w = ", r"_(\d+)$": r", fitted on \1"}, regex=True)
-    best = best.assign(place=best["subject"].map(_title) + trained, label=names, **ends).sort_values("label")
+    best = best.assign(place=best["subject"].map(title) + trained, label=names, **ends).sort_values("label")
     colors = shades({label: label.split(",")[0].replace("-", "_") for label in best["label"].unique()})
     grid = panels(
         sns.catplot, with_ends(best, "worth"),
@@ -88,10 +77,12 @@ def learning_figure(runs: pd.DataFrame, policy: str, target: float, x: str = "sa
     labels = {"reward": "held-out reward", "kl": "KL, nats"}
     table = main_runs(runs).query("policy == @policy and target_kl == @target").assign(
         x=lambda rows: rows.groupby(["subject", "method", "step"])[x].transform("mean"),
-        subject=lambda rows: rows["subject"].map(_title),
+        subject=lambda rows: rows["subject"].map(title),
     ).melt(["subject", "method", "x"], list(labels), var_name="what")  # fmt: skip
-    title = f"Reward and KL (nats per completion) against {'samples' if x == 'samples' else 'time'}; dashed: the target"
-    grid = panels(sns.relplot, table, title, x="x", y="value", row="subject", col="what", kind="line", errorbar="se",
+    heading = (
+        f"Reward and KL (nats per completion) against {'samples' if x == 'samples' else 'time'}; dashed: the target"
+    )
+    grid = panels(sns.relplot, table, heading, x="x", y="value", row="subject", col="what", kind="line", errorbar="se",
                   height=1.9, aspect=2.0, facet_kws=dict(sharex="row", sharey=False), **by_method(table))  # fmt: skip
     for (subject, what), ax in grid.axes_dict.items():
         ax.set(title=subject if what == "reward" else "", ylabel=labels[what])
@@ -107,7 +98,7 @@ def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | Non
     None if no method has two seeds.
     """
     grid = np.linspace(0, max(levels), 41)[1:]
-    tables = [frontier_table(rows, grid, "target_kl").assign(subject=_title(name))
+    tables = [frontier_table(rows, grid, "target_kl").assign(subject=title(name))
               for name, rows in several_seeds(main_runs(runs)).groupby("subject", sort=False)]  # fmt: skip
     if not tables:
         return None
@@ -133,9 +124,9 @@ def batches_figure(ratios: pd.DataFrame) -> Figure | None:
     if table.empty:
         return None
     ends = {end: table[end].astype(float).clip(*_RATIOS) for end in ("low", "high")}
-    table = with_ends(table.assign(subject=table["subject"].map(_title), **ends), "ratio")
-    title = "Completions that auto needs, over rloo's (below 1: fewer)"
-    grid = panels(sns.relplot, table, title, kind="line", x="completions", y="ratio", hue="subject",
+    table = with_ends(table.assign(subject=table["subject"].map(title), **ends), "ratio")
+    heading = "Completions that auto needs, over rloo's (below 1: fewer)"
+    grid = panels(sns.relplot, table, heading, kind="line", x="completions", y="ratio", hue="subject",
                   style="subject", markers=True, dashes=False,
                   palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4, err_style="bars", markersize=9,
                   **INTERVAL)  # fmt: skip
@@ -153,7 +144,7 @@ def tokens_figure(table: pd.DataFrame, shown: int = 12) -> Figure | None:
     """Tokens that a distilled reward likes most and least, so many at either end; None for an empty table."""
     if table.empty:
         return None
-    table = table.assign(subject=list(map(_title, subject_names(table["policy"], table["reward"]))))
+    table = table.assign(subject=list(map(title, subject_names(table["policy"], table["reward"]))))
     rows = table[table["rank"].abs() <= shown].sort_values("value", ascending=False)
     rows = rows.assign(token=rows["token"].astype(str).str.replace("$", r"\$"), good=rows["value"] > 0)
     grid = panels(

@@ -1,0 +1,148 @@
+"""Figures of the experiment on scored text, from its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from grade.experiments.learning import subject_names, title
+from grade.experiments.plotting import (
+    INTERVAL,
+    SERIES,
+    by_method,
+    color,
+    palette,
+    panels,
+    with_ends,
+)
+from grade.experiments.text_first.metrics import differences, labelled, last
+
+_LINE = dict(color=color("line"), linewidth=1, linestyle="--")
+_QUALITY = {
+    "reward": "reward", "gold": "gold judge", "outside": "VADER's sentiment", "distinct": "distinct bigrams",
+    "length": "words",
+}  # fmt: skip
+
+
+def _means(runs: pd.DataFrame, subjects: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
+    """Means over seeds at each evaluation of the methods of some subjects, and the reward's standard error."""
+    rows = runs[runs["subject"].isin(subjects)]
+    groups = rows.groupby(["subject", "method", "step"], sort=False)
+    return groups[list(columns)].mean().assign(error=groups["reward"].sem()).reset_index()
+
+
+def frontier_figure(runs: pd.DataFrame, subjects: Sequence[str], levels: Sequence[float]) -> Figure:
+    """Reward against KL along training, a panel for each subject; bars: one standard error over seeds.
+
+    Numbers are completions of the policy, at the evaluations nearest to the levels.
+    """
+    table = _means(labelled(runs), subjects, ["kl", "reward", "samples"])
+    table["subject"] = table["subject"].map(title)
+    text = "Reward against KL (numbers: completions sampled)"
+    grid = panels(sns.relplot, table, text, x="kl", y="reward", col="subject", col_wrap=min(2, len(subjects)),
+                  kind="line", sort=False, height=3.4, aspect=1.25, facet_kws=dict(sharey=False),
+                  markersize=7, **by_method(table))  # fmt: skip
+    for name, ax in grid.axes_dict.items():
+        shown = table[table["subject"] == name]
+        for method, rows in shown.groupby("method", sort=False):
+            ax.errorbar(rows["kl"], rows["reward"], rows["error"], fmt="none", ecolor=color(method), elinewidth=1)
+            above = rows["reward"].iloc[-1] >= shown.groupby("method")["reward"].last().median()
+            for number in {(rows["kl"] - level).abs().idxmin() for level in levels}:
+                row = rows.loc[number]
+                ax.annotate(f"{row['samples']:,.0f}", (row["kl"], row["reward"]), (0, (9 if above else -15)),
+                            textcoords="offset points", ha="center", fontsize=8, color=color(method))  # fmt: skip
+        ax.margins(y=0.12)
+        ax.set_title(name)
+    grid.set_axis_labels("KL, nats per completion", "held-out reward")
+    return grid.figure
+
+
+def subjects_figure(runs: pd.DataFrame, level: float) -> Figure | None:
+    """Reward at one KL less `rloo`'s, of every subject and method; bars: 95 %. None if no subject has two seeds."""
+    table = differences(labelled(runs), level)
+    if table.empty:
+        return None
+    table = with_ends(table.assign(subject=table["subject"].map(title)), "difference")
+    methods = list(dict.fromkeys(table["method"]))
+    grid = panels(sns.catplot, table, f"Reward at {level:g} nats less rloo's (bars: 95 %)", kind="point",
+                  x="difference", y="subject", hue="method", hue_order=methods, palette=palette(methods), dodge=0.5,
+                  linestyle="none", capsize=0.1, height=0.55 * table["subject"].nunique() + 1.0, aspect=2.0,
+                  err_kws=dict(linewidth=1.2), **INTERVAL)  # fmt: skip
+    grid.figure.set_size_inches(8.5, 0.6 * table["subject"].nunique() + 1.6)
+    grid.ax.axvline(0, **_LINE)
+    grid.set_axis_labels("difference of held-out reward", "")
+    return grid.figure
+
+
+def quality_figure(runs: pd.DataFrame, subjects: Sequence[str]) -> Figure:
+    """What completions are like against KL: the reward, judges, diversity and length, a line of panels per subject."""
+    table = _means(labelled(runs), subjects, ["kl", *_QUALITY])
+    table = table.melt(["subject", "method", "step", "kl"], list(_QUALITY), var_name="what")
+    table = table[(table["what"] != "gold") | ~table["subject"].str.contains("gold")]
+    table = table.assign(subject=table["subject"].map(title), what=table["what"].map(_QUALITY)).dropna(subset=["value"])
+    grid = panels(sns.relplot, table, "Is the gain real text? Every judge against KL", x="kl", y="value", col="what",
+                  row="subject", kind="line", sort=False, height=2.3, aspect=1.0,
+                  facet_kws=dict(sharey=False, margin_titles=True), **by_method(table))  # fmt: skip
+    grid.set_titles(col_template="{col_name}", row_template="{row_name}").set_axis_labels("KL, nats", "")
+    return grid.figure
+
+
+def explained_figure(table: pd.DataFrame) -> Figure:
+    """R2 of every family against the number of texts, on completions of the reference and on other texts."""
+    names = {"r2": "on completions of the reference, within prompts", "held_out": "on texts of other prompts"}
+    table = table.melt(["subject", "family", "texts"], list(names), "on", "R2").replace({"on": names})
+    table = table.assign(subject=table["subject"].map(title))
+    grid = panels(sns.relplot, table, "How much of a reward scored texts explain", kind="line", x="texts", y="R2",
+                  hue="family", style="on", markers=True, col="subject", col_wrap=min(3, table["subject"].nunique()),
+                  palette=SERIES[: table["family"].nunique()], height=2.8, aspect=1.1)  # fmt: skip
+    sizes = sorted(table["texts"].unique())
+    grid.set(xscale="log", xticks=sizes, xticklabels=[f"{size:,}" for size in sizes], xlabel="scored texts")
+    grid.set(ylim=(max(-0.1, table["R2"].min() - 0.05), 1.0))
+    grid.set_titles("{col_name}")
+    for ax in grid.axes.flat:
+        ax.minorticks_off()
+        ax.tick_params("x", labelsize=8)
+    return grid.figure
+
+
+def sources_figure(runs: pd.DataFrame, subject: str = "sources") -> Figure | None:
+    """Reward at the end of `offline` against the number of texts, of each kind; None without such runs."""
+    ends = last(labelled(runs)).query("subject == @subject")
+    if ends.empty:
+        return None
+    reference = ends["source"].astype(str).str.startswith("reference")
+    ends = ends.assign(kind=reference.map({True: "the reference's completions", False: "human text"}))
+    fig, ax = plt.subplots(figsize=(6.0, 3.6))
+    sns.lineplot(ends, x="texts", y="reward", hue="kind", style="kind", markers=True, dashes=False, errorbar="se",
+                 err_style="bars", markersize=8, palette=SERIES[: ends["kind"].nunique()], ax=ax)  # fmt: skip
+    sizes = sorted(ends["texts"].unique())
+    ax.set(xscale="log", xlabel="scored texts", ylabel="held-out reward",
+           title=f"offline at {ends['target_kl'].iloc[0]:g} nats, by the texts that it had")  # fmt: skip
+    ax.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    ax.minorticks_off()
+    ax.legend(title="")
+    return fig
+
+
+def peers_figure(peers: pd.DataFrame | None) -> Figure | None:
+    """Ends of runs of other methods, every strength of each, beside ours; None without a table."""
+    if peers is None:
+        return None
+    names = ["policy", "reward_name", "method", "source", "strength"]
+    rows = peers.fillna({"source": "", "strength": ""}).astype({"strength": str})
+    ends = rows.loc[rows.groupby([*names, "seed"])["step"].idxmax()]
+    ends = ends.groupby(names, sort=False)[["kl", "reward", "samples"]].mean().reset_index().sort_values("kl")
+    kinds = {"human": ", texts", "reference": ", reference's"}
+    ends["method"] += ends["source"].map(kinds).fillna("")
+    ends["subject"] = list(map(title, subject_names(ends["policy"], ends["reward_name"])))
+    methods = list(dict.fromkeys(ends["method"]))
+    grid = panels(sns.relplot, ends, "Other ways to use scored text, or samples: the end of every run", kind="line",
+                  x="kl", y="reward", hue="method", style="method", hue_order=methods, style_order=methods,
+                  markers=True, dashes=False, palette="tab20", col="subject", height=3.6, aspect=1.2, markersize=8,
+                  facet_kws=dict(sharey=False, sharex=False))  # fmt: skip
+    grid.set_titles("{col_name}").set_axis_labels("KL, nats per completion", "held-out reward")
+    return grid.figure

@@ -1,0 +1,217 @@
+"""Figures of the experiment on scored text, from its tables.
+
+A seed decides adapter, prompts and noise of every method alike, so methods are compared seed by seed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student
+
+from grade.experiments.frontier import estimate_figures, paired_table, reward_at_kl
+from grade.experiments.intervals import Interval, interval
+from grade.experiments.learning import AGAINST, first_reach, several_seeds, subject_names
+from grade.experiments.measured import Tables, figures_of
+from grade.experiments.text_first.measure.runs import number_of_texts
+from grade.experiments.text_first.measure.tables import Settings
+from grade.gradients.methods import FAMILIES
+
+Values = dict[str, float | int | None]
+TRL = "trl_grpo"
+QUALITY = ("reward", "gold", "outside", "distinct", "length", "kl")
+"""What is told of completions at the end of runs."""
+
+
+def metrics(tables: Tables, settings: Settings) -> Values:
+    """Every figure that is the same in every run; a number or an interval that does not exist is None.
+
+    - ``<method>/<subject>/reward_at_<kl>_over_rloo``: difference at equal KL, with ``_low``, ``_high`` (95 %,
+      Student's t over seeds), ``_stderr``, ``_n``; ``<method>/<subject>/policy_samples`` and ``steering_samples``
+      of a run.
+    - ``samples_over_rloo/<subject>`` of `auto` with texts, below ``<method>/`` of others; see `reach_table`;
+      ``samples_over_trl/<subject>``.
+    - ``reward_at_kl/<subject>/<kl>/<method>``; ``end/<subject>/<method>/...``, `QUALITY`.
+    - ``explained/<subject>/texts_<n>``: R2 within prompts of completions of the reference, by the family that
+      explains most on other texts; ``explained/<subject>/<family>_<n>``.
+    - ``budget/worst_rel_error``: of KL at the end of a run, worst of ``budget/runs``, among which are none on
+      sums, whose completions differ in length; ``budget/worst_in_stderr``.
+    """
+    runs = labelled(tables["runs"])
+    figures: Values = {}
+    for level in settings.kl_levels:
+        table = differences(runs, level)
+        columns = {"": "difference", "_low": "low", "_high": "high", "_stderr": "stderr", "_n": "n"}
+        figures |= figures_of(table, f"{{method}}/{{subject}}/reward_at_{level:g}_over_rloo", columns)
+        for subject, curves in several_seeds(runs).groupby("subject", sort=False):
+            for method, values in reward_at_kl(curves, level, "target_kl").items():
+                figures |= estimate_figures(f"reward_at_kl/{subject}/{level:g}/{method}", values.values())
+    samples = runs.groupby(["subject", "method"], sort=False)["samples"].max()
+    for (subject, method), number in samples.items():
+        steers = method.startswith("offline")
+        figures[f"{method}/{subject}/policy_samples"] = 0 if steers else int(number)
+        figures[f"{method}/{subject}/steering_samples"] = int(number) if steers else 0
+    reached = reach_table(runs[runs["target_kl"] == settings.headline_level], AGAINST)
+    figures |= _ratios(reached, "samples_over_rloo")
+    if (peers := known_table(tables, "peers")) is not None:
+        figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl", "auto")
+    ends = last(runs)
+    for (subject, method), rows in ends.groupby(["subject", "method"], sort=False):
+        for name in QUALITY:
+            figures |= estimate_figures(f"end/{subject}/{method}/{name}", rows[name].dropna())
+    figures |= _budget(ends) | _explained(tables)
+    return {key: _finite(value) for key, value in figures.items()}
+
+
+def timed_metrics(tables: Tables, settings: Settings) -> Values:
+    """Figures of seconds: ``seconds/<subject>/<method>`` of a run, ``fit/<subject>/seconds_<n>`` of a fit.
+
+    A fit is of the default families; ``fit/seconds_<n>`` is that on SmolLM2. ``seconds_over_rloo/...`` and
+    ``seconds_over_trl/...`` are as those of samples.
+    """
+    figures: Values = {}
+    runs = labelled(tables["runs"].merge(tables["run_seconds"], how="left"))
+    for (subject, method), rows in last(runs).groupby(["subject", "method"], sort=False):
+        figures |= estimate_figures(f"seconds/{subject}/{method}", rows["seconds"].dropna())
+    known = runs[(runs["target_kl"] == settings.headline_level) & runs["seconds"].notna()]
+    figures |= _ratios(reach_table(known, AGAINST, "seconds"), "seconds_over_rloo")
+    if (seconds := known_table(tables, "peer_seconds")) is not None:
+        curves = contest_curves(tables["peers"].assign(seconds=seconds["seconds"]))
+        figures |= _ratios(reach_table(curves, TRL, "seconds"), "seconds_over_trl", "auto")
+    if (fits := known_table(tables, "fit_seconds")) is not None:
+        fits = fits[fits["family"].isin(FAMILIES)].groupby(["subject", "texts"], sort=False)
+        for (subject, n), seconds in fits["seconds"].sum().items():
+            figures[f"fit/{subject}/seconds_{n}"] = seconds
+            figures |= {f"fit/seconds_{n}": seconds} if subject == "smollm2_gold" else {}
+    return {key: _finite(value) for key, value in figures.items()}
+
+
+def known_table(tables: Tables, name: str) -> pd.DataFrame | None:
+    """A table; None where the settings have no such table, or the results do not."""
+    return tables[name] if name in tables else None
+
+
+def labelled(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs with their number of ``texts`` and ``calls`` of the reward; with several sources methods name theirs."""
+    reading = runs["source"].ne("own")
+    several = runs[reading].groupby("subject")["source"].nunique() > 1
+    named = reading & runs["subject"].map(several).fillna(False).astype(bool)
+    sources = "_" + runs["source"].astype(str).str.replace(":", "_")
+    texts = runs["source"].astype(str).map(number_of_texts)
+    return runs.assign(
+        method=runs["method"] + sources.where(named, ""), texts=texts, calls=runs["samples"] + texts,
+    )  # fmt: skip
+
+
+def last(runs: pd.DataFrame) -> pd.DataFrame:
+    """The last evaluation of each run."""
+    names = ["subject", "method", "target_kl", "seed"]
+    return runs.sort_values("step", kind="stable").groupby(names, sort=False, as_index=False).tail(1)
+
+
+def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
+    """Rewards at one KL less `rloo`'s, seed by seed: `paired_table` with the ``low`` and ``high`` of 95 % intervals."""
+    values = {}
+    for subject, curves in several_seeds(runs).groupby("subject", sort=False):
+        values[subject] = reward_at_kl(curves, level, "target_kl")
+    table = paired_table(values, [AGAINST]).rename(columns={"of": "subject"})
+    reach = table["stderr"].astype(float) * student.ppf(0.975, table["n"].astype(float) - 1)
+    return table.assign(low=table["difference"] - reach, high=table["difference"] + reach)
+
+
+def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.DataFrame:
+    """What a method spends to reach the best reward of a baseline's whole run, at no more KL, over what that spends.
+
+    ``of``: ``samples`` or ``seconds``. Means over seeds, then their ratio, with a 95 % interval (jackknife over seeds):
+    a method that needs none has a ratio of 0. Of ``n`` seeds ``censored`` never reached it and count with their end, so
+    with any the ratio is a lower bound. Best is the best evaluation: its noise helps the baseline.
+    """
+    table = []
+    curves = runs.sort_values("step", kind="stable").assign(samples=lambda rows: rows[of])
+    for subject, rows in curves.groupby("subject", sort=False):
+        base = {seed: run for seed, run in rows[rows["method"] == against].groupby("seed")}
+        for method, of_method in rows[rows["method"] != against].groupby("method", sort=False):
+            spent = [_spent(run, base[seed]) for seed, run in of_method.groupby("seed") if seed in base]
+            ratio, censored = _ratio([pair[:2] for pair in spent]), sum(pair[2] for pair in spent)
+            if spent:
+                table.append((subject, method, ratio.value, ratio.low, ratio.high, len(spent), censored))
+    return pd.DataFrame(table, columns=["subject", "method", "ratio", "low", "high", "n", "censored"])
+
+
+def _spent(run: pd.DataFrame, base: pd.DataFrame) -> tuple[float, float, bool]:
+    """What both spend to the base's best reward, and whether the run never reaches it."""
+    best = base.loc[base["reward"].idxmax()]
+    reached = first_reach(run, best["reward"], best["kl"])
+    return (run["samples"].max() if reached is None else reached[0]), best["samples"], reached is None
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
+    """The ratio of two means, with its interval, which does not go below 0; a baseline that gained nothing: NaN."""
+    own, base = np.array(pairs, float).reshape(-1, 2).T
+    if not base.sum() > 0:
+        return Interval(math.nan, None, None, None, len(own))
+    if len(own) < 2:
+        return Interval(float(own.sum() / base.sum()), None, None, None, len(own))
+    without = (own.sum() - own) / np.maximum(base.sum() - base, 1e-9)
+    found = interval(np.concatenate([[own.sum() / base.sum()], without]))
+    return found._replace(low=max(found.low, 0.0))
+
+
+def contest_curves(peers: pd.DataFrame) -> pd.DataFrame:
+    """Curves of other methods by subject; of several strengths of a method a seed's run with the highest reward."""
+    names = ["subject", "method", "seed"]
+    rows = peers.assign(subject=subject_names(peers["policy"], peers["reward_name"]))
+    rows = rows.assign(strength=rows["strength"].astype(str) if "strength" in rows else "")
+    best = rows.loc[rows.groupby(names)["reward"].idxmax(), [*names, "strength"]]
+    return rows.merge(best)
+
+
+def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """What a run costs and where it ends, means over seeds; seconds where the runs have them."""
+    ends = last(labelled(runs))
+    columns = ["texts", "samples", "calls", *(["seconds"] if "seconds" in ends else []), "reward", "kl"]
+    return ends.groupby(["subject", "method", "target_kl"], sort=False)[columns].mean().reset_index()
+
+
+def shown_texts(runs: pd.DataFrame, subject: str, method: str) -> pd.DataFrame:
+    """Completions of the same prompts before and after training, with their reward and the outside judge's verdict."""
+    rows = runs[(runs["subject"] == subject) & (runs["method"] == method)].dropna(subset=["shown"])
+    rows = rows[rows["source"] == rows["source"].iloc[0]].sort_values("step")
+    columns = ["prompt", "text", "reward", "outside"]
+    before, after = (pd.DataFrame(json.loads(rows["shown"].iloc[place]), columns=columns) for place in (0, -1))
+    return before.merge(after.drop(columns="prompt"), left_index=True, right_index=True, suffixes=(" before", " after"))
+
+
+def _ratios(table: pd.DataFrame, key: str, main: str = "auto_texts") -> Values:
+    prefixes = ["" if method == main else f"{method}/" for method in table["method"]]
+    columns = {"": "ratio", "_low": "low", "_high": "high", "_n": "n", "_censored": "censored"}
+    return figures_of(table.assign(prefix=prefixes), f"{{prefix}}{key}/{{subject}}", columns)
+
+
+def _budget(ends: pd.DataFrame) -> Values:
+    ends = ends[ends["policy"] != "sums"]
+    error = (ends["kl"] / ends["target_kl"] - 1).abs()
+    worst = error.groupby([ends["subject"], ends["method"]], sort=False).max()
+    return {
+        "budget/worst_rel_error": error.max(), "budget/mean_rel_error": error.mean(), "budget/runs": len(error),
+        "budget/worst_in_stderr": ((ends["kl"] - ends["target_kl"]).abs() / ends["kl_stderr"]).max(),
+    } | {f"budget/{subject}/{method}": value for (subject, method), value in worst.items()}  # fmt: skip
+
+
+def _explained(tables: Tables) -> Values:
+    if (table := known_table(tables, "explained")) is None:
+        return {}
+    best = table.loc[table.groupby(["subject", "texts"], sort=False)["held_out"].idxmax()]
+    columns = {"": "r2", "_held_out": "held_out"}
+    return figures_of(best, "explained/{subject}/texts_{texts}", columns) | figures_of(
+        table, "explained/{subject}/{family}_{texts}", columns
+    )
+
+
+def _finite(value: Any) -> float | int | None:
+    return value if value is not None and math.isfinite(value) else None
