@@ -18,7 +18,7 @@ from grade.experiments.frontier import estimate_figures, paired_table, reward_at
 from grade.experiments.intervals import Interval, interval
 from grade.experiments.learning import AGAINST, first_reach, several_seeds, subject_names
 from grade.experiments.measured import Tables, figures_of
-from grade.experiments.text_first.measure.runs import number_of_texts
+from grade.experiments.rewards import number_of_texts
 from grade.experiments.text_first.measure.tables import Settings
 from grade.gradients.methods import FAMILIES
 
@@ -56,7 +56,7 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         steers = method.startswith("offline")
         figures[f"{method}/{subject}/policy_samples"] = 0 if steers else int(number)
         figures[f"{method}/{subject}/steering_samples"] = int(number) if steers else 0
-    reached = reach_table(runs[runs["target_kl"] == settings.headline_level], AGAINST)
+    reached = reach_table(at_headline(runs, settings), AGAINST)
     figures |= _ratios(reached, "samples_over_rloo")
     if (peers := known_table(tables, "peers")) is not None:
         figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl", "auto")
@@ -78,7 +78,7 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     runs = labelled(tables["runs"].merge(tables["run_seconds"], how="left"))
     for (subject, method), rows in last(runs).groupby(["subject", "method"], sort=False):
         figures |= estimate_figures(f"seconds/{subject}/{method}", rows["seconds"].dropna())
-    known = runs[(runs["target_kl"] == settings.headline_level) & runs["seconds"].notna()]
+    known = at_headline(runs[runs["seconds"].notna()], settings)
     figures |= _ratios(reach_table(known, AGAINST, "seconds"), "seconds_over_rloo")
     if (seconds := known_table(tables, "peer_seconds")) is not None:
         curves = contest_curves(tables["peers"].assign(seconds=seconds["seconds"]))
@@ -106,6 +106,13 @@ def labelled(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(
         method=runs["method"] + sources.where(named, ""), texts=texts, calls=runs["samples"] + texts,
     )  # fmt: skip
+
+
+def at_headline(runs: pd.DataFrame, settings: Settings) -> pd.DataFrame:
+    """The runs of each subject at the target ``headline_level``, or at its largest one where it has no such."""
+    level = settings.headline_level
+    targets = runs.groupby("subject")["target_kl"].agg(lambda each: level if (each == level).any() else each.max())
+    return runs[runs["target_kl"] == runs["subject"].map(targets)]
 
 
 def last(runs: pd.DataFrame) -> pd.DataFrame:
