@@ -149,8 +149,6 @@ class StepConfig(TracedConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.method == OFFLINE:
-            raise InputError("method", OFFLINE, f"one that samples, as this is not traced yet: {', '.join(METHODS)}")
         if self.method == AUTO:
             raise InputError("method", AUTO, f"the method itself, as auto depends on the reward: {', '.join(METHODS)}")
         for option in _OF_SOME_METHODS:
@@ -177,7 +175,7 @@ class StepConfig(TracedConfig):
     @property
     def policy_gradient(self) -> bool:
         """Whether the method takes any reward; otherwise it is relaxed and has an engine."""
-        return self.method in (*POLICY_GRADIENTS, DISTILLED)
+        return self.method in (*POLICY_GRADIENTS, DISTILLED, OFFLINE)
 
     @property
     def engine_name(self) -> EngineName | None:

@@ -20,11 +20,12 @@ from transformers import PretrainedConfig
 from grade.errors import InputError
 from grade.gradients.distilled.families import Observed
 from grade.gradients.distilled.learner import DistilledGradient, Sample
+from grade.gradients.distilled.offline import OfflineGradient
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.distilled.store import Fit, growth, joined
-from grade.gradients.methods import DISTILLED, MethodConfig
+from grade.gradients.methods import DISTILLED, OFFLINE, MethodConfig
 from grade.gradients.objective import Objective
-from grade.gradients.policy_gradient import PolicyGradient, StepContext
+from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
 from grade.gradients.replay import make_engine
 from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.models import build_backbone, model_config
@@ -167,22 +168,43 @@ def _policy_gradient(config: StepConfig, backbone: Backbone, reward: nn.Module) 
     if config.method == DISTILLED:
         learner = _DistilledWithoutData(trainer, backbone, prompts)
         more = [learner.kept]
+    elif config.method == OFFLINE:
+        learner, more = _OfflineWithoutData(trainer, backbone, prompts), []
     else:
         learner = PolicyGradient(trainer, backbone)
         more = [learner.value_head] if learner.value_head is not None else []
 
     def program(apply: Callable[[], None]) -> None:
         with config.casting(backbone):
-            microbatches = ((prompts, generator_on(backbone)) for _ in range(count))
-            learner.step(microbatches, objective, StepContext(count, apply, total=_total))
+            given = (_texts(config, prompts) if config.method == OFFLINE else (prompts, generator_on(backbone))
+                     for _ in range(count))  # fmt: skip
+            learner.step(given, objective, StepContext(count, apply, total=_total))
 
     return program, more
+
+
+def _texts(config: StepConfig, prompts: PromptBatch) -> Completions:
+    """Texts of full length."""
+    ids = prompts.ids.new_zeros(len(prompts), config.max_new_tokens)
+    return Completions(prompts, ids, torch.ones_like(ids))
 
 
 def _total(values: Tensor) -> Tensor:
     """The sum over one process; a placeholder where there is no data and the method reads it."""
     without_data = values.is_meta or isinstance(values, FakeTensor)
     return _PLACEHOLDERS.get(tuple(values.shape), values) if without_data else values
+
+
+class _OfflineWithoutData(OfflineGradient):
+    """The method with a fit whose values are not looked at, of the last family; own completions need less."""
+
+    def __init__(self, config: MethodConfig, backbone: Backbone, prompts: PromptBatch) -> None:
+        super().__init__(config, backbone)
+        ids = torch.zeros(1, config.max_completion_length, dtype=torch.long, device=backbone.device)
+        *_, (name, family) = self.families.items()
+        row = family.rows(Observed.of(backbone, [family], prompts[:1], ids, torch.ones_like(ids)))
+        weights = family.weights(torch.zeros(1, 1, dtype=torch.float64, device=row.device), row)
+        self.prior = Fit(name, weights, Choice(1.0, 0.5, 1.0, 0.1))
 
 
 class _DistilledWithoutData(DistilledGradient):

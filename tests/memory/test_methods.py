@@ -33,6 +33,8 @@ CASES = [
         dtype="bfloat16",
         gradient_checkpointing=True,
     ),
+    dict(method="offline", batch_size=3),
+    dict(method="offline", batch_size=2, gradient_accumulation_steps=2, dtype="bfloat16", gradient_checkpointing=True),
     dict(method="st", batch_size=3),
     dict(method="st", batch_size=2, dtype="bfloat16", gradient_checkpointing=True, reward="trunk"),
 ]
@@ -52,9 +54,10 @@ def five_layers(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("method", (*POLICY_GRADIENTS, "distilled"))
+@pytest.mark.parametrize("method", (*POLICY_GRADIENTS, "distilled", "offline"))
 def test_extrapolated_layers_change_nothing(method, five_layers):
-    config = StepConfig(**STEP | dict(model=five_layers, method=method, num_generations=2, batch_size=4))
+    groups = {} if method == "offline" else {"num_generations": 2}
+    config = StepConfig(**STEP | groups | dict(model=five_layers, method=method, batch_size=4))
     full, short = (trace(config, device="cpu", all_layers=every) for every in (True, False))
     assert (full.traced_layers, short.traced_layers) == (5, 3)
     assert short.peak == pytest.approx(full.peak, rel=0.005)
