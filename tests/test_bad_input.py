@@ -223,6 +223,15 @@ def cases():
         ("--chat_template_kwargs '{a: 1}'", "chat_template_kwargs"), ("--model_init_kwargs '{a: 1}'", "dtype"),
         ("--method ppo --value_learning_rate 1e17", "value_learning_rate"),
         ("--method ppo --passes_per_step 1000000", "passes_per_step"),
+        ("--learning_rate 1e18", "less than or equal to 1000"),
+        ("--set tau_strat=1", "did you mean 'tau_start'?"), ("--method rloop", "did you mean 'rloo'?"),
+        ("--method ste --num_generations null --gumbel_topk 100000", "gumbel_topk: got 100000; allowed: 0"),
+        ("--method ste --num_generations null --hops -1", "hops: got -1"), ("--hops 2", "hops: got 2"),
+        ("--method ste_legacy --num_generations null --gradient_checkpointing true", "gradient_checkpointing: got"),
+        ("--max_completion_length 300", "got 300; allowed: less"), ("--rao_draws 0", "rao_draws: got 0"),
+        ("--final_eval_prompts 41", "final_eval_prompts: got 41; allowed: at most 8"),
+        ("--warmup_steps 1", "less than max_steps = 1"), ("--method ppo --minibatches 3", "minibatches: got 3"),
+        ("--method grpo --num_generations 1", "num_generations: got 1; allowed: at least 2 for grpo"),
     ):  # fmt: skip
         yield "train", text, says, {}
     for text, says in (
@@ -230,6 +239,11 @@ def cases():
         ("--set base_copies=1000000000", "base_copies"), ("--model mdels/backbone", "mdels/backbone"),
         ("--model odd", "num_key_value_heads"), ("--model act", "KeyError: 'nothing'"),
         ("--model deep", "num_hidden_layers"), ("--gpus 1000000", "gpus"), ("--patience 0.001", "--patience"),
+        ("--max-new-tokens 100000", "at most 2048"), ("--fits 1KiB", "bytes: weights"), ("--overhead=-1GB", "overhead"),
+        ("--method gripo", "did you mean 'grpo'?"), ("--method grpo", "gumbel_topk: got 8; allowed: only"),
+        ("--method ste --num-generations 4", "not with ste"), ("--dtype int8", "dtype"), ("--reward trnk", "'trunk'"),
+        ("--method all --fits 1GiB", "allowed: none with --method all"), ("--reward hf:no/such", "got 'hf:no/such'"),
+        ("--method ste --engine checkpointed --gradient-checkpointing", "gradient_checkpointing"),
     ):  # fmt: skip
         files = {"big/config.json": BIG, "odd/config.json": ODD, "act/config.json": ACT, "deep/config.json": TALL}
         yield "memory", text, says, {name: content for name, content in files.items() if name.split("/")[0] in text}
@@ -244,7 +258,8 @@ def cases():
     for command, text in (
         ("generate", "--temperature nan"), ("generate", "--max-new-tokens 0"), ("generate", "--seed 4294967296"),
         ("generate", "--samples 0"), ("generate", "--prompt ''"), ("generate", "--adapter nowhere"),
-        ("evaluate", "--prompts 1"), ("show", "--rows 0"), ("show", "--columns no"), ("merge", "--dtype int8"),
+        ("evaluate", "--prompts 1"), ("show", "--rows 0"), ("show", "--columns no"), ("show", "--step 9"),
+        ("show", "--html reviews"), ("merge", "--dtype int8"),
         ("memory", "--fits '12 parsecs'"), ("memory", "--gpus 0"), ("memory", "--batch-size -1"),
         ("memory", "--method x"), ("memory", "--model nowhere"), ("bench", "--device tpu"),
         ("reward", "--kind bagg"), ("repro", "--jobs 0"),

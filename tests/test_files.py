@@ -4,7 +4,6 @@ import builtins
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 from functools import partial
@@ -338,20 +337,6 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path):
         assert listing(place) == dict.fromkeys("abc", b"new") and not litter(place)
     finally:
         shutil.rmtree(place)
-
-
-def test_a_model_that_does_not_fit_on_the_disk_leaves_the_old_one(project, tmp_path):
-    out = tmp_path / "model"
-    assert main(command("backbone", project, out)) == 0
-    before = listing(out)
-
-    def work():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # the weights do not fit
-        os._exit(main([*command("backbone", project, out), "--set", "hidden_size=16"]))
-
-    assert in_child(work) == 2
-    assert listing(out) == before and not litter(out)
 
 
 # --- single files ---

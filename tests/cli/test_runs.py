@@ -250,27 +250,6 @@ def test_a_page_of_a_run_from_python_has_the_fit_of_the_distilled_reward(tmp_pat
     assert all(f"<th>step {step}</th>" in page for step in (2, 4))
 
 
-BAD = {
-    "a page that is a folder": (["show", "RUN", "--html", "EMPTY"], "--html: got '.*'; allowed: a file: not a folder"),
-    "no run for a page": (["show", "nowhere", "--html", "run.html"], "RUN: got 'nowhere'"),
-    "no run": (["show", "nowhere"], "RUN: got 'nowhere'; allowed: the folder of a training run"),
-    "an empty folder": (["show", "EMPTY"], "allowed: the folder of a training run"),
-    "no rows": (["show", "RUN", "--rows", "0"], "--rows: got 0; allowed: at least 1"),
-    "another step": (["show", "RUN", "--step", "9"], "--step: got 9; allowed: .*: 0, 1, 2, 3, 4$"),
-    "another column": (["show", "RUN", "--columns", "prompt,x"], "--columns: got 'x'; allowed: .*completion, reward"),
-    "nothing to merge": (["merge", "nowhere", "out"], "RUN: got 'nowhere'"),
-    "no type": (["merge", "RUN", "out", "--dtype", "int8"], "dtype: got 'int8'"),
-    "a taken folder": (["merge", "RUN", "RUN"], "OUT: got"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_line(place, tmp_path, capsys, words, message):
-    places = {"RUN": place / "run", "EMPTY": tmp_path}
-    line = error(capsys, *(places.get(word, word) for word in words))
-    assert line.startswith(f"grade {words[0]}: ") and re.search(message, line.strip())
-
-
 @pytest.mark.parametrize("name", ["run.json", "metrics.json", "history.csv", "completions/eval_00004.parquet",
                                   "checkpoint-4/trainer_state.json"])  # fmt: skip
 def test_a_damaged_file_is_one_line(place, copied, capsys, name):

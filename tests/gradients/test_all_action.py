@@ -1,6 +1,5 @@
 """Expectations over the whole vocabulary against dense formulas; straight-through without noise as their gradient."""
 
-import math
 
 import pytest
 import torch
@@ -54,17 +53,6 @@ def test_expectations_and_gradients_against_dense_logits(options, shape, forbidd
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0])
     assert not expected_values(head, h.detach(), lambda rows: s[rows] if shape == (N, V) else s).requires_grad
-
-
-def test_an_expectation_by_hand():
-    """Logits (0, log 3) give p = (1/4, 3/4), s = (2, 6): E = 5, dE/dh = p_2 (6 - 5) log 3; without token 1, E = 2."""
-    head, h = Head(torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)), torch.ones(1, 1, dtype=torch.float64)
-    values = lambda rows: torch.tensor([2.0, 6.0])  # noqa: E731
-    got = expected_values(head, h.requires_grad_(), values)
-    torch.testing.assert_close(got.tolist(), [5.0])
-    torch.testing.assert_close(torch.autograd.grad(got, h)[0].item(), 0.75 * math.log(3))
-    assert expected_values(head, h, values, (1,), torch.tensor([True])).tolist() == [2.0]
-    assert expected_values(head, h, values, (1,), torch.tensor([False])).tolist() == got.tolist()
 
 
 def test_a_half_precision_model_has_float32_expectations():

@@ -86,16 +86,6 @@ def test_a_completion_without_a_reward_is_in_no_baseline(advantages):
     assert got[0, 1] == 0 and not got[1:].any()
 
 
-@pytest.mark.parametrize("advantages", [losses.rloo, lambda r: losses.grpo(r, normalize_std=True)])
-@pytest.mark.parametrize("level", [0.1, 1e6, 3e10])
-def test_rewards_that_differ_by_rounding_give_no_advantage(advantages, level):
-    values = torch.full((2, 6), level)
-    values[1, 2] = torch.nextafter(values[1, 2], torch.tensor(torch.inf))
-    assert not advantages(values).any()
-    values[1, 2] *= 1 + 1e-5
-    assert advantages(values)[1].all()
-
-
 def test_clipped_surrogate():
     ratios, advantages = t([0.5, 1.1, 1.5, 0.5, 1.5]), t([1, 1, 1, -1, -1])
     logps = ratios.log().requires_grad_()

@@ -17,7 +17,6 @@ from grade.gradients.policy_gradient import Completions, PolicyGradient, StepCon
 from grade.models.head import CHUNK_ROWS, self_certainty
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import completion_logps, predicting_hidden, sequence_kl
-from grade.training.config import TrainConfig
 
 BETA, T = 0.3, 2
 
@@ -271,21 +270,6 @@ def test_the_running_baseline_is_of_earlier_steps_only():
     torch.testing.assert_close(found[1] - found[0], shift)
 
 
-def test_min_new_tokens_scores_what_was_sampled():
-    backbone = policy(vocab=7)
-    own = learner(backbone, "rloo", max_completion_length=5, min_completion_length=3)
-    batch = sampled(backbone, own, 2)
-    logits = backbone.head(predicting_hidden(backbone, batch.prompts, batch.ids))
-    logits[:, :3, 1] = -torch.inf
-    want = logits.log_softmax(-1).gather(2, batch.ids.unsqueeze(2)).squeeze(2) * batch.mask
-    got = completion_logps(backbone, batch.prompts, batch.ids, batch.mask, min_new_tokens=3)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(flat_grad(got.sum(), backbone), flat_grad(want.sum(), backbone))
-    ended = torch.ones_like(batch.ids)  # end-of-sequence at once
-    with pytest.raises(InputError, match="one that ends early.*at least min_new_tokens = 3"):
-        completion_logps(backbone, batch.prompts, ended, batch.mask, min_new_tokens=3)
-
-
 @pytest.mark.parametrize("method", ["rloo", "ppo"])
 def test_logits_of_all_positions_never_exist_and_layer_checkpointing_changes_nothing(method):
     backbone = policy(vocab=29)
@@ -323,23 +307,3 @@ def test_a_reward_that_is_not_finite_updates_nothing(method):
     with pytest.raises(InputError, match="reward: got .*nan.*; allowed: finite"):
         own.step([sampled(backbone, own, 2)], Objective(Broken(16)), StepContext(1, pytest.fail))
     assert all(p.grad is None for p in backbone.trainable_parameters())
-
-
-BAD = {
-    "a group that does not divide": (dict(method="rloo", num_generations=3), "num_generations: got 3; allowed: a div"),
-    "a default group that does not": (
-        dict(method="grpo", per_device_train_batch_size=6),
-        "num_generations: got None; allowed: a divisor",
-    ),
-    "a group of one": (dict(method="rloo", num_generations=1), "num_generations: got 1; allowed: at least 2 for rloo"),
-    "minibatches": (
-        dict(method="ppo", minibatches=3),
-        "minibatches: got 3; allowed: a divisor of per_device_train_batch_size = 8",
-    ),
-}
-
-
-@pytest.mark.parametrize(("values", "message"), BAD.values(), ids=BAD)
-def test_what_does_not_belong_together_is_refused(values, message):
-    with pytest.raises(InputError, match=message):
-        TrainConfig.parse(values)

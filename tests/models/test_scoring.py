@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.errors import InputError
-from grade.experiments.intuitor.measure.tables import chunked_over_vocabulary
 from grade.models.head import CHUNK_ROWS, Head, certainty_of_logits, entropy, self_certainty
 from grade.models.sampling import generate
 from grade.models.scoring import completion_certainty, completion_logps, completion_states, pool, predicting_hidden
@@ -90,18 +89,6 @@ def test_self_certainty_is_never_negative_and_does_not_see_a_shift(values, shift
     logits = torch.tensor(values, dtype=torch.float64)
     assert float(certainty_of_logits(logits)) >= -1e-12
     assert torch.allclose(certainty_of_logits(logits + shift), certainty_of_logits(logits), atol=1e-12)
-
-
-def test_chunking_the_vocabulary_is_another_quantity_and_blind_to_confidence():
-    logits = 2 * torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    right, wrong = [], []
-    for peak in (10.0, 20.0, 30.0):
-        logits[7] = peak
-        right.append(float(certainty_of_logits(logits)) + math.log(4096))  # the published form, without log V
-        wrong.append(float(chunked_over_vocabulary(logits, 64)))
-    assert right[2] - right[0] > 19  # a token 20 nats likelier shows in full
-    assert wrong[2] - wrong[0] == pytest.approx(20 / 64, rel=0.05)  # one chunk of 64
-    assert all(r - w > math.log(64) for r, w in zip(right, wrong, strict=True))  # Jensen
 
 
 def test_a_completion_scores_its_own_tokens():

@@ -17,7 +17,6 @@ from grade.errors import InputError
 from grade.files import write_manifest
 from grade.gradients.methods import METHODS
 from grade.training import folder
-from grade.training.folder import RunFolder
 from grade.training.run import train
 from grade.training.trainer import GradeTrainer
 
@@ -187,13 +186,6 @@ def _stop():
     raise Stop
 
 
-def test_a_finished_run_is_left_alone(common, tmp_path):
-    assert train(settings("ste", common, tmp_path), silent).step == 4
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and path.suffix}
-    assert train(settings("ste", common, tmp_path), silent, "yes") is None
-    assert before == {path: path.stat().st_mtime_ns for path in before}
-
-
 def test_a_run_killed_in_a_finished_runs_folder_is_not_taken_for_finished(common, tmp_path, monkeypatch):
     assert train(settings("ste", common, tmp_path), silent).step == 4
     other = common | {"beta": 0.3}
@@ -201,15 +193,6 @@ def test_a_run_killed_in_a_finished_runs_folder_is_not_taken_for_finished(common
     assert (tmp_path / "metrics.json").is_file()  # the earlier run's results stand until there are others
     assert train(settings("ste", other, tmp_path), silent, "yes").step == 4
     assert train(settings("ste", other, tmp_path), silent, "yes") is None
-
-
-def test_a_finished_run_whose_results_were_removed_writes_them_again(common, tmp_path):
-    """As DVC removes them before it runs a stage again."""
-    train(settings("ste", common, tmp_path), silent)
-    before = (tmp_path / "metrics.json").read_bytes()
-    (tmp_path / "metrics.json").unlink()
-    assert train(settings("ste", common, tmp_path), silent, "auto").step == 4
-    assert (tmp_path / "metrics.json").read_bytes() == before
 
 
 def test_trackers_go_on_with_the_same_run(common, tmp_path, monkeypatch):
@@ -229,12 +212,6 @@ def test_trackers_go_on_with_the_same_run(common, tmp_path, monkeypatch):
     first, resumed, other = seen
     assert first == resumed and first[0] == str(tmp_path / "tensorboard") and first[2] == "allow"
     assert other[1] != first[1]
-
-
-def test_a_folder_takes_one_run_at_a_time(common, tmp_path):
-    config = settings("ste", common, tmp_path)
-    with RunFolder(config).locked(), pytest.raises(InputError, match="a folder that no other run is writing to"):
-        train(config, silent)
 
 
 def forked(work):
