@@ -13,7 +13,6 @@ import os
 import re
 import stat
 import sysconfig
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,17 +108,6 @@ def is_users(file: str) -> bool:
     """Whether a file of code is neither this package's, nor an installed one's, nor the standard library's."""
     ours, installed = str(Path(__file__).parent), ("site-packages", "dist-packages")
     return not (file.startswith((ours, "<frozen", sysconfig.get_path("stdlib"))) or any(n in file for n in installed))
-
-
-def error_of_user(error: BaseException) -> str:
-    """An exception's text, also of one that cannot write its own, and the innermost line of the user's code."""
-    try:
-        text = str(error) or "no message"
-    except Exception as other:
-        text = f"its text raises {type(other).__name__}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f" in {frame.filename}, line {frame.lineno}" for frame in frames if is_users(frame.filename)]
-    return f"({text[:MOST_SHOWN]})" + "".join(lines[-1:])
 
 
 def is_memory_error(error: BaseException) -> bool:

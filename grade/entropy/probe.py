@@ -30,7 +30,7 @@ from grade.entropy.samples import (
     prompt_gradients,
     scores_at,
 )
-from grade.entropy.update import UpdateVector, adamw_update, preconditioner, undone
+from grade.entropy.update import UpdateVector, adamw_update, preconditioner
 from grade.entropy.ustat import two_batch, u_statistic
 from grade.errors import InputError
 from grade.memory.tracker import MemoryTracker
@@ -42,7 +42,7 @@ from grade.stats import Estimate
 Reward = Callable[[PromptBatch, Tensor, Tensor], Tensor]
 """Rewards [n] of completions ids [n, T], mask [n, T] to prompts [n, P]."""
 Gradient = Callable[[PromptBatch, torch.Generator], None]
-"""Adds the gradient of a loss on the update's prompts to the parameters' ``.grad``: a training step of this library."""
+"""Adds the gradient of a loss on the update's prompts to the parameters' ``.grad``, and changes nothing else."""
 
 
 class _BatchConfig(Config):
@@ -266,13 +266,18 @@ class EntropyProbe:
         prompts = prompts[slice(b) if one else slice(b, 2 * b)]
         parameters = trained_parameters(self.policy)
         if gradient is not None:
-            with undone(self.policy, self.optimizer):
+            before = [p.grad for p in parameters]
+            try:
                 for p in parameters:
                     p.grad = None
-                gradient(prompts.to(self.policy.device), generator)
+                with torch.random.fork_rng(range(torch.cuda.device_count())):
+                    gradient(prompts.to(self.policy.device), generator)
                 if any(p.grad is None for p in parameters):
                     raise ValueError("gradient left a trained parameter without .grad: it must run backward")
                 return None, [p.grad for p in parameters], None
+            finally:
+                for p, grad in zip(parameters, before, strict=True):
+                    p.grad = grad
         update = evaluation if one else self._draw(prompts, generator)
         size = self.config.memory_config.importance_microbatch_size
         with torch.no_grad():

@@ -11,10 +11,8 @@ weight decay.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from grade.errors import InputError
-from grade.models.backbone import Backbone
-from grade.models.parameters import flatten, set_values, trained_parameters
+from grade.models.parameters import flatten
 
 
 @dataclass(frozen=True)
@@ -99,27 +96,3 @@ def preconditioner(optimizer: torch.optim.AdamW, parameters: Sequence[nn.Paramet
         second = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["step"]))
         parts.append(1 / (second.sqrt() + group["eps"]))
     return flatten(parts)
-
-
-@contextlib.contextmanager
-def undone(backbone: Backbone, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Afterwards everything that a step can change is as before, bit by bit.
-
-    That is parameters, their gradients, optimizer, random state, train and eval flags. Copies are on the CPU, so no
-    second copy of the adapter takes device memory.
-    """
-    parameters = trained_parameters(backbone)
-    values = [p.detach().to("cpu", copy=True) for p in parameters]
-    gradients = [p.grad for p in parameters]
-    state = copy.deepcopy(optimizer.state_dict())  # it shares its tensors with the optimizer, which updates them
-    training = [(m, m.training) for m in backbone.modules()]
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield
-    finally:
-        set_values(parameters, values)
-        for p, grad in zip(parameters, gradients, strict=True):
-            p.grad = grad
-        optimizer.load_state_dict(state)
-        for module, flag in training:
-            module.training = flag

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from grade.config import check_bytes
@@ -104,24 +101,3 @@ def build_backbone(
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) not in tables)
     return backbone
-
-
-def to_fake(backbone: Backbone, mode: FakeTensorMode, *others: nn.Module) -> None:
-    """Replace every parameter and buffer on ``meta`` by an empty fake CPU tensor, tied ones once.
-
-    PEFT cannot be built inside a `FakeTensorMode`, and operators do not accept meta and fake tensors together.
-    """
-    fakes: dict[int, torch.Tensor] = {}
-    with mode:
-        for module in (m for root in (backbone, *others) for m in root.modules()):
-            for store in (module._parameters, module._buffers):
-                for name, tensor in store.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in fakes:
-                        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                    store[name] = fakes[id(tensor)]
-    layer = backbone.model.get_output_embeddings()
-    backbone.head = replace(backbone.head, weight=layer.weight, bias=getattr(layer, "bias", None))

@@ -45,10 +45,10 @@ def reward_context(spec: str) -> int | None:
     """Tokens that a reward of its own can read; None if there is no limit but the policy's."""
     if not spec.startswith(CLASSIFIER):
         return None
-    return getattr(classifier_config(spec).get_text_config(), "max_position_embeddings", None)
+    return getattr(_classifier_config(spec).get_text_config(), "max_position_embeddings", None)
 
 
-def classifier_config(spec: str) -> PretrainedConfig:
+def _classifier_config(spec: str) -> PretrainedConfig:
     """The configuration of a sequence classifier ``hf:<folder or id>``, with or without ``@LABEL``."""
     allowed = f"{CLASSIFIER}<Hugging Face id, or folder with config.json>"
     config = read_config("reward", spec, classifier_source(spec), allowed)
@@ -81,7 +81,7 @@ class _ClassifierInPhase(nn.Module, EmbeddedClassifier):
 
     def __init__(self, spec: str, backbone: Backbone) -> None:
         nn.Module.__init__(self)
-        device, config = backbone.device, classifier_config(spec)
+        device, config = backbone.device, _classifier_config(spec)
         with torch.device(device), NoData() if device.type == "meta" else contextlib.nullcontext():
             try:
                 model = AutoModelForSequenceClassification.from_config(config, dtype=config.dtype or torch.float32)

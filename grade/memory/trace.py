@@ -19,12 +19,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,10 +37,11 @@ from transformers.cache_utils import DynamicLayer
 from grade.errors import InputError
 from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
 from grade.memory.meta import NoData
-from grade.memory.models import model_config, to_fake, with_layers
+from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES, SHARDED, Category, LiveTracker
 from grade.memory.settings import Device, Sharding, TracedConfig
 from grade.memory.step import Step, build, make_step
+from grade.models.backbone import Backbone
 from grade.models.sampling import Decoder
 
 _FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -158,7 +159,7 @@ def trace_layers(
     if config.autocast:  # autocast depends on the device, and meta has none; fake CPU tensors do, at twice the time
         counted = None
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        to_fake(backbone, mode, *others)
+        _to_fake(backbone, mode, *others)
     try:
         with mode, NoData(), kernels_of(device), alone_among(processes):
             if processes > 1 and sharding == "fsdp2":
@@ -172,6 +173,27 @@ def trace_layers(
         where = f"{path.name}:{last.lineno} ({last.line})"
         allowed = "code that reads shapes only: memory may not depend on the contents of a tensor"
         raise InputError("traced step", where, allowed) from error
+
+
+def _to_fake(backbone: Backbone, mode: FakeTensorMode, *others: nn.Module) -> None:
+    """Replace every parameter and buffer on ``meta`` by an empty fake CPU tensor, tied ones once.
+
+    PEFT cannot be built inside a `FakeTensorMode`, and operators do not accept meta and fake tensors together.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    with mode:
+        for module in (m for root in (backbone, *others) for m in root.modules()):
+            for store in (module._parameters, module._buffers):
+                for name, tensor in store.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in fakes:
+                        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    store[name] = fakes[id(tensor)]
+    layer = backbone.model.get_output_embeddings()
+    backbone.head = replace(backbone.head, weight=layer.weight, bias=getattr(layer, "bias", None))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers.utils import logging
 
 from grade.errors import InputError, file_error, reading
 from grade.files import hashed, require_source
@@ -227,15 +226,13 @@ def _any_batch(model: PreTrainedModel) -> Iterator[None]:
 
     Their warning that padding cannot be detected among embeddings is silenced, because the probe has checked that.
     """
-    config, noise = model.config.get_text_config(), logging.getLogger("transformers.modeling_layers")
-    before, level = config.pad_token_id, noise.level
-    config.pad_token_id = -1
-    noise.setLevel(logging.ERROR)
+    config = model.config.get_text_config()
+    before, config.pad_token_id = config.pad_token_id, -1
     try:
-        yield
+        with errors_only():
+            yield
     finally:
         config.pad_token_id = before
-        noise.setLevel(level)
 
 
 @torch.no_grad()
@@ -267,7 +264,7 @@ def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[Pr
     """
     allowed = "a folder or hub id of a sequence classifier with safetensors weights, a tokenizer and no remote code"
     require_source("reward", source, allowed)
-    transformers_logging.disable_progress_bar()
+    logging.disable_progress_bar()
     with reading("reward", source, allowed), errors_only():
         model, info = AutoModelForSequenceClassification.from_pretrained(
             source, use_safetensors=True, trust_remote_code=False, output_loading_info=True

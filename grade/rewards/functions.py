@@ -16,6 +16,7 @@ import functools
 import inspect
 import numbers
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grade.errors import InputError, error_of_user
+from grade.errors import InputError, is_users
 from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch, decode
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+_MOST_SHOWN = 300  # characters of an exception's text
 _RETURNS = "a list with a finite number, or None, for each completion"
 
 
@@ -197,8 +199,19 @@ def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
         raise
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         first = f"row 0 of {len(texts.completions)} begins {beginning(texts.completions[0])}"
-        allowed = f"no exception {error_of_user(error)}, but {_RETURNS}; {first}"
+        allowed = f"no exception {_told(error)}, but {_RETURNS}; {first}"
         raise InputError(f"reward {reward.name!r}", type(error).__name__, allowed) from error
+
+
+def _told(error: BaseException) -> str:
+    """An exception's text, also of one that cannot write its own, and the innermost line of the user's code."""
+    try:
+        text = str(error) or "no message"
+    except Exception as other:
+        text = f"its text raises {type(other).__name__}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f" in {frame.filename}, line {frame.lineno}" for frame in frames if is_users(frame.filename)]
+    return f"({text[:_MOST_SHOWN]})" + "".join(lines[-1:])
 
 
 def _values(reward: FunctionReward, result: Any, texts: Texts, dtype: torch.dtype) -> Tensor:

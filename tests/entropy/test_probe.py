@@ -107,24 +107,17 @@ def test_prediction_and_importance_sampling_find_the_true_change():
     assert report.warnings == []
 
 
-def test_a_failure_within_a_gradient_undoes_what_it_did():
-    probe = a_probe()
-    parameters, random = [p.detach().clone() for p in probe.policy.parameters()], torch.get_rng_state()
-    flags = [m.training for m in probe.policy.modules()]
-    gradients = [torch.ones_like(p) for p in trained_parameters(probe.policy)]
+def test_a_failure_within_a_gradient_leaves_no_gradient_and_the_random_state():
+    probe, random = a_probe(), torch.get_rng_state()
 
     def gradient(batch, generator):
-        for p, g in zip(trained_parameters(probe.policy), gradients, strict=True):
-            p.grad = g
-        probe.optimizer.step()
-        torch.rand(3)
-        probe.policy.train()
+        for p in trained_parameters(probe.policy):
+            p.grad = torch.rand(p.shape)
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
         probe.run(prompts(), gradient=gradient)
-    assert all(torch.equal(p, q) for p, q in zip(parameters, probe.policy.parameters(), strict=True))
-    assert torch.equal(random, torch.get_rng_state()) and flags == [m.training for m in probe.policy.modules()]
+    assert torch.equal(random, torch.get_rng_state())
     assert all(p.grad is None for p in probe.policy.parameters())
 
 

@@ -3,13 +3,12 @@
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import BertConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, T5Config, ViTConfig
+from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, T5Config, ViTConfig
 
 from grade.errors import InputError
 from grade.experiments.bench import measure
 from grade.memory.models import TINY
 from grade.memory.plan import plan, single_changes
-from grade.memory.rewards import classifier_config
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
@@ -91,7 +90,7 @@ def test_a_traced_step_with_a_classifier_has_the_peak_of_one_with_the_real_class
     backbone, (stand_in,) = build(config, device="cpu")
     backbone.tokenizer, model = characters(VOCAB), stand_in.model
     label = model.config.id2label[0] if model.config.num_labels > 1 else None
-    stand_in.model.config.pad_token_id = classifier_config(config.reward).pad_token_id
+    stand_in.model.config.pad_token_id = AutoConfig.from_pretrained(config.reward.removeprefix("hf:")).pad_token_id
     if name.endswith("_300"):
         real = TextClassifier(model, characters(300), label)
     else:
