@@ -1,5 +1,7 @@
 """One-token counterfactuals: which are drawn, what is asked of the reward, and what the fit makes of the answers."""
 
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -175,16 +177,31 @@ def test_the_fit_is_ridge_regression_on_rows_of_both_kinds(policy, monkeypatch, 
         torch.testing.assert_close(weights, torch.from_numpy(ridge.coef_), rtol=1e-6, atol=1e-7)  # CG: 1e-8
 
 
+class Sum(Reward):
+    """A sum over tokens."""
+
+    name = "sum"
+
+    def __init__(self, scale=1.0):
+        self.worth = scale * torch.randn(VOCAB, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def score(self, policy, prompts, ids, mask):
+        return (self.worth[ids] * mask).sum(1)
+
+
+class Noise(Reward):
+    """A number of its own for every text."""
+
+    name = "noise"
+
+    def score(self, policy, prompts, ids, mask):
+        texts = torch.where(mask.bool(), ids, -1).tolist()
+        seeds = (zlib.crc32(str(text).encode()) for text in texts)
+        return torch.tensor([np.random.default_rng(seed).standard_normal() for seed in seeds])
+
+
 def test_they_explain_what_few_completions_cannot(policy):
-    """A reward that is a sum over tokens, from 8 completions; the weight is the quotient of the variances."""
-
-    class Sum(Reward):
-        name = "sum"
-
-        def score(self, policy, prompts, ids, mask):
-            worth = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-            return (worth[ids] * mask).sum(1)
-
+    """Of a reward that is a sum over tokens, from 8 completions; the weight is the quotient of the variances."""
     r2 = {}
     for number in (0, 4):
         own = learner(policy, substitutions=number)
@@ -193,7 +210,14 @@ def test_they_explain_what_few_completions_cannot(policy):
         r2[number] = own.fit.choice.r2
     within = sample.reward.view(2, GROUP).var(1).mean()
     assert own.fit.choice.substitutions == pytest.approx(float(within) / np.square(sample.substituted.changes).mean())
-    assert r2[0] < 0.6 < 0.9 < r2[4], r2
+    assert r2[0] < 0.6 < 0.9 < r2[4]
+
+
+def test_noise_is_not_explained(policy):
+    """Changes of one completion share its own noise, so all of them are left out together."""
+    own = learner(policy, substitutions=4)
+    own.update_fit([scored(own, Noise(), prompts=16)], StepContext(1, lambda: None))
+    assert own.fit.choice.r2 < 0.02, own.fit.choice
 
 
 def test_the_corrected_gradient_is_unbiased_over_all_pairs_of_completions(monkeypatch):
@@ -278,6 +302,16 @@ def test_only_the_newest_are_kept(policy, monkeypatch):
     kept = own.store.substitutions
     assert kept.about.shape[1] == kept.rows["counts"].shape[0] == len(kept.rows["bag"]) == 50 < kept.calls
     assert own.fit.weights.isfinite().all() and set(kept.about[0]) <= set(range(8, 12))
+
+
+def test_those_of_completions_that_were_dropped_are_in_no_fit(policy):
+    fits = []
+    for scale in (1.0, 3.0):
+        own = learner(policy, distil_window=16)
+        for seed, reward in enumerate((Sum(scale), Sum(), Sum())):
+            own.update_fit([scored(own, reward, seed=seed)], StepContext(1, lambda: None))
+        fits.append(own.fit)
+    assert torch.equal(fits[0].weights, fits[1].weights) and fits[0].choice == fits[1].choice
 
 
 @pytest.mark.parametrize(

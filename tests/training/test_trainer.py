@@ -190,14 +190,18 @@ def test_early_stopping_and_the_best_model(base, tmp_path):
     assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
 
 
-def test_completions_are_written_as_tables(base, tmp_path):
+@pytest.mark.parametrize("changes", [{}, dict(method="distilled", substitutions=2, gradient_accumulation_steps=2)])
+def test_completions_are_written_as_tables(base, tmp_path, changes):
+    """Those that were sampled, not what else was scored."""
+
     def reward(completions, log_extra, **_):
         log_extra("shout", [text.upper() for text in completions])
         return [float(len(text)) for text in completions]
 
-    trainer(base, tmp_path, reward, log_completions=True, logging_steps=2, held_out=PROMPTS, eval_on_end=True).train()
+    options = dict(log_completions=True, logging_steps=2, held_out=PROMPTS, eval_on_end=True)
+    trainer(base, tmp_path, reward, **options, **changes).train()
     table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
-    assert len(table) == 16 and (table["shout"] == table["completion"].str.upper()).all()
+    assert len(table) == (32 if changes else 16) and (table["shout"] == table["completion"].str.upper()).all()
     assert table["reward"].tolist() == table["completion"].str.len().tolist() == table["rewards/reward"].tolist()
     held_out = pd.read_parquet(tmp_path / "completions" / "eval_00002.parquet")
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
