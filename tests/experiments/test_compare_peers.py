@@ -130,7 +130,8 @@ def test_other_ways_to_use_text_are_evaluated_alike():
                    {"method": "raft", "strengths": [0.25], **of},
                    {"method": "policy_gradient", "strengths": [0.1], **of}]  # fmt: skip
     config = text_peers.TextPeersConfig.parse({"contestants": contestants, "eval_prompts": 16})
-    rows = text_peers.compare_text_peers(config).set_index(["method", "strength", "step"])
+    *_, rows = text_peers.compare_text_peers(config)
+    rows = rows.set_index(["method", "strength", "step"])
     assert rows.kl["prompted", "", 0] == 0 < rows.kl["prompted", "A wonderful film.", 0]
     assert rows.kl["best_of_n", 1, 0] == 0 and rows.kl["best_of_n", 8, 0] == pytest.approx(math.log(8) - 7 / 8)
     assert rows.reward["best_of_n", 8, 0] > rows.reward["best_of_n", 1, 0]

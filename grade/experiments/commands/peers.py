@@ -27,7 +27,7 @@ def _text_peers(args: argparse.Namespace) -> None:
     """Compare what others do with scored text, or with samples, with this project's methods."""
     config = TextPeersConfig.load(args.config, args.set)
     with claimed(args.output_dir, (), shared=True):
-        rows = compare_text_peers(config)
-        figures = text_peer_figures(rows)
-        write_text_peers(args.output_dir, rows, figures)
+        for rows in compare_text_peers(config):
+            figures = text_peer_figures(rows)
+            write_text_peers(args.output_dir, rows, figures)
     print_metrics(figures)

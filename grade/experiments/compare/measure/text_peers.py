@@ -30,7 +30,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -106,8 +106,8 @@ class _Clock(TrainerCallback):
         self.began = time.perf_counter()
 
 
-def compare_text_peers(config: TextPeersConfig) -> pd.DataFrame:
-    """The table: a row for each evaluation of each run."""
+def compare_text_peers(config: TextPeersConfig) -> Iterator[pd.DataFrame]:
+    """The table, a row for each evaluation of each run, as it is after each contestant."""
     if {each.method for each in config.contestants} & {"dpo", "trl_grpo"}:
         if not have_peer():
             raise InputError("contestants", "dpo or trl_grpo", "others, or pip install -e '.[peers]'")
@@ -122,7 +122,7 @@ def compare_text_peers(config: TextPeersConfig) -> pd.DataFrame:
             contest = _Contest(config, contestant, seed, bench, known, rows)
             for strength in contestant.strengths:
                 _METHODS.get(contestant.method, _Contest.likelihood)(contest, strength)
-    return pd.DataFrame(rows)
+            yield pd.DataFrame(rows)
 
 
 @dataclass
