@@ -61,18 +61,9 @@ class _Loading:
     ) -> Self:  # fmt: skip
         """Build a config from YAML files (later over earlier), then ``key=value`` overrides, then options.
 
-        Args:
-            paths: YAML files, each a mapping of field names; nested mappings are merged.
-            overrides: Strings ``key=value``; ``a.b=1`` sets field ``b`` of the nested config ``a``. An error in one
-                names ``--set``.
-            options: The same, from options of the command line that have a name of their own.
-            section: A file that has this key holds the fields below it, beside what is no field of this config.
-
-        Returns:
-            The validated config.
-
-        Raises:
-            InputError: For a missing or unreadable file, a malformed override or a wrong field.
+        Nested mappings are merged; ``a.b=1`` sets field ``b`` of the nested config ``a``. An error in an override names
+        ``--set``; options are those of the command line that have a name of their own. A file that has the key
+        ``section`` holds the fields below it, beside what is no field of this config.
         """
         paths, overrides, options = list(paths), list(overrides), list(options)
         values = read_values(paths, [*overrides, *options], section)
@@ -97,18 +88,10 @@ class Config(_Loading, pydantic.BaseModel):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
-        """Build a config from a mapping.
+        """Build a config from a mapping; `InputError` names the first wrong field, its value and what is allowed.
 
-        Args:
-            values: Field names and values.
-            source: Where they come from (a file name), put before the field in an error.
-            sources: Fields that come from elsewhere, as ``a.b``, and from where.
-
-        Returns:
-            The validated config.
-
-        Raises:
-            InputError: Naming the first wrong field, its value and what is allowed.
+        ``source`` is where the values come from (a file name), put before the field in an error; ``sources`` names the
+        fields that come from elsewhere, as ``a.b``, and from where.
         """
         try:
             return cls.model_validate(dict(values))

@@ -69,15 +69,8 @@ def read_texts(
     than ``prompt_tokens + 2`` tokens is dropped. A window's row has ``completion_ids`` as well, with the end of the
     sequence where the text ends.
 
-    Args:
-        source: Rows, a dataset, or a file, folder or hub id as for `grade.data.prompts.load_rows`.
-        tokenizer: The policy's.
-        prompt_tokens: P of windows.
-        completion_tokens: T of windows.
-        limit: Most rows; the first ones are taken.
-
-    Raises:
-        InputError: For a row without text, columns that are missing, or fewer than `LEAST` rows.
+    ``source`` is rows, a dataset, or a file, folder or hub id as for `grade.data.prompts.load_rows`; of more rows than
+    ``limit`` the first ones are taken. `InputError` for a row without text, missing columns, fewer than `LEAST` rows.
     """
     named = isinstance(source, (str, Path))
     place = str(source) if named else "texts"
@@ -157,20 +150,11 @@ def score_texts(
 ) -> ScoredTexts:
     """The rewards of rows from `read_texts` or `reference_texts`, as far as an earlier run has not kept them in a file.
 
-    A completion of fewer than T tokens gets the end of the sequence; a longer one is cut. A row's ``completion_ids``
-    are taken as they are.
-
-    Args:
-        rows: N rows; columns besides prompt and completion reach the reward.
-        backbone: The policy. Only its tokenizer, and the base whose embeddings a reward reads, matter.
-        rewards: A `grade.rewards.rewards.Rewards`, which scores them, once each.
-        completion_tokens: T.
-        encode: Rows to prompts.
-        batch_size: Texts to score at once.
-        cache: Folder of kept scores, usually `cache_folder`; None: neither read nor written.
-
-    Raises:
-        InputError: For a row that cannot be encoded, or a reward that cannot score it.
+    A completion of fewer than T = ``completion_tokens`` tokens gets the end of the sequence; a longer one is cut. A
+    row's ``completion_ids`` are taken as they are; columns besides prompt and completion reach the reward. Of the
+    policy only the tokenizer matters, and the base whose embeddings a reward reads. ``rewards`` is a
+    `grade.rewards.rewards.Rewards`; ``encode`` makes prompts of rows; ``cache`` is the folder of kept scores, usually
+    `cache_folder`, or None: neither read nor written.
     """
     if backbone.tokenizer is None:
         raise InputError("tokenizer", None, "the policy's tokenizer: texts are read")
@@ -245,19 +229,8 @@ def reference_texts(
     """N completions of the reference as texts, from the file of an earlier run if there is one.
 
     Prompts are drawn without replacement, in rounds if there are fewer than N. The reference is the policy without its
-    adapter, at its head's temperature; a server samples it as its base.
-
-    Args:
-        rows: Rows of prompts.
-        number: N.
-        backbone: The policy.
-        sampler: Draws the completions.
-        completion_tokens: T.
-        encode: Rows to prompts.
-        seed: Of the choice of prompts and of the samples.
-        min_new_tokens: Least tokens of a completion.
-        batch_size: Completions to sample at once.
-        cache: As for `score_texts`.
+    adapter, at its head's temperature; a server samples it as its base. The seed is that of the choice of prompts and
+    of the samples; ``encode`` and ``cache`` are as for `score_texts`.
     """
     generator = torch.Generator(backbone.device).manual_seed(seed)
     order = torch.Generator().manual_seed(seed)

@@ -150,9 +150,8 @@ def encode_examples(
     numbers in the dataset, for error messages; by default they count from 0. Plain text for a tokenizer with a chat
     template is warned of once per process, if ``warn_raw``.
 
-    Raises:
-        InputError: Naming the row, if its prompt is missing, empty, too long or of another type than the first one's,
-            or if the chat template refuses it; or if a setting is not allowed or there are no rows.
+    `InputError` names the row whose prompt is missing, empty, too long, of another type than the first one's, or
+    refused by the chat template.
     """
     if max_prompt_length is not None and max_prompt_length < 1:
         raise InputError("max_prompt_length", max_prompt_length, "a whole number of at least 1, or none")

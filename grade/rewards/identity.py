@@ -101,15 +101,13 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def code_fingerprint(reward: str | Callable[..., Any]) -> dict[str, str]:
-    """SHA-256 of a reward function's own file and of the user's files that it imports, directly or not.
+    """SHA-256 of a reward function's own file and of the user's files that it imports, directly or not, by path.
 
     The function is given by name or as an object. Paths are relative to its file's folder; the source of a function
     from a notebook's cell stands under its name. Imports are found in the text of the files, because importing a
     reward runs it; the standard library's modulefinder does not know packages without ``__init__.py``. Not seen:
-    imports by a computed name, values that a function was made with, and files that it reads.
-
-    Returns:
-        By path; empty where there is no code of the user's, as for a classifier's name or a built-in function.
+    imports by a computed name, values that a function was made with, and files that it reads. Empty where there is no
+    code of the user's, as for a classifier's name or a built-in function.
     """
     if isinstance(reward, str):
         where = "" if reward.startswith("hf:") else reward.rpartition(":")[0]
