@@ -82,7 +82,7 @@ class Contestant(Config):
     ]
     texts: str = Field(OWN, pattern=r"^(reference:)?[1-9]\d*$|^own$")  # N, reference:N, or own for none
     strengths: list[float | str] = Field(min_length=1)  # one run each; see the module
-    learning_rate: float = Field(6e-3, gt=0)  # AdamW's; it falls to 0, but that of ours and of trl_grpo stays
+    learning_rate: float = Field(6e-3, gt=0)  # AdamW's, falling to 0
     batch: Several = 32  # texts, pairs or completions a step
     steps: Size = 40  # optimizer steps
     eval_every: Size = 10  # steps between evaluations
@@ -161,7 +161,9 @@ class _Contest:
         grid = Grid(policy=config.policy, rewards=[config.reward], methods=["grpo"], completions=c.batch,
                     steps=c.steps, eval_every=c.eval_every, eval_prompts=config.eval_prompts)  # fmt: skip
         run = make_run(config, grid, config.reward, method, 1.0, self.seed, c.learning_rate)
-        return Run(run.names, run.values | {"target_kl": None} | values, run.policy, run.reward)
+        return Run(
+            run.names, run.values | {"target_kl": None, "lr_scheduler_type": "linear"} | values, run.policy, run.reward
+        )
 
     def _encode(self, backbone: Backbone, rows: Sequence[dict[str, Any]]) -> PromptBatch:
         return encode_examples(backbone.tokenizer, rows, self.config.prompt_tokens, "right", warn_raw=False)
