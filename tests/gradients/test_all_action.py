@@ -1,6 +1,5 @@
 """Expectations over the whole vocabulary against dense formulas; straight-through without noise as their gradient."""
 
-
 import pytest
 import torch
 from conftest import EOS, VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2

@@ -190,9 +190,11 @@ def test_early_stopping_and_the_best_model(base, tmp_path):
     assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
 
 
-@pytest.mark.parametrize("changes", [{}, dict(method="distilled", substitutions=2, gradient_accumulation_steps=2)])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(method="distilled", substitutions=9, temperature=0.1, gradient_accumulation_steps=2)]
+)
 def test_completions_are_written_as_tables(base, tmp_path, changes):
-    """Those that were sampled, not what else was scored."""
+    """Those that were sampled, not what else was scored: at a low temperature unequally often in two microbatches."""
 
     def reward(completions, log_extra, **_):
         log_extra("shout", [text.upper() for text in completions])
