@@ -34,7 +34,9 @@ from grade.rewards.base import Reward
 from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 
-Method = Literal["rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto", "auto_texts", "offline"]
+Method = Literal[
+    "rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto", "auto_texts", "auto_changes", "offline"
+]  # fmt: skip
 OWN: dict[Method, dict[str, Any]] = {
     "ppo": {"num_generations": 4},
     "st": {"hops": 1},
@@ -42,6 +44,7 @@ OWN: dict[Method, dict[str, Any]] = {
     "corrected": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": 1.0},
     "auto": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": "auto"},
     "auto_texts": SETTINGS["distilled"] | {"method": "auto"},
+    "auto_changes": SETTINGS["distilled"] | {"method": "distilled", "substitutions": 4},
     "offline": {"beta": 0.0},
 }
 """Settings of the methods that `SETTINGS` has not; ``method`` where the trainer's name is another."""

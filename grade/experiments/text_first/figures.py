@@ -19,9 +19,11 @@ from grade.experiments.plotting import (
     panels,
     with_ends,
 )
+from grade.experiments.rewards import OWN
 from grade.experiments.text_first.metrics import differences, labelled, last
 
 _LINE = dict(color=color("line"), linewidth=1, linestyle="--")
+_LEFT_OUT = ("grpo", "ppo")
 _QUALITY = {
     "reward": "reward", "gold": "gold judge", "outside": "VADER's sentiment", "distinct": "distinct bigrams",
     "length": "words",
@@ -38,9 +40,10 @@ def _means(runs: pd.DataFrame, subjects: Sequence[str], columns: Sequence[str]) 
 def frontier_figure(runs: pd.DataFrame, subjects: Sequence[str], levels: Sequence[float]) -> Figure:
     """Reward against KL along training, a panel for each subject; bars: one standard error over seeds.
 
-    Numbers are completions of the policy, at the evaluations nearest to the levels.
+    Numbers are completions of the policy: at the end, and at the evaluations nearest to lower levels. Of methods that only
+    sample, `rloo` and `auto` are drawn, and those that differentiate the reward.
     """
-    table = _means(labelled(runs), subjects, ["kl", "reward", "samples"])
+    table = _means(labelled(runs), subjects, ["kl", "reward", "samples"]).query("method not in @_LEFT_OUT")
     table["subject"] = table["subject"].map(title)
     text = "Reward against KL (numbers: completions sampled)"
     grid = panels(sns.relplot, table, text, x="kl", y="reward", col="subject", col_wrap=min(2, len(subjects)),
@@ -50,11 +53,15 @@ def frontier_figure(runs: pd.DataFrame, subjects: Sequence[str], levels: Sequenc
         shown = table[table["subject"] == name]
         for method, rows in shown.groupby("method", sort=False):
             ax.errorbar(rows["kl"], rows["reward"], rows["error"], fmt="none", ecolor=color(method), elinewidth=1)
-            above = rows["reward"].iloc[-1] >= shown.groupby("method")["reward"].last().median()
-            for number in {(rows["kl"] - level).abs().idxmin() for level in levels}:
-                row = rows.loc[number]
-                ax.annotate(f"{row['samples']:,.0f}", (row["kl"], row["reward"]), (0, (9 if above else -15)),
-                            textcoords="offset points", ha="center", fontsize=8, color=color(method))  # fmt: skip
+        for level in levels:
+            nearest = (shown["kl"] - level).abs().groupby(shown["method"]).idxmin()
+            if level == max(levels):
+                nearest = shown.groupby("method")["step"].idxmax()
+            points = shown.loc[nearest].sort_values("reward")
+            # The lowest is told below, all others above: of equal numbers one.
+            for place, row in enumerate(points.drop_duplicates("samples", keep="first").itertuples()):
+                ax.annotate(f"{row.samples:,.0f}", (row.kl, row.reward), (0, 9 if place else -15),
+                            textcoords="offset points", ha="center", fontsize=8, color=color(row.method))  # fmt: skip
         ax.margins(y=0.12)
         ax.set_title(name)
     grid.set_axis_labels("KL, nats per completion", "held-out reward")
@@ -69,10 +76,10 @@ def subjects_figure(runs: pd.DataFrame, level: float) -> Figure | None:
     table = with_ends(table.assign(subject=table["subject"].map(title)), "difference")
     methods = list(dict.fromkeys(table["method"]))
     grid = panels(sns.catplot, table, f"Reward at {level:g} nats less rloo's (bars: 95 %)", kind="point",
-                  x="difference", y="subject", hue="method", hue_order=methods, palette=palette(methods), dodge=0.5,
-                  linestyle="none", capsize=0.1, height=0.55 * table["subject"].nunique() + 1.0, aspect=2.0,
+                  x="difference", y="subject", hue="method", hue_order=methods, palette=palette(methods), dodge=0.6,
+                  linestyle="none", capsize=0.1, height=4.0, aspect=2.0,
                   err_kws=dict(linewidth=1.2), **INTERVAL)  # fmt: skip
-    grid.figure.set_size_inches(8.5, 0.6 * table["subject"].nunique() + 1.6)
+    grid.figure.set_size_inches(8.5, 0.75 * table["subject"].nunique() + 1.6)
     grid.ax.axvline(0, **_LINE)
     grid.set_axis_labels("difference of held-out reward", "")
     return grid.figure
@@ -133,16 +140,16 @@ def peers_figure(peers: pd.DataFrame | None) -> Figure | None:
     if peers is None:
         return None
     names = ["policy", "reward_name", "method", "source", "strength"]
-    rows = peers.fillna({"source": "", "strength": ""}).astype({"strength": str})
+    rows = peers.astype({"source": str, "strength": str})
     ends = rows.loc[rows.groupby([*names, "seed"])["step"].idxmax()]
     ends = ends.groupby(names, sort=False)[["kl", "reward", "samples"]].mean().reset_index().sort_values("kl")
-    kinds = {"human": ", texts", "reference": ", reference's"}
-    ends["method"] += ends["source"].map(kinds).fillna("")
+    ends["method"] += ends["source"].map(lambda source: "" if source == OWN else f", {source} texts")
     ends["subject"] = list(map(title, subject_names(ends["policy"], ends["reward_name"])))
     methods = list(dict.fromkeys(ends["method"]))
     grid = panels(sns.relplot, ends, "Other ways to use scored text, or samples: the end of every run", kind="line",
                   x="kl", y="reward", hue="method", style="method", hue_order=methods, style_order=methods,
                   markers=True, dashes=False, palette="tab20", col="subject", height=3.6, aspect=1.2, markersize=8,
                   facet_kws=dict(sharey=False, sharex=False))  # fmt: skip
+    grid.set(xlim=(-0.3, min(12.0, ends["kl"].max() + 0.5)))
     grid.set_titles("{col_name}").set_axis_labels("KL, nats per completion", "held-out reward")
     return grid.figure

@@ -59,7 +59,7 @@ def metrics(tables: Tables, settings: Settings) -> Values:
     reached = reach_table(at_headline(runs, settings), AGAINST)
     figures |= _ratios(reached, "samples_over_rloo")
     if (peers := known_table(tables, "peers")) is not None:
-        figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl", "auto")
+        figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl")
     ends = last(runs)
     for (subject, method), rows in ends.groupby(["subject", "method"], sort=False):
         for name in QUALITY:
@@ -82,7 +82,7 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     figures |= _ratios(reach_table(known, AGAINST, "seconds"), "seconds_over_rloo")
     if (seconds := known_table(tables, "peer_seconds")) is not None:
         curves = contest_curves(tables["peers"].assign(seconds=seconds["seconds"]))
-        figures |= _ratios(reach_table(curves, TRL, "seconds"), "seconds_over_trl", "auto")
+        figures |= _ratios(reach_table(curves, TRL, "seconds"), "seconds_over_trl")
     if (fits := known_table(tables, "fit_seconds")) is not None:
         fits = fits[fits["family"].isin(FAMILIES)].groupby(["subject", "texts"], sort=False)
         for (subject, n), seconds in fits["seconds"].sum().items():
@@ -97,15 +97,18 @@ def known_table(tables: Tables, name: str) -> pd.DataFrame | None:
 
 
 def labelled(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs with their number of ``texts`` and ``calls`` of the reward; with several sources methods name theirs."""
+    """The runs with their number of ``texts`` and all ``calls`` of the reward.
+
+    With several sources in a subject, methods name theirs.
+    """
     reading = runs["source"].ne("own")
     several = runs[reading].groupby("subject")["source"].nunique() > 1
     named = reading & runs["subject"].map(several).fillna(False).astype(bool)
     sources = "_" + runs["source"].astype(str).str.replace(":", "_")
     texts = runs["source"].astype(str).map(number_of_texts)
-    return runs.assign(
-        method=runs["method"] + sources.where(named, ""), texts=texts, calls=runs["samples"] + texts,
-    )  # fmt: skip
+    changes = runs["substitutions"].fillna(0) if "substitutions" in runs else 0
+    calls = runs["samples"] + texts + changes
+    return runs.assign(method=runs["method"] + sources.where(named, ""), texts=texts, calls=calls)
 
 
 def at_headline(runs: pd.DataFrame, settings: Settings) -> pd.DataFrame:
@@ -170,12 +173,11 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
 
 
 def contest_curves(peers: pd.DataFrame) -> pd.DataFrame:
-    """Curves of other methods by subject; of several strengths of a method a seed's run with the highest reward."""
+    """Curves of other methods by subject; of several sources and strengths a seed's run with the highest reward."""
     names = ["subject", "method", "seed"]
     rows = peers.assign(subject=subject_names(peers["policy"], peers["reward_name"]))
-    rows = rows.assign(strength=rows["strength"].astype(str) if "strength" in rows else "")
-    best = rows.loc[rows.groupby(names)["reward"].idxmax(), [*names, "strength"]]
-    return rows.merge(best)
+    rows = rows.astype({"source": str, "strength": str})
+    return rows.merge(rows.loc[rows.groupby(names)["reward"].idxmax(), [*names, "source", "strength"]])
 
 
 def cost_table(runs: pd.DataFrame) -> pd.DataFrame:
@@ -194,8 +196,8 @@ def shown_texts(runs: pd.DataFrame, subject: str, method: str) -> pd.DataFrame:
     return before.merge(after.drop(columns="prompt"), left_index=True, right_index=True, suffixes=(" before", " after"))
 
 
-def _ratios(table: pd.DataFrame, key: str, main: str = "auto_texts") -> Values:
-    prefixes = ["" if method == main else f"{method}/" for method in table["method"]]
+def _ratios(table: pd.DataFrame, key: str) -> Values:
+    prefixes = ["" if method == "auto_texts" else f"{method}/" for method in table["method"]]
     columns = {"": "ratio", "_low": "low", "_high": "high", "_n": "n", "_censored": "censored"}
     return figures_of(table.assign(prefix=prefixes), f"{{prefix}}{key}/{{subject}}", columns)
 

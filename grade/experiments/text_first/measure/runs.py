@@ -64,10 +64,15 @@ def text_runs(models: Models, subject: str, grid: TextGrid, rates: Mapping[str, 
 class TextBench(Rewards):
     """What completions are like besides: an outside judge, diversity, length, some of the text."""
 
-    columns: ClassVar[tuple[str, ...]] = (*FIGURES, "kl_stderr", "outside", "distinct", "length", "shown")
+    columns: ClassVar[tuple[str, ...]] = (
+        *FIGURES, "kl_stderr", "outside", "distinct", "length", "substitutions", "shown"
+    )  # fmt: skip
 
     def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """See `columns`: KL's standard error, mean sentiment, distinct bigrams over all, mean words, JSON of texts."""
+        """See `columns`: KL's standard error, mean sentiment, distinct bigrams over all, mean words.
+
+        Then one-token changes that were scored so far, and JSON of texts.
+        """
         texts, judged = evaluation.completions, outside(evaluation.completions)
         last = row["step"] in (0, run.values["max_steps"]) and run.values["seed"] == 0
         shown = zip(evaluation.prompts, texts, evaluation.reward.tolist(), judged.tolist(), strict=True)
@@ -76,5 +81,6 @@ class TextBench(Rewards):
             "outside": judged.mean(),
             "distinct": distinct_n(texts, 2),
             "length": sum(len(text.split()) for text in texts) / len(texts),
+            "substitutions": row.get("train/distilled/substitutions", 0),
             "shown": json.dumps([[p, c, round(r, 3), round(o, 3)] for p, c, r, o in shown][:SHOWN]) if last else None,
         }
