@@ -40,8 +40,8 @@ def _means(runs: pd.DataFrame, subjects: Sequence[str], columns: Sequence[str]) 
 def frontier_figure(runs: pd.DataFrame, subjects: Sequence[str], levels: Sequence[float]) -> Figure:
     """Reward against KL along training, a panel for each subject; bars: one standard error over seeds.
 
-    Numbers are completions of the policy: at the end, and at the evaluations nearest to lower levels. Of methods that only
-    sample, `rloo` and `auto` are drawn, and those that differentiate the reward.
+    Numbers are completions of the policy: at the end, and at the evaluations nearest to lower levels. Of methods that
+    only sample, `rloo` and `auto` are drawn, and those that differentiate the reward.
     """
     table = _means(labelled(runs), subjects, ["kl", "reward", "samples"]).query("method not in @_LEFT_OUT")
     table["subject"] = table["subject"].map(title)
