@@ -6,7 +6,8 @@ scored, which is y with v instead of y_t. A v that ends the completion removes w
 again is not scored again, nor is y_t itself.
 
 Each is a row of the fit: features z, those of v less those of what it replaced, and the target ``d = R(y') - R(y)``,
-less what a prior predicts of it. Beside the completions' own rows x and rewards r, centred within groups,
+less what a prior predicts of it. (What v changes for tokens after it is put down to v, also by families with context.)
+Beside the completions' own rows x and rewards r, centred within groups,
 
     min_w  sum_i (r_i - <w, x_i>)^2 + c sum_j (d_j - <w, z_j>)^2 + lambda |w|^2,    c = var(r) / mean(d^2).
 
@@ -66,17 +67,13 @@ def draw_substitutions(seen: Observed, family: Family, number: int, least: int) 
     its own draws: they depend on no other completion, nor on the process, nor on where a run was resumed.
     """
     backbone, drawn = family.backbone, []
-    hidden, step = (
-        predicting_hidden(backbone, seen.prompts, seen.ids),
-        chunk_rows(backbone.vocab_size, seen.ids.numel()),
-    )
+    hidden = predicting_hidden(backbone, seen.prompts, seen.ids)
+    step, eos = chunk_rows(backbone.vocab_size, seen.ids.numel()), backbone.eos_token_ids
     with whole(backbone.head.weight):
         for row, tokens in enumerate(seen.tokens):
             generator = torch.Generator(tokens.device).manual_seed(zlib.crc32(tokens.cpu().numpy().tobytes(), row))
             for places in (tokens >= 0).nonzero().split(step):
-                logits = forbid_eos(
-                    backbone.head(hidden[row, places[:, 0]]), None, places, least, backbone.eos_token_ids
-                )
+                logits = forbid_eos(backbone.head(hidden[row, places[:, 0]]), None, places, least, eos)
                 each = torch.stack([draw(logits, generator)[0] for _ in range(number)], 1)
                 drawn.append(torch.stack([torch.full_like(each, row), places.expand_as(each), each], 2).flatten(0, 1))
     rows, places, tokens = torch.cat(drawn).unique(dim=0).unbind(1)
