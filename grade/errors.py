@@ -38,6 +38,9 @@ class InputError(ValueError):
         super().__init__(" ".join(f"{field}: got {shown}; allowed: {allowed}".split()))
         self.field, self.value, self.allowed = field, value, allowed
 
+    def __reduce__(self) -> tuple[type, tuple[str, object, str]]:  # from a worker process
+        return type(self), (self.field, self.value, self.allowed)
+
 
 def require_file(path: str | Path) -> Path:
     """A path that can be read to its end: called before a file is opened, because opening a FIFO waits for a writer.

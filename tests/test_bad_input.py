@@ -21,7 +21,7 @@ from grade.cli.main import COMMANDS, main
 from grade.config import parse_yaml
 from grade.data.prompts import load_prompts
 from grade.data.reviews import load_reviews, prompt_text
-from grade.errors import FILE_ERRORS, file_error, is_file_error, require_file
+from grade.errors import FILE_ERRORS, InputError, file_error, is_file_error, require_file
 from grade.training.toy import toy_reviews
 
 SECONDS = 60
@@ -416,3 +416,9 @@ def test_a_line_separator_in_a_text_ends_no_line_of_json(tmp_path):
     path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [row["prompt"] for row in load_prompts(path)] == [text]
     assert [review.text for review in load_reviews(tmp_path, "gold")] == [text]
+
+
+def test_an_error_reaches_the_parent_of_a_worker_process():
+    error = InputError("tau", -1.0, "above 0")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.field, again.value) == (str(error), "tau", -1.0)
