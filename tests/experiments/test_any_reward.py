@@ -198,7 +198,7 @@ def test_written_tables_give_every_kind_of_figure(tables):
     expected = """bias/corrected_worst_in_stderr bias/n bias/exact_worst bias/values/corrected/mse law/best_gain
         explained/tiny_trunk/bag_32 explained/tiny_trunk/bag_32_stderr explained/rule/from_n
         worth/tiny_trunk/plugin_16 worth/tiny_trunk/plugin_16_low worth_at_64/tiny_trunk/plugin_16_high
-        worth/tiny_trunk/corrected_16 worth/tiny_trunk/st worth/tiny_trunk/ste_tau2_hops1 worth/tiny_trunk/ppo_16
+        worth/tiny_trunk/corrected_16 worth/tiny_trunk/st worth/tiny_trunk/ste_tau2_hops1
         samples_over_rloo/tiny_trunk_n samples_over_rloo/rule_n plug_in/samples_over_rloo/rule_n
         end/tiny_trunk/auto/reward end/tiny_trunk/auto/kl reward_at_kl/tiny_trunk/0.5/auto
         paired/tiny_trunk/auto_minus_ste paired/tiny_trunk/auto_minus_ste_stderr paired/rule/auto_minus_rloo_n"""

@@ -131,7 +131,7 @@ def test_r2_is_that_of_fits_without_the_group_and_its_error_a_jackknife():
 
 def test_gradients_of_a_row_are_the_learners(rows):
     names = set(rows.gradients)
-    assert {(n.reward, n.estimator) for n in names} >= {("bag", "st"), ("bag", "ste_tau2_hops1"), ("rule", "ppo")}
+    assert {(n.reward, n.estimator) for n in names} >= {("bag", "st"), ("bag", "ste_tau2_hops1"), ("rule", "rloo")}
     assert ("rule", "st") not in {(n.reward, n.estimator) for n in names}
     fitted = [n for n in names if n.estimator == "corrected" and n.family == "counts" and n.weight == 1.0]
     assert fitted

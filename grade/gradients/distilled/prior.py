@@ -48,15 +48,10 @@ TILTS = 24
 
 @dataclass(frozen=True)
 class Prior:
-    """A reward distilled from texts.
+    """A reward distilled from texts."""
 
-    Attributes:
-        fit: That of the family which explains most.
-        choices: Penalty, R2 and slope of each family, of predictions for prompts that were not fitted.
-    """
-
-    fit: Fit
-    choices: dict[str, Choice]
+    fit: Fit  # that of the family which explains most
+    choices: dict[str, Choice]  # penalty, R2 and slope of each family, of predictions for prompts that were not fitted
 
     @property
     def significant(self) -> bool:

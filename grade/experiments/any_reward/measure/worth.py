@@ -2,8 +2,7 @@
 
 Rewards are distilled from N completions of other prompts, one family at a time, and the learner's own losses
 (`grade.gradients.distilled.learner`) give the plug-in and the residual of fresh completions. From the same graph of the
-same completions come `rloo`, the advantages of `ppo` with a value fitted in closed form, and, where the reward is
-differentiable, `st` and `ste`.
+same completions come `rloo` and, where the reward is differentiable, `st` and `ste`.
 
 A row is one batch: G completions of each of B random prompts. All gradients are ascent directions of the same number,
 the expected reward over prompts. The truth is the mean of `rloo` over many more completions than the other estimators
@@ -21,7 +20,6 @@ from typing import NamedTuple
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -34,19 +32,13 @@ from grade.experiments.rewards import DIFFERENTIABLE, Policy, RewardName, Subjec
 from grade.gradients.distilled.learner import Sample
 from grade.gradients.distilled.store import Fit, Store
 from grade.gradients.estimators import RelaxationConfig
-from grade.gradients.losses import gae, token_rewards
 from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph
 from grade.gradients.rollout import condition
-from grade.models.head import wide
-from grade.models.scoring import hidden_logps
 from grade.results import progress
 
 SKETCH = 2**15
 """Numbers that are kept of a gradient."""
-GAE_LAMBDA = 0.95
-VALUE_PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
-"""Ridge penalties of the value, in units of the features' mean square."""
 WEIGHTS = (0.3, 1.0)
 """Weights of the residual in the corrected form."""
 
@@ -88,7 +80,7 @@ class Rows:
 class Batches:
     """Random batches of prompts that no fit has seen, and the gradients of their completions, all from one graph.
 
-    Rewards are distilled from completions of the first prompts, and value functions are fitted on the same.
+    Rewards are distilled from completions of the first prompts.
     """
 
     @torch.no_grad()
@@ -101,9 +93,7 @@ class Batches:
         self.prompts = subject.prompts[slice(used, None)]
         self.learner = subject.learner(distil_families=sizes.families)
         self.fits: dict[tuple[str, str, int], Fit] = {}
-        self.values: dict[tuple[str, int], Tensor] = {}
         rewards, features, seen = scored_completions(subject, self.learner.families, fitted[-1], seed)
-        states, mask = torch.cat([part.predicting for part in seen]), torch.cat([part.mask for part in seen])
         tokens = torch.cat([part.tokens for part in seen])
         for reward, scores in rewards.items():
             for name, family in self.learner.families.items():
@@ -112,8 +102,6 @@ class Batches:
                     store.add({name: features[name][before:n]}, scores[before:n], tokens[before:n])
                     if (fit := store.fit(0)) is not None:
                         self.fits[reward, name, n] = fit
-            for n in fitted:
-                self.values[reward, n] = _value_weights(states[:n], mask[:n], scores[:n])
 
     def draw(self, generator: torch.Generator, alone: bool = False) -> Iterator[tuple[Name, Tensor]]:
         """Names and ascent directions [P] of one batch; ``alone``: of `rloo` only."""
@@ -137,8 +125,6 @@ class Batches:
             yield Name(reward, "rloo"), self._parts(graph, sample, None)[1]
             if alone:
                 continue
-            for n in self.sizes.fitted:
-                yield Name(reward, "ppo", "values_of_states", n), self._ppo(graph, sample, self.values[reward, n])
             for (of, family, n), fit in self.fits.items():
                 if of == reward:
                     plug, residual = self._parts(graph, sample, fit)
@@ -155,44 +141,6 @@ class Batches:
         """Plug-in and residual [P]."""
         parts = fitted_ascent(self.learner, sample, fit, graph.h.detach().requires_grad_())
         return [graph.parameter_gradient(part) for part in parts]
-
-    def _ppo(self, graph: ReplayGraph, sample: Sample, weights: Tensor) -> Tensor:
-        """With generalised advantages, not whitened: that would only scale a batch."""
-        seen = sample.seen
-        values = (_state_features(seen.predicting) @ weights) * seen.mask
-        reward = token_rewards(sample.reward, torch.zeros_like(values), seen.mask, 0.0).to(values.dtype)
-        advantages, _ = gae(reward, values, seen.mask, 1.0, GAE_LAMBDA)
-        leaf = graph.h.detach().requires_grad_()
-        with torch.enable_grad():
-            logps = hidden_logps(self.subject.backbone, leaf, seen.ids, seen.mask, 1.0, self.subject.min_length)
-            v = torch.autograd.grad((advantages.detach() * logps).sum(1).mean(), leaf)[0]
-        return graph.parameter_gradient(v)
-
-
-def _value_weights(states: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
-    """A value function in closed form: weights [D + 1] of a ridge regression of rewards on `_state_features`.
-
-    The penalty is chosen on the last quarter of the completions.
-    """
-    x, valid = _state_features(states).double(), mask.bool()
-    y = rewards.double().unsqueeze(1).expand(mask.shape)
-    cut = max(1, len(x) * 3 // 4)
-
-    def fit(part: slice, penalty: float) -> Tensor:
-        a, b = x[part][valid[part]], y[part][valid[part]]
-        shift = penalty * len(a) * torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
-        shift[-1, -1] = 0.0  # the constant is free
-        return torch.linalg.solve(a.T @ a + shift * a[:, :-1].square().mean(), a.T @ b)
-
-    held = slice(cut, None)
-    errors = {p: float(((x[held] @ fit(slice(0, cut), p) - y[held])[valid[held]] ** 2).sum()) for p in VALUE_PENALTIES}
-    return fit(slice(0, None), min(errors, key=errors.get)).to(wide(states.dtype))
-
-
-def _state_features(states: Tensor) -> Tensor:
-    """Normalised states and a constant [..., D + 1]."""
-    states = states.to(wide(states.dtype))
-    return torch.cat([F.layer_norm(states, states.shape[-1:]), states.new_ones(*states.shape[:-1], 1)], -1)
 
 
 def gradient_rows(subject: Subject, sizes: Gradients, seed: int = 0) -> Rows:
