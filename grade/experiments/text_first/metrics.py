@@ -121,7 +121,7 @@ def at_headline(runs: pd.DataFrame, settings: Settings) -> pd.DataFrame:
 def last(runs: pd.DataFrame) -> pd.DataFrame:
     """The last evaluation of each run."""
     names = ["subject", "method", "target_kl", "seed"]
-    return runs.sort_values("step", kind="stable").groupby(names, sort=False, as_index=False).tail(1)
+    return runs.sort_values("step", kind="stable").groupby(names, sort=False).tail(1).sort_index()
 
 
 def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
