@@ -12,6 +12,7 @@ Nothing below ``measure`` knows a figure or a claim, so neither ever costs a mea
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -124,6 +125,11 @@ def figures_of(table: pd.DataFrame, key: str, columns: Mapping[str, str] | Itera
     ends = columns if isinstance(columns, Mapping) else {f"/{column}": column for column in columns}
     rows = table.to_dict("records")
     return {key.format(**row) + end: row[column] for row in rows for end, column in ends.items()}
+
+
+def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures with None for what does not exist: None itself, or NaN or an infinity."""
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
 
 
 def write_environment(path: str | Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from scipy.stats import norm
@@ -12,7 +9,7 @@ from scipy.stats import norm
 from grade.experiments import learning
 from grade.experiments.any_reward.measure.tables import Settings
 from grade.experiments.frontier import estimate_figures, paired_figures, reward_at_kl
-from grade.experiments.measured import Tables, figures_of
+from grade.experiments.measured import Tables, figures_of, finite
 from grade.gradients.distilled.families import ADDITIVE
 
 Values = dict[str, float | int | None]
@@ -48,7 +45,7 @@ def metrics(tables: Tables, settings: Settings) -> Values:
                 figures |= estimate_figures(f"reward_at_kl/{subject}/{level:g}/{method}", values.values())
     pairs = learning.paired_rewards(tables["runs"], settings.headline_level)
     figures |= paired_figures(pairs, "paired/{subject}/{method}_minus_{against}")
-    return {key: _finite(value) for key, value in figures.items()}
+    return finite(figures)
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> Values:
@@ -67,7 +64,7 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     seconds = runs[runs["target_kl"] == settings.headline_kl].groupby(["subject", "method", "seed"])["seconds"].max()
     for (subject, method), values in seconds.groupby(level=["subject", "method"]):
         figures |= estimate_figures(f"seconds/{subject}/{method}", values)
-    return {key: _finite(value) for key, value in figures.items()}
+    return finite(figures)
 
 
 def best_worths(table: pd.DataFrame) -> pd.DataFrame:
@@ -150,8 +147,3 @@ def _bias(tables: Tables) -> Values:
         "bias/critics": corrected["critic"].nunique(), "law/gain_over_law_low": gap.min(),
         "law/gain_over_law_high": gap.max(), "law/best_gain": law["gain"].max(), "law/best_r2": law["r2"].max(),
     } | figures_of(pd.concat([fitted, rloo]), "bias/{name}", ["bias", "variance", "mse"])  # fmt: skip
-
-
-def _finite(value: Any) -> float | int | None:
-    """None for what does not exist: None itself, or NaN or an infinity."""
-    return value if value is not None and math.isfinite(value) else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from scipy.stats import t as student
 from grade.experiments.frontier import estimate_figures, paired_table, reward_at_kl
 from grade.experiments.intervals import Interval, interval
 from grade.experiments.learning import AGAINST, first_reach, several_seeds, subject_names
-from grade.experiments.measured import Tables, figures_of
+from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.rewards import number_of_texts
 from grade.experiments.text_first.measure.tables import Settings
 from grade.gradients.methods import FAMILIES
@@ -65,7 +64,7 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         for name in QUALITY:
             figures |= estimate_figures(f"end/{subject}/{method}/{name}", rows[name].dropna())
     figures |= _budget(ends) | _explained(tables)
-    return {key: _finite(value) for key, value in figures.items()}
+    return finite(figures)
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> Values:
@@ -88,7 +87,7 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
         for (subject, n), seconds in fits["seconds"].sum().items():
             figures[f"fit/{subject}/seconds_{n}"] = seconds
             figures |= {f"fit/seconds_{n}": seconds} if subject == "smollm2_gold" else {}
-    return {key: _finite(value) for key, value in figures.items()}
+    return finite(figures)
 
 
 def known_table(tables: Tables, name: str) -> pd.DataFrame | None:
@@ -220,7 +219,3 @@ def _explained(tables: Tables) -> Values:
     return figures_of(best, "explained/{subject}/texts_{texts}", columns) | figures_of(
         table, "explained/{subject}/{family}_{texts}", columns
     )
-
-
-def _finite(value: Any) -> float | int | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -37,27 +38,20 @@ class TextGrid(Grid):
     new_tokens: Size | None = None  # T, where it differs
     own: dict[Method, dict[str, Any]] = {}  # settings of a method, with the names of grade train
 
-    def names(self) -> Iterator[tuple[int, float, str, Method, str]]:
-        """Seed, target for KL, reward, method and source of each run."""
-        for seed in self.seeds:
-            for target in self.target_kls:
-                for reward in self.rewards:
-                    for method in self.methods:
-                        if method not in DIFFERENTIATING or reward in DIFFERENTIABLE:
-                            for source in self.sources if method in READING else [OWN]:
-                                yield seed, target, reward, method, source
-
 
 def text_runs(models: Models, subject: str, grid: TextGrid, rates: Mapping[str, float]) -> list[Run]:
-    """All runs of a grid."""
+    """All runs of a grid; methods that a reward does not allow are left out."""
     models, runs = models.model_copy(update={"new_tokens": grid.new_tokens or models.new_tokens}), []
-    for seed, target, reward, method, source in grid.names():
+    for seed, target, reward, method in product(grid.seeds, grid.target_kls, grid.rewards, grid.methods):
+        if method in DIFFERENTIATING and reward not in DIFFERENTIABLE:
+            continue
         own = grid.own.get(method, {})
-        rate = own.get("learning_rate", rates[method] * grid.rate_factor)
-        run = make_run(models, grid, reward, method, target, seed, rate)
-        names = {"subject": subject, **run.names, "source": source, "new_tokens": models.new_tokens}
-        names["completions"] = own.get("per_device_train_batch_size", grid.completions)
-        runs.append(replace(run, names=names, values=run.values | source_values(models, source) | own))
+        run = make_run(models, grid, reward, method, target, seed,
+                       own.get("learning_rate", rates[method] * grid.rate_factor))  # fmt: skip
+        for source in grid.sources if method in READING else [OWN]:
+            names = {"subject": subject, **run.names, "source": source, "new_tokens": models.new_tokens}
+            names["completions"] = own.get("per_device_train_batch_size", grid.completions)
+            runs.append(replace(run, names=names, values=run.values | source_values(models, source) | own))
     return runs
 
 
