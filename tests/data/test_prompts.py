@@ -1,7 +1,6 @@
 """Datasets of prompts: every kind of source gives the same rows, and every bad one is one line."""
 
 import json
-import os
 import re
 
 import datasets
@@ -61,15 +60,15 @@ def test_every_source_gives_the_same_rows(tmp_path):
         assert list(load_prompts(str(source), "train")) == ROWS, name
 
 
-def test_nothing_is_printed_or_written_and_progress_bars_come_back(tmp_path, capfd):
-    made = sources(tmp_path)
+def test_nothing_is_printed_or_written_and_progress_bars_come_back(tmp_path, capfd, monkeypatch):
+    made, cache = sources(tmp_path), tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     before = sorted(tmp_path.rglob("*"))
     datasets.enable_progress_bars()
     for source in made.values():
         assert load_prompts(source).cache_files == [] or source == made["saved"]
     assert sorted(tmp_path.rglob("*")) == before and not datasets.are_progress_bars_disabled()
     assert capfd.readouterr() == ("", "")
-    assert not os.path.exists(datasets.config.HF_DATASETS_CACHE) or not os.listdir(datasets.config.HF_DATASETS_CACHE)
 
 
 def test_columns_keep_what_a_row_holds(tmp_path):

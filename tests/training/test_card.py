@@ -32,7 +32,8 @@ def card_of(folder, before=BEFORE, after=AFTER, trained_with="", **changes):
     values = {"method": "rloo", "model": "someone/model", "output_dir": str(folder / "run"), "reward": "hf:some/judge",
               "train_dataset": "some/texts:train", "eval_dataset": "held_out.jsonl", "max_steps": 7}  # fmt: skip
     config = TrainConfig.parse(values | {"use_cpu": True} | changes)
-    write_run(folder / "run", config, TASK, RunResult([{"samples": 1}], before, after, 1.0, None, 7, trained_with))
+    result = RunResult([{"samples": 1}], before, after, seconds=1.0, step=7, method=trained_with)
+    write_run(folder / "run", config, TASK, result)
     return config, ModelCard.load(folder / "run" / "README.md")
 
 
