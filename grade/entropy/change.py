@@ -33,31 +33,29 @@ class _Reweighted:
     change: float
     stderr: float  # standard error of the change, over prompts, or over samples if there is only one prompt
     ess: float  # effective sample size
-    clipped: float  # fraction of weights that were clipped
     # Shape of the generalised Pareto tail of the weights: above 0.7 the estimate cannot be trusted (Vehtari et al.
     # 2024, arXiv:1507.02646); None with fewer than 50 samples or equal weights.
     pareto_k: float | None
 
 
-def reweighted_change(
-    old: SampleScores, new: SampleScores, mask: Tensor | None = None, clip: float | None = None
-) -> _Reweighted:
+def reweighted_change(old: SampleScores, new: SampleScores, mask: Tensor | None = None) -> _Reweighted:
     """Change of entropy under a step, from scores of the same samples under the old and the new policy.
 
     The integrand is a sample's sum of token entropies. With the tokens' ``mask`` [B, G, T] it is the entropy per token.
-    ``clip`` clips weights at this multiple of their mean, before normalising, which biases towards the old policy.
     """
     length = torch.ones_like(old.logps[..., :1]) if mask is None else mask.double()
     old_logps, new_logps, old, new, length = (x.sum(-1) for x in (*_checked(old, new), length))
-    k = _pareto_k(_weights(old_logps, new_logps, None)[0].flatten())
-    w, clipped = _weights(old_logps, new_logps, clip)
+    log_w = new_logps - old_logps
+    w = (log_w - log_w.max()).exp()
+    w = w / w.mean()
     before = old.sum() / length.sum()
     after = (w * new).sum() / (w * length).sum()
     influence = w * (new - after * length) / (w * length).mean() - (old - before * length) / length.mean()
     units = influence.mean(1) if len(influence) > 1 else influence[0]
     stderr = units.std() / math.sqrt(len(units))
     ess = float(w.sum() ** 2 / (w**2).sum())
-    return _Reweighted(float(before), float(after), float(after - before), float(stderr), ess, clipped, k)
+    k = _pareto_k(w.flatten())
+    return _Reweighted(float(before), float(after), float(after - before), float(stderr), ess, k)
 
 
 def prefix_change(old: SampleScores, new: SampleScores) -> Tensor:
@@ -96,17 +94,6 @@ def _checked(old: SampleScores, new: SampleScores) -> list[Tensor]:
     if not all(torch.isfinite(p).all() for p in parts):
         raise InputError("samples", "NaN or infinity", "finite log-probabilities and entropies")
     return [p.double() for p in parts]
-
-
-def _weights(old_logps: Tensor, new_logps: Tensor, clip: float | None) -> tuple[Tensor, float]:
-    """Weights of mean 1, and the fraction of them that was clipped."""
-    log_w = new_logps - old_logps
-    w, clipped = (log_w - log_w.max()).exp(), 0.0
-    if clip is not None:
-        limit = clip * w.mean()
-        clipped = float((w > limit).double().mean())
-        w = w.clamp(max=float(limit))
-    return w / w.mean(), clipped
 
 
 def _pareto_k(w: Tensor) -> float | None:

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -29,9 +29,9 @@ from grade.entropy.samples import (
     entropy_coefficients,
     prompt_gradients,
     scores_at,
+    two_batch,
 )
 from grade.entropy.update import UpdateVector, adamw_update, preconditioner
-from grade.entropy.ustat import two_batch, u_statistic
 from grade.errors import InputError
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
@@ -63,10 +63,6 @@ class _GenerationConfig(Config):
 class _EstimateConfig(Config):
     """What is estimated."""
 
-    one_batch: bool = Field(False, description="evaluate on the update's own prompts: only pairs of prompts count then")
-    update: Literal["dr_grpo", "rloo"] = Field(
-        "dr_grpo", description="policy gradient of the update, if no other gradient is given"
-    )
     multiples: list[PositiveFloat] = Field(
         [], description="check steps of these multiples of the learning rate as well"
     )
@@ -80,14 +76,6 @@ class _MemoryConfig(Config):
     profile_memory: bool = Field(False, description="report the peak of live bytes of each phase")
 
 
-class _ImportanceConfig(Config):
-    """The true change."""
-
-    clip: float = Field(0.0, ge=0, description="clip weights at this multiple of their mean; 0 = never")
-    ess_threshold: float = Field(0.5, ge=0, le=1, description="effective sample size is low below this share")
-    resample_on_low_ess: bool = Field(True, description="if so, sample again after the step; otherwise only warn")
-
-
 class ProbeConfig(Config):
     """Settings of a probe."""
 
@@ -95,10 +83,12 @@ class ProbeConfig(Config):
     generation: _GenerationConfig = Field(_GenerationConfig(), description="sampling")
     probe_config: _EstimateConfig = Field(_EstimateConfig(), description="what is estimated")
     memory_config: _MemoryConfig = Field(_MemoryConfig(), description="microbatches")
-    importance_sampling: _ImportanceConfig = Field(_ImportanceConfig(), description="the true change")
     max_grad_norm: float = Field(1.0, ge=0, description="the update's gradient is clipped to this norm; 0 = never")
     seed: int = Field(0, ge=0, lt=SEEDS, description="seed of the samples")
 
+
+ESS_SHARE = 0.5
+"""Of the samples; below this effective size they are drawn again after the step."""
 
 _SUMMARY = (
     "entropy {entropy:.4g} nats per completion ({entropy_per_token:.4g} per token)\n"
@@ -172,7 +162,7 @@ class EntropyProbe:
 
     The step is AdamW's on a gradient of the update batch. By default that is the group-relative policy gradient
     ``A = R - mean_g R``, each completion weighted by ``A / (G T)``: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
-    RLOO's weights are ``A / (G - 1)`` (Ahmadian et al. 2024, arXiv:2402.14740). Any other loss is passed as a function.
+    Any other loss is passed as a function.
 
     Args:
         policy: With an adapter.
@@ -194,7 +184,7 @@ class EntropyProbe:
         """Run the probe.
 
         Args:
-            prompts: At least 2 B prompts: the first B are for evaluation, the next B for the update (one batch: B).
+            prompts: At least 2 B prompts: the first B are for evaluation, the next B for the update.
             reward: Scores completions of the update batch, for a policy gradient.
             gradient: Instead of a reward, a function that computes the gradient of the update's own loss.
 
@@ -205,17 +195,16 @@ class EntropyProbe:
             ValueError: If both or neither of reward and gradient are given, or ``gradient`` leaves no gradient.
             InputError: If there are too few prompts or a reward is not finite.
         """
-        b, one = self.config.batch_config.B, self.config.probe_config.one_batch
-        if len(prompts) < b * (2 - one):
-            allowed = f"at least {b}: B" if one else f"at least {2 * b}: B to evaluate on and B to update on"
-            raise InputError("prompts", len(prompts), allowed)
+        b = self.config.batch_config.B
+        if len(prompts) < 2 * b:
+            raise InputError("prompts", len(prompts), f"at least {2 * b}: B to evaluate on and B to update on")
         if (reward is None) == (gradient is None):
             raise ValueError("the update follows a reward or a gradient: give one of them")
         generator = torch.Generator(self.policy.device).manual_seed(self.config.seed)
         with self._phase("sampling"):
             evaluation = self._draw(prompts[slice(b)], generator)
         with self._phase("update"):
-            y, gradients, rewards = self._update(prompts, evaluation, reward, gradient, generator)
+            y, gradients, rewards = self._update(prompts[slice(b, 2 * b)], reward, gradient, generator)
             parameters, norm = trained_parameters(self.policy), self.config.max_grad_norm or None
             vector = adamw_update(self.optimizer, parameters, gradients, norm, self.allow_fresh)
         with self._phase("gradients"):
@@ -258,12 +247,9 @@ class EntropyProbe:
         return prompt_gradients(self.policy, samples, coefficients, size)
 
     def _update(
-        self, prompts: PromptBatch, evaluation: Samples, reward: Reward | None, gradient: Gradient | None,
-        generator: torch.Generator,
-    ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:  # fmt: skip
+        self, prompts: PromptBatch, reward: Reward | None, gradient: Gradient | None, generator: torch.Generator
+    ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
         """Each prompt's ascent gradient Y_n [B, P], the loss's gradient, and rewards [B, G]."""
-        b, one = self.config.batch_config.B, self.config.probe_config.one_batch
-        prompts = prompts[slice(b) if one else slice(b, 2 * b)]
         parameters = trained_parameters(self.policy)
         if gradient is not None:
             before = [p.grad for p in parameters]
@@ -278,7 +264,7 @@ class EntropyProbe:
             finally:
                 for p, grad in zip(parameters, before, strict=True):
                     p.grad = grad
-        update = evaluation if one else self._draw(prompts, generator)
+        update = self._draw(prompts, generator)
         size = self.config.memory_config.importance_microbatch_size
         with torch.no_grad():
             parts = [reward(*rest).cpu().double() for _, *rest in update.microbatches(size, self.policy.device)]
@@ -286,8 +272,7 @@ class EntropyProbe:
         if not torch.isfinite(rewards).all():
             raise InputError("reward", "NaN or infinity", "finite rewards")
         group, length = update.ids.shape[1:]
-        scale = {"dr_grpo": group * length, "rloo": group - 1}[self.config.probe_config.update]
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / scale
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (group * length)
         y = self._gradients(update, advantages)
         return y, split_vector(self.policy, -y.mean(0)), rewards  # the loss descends
 
@@ -304,31 +289,19 @@ class EntropyProbe:
         }
 
     def _ascent(self, x: Tensor, y: Tensor) -> dict[str, float]:
-        """Document 003's number: ``-eta E[X] . P E[Y]``, P the optimizer's preconditioner before the step.
-
-        From independent batches the product of means; from one batch the U-statistic over pairs of prompts.
-        """
+        """Document 003's number: ``-eta E[X] . P E[Y]``, P the optimizer's preconditioner before the step."""
         lr = float(self.optimizer.param_groups[0]["lr"])
         scale = preconditioner(self.optimizer, trained_parameters(self.policy))
         if scale is None:
             return {}
-        scaled = y.double() * scale.double().cpu()
-        if not self.config.probe_config.one_batch:
-            value, stderr = two_batch(x, scaled)
-            return {"delta_h1_ascent": -lr * value, "delta_h1_ascent_stderr": lr * stderr}
-        pairs = u_statistic(x, scaled)
-        return {
-            "delta_h1_pairs": -lr * pairs.value,
-            "delta_h1_pairs_plain": -lr * pairs.plain,
-            "delta_h1_pairs_plugin_stderr": lr * pairs.plug_in,
-            **({} if pairs.jackknife is None else {"delta_h1_pairs_jackknife_stderr": lr * pairs.jackknife}),
-        }
+        value, stderr = two_batch(x, y.double() * scale.double().cpu())
+        return {"delta_h1_ascent": -lr * value, "delta_h1_ascent_stderr": lr * stderr}
 
     def _true_change(
         self, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor
     ) -> dict[str, float]:
-        c, new = self.config.importance_sampling, self._scores(evaluation, step)
-        change, tokens = (reweighted_change(old, new, mask, c.clip or None) for mask in (None, evaluation.mask))
+        new = self._scores(evaluation, step)
+        change, tokens = (reweighted_change(old, new, mask) for mask in (None, evaluation.mask))
         figures = {
             "entropy": change.before,
             "entropy_after": change.after,
@@ -338,12 +311,12 @@ class EntropyProbe:
             "delta_h_per_token": tokens.change,
             "delta_h_per_token_stderr": tokens.stderr,
             "ess": change.ess,
-            "clipped_weights": change.clipped,
+            "clipped_weights": 0.0,  # they never are
             "resampled": 0.0,
             **({} if change.pareto_k is None else {"pareto_k": change.pareto_k}),
             **self._by_prefix(old, new, terms),
         }
-        if c.resample_on_low_ess and change.ess < c.ess_threshold * old.logps[..., 0].numel():
+        if change.ess < ESS_SHARE * old.logps[..., 0].numel():
             with moved(self.policy, step, 1.0):
                 figures |= self._sampled_anew(evaluation, old)
         return figures
@@ -367,7 +340,7 @@ class EntropyProbe:
     ) -> dict[str, float]:
         """Predicted and true change for this multiple of the learning rate, which AdamW's step is proportional to."""
         new = self._scores(evaluation, step, multiple)
-        change = reweighted_change(old, new, clip=self.config.importance_sampling.clip or None)
+        change = reweighted_change(old, new)
         return {
             "multiple": multiple,
             **_mean("delta_h1_forward", multiple * terms.per_sequence().mean(1)),
@@ -399,17 +372,16 @@ class EntropyProbe:
         return dict(parts)
 
     def _warnings(self, figures: dict[str, float], rewards: Tensor | None) -> list[str]:
-        texts, share = [], self.config.importance_sampling.ess_threshold
-        if figures["ess"] < share * figures["samples"]:
-            source = "sampled anew" if figures["resampled"] else "not to be trusted"
-            texts.append(f"effective sample size {figures['ess']:.0f} is below {share:g} of {figures['samples']:.0f}: "
-                         f"the step is too large for these samples; the true change is {source}")  # fmt: skip
-        if figures.get("pareto_k", 0.0) > 0.7 and not figures["resampled"]:
+        texts = []
+        if figures["resampled"]:
+            texts.append(
+                f"effective sample size {figures['ess']:.0f} is below {ESS_SHARE:g} of {figures['samples']:.0f}: "
+                "the step is too large for these samples; the true change is sampled anew"
+            )
+        elif figures.get("pareto_k", 0.0) > 0.7:
             texts.append(f"Pareto k {figures['pareto_k']:.2f} is above 0.7: the true change cannot be trusted")
         if rewards is not None and not (rewards != rewards[:, :1]).any():
             texts.append("all completions of each prompt have the same reward: the update is momentum and decay alone")
-        if self.config.probe_config.one_batch:
-            texts.append("one batch for update and evaluation: only delta_h1_pairs is free of the bias of common noise")
         return texts
 
     @contextlib.contextmanager

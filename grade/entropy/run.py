@@ -39,7 +39,7 @@ def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainC
     With the run's method, KL weight, microbatch size, and relaxation at a step.
     """
     if not config.relaxed:
-        raise InputError("method", config.method, "one that relaxes tokens; probe_config.update is a policy gradient")
+        raise InputError("method", config.method, "one that relaxes tokens; without follow it is a policy gradient")
     engine = make_engine(
         RELAXED[config.method].engine, config.hops, config.hop_tolerance, bool(config.gradient_checkpointing)
     )
@@ -80,7 +80,7 @@ class ProbeRunConfig(ProbeConfig):
 
 def _probe_task(config: ProbeRunConfig, policy: Backbone) -> tuple[PromptBatch, dict[str, Any]]:
     """Prompts of both batches, and the other arguments of `EntropyProbe.run`."""
-    number = config.batch_config.B * (1 if config.probe_config.one_batch else 2)
+    number = 2 * config.batch_config.B
     if config.task == "arithmetic":
         prompts, reward = _sums(number, config.seed, policy, config.max_prompt_tokens)
         return prompts, {"reward": partial(reward.score, policy)}

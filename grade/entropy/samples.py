@@ -180,6 +180,20 @@ def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor,
     return sums
 
 
+def two_batch(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """``mu_X . mu_Y`` from an evaluation batch x [B_E, P] and an independent update batch y [B_U, P]; standard error.
+
+    The error is ``sqrt(V_X + V_Y)``, V_X the variance of the mean of ``X_n . mu_Y``, V_Y that of ``Y_n . mu_X``.
+
+    >>> two_batch(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]]))   # 2 * 2; X: var 2, times 4, over 2
+    (4.0, 2.0)
+    """
+    x, y = x.double(), y.double()
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    along_x, along_y = (x @ mean_y).var() / len(x), (y @ mean_x).var() / len(y)
+    return float(mean_x @ mean_y), float((along_x + along_y).sqrt())
+
+
 @dataclass(frozen=True)
 class Directional:
     """Derivatives along v of each sample's terms, each [B, G, T] in float64 on the CPU, 0 where masked."""

@@ -1,15 +1,20 @@
 """The validation itself: small runs of what its notebook shows, and that a broken estimator would be seen."""
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grade.experiments.validation.measure.tables import TABLES, Settings
+from grade.experiments.validation.measure.ustat import u_statistic
 from grade.experiments.validation.metrics import slope
 
 
 def test_every_way_of_predicting_has_slope_one_and_meets_the_truth():
-    settings = Settings(completion_tokens=2)
-    assert float(settings.subject[-1].norm()) == pytest.approx(1)
-    table = TABLES["first_order"](settings)
+    small = Settings(completion_tokens=2)
+    assert float(small.subject[-1].norm()) == pytest.approx(1)
+    table = TABLES["first_order"](small)
     for way in ("forward", "reverse", "two_batch"):
         assert slope(table, way) == pytest.approx(1, abs=0.02)
         assert abs(table[way].iloc[-1] / table.exact.iloc[-1] - 1) <= 1e-4
@@ -25,8 +30,26 @@ def test_the_u_statistic_is_unbiased_over_draws_of_prompts_and_completions():
 
 
 def test_importance_sampling_is_unbiased_while_enough_samples_count():
-    settings = Settings(completion_tokens=2, importance_etas=[0.1], importance_repetitions=20)
-    table = TABLES["importance"](settings)
+    small = Settings(completion_tokens=2, importance_etas=[0.1], importance_repetitions=20)
+    table = TABLES["importance"](small)
     assert table.way.tolist() == ["whole", "prefix"]
     for row in table.itertuples():
         assert abs(row.mean - row.exact) < 4 * row.bias_stderr and 0.5 < row.ess <= 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 7), st.integers(1, 4), st.integers(0, 1000))
+def test_the_u_statistic_is_the_mean_over_pairs(batch, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, batch, width, generator=generator, dtype=torch.float64)
+
+    def brute_force(rows):
+        return float(np.mean([x[i] @ y[j] for i in rows for j in rows if i != j]))
+
+    estimate = u_statistic(x, y)
+    assert estimate.value == pytest.approx(brute_force(range(batch)), abs=1e-10)
+    if batch > 2:  # leaving out a prompt is the U-statistic of the others
+        without = np.array([brute_force([j for j in range(batch) if j != i]) for i in range(batch)])
+        assert estimate.jackknife == pytest.approx(np.sqrt((batch - 1) * without.var()), abs=1e-9)
+    with pytest.raises(ValueError, match="not the same"):
+        u_statistic(x, y[1:])

@@ -27,8 +27,8 @@ from grade.entropy.samples import (
     prompt_gradients,
     scores_at,
     sequence_logps,
+    two_batch,
 )
-from grade.entropy.ustat import two_batch, u_statistic
 from grade.experiments.enumeration import (
     all_as_samples,
     exact_change,
@@ -38,6 +38,7 @@ from grade.experiments.enumeration import (
     tiny_policy,
 )
 from grade.experiments.measured import Several, Size
+from grade.experiments.validation.measure.ustat import u_statistic
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.results import progress

@@ -14,21 +14,19 @@ Left out: the second term, of order 1 / B^2, which the standard errors here do n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from grade.stats import jackknife_stderr
 
 
-@dataclass(frozen=True)
-class _UStatistic:
+class _UStatistic(NamedTuple):
     """An estimate of ``E[X] . E[Y]``."""
 
     value: float  # U
     plug_in: float  # plug-in standard error, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1
     jackknife: float | None  # jackknife standard error, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``; None for B = 2
-    plain: float  # ``Xbar . Ybar``, the naive estimate, diagonal included: biased by ``Cov / B``
 
 
 def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:
@@ -50,19 +48,4 @@ def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:
     if batch > 2:
         without = (batch * value - 2 * rows) / (batch - 2)
         jackknife = jackknife_stderr(without)
-    return _UStatistic(float(value), float(plug_in), jackknife, float(sum_x @ sum_y / batch**2))
-
-
-def two_batch(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """``mu_X . mu_Y`` from an evaluation batch x [B_E, P] and an independent update batch y [B_U, P]; standard error.
-
-    The error is ``sqrt(V_X + V_Y)``, V_X the variance of the mean of ``X_n . mu_Y``, V_Y that of ``Y_n . mu_X``.
-
-    >>> import torch
-    >>> two_batch(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]]))   # 2 * 2; X: var 2, times 4, over 2
-    (4.0, 2.0)
-    """
-    x, y = x.double(), y.double()
-    mean_x, mean_y = x.mean(0), y.mean(0)
-    along_x, along_y = (x @ mean_y).var() / len(x), (y @ mean_x).var() / len(y)
-    return float(mean_x @ mean_y), float((along_x + along_y).sqrt())
+    return _UStatistic(float(value), float(plug_in), jackknife)
