@@ -14,7 +14,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
@@ -55,20 +55,16 @@ class _Loading:
     """What `Config` and `Settings` share: reading files and overrides before `parse`."""
 
     @classmethod
-    def load(
-        cls, paths: Iterable[str | Path] = (), overrides: Iterable[str] = (), options: Iterable[str] = (),
-        section: str = "",
-    ) -> Self:  # fmt: skip
-        """Build a config from YAML files (later over earlier), then ``key=value`` overrides, then options.
+    def load(cls, paths: Iterable[str | Path] = (), overrides: Iterable[str] = (), section: str = "") -> Self:
+        """Build a config from YAML files (later over earlier), then ``key=value`` overrides.
 
-        Nested mappings are merged; ``a.b=1`` sets field ``b`` of the nested config ``a``. An error in an override names
-        ``--set``; options are those of the command line that have a name of their own. A file that has the key
+        Nested mappings are merged; ``a.b=1`` sets field ``b`` of the nested config ``a``. A file that has the key
         ``section`` holds the fields below it, beside what is no field of this config.
         """
-        paths, overrides, options = list(paths), list(overrides), list(options)
-        values = read_values(paths, [*overrides, *options], section)
-        sources = {_key(text): "--set" for text in overrides} | {_key(text): "" for text in options}
-        return cls.parse(values, " + ".join(Path(p).name for p in paths), sources)
+        paths, overrides = list(paths), list(overrides)
+        values = read_values(paths, overrides, section)
+        given = [text.partition("=")[0].strip() for text in overrides]
+        return cls.parse(values, " + ".join(Path(p).name for p in paths), given)
 
 
 class Config(_Loading, pydantic.BaseModel):
@@ -87,16 +83,16 @@ class Config(_Loading, pydantic.BaseModel):
         return value
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
+    def parse(cls, values: Mapping[str, Any], source: str = "", given: Sequence[str] = ()) -> Self:
         """Build a config from a mapping; `InputError` names the first wrong field, its value and what is allowed.
 
-        ``source`` is where the values come from (a file name), put before the field in an error; ``sources`` names the
-        fields that come from elsewhere, as ``a.b``, and from where.
+        ``source`` is where the values come from (a file name), put before the field in an error, but for the fields
+        that were ``given`` as ``a.b`` on the command line.
         """
         try:
             return cls.model_validate(dict(values))
         except pydantic.ValidationError as error:
-            raise _placed(_as_input_error(cls, error), source, sources) from None
+            raise _placed(_as_input_error(cls, error), source, given) from None
 
 
 def setting(default: Any, text: str) -> Any:
@@ -135,13 +131,13 @@ class Settings(_Loading):
         self.schema().parse({name: getattr(self, name) for name in names})
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
+    def parse(cls, values: Mapping[str, Any], source: str = "", given: Sequence[str] = ()) -> Self:
         """Build the dataclass from a mapping; arguments and errors as `Config.parse`."""
-        checked = cls.schema().parse(values, source, sources)
+        checked = cls.schema().parse(values, source, given)
         try:
             return cls(**{name: getattr(checked, name) for name in values})
         except InputError as error:
-            raise _placed(error, source, sources) from None
+            raise _placed(error, source, given) from None
 
 
 def own_fields(cls: type[Settings]) -> set[str]:
@@ -213,18 +209,12 @@ def _parse_override(text: str) -> dict[str, Any]:
     return value
 
 
-def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
-
-
-def _placed(error: InputError, source: str, sources: Mapping[str, str] | None) -> InputError:
-    """An error with the place of the field's value: its last override, or that of a part or of what it is part of."""
-    place = f"{source}:" if source else ""
-    for key, name in reversed((sources or {}).items()):
-        if f"{error.field}.".startswith(f"{key}.") or f"{key}.".startswith(f"{error.field}."):
-            place = name
-            break
-    return InputError(f"{place} {error.field}".strip(), error.value, error.allowed)
+def _placed(error: InputError, source: str, given: Sequence[str]) -> InputError:
+    """An error with the file of the field's value, unless it, a part of it or what it is part of was given."""
+    field = f"{error.field}."
+    if not source or any(field.startswith(f"{key}.") or f"{key}.".startswith(field) for key in given):
+        return error
+    return InputError(f"{source}: {error.field}", error.value, error.allowed)
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

@@ -113,16 +113,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, (_, text) in COMMANDS.items():
         sub = commands.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve",
         )  # fmt: skip
         if name in argv:  # importing torch takes seconds: only the command that runs pays for it
             _import(COMMANDS[name][0])
             _import("cli.options").ADD[name](sub)
-            argv = _import("cli.options").spelt(sub, argv)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown and (unknown := _import("cli.options").take_keys(args, unknown)):
+    args, unknown = parser.parse_known_args([_dashed(word) for word in argv])
+    if unknown:
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
+
+
+def _dashed(word: str) -> str:
+    """``--output-dir`` for ``--output_dir``, as other libraries write it."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def _report(command: str, error: object) -> None:

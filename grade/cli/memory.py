@@ -10,10 +10,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Literal, get_args, get_origin
+from typing import get_args
 
-from grade.cli.options import Option, command, option
-from grade.config import Config
+from grade.cli.options import command, option
+from grade.config import read_values
 from grade.errors import InputError
 from grade.memory.settings import Sharding, StepConfig
 from grade.results import progress
@@ -22,18 +22,6 @@ ALL = "all"
 """In place of a method's name: every method."""
 PATIENCE, MOST_SECONDS = 180, 10**6
 """Seconds; a trace of a step takes a few."""
-
-
-def _step_options() -> Iterator[Option]:
-    """One for each plain key of `StepConfig`; others, such as lora.r, by ``--set``."""
-    for name, field in StepConfig.model_fields.items():
-        flag, kind = f"--{name.replace('_', '-')}", field.annotation
-        if kind is bool:
-            yield option(flag, action="store_const", const="true", help=field.description)
-        elif not (isinstance(kind, type) and issubclass(kind, Config)):
-            choices = get_args(kind) if get_origin(kind) is Literal else ()
-            metavar = "{" + ",".join(choices) + "}" if choices else name.upper()
-            yield option(flag, metavar=metavar, help=field.description)
 
 
 @contextlib.contextmanager
@@ -63,7 +51,6 @@ def _within(seconds: float) -> Iterator[None]:
 
 @command(
     "memory",
-    *_step_options(),
     option("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most"),
     option("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added"),
     option("--gpus", type=int, default=1, metavar="N", help="GPUs that train together, each a batch"),
@@ -84,7 +71,7 @@ def _memory(args: argparse.Namespace) -> None:
     from grade.memory.report import methods_text, report, text
     from grade.memory.trace import Trace, trace
 
-    options = {name: value for name in StepConfig.model_fields if (value := getattr(args, name, None)) is not None}
+    values = read_values(args.config, args.set)
     budget = None if args.fits is None else plan.parse_bytes(args.fits)
     overhead = 0 if args.overhead is None else plan.parse_bytes(args.overhead, "overhead")
     with _within(args.patience), progress(None, "steps traced") as bar, contextlib.ExitStack() as after:
@@ -102,15 +89,13 @@ def _memory(args: argparse.Namespace) -> None:
         def tracer(step: StepConfig, gpus: int = args.gpus, way: plan.Way = args.shard) -> Trace:
             return known(step, gpus, "none" if gpus == 1 else way)
 
-        if options.get("method") == ALL:
+        if values.get("method") == ALL:
             if args.fits is not None:
                 raise InputError("fits", args.fits, f"none with --method {ALL}: a budget is for one method")
-            batch = options.pop("batch_size", None)
-            batch = batch and StepConfig.load(options=[f"batch_size={batch}"]).batch_size
-            rows = plan.compare_methods(plan.every_method(args.config, args.set, options, batch), tracer)
+            rows = plan.compare_methods(plan.every_method(values), tracer)
             print(json.dumps(rows, indent=1) if args.json else methods_text(rows))
             return
-        config = StepConfig.load(args.config, args.set, [f"{name}={value}" for name, value in options.items()])
+        config = StepConfig.load(args.config, args.set)
         more, traced = {}, tracer(config)
         if budget is not None:
             counts = plan.GPUS if args.gpus == 1 else (args.gpus,)

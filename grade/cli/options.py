@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin
 
 import pydantic
 
@@ -36,7 +36,7 @@ def command(
     """Decorate the function that executes a command, from its options.
 
     ``paths`` are required options for folders, or a file (``metrics``), with their meanings. With a config there are
-    ``--config`` and ``--set`` as well, and every key is listed below the options with its default and meaning.
+    ``--config``, ``--set`` and an option for each key; keys are listed below the options with default and meaning.
     """
 
     def registered(execute: Callable) -> Callable:
@@ -44,12 +44,14 @@ def command(
             required = [option(f"--{key.replace('_', '-')}", required=True, help=text,
                                metavar="FILE" if key == "metrics" else "DIR")
                         for key, text in paths.items()]  # fmt: skip
+            for key, _ in _keys(config) if config else ():  # a command's own option takes the place of a key's
+                parser.add_argument(f"--{key.replace('_', '-')}", action=_Key, nargs="?", const="true", dest="set",
+                                    default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
             for names, settings in (*options, *required, *(values() if config else ())):
                 parser.add_argument(*names, **settings)
             if config:
-                lines = _describe(config) + ([f"  ... {others}"] if others else [])
+                lines = [*_describe(config), *([f"  ... {others}"] if others else [])]
                 parser.epilog = "config keys (--set KEY=VALUE, or --KEY VALUE; default): meaning\n" + "\n".join(lines)
-                parser.set_defaults(keys=frozenset(_fields(config)))
             parser.set_defaults(execute=execute)
 
         ADD[name] = add
@@ -58,49 +60,37 @@ def command(
     return registered
 
 
-def spelt(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The arguments, with ``--output_dir``, as other libraries write it, for ``--output-dir``."""
-    words = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        dashed = name.replace("_", "-")
-        words.append(dashed + equals + value if dashed in parser._option_string_actions else word)
-    return words
+class _Key(argparse.Action):
+    """``--key value`` as ``--set key=value``."""
+
+    def __call__(self, parser: Any, args: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        args.set = [*args.set, f"{option.removeprefix('--').replace('-', '_')}={value}"]
 
 
-def take_keys(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
-    """Take ``--key value`` of the command's config, with ``_`` or ``-``, as ``--set key=value``; what is left."""
-    left, rest = [], list(unknown)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        key = name.replace("-", "_")
-        if not word.startswith("--") or key.partition(".")[0] not in getattr(args, "keys", ()):
-            left.append(word)
-            continue
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        args.set.append(f"{key}={value}")
-    return left
+def _keys(config: type[Config] | type[Settings], prefix: str = "") -> Iterator[tuple[str, pydantic.fields.FieldInfo]]:
+    """Every key and its field, those of nested configs as ``a.b``."""
+    for name, field in (config.model_fields if issubclass(config, Config) else config.schema().model_fields).items():
+        yield prefix + name, field
+        if _is_config(field.annotation):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
 
 
-def _fields(config: type[Config] | type[Settings]) -> dict[str, pydantic.fields.FieldInfo]:
-    return config.model_fields if issubclass(config, Config) else config.schema().model_fields
+def _is_config(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Config)
 
 
-def _describe(config: type[Config] | type[Settings], prefix: str = "") -> list[str]:
-    fields, lines = _fields(config), []
-    for name, field in fields.items():
-        if not issubclass(config, Config) and name not in own_fields(config):
-            continue
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
-            lines += _describe(inner, f"{prefix}{name}.")
+def _describe(config: type[Config] | type[Settings]) -> Iterator[str]:
+    """A line for each key that is not a library's."""
+    for key, field in _keys(config):
+        if _is_config(field.annotation) or (
+            issubclass(config, Settings) and key.split(".")[0] not in own_fields(config)
+        ):
             continue
         default = "required" if field.is_required() else field.get_default(call_default_factory=True)
         shown = default if isinstance(default, str) and default else repr(default)
-        lines.append(f"  {prefix}{name} ({shown}): {field.description}")
-    return lines
+        if get_origin(field.annotation) is Literal:
+            shown = f"{'|'.join(get_args(field.annotation))}; {shown}"
+        yield f"  {key} ({shown}): {field.description}"
 
 
 def print_metrics(metrics: Mapping[str, object]) -> None:

@@ -13,7 +13,7 @@ from grade.cli.options import command, option, print_metrics
 from grade.config import SEEDS, check_bytes, read_values
 from grade.errors import InputError
 from grade.files import check_file, writing
-from grade.gradients.methods import BYTES_PER_TOKEN, METHODS, OFFLINE
+from grade.gradients.methods import BYTES_PER_TOKEN, METHODS
 from grade.models.backbone import Backbone
 from grade.models.prompts import decode, encode_prompts
 from grade.models.sampling import check_room, generate
@@ -25,31 +25,28 @@ from grade.training.run import evaluate_task, train
 
 @command(
     "train",
-    option("--method", metavar="METHOD",
-           help=f"overrides the config: auto, {OFFLINE}, {', '.join(METHODS)}; all: each that samples"),
     option("--reward", action="append", metavar="REWARD",
            help="overrides the config; several are added up: file.py:function, hf:<id>, ..."),
-    option("--sampler", metavar="SAMPLER", help="overrides the config: own, shared, or http://host:port"),
     option("--resume", nargs="?", const="yes", default="no", choices=["no", "yes", "auto"],
            help="continue an interrupted run; auto: start over if something changed"),
     option("--overwrite", action="store_true", help="start over where there is an interrupted run"),
     output_dir="adapter, history.csv, metrics.json, ...",
     config=TrainConfig,
-    others="and every argument of transformers.TrainingArguments",
+    others="and every argument of transformers.TrainingArguments; method: all trains each method that samples",
 )  # fmt: skip
 def _train(args: argparse.Namespace) -> None:
     """Train, one method or all of them."""
     # Every config is checked before the first run starts.
-    options = {name: getattr(args, name) for name in ("method", "reward", "sampler", "output_dir")}
-    given = {name: value for name, value in options.items() if value is not None}
-    if args.method == "all":
-        values, configs = read_values(args.config, args.set), []
+    given = {"output_dir": args.output_dir} | ({} if args.reward is None else {"reward": args.reward})
+    overrides = [*args.set, *(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())]
+    values = read_values(args.config, overrides)
+    if values.get("method") == "all":
+        configs = []
         for method in METHODS:
             own = {"method": method, "output_dir": str(Path(args.output_dir) / method)}
-            configs.append(TrainConfig.parse(TrainConfig.values_for(method, values) | given | own))
+            configs.append(TrainConfig.parse(TrainConfig.values_for(method, values) | own))
     else:
-        options = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items()]
-        configs = [TrainConfig.load(args.config, args.set, options)]
+        configs = [TrainConfig.load(args.config, overrides)]
     for config in configs:
         show = config.process_index == 0
         result = train(config, None if show else str, args.resume, args.overwrite)

@@ -9,9 +9,8 @@ read off; where it must be exact it is then traced, the trace becomes another po
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
@@ -317,23 +316,18 @@ def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig
     return sorted(changes, key=lambda change: -change.saved)
 
 
-def every_method(
-    files: Iterable[str | Path], overrides: Sequence[str], options: Mapping[str, str], batch: int | None = None
-) -> list[StepConfig]:
-    """One step for every method; settings that a method does not have are left out.
-
-    Arguments as of `Config.load`; ``batch``: completions in a microbatch, rounded up to a method's whole groups.
-    """
+def every_method(values: Mapping[str, Any]) -> list[StepConfig]:
+    """One step for every method; settings that it does not have are left out, a batch is rounded up to whole groups."""
 
     def has(method: str, name: str) -> bool:
         return method in RELAXED if name in ("engine", "explicit_freeing") else reads(method, name)
 
-    steps = []
+    sizes = {name: value for name, value in values.items() if name == "batch_size"}
+    batch, steps = StepConfig.parse(sizes).batch_size, []
     for method in METHODS:
-        own = [text for text in overrides if has(method, text.partition("=")[0].strip())]
-        given = [f"{name}={value}" for name, value in options.items() if has(method, name)]
-        step = StepConfig.load(files, own, [*given, f"method={method}"])
-        steps.append(step if batch is None else step.changed(batch_size=-(-batch // step.batch_unit) * step.batch_unit))
+        own = {name: value for name, value in values.items() if has(method, name) and name not in sizes}
+        step = StepConfig.parse(own | {"method": method})
+        steps.append(step.changed(batch_size=-(-batch // step.batch_unit) * step.batch_unit))
     return steps
 
 

@@ -129,7 +129,7 @@ _OF_SOME_METHODS = (
 class StepConfig(TracedConfig):
     """A step of any training method: relaxed ones with any engine, and policy gradients."""
 
-    method: MethodName = Field("ste", description=f"training method: {', '.join(METHODS)}")
+    method: MethodName = Field("ste", description="training method; all: each of them, in a table")
     engine: Literal["auto", "replay", "checkpointed", "unrolled"] = Field("auto", description="auto: the method's own")
     hops: int = Field(2, ge=0, description="feedback hops of the replay engine")
     support: Support = _as_in_training("support")

@@ -6,7 +6,7 @@ Names are those of transformers' ``TrainingArguments`` and, where TRL's ``GRPOCo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
@@ -276,11 +276,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
             raise InputError(name, value, allowed) from error
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], source: str = "", sources: Mapping[str, str] | None = None) -> Self:
+    def parse(cls, values: Mapping[str, Any], source: str = "", given: Sequence[str] = ()) -> Self:
         """As `grade.config.Settings.parse`."""
         sharding()  # what it refuses is not in the source
         refuse_theirs(values)
-        return super().parse(values, source, sources)
+        return super().parse(values, source, given)
 
     @classmethod
     def from_trl(cls, config: Any, **changes: Any) -> Self:

@@ -27,7 +27,7 @@ from grade.memory.trace import Trace, trace
 SMALL = dict(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
 GROUP = StepConfig(model="tiny", prompt_tokens=4, max_new_tokens=6, dtype="float32", method="grpo", num_generations=4)
 STEP = StepConfig(model="tiny", prompt_tokens=4, max_new_tokens=10, batch_size=2, gumbel_topk=8)
-OPTIONS = {"model": "tiny", "prompt_tokens": "4", "max_new_tokens": "2"}
+OPTIONS = {"model": "tiny", "prompt_tokens": 4, "max_new_tokens": 2}
 ASKED = []
 
 
@@ -146,22 +146,23 @@ def test_a_budget_that_cannot_be_read_is_refused(text):
 
 
 def test_settings_go_to_the_methods_that_have_them():
-    options = OPTIONS | {"hops": "1", "num_generations": "3", "engine": "replay", "gradient_checkpointing": "false"}
-    steps = {s.method: s for s in every_method((), ["passes_per_step=2", "lora.r=4"], options, batch=4)}
+    options = OPTIONS | {"hops": 1, "num_generations": 3, "engine": "replay", "gradient_checkpointing": False}
+    options |= {"passes_per_step": 2, "lora": {"r": 4}, "batch_size": 4}
+    steps = {s.method: s for s in every_method(options)}
     assert tuple(steps) == METHODS
     assert steps["ste"].hops == 1 and steps["ste_legacy"].engine_name == "replay"
     assert [steps[m].batch_size for m in ("ste", "rloo", "grpo", "ppo")] == [4, 6, 6, 6]  # whole groups of three
     assert steps["grpo"].passes_per_step == 2 and steps["rloo"].passes_per_step is None
     assert all(s.lora.r == 4 for s in steps.values())
-    assert {s.method: s.batch_size for s in every_method((), [], OPTIONS)}["ste"] == 1
+    assert {s.method: s.batch_size for s in every_method(OPTIONS)}["ste"] == 1
     with pytest.raises(InputError, match="hops"):
-        every_method((), [], OPTIONS | {"hops": "-1"})
+        every_method(OPTIONS | {"hops": -1})
 
 
 def test_a_method_that_cannot_use_the_reward_says_so(tmp_path):
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     BertConfig(vocab_size=600, **sizes).save_pretrained(tmp_path)
-    rows = compare_methods(every_method((), [], OPTIONS | {"reward": f"hf:{tmp_path}"}), trace)
+    rows = compare_methods(every_method(OPTIONS | {"reward": f"hf:{tmp_path}"}), trace)
     text, data = methods_text(rows), {row["method"]: row for row in rows}
     assert [row["method"] for row in rows] == list(METHODS) and json.loads(json.dumps(rows)) == rows
     assert {row["method"] for row in rows if row["reason"]} == set(RELAXED)
@@ -171,4 +172,4 @@ def test_a_method_that_cannot_use_the_reward_says_so(tmp_path):
     assert (data["ppo"]["peak_bytes"], data["ppo"]["step_bytes"]) == (ppo.peak, ppo.step_bytes)
     assert data["ppo"]["peak_phase"] == ppo.peak_phase and data["ppo"]["reason"] is None
     with pytest.raises(InputError, match="no-such-model"):
-        compare_methods(every_method((), [], OPTIONS | {"model": "no-such-model"}), trace)
+        compare_methods(every_method(OPTIONS | {"model": "no-such-model"}), trace)
