@@ -39,14 +39,19 @@ def counts(ids, mask):
     return np.stack([np.bincount(row[kept.bool()], minlength=VOCAB) for row, kept in zip(ids, mask, strict=True)])
 
 
-def test_weights_are_those_of_ridge_regression_on_completion_and_prompt(backbone):
-    scored = texts()
-    prior = fit_texts({"counts": make_family("counts", backbone)}, scored)
-    x = np.hstack([counts(scored.ids, scored.mask), counts(scored.prompts.ids, scored.prompts.mask)]).astype(float)
+@pytest.mark.parametrize("name", ["counts", "bag"])
+def test_weights_are_those_of_ridge_regression_on_completion_and_prompt(backbone, name):
+    scored, family = texts(), make_family(name, backbone)
+    prior = fit_texts({name: family}, scored)
+    features = counts(scored.ids, scored.mask)
+    if name == "bag":  # dense: another solver
+        features = family.matrix(family.rows(observed(family, scored)))
+    x = np.hstack([features, counts(scored.prompts.ids, scored.prompts.mask)]).astype(float)
     x, y = x - x.mean(0), scored.rewards.numpy() - scored.rewards.numpy().mean()
-    weights = np.linalg.solve(x.T @ x + prior.fit.choice.penalty * np.eye(2 * VOCAB), x.T @ y)[:VOCAB]
+    size = features.shape[1]
+    weights = np.linalg.solve(x.T @ x + prior.fit.choice.penalty * np.eye(x.shape[1]), x.T @ y)[:size]
     assert np.allclose(prior.fit.weights[0].double(), weights, atol=1e-4 * np.abs(weights).max())
-    assert prior.choices["counts"].r2 > 0.3  # a linear reward with 60 texts of 5 of some 30 tokens
+    assert prior.choices[name].r2 > 0.3  # a linear reward with 60 texts of 5 of some 30 tokens
 
 
 def test_what_the_prompt_explains_is_not_put_down_to_the_completion(backbone):

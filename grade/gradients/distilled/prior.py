@@ -11,19 +11,23 @@ There are no groups, so the prompt's own part <u, z> takes what the prompt expla
 would be rewarded. Family and penalty are chosen, and slope and R2 measured, on predictions that `FOLDS` fits make of
 prompts which they have not seen. What remains of the reward without the prompt's part is what is explained.
 
-The rows are sparse, so scikit-learn's conjugate gradients take seconds at 30,000 texts and a vocabulary of 50,000;
-leave-one-out in closed form would take ``n^3``.
+Conjugate gradients take seconds at 30,000 texts and a vocabulary of 50,000: scikit-learn's where all rows are sparse.
+Dense features (`bag`, `values`) are few and correlated, so the equations are preconditioned with their own Gram matrix.
+Leave-one-out in closed form would take ``n^3``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.linalg import cho_factor, cho_solve
 from scipy.sparse import csr_matrix, hstack
+from scipy.sparse.linalg import LinearOperator, cg
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import GroupKFold
 from torch import Tensor
@@ -42,6 +46,8 @@ SIGNIFICANT = 3.0
 """Standard errors by which the reward's slope on its prediction must exceed 0: it is the best of several fits."""
 FEWEST = 8
 """Texts that a fit needs."""
+TOLERANCE = 1e-6
+"""Relative residual at which conjugate gradients end."""
 TILTS = 24
 """Points of the curve of `promise`."""
 
@@ -91,8 +97,8 @@ def fit_texts(families: Mapping[str, Family], texts: ScoredTexts, batch: int = 2
             for name, family in families.items()}  # fmt: skip
     best = max(fits, key=lambda name: fits[name][0].r2)
     choice, rows = fits[best]
-    both = _beside(rows, own)
-    weights = _ridge(choice.penalty, both).fit(both, rewards).coef_[: rows.shape[1]]
+    (weights,) = _ridges([choice.penalty], rows, own, rewards)
+    weights = weights[: rows.shape[1]]
     family = families[best]
     weights = torch.from_numpy(weights).to(backbone.device, family.dtype).unsqueeze(0)
     return Prior(Fit(best, weights, choice), {name: choice for name, (choice, _) in fits.items()})
@@ -122,29 +128,51 @@ def _folds(prompts: PromptBatch) -> list[tuple[np.ndarray, np.ndarray]]:
     return list(splitter.split(groups, groups=groups))
 
 
-def _beside(rows: csr_matrix | np.ndarray, own: csr_matrix) -> csr_matrix:
-    return hstack([rows, own], format="csr")
+def _ridges(
+    penalties: Sequence[float], rows: csr_matrix | np.ndarray, own: csr_matrix, rewards: np.ndarray
+) -> Iterator[np.ndarray]:
+    """For each penalty the weights [F + V] of completions' and prompts' features, with an intercept apart."""
+    if isinstance(rows, csr_matrix):
+        both = hstack([rows, own], format="csr")
+        for penalty in penalties:
+            yield Ridge(penalty, solver="sparse_cg", tol=TOLERANCE).fit(both, rewards).coef_
+        return
+    size, x, y = rows.shape[1], rows - rows.mean(0), rewards - rewards.mean()
+    mean, gram = np.asarray(own.mean(0)).ravel(), x.T @ x
+    squares = np.asarray(own.multiply(own).sum(0)).ravel() - len(y) * mean * mean
 
+    def transposed(residual: np.ndarray) -> np.ndarray:
+        return np.concatenate([x.T @ residual, own.T @ residual - mean * residual.sum()])
 
-def _ridge(penalty: float, rows: csr_matrix) -> Ridge:
-    return Ridge(penalty, solver="sparse_cg", tol=1e-6)
+    for penalty in penalties:
+        factor = cho_factor(gram + penalty * np.eye(size))
+
+        def normal(w: np.ndarray, penalty: float = penalty) -> np.ndarray:
+            return transposed(x @ w[:size] + own @ w[size:] - mean @ w[size:]) + penalty * w
+
+        def inverse(w: np.ndarray, penalty: float = penalty, factor: Any = factor) -> np.ndarray:
+            return np.concatenate([cho_solve(factor, w[:size]), w[size:] / (squares + penalty)])
+
+        shape = 2 * (size + own.shape[1],)
+        yield cg(LinearOperator(shape, normal), transposed(y), rtol=TOLERANCE, M=LinearOperator(shape, inverse))[0]
 
 
 def _cross_validated(
     rows: csr_matrix | np.ndarray, own: csr_matrix, rewards: np.ndarray, folds: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[Choice, csr_matrix | np.ndarray]:
     """The best penalty, in units of the mean square of a row, with its out-of-sample slope; and the rows."""
-    both, size = _beside(rows, own), rows.shape[1]
+    size = rows.shape[1]
     square = float((rows.multiply(rows) if isinstance(rows, csr_matrix) else rows * rows).sum()) / len(rewards)
+    penalties = [share * max(square, 1e-12) for share in PENALTIES]
+    predicted, prompts = np.empty((2, len(penalties), len(rewards)))
+    for fitted, held_out in folds:
+        for number, weights in enumerate(_ridges(penalties, rows[fitted], own[fitted], rewards[fitted])):
+            predicted[number, held_out] = rows[held_out] @ weights[:size]
+            prompts[number, held_out] = own[held_out] @ weights[size:]
     choices = []
-    for penalty in (share * max(square, 1e-12) for share in PENALTIES):
-        predicted, prompts = np.empty(len(rewards)), np.empty(len(rewards))
-        for fitted, held_out in folds:
-            fit = _ridge(penalty, both).fit(both[fitted], rewards[fitted])
-            predicted[held_out] = both[held_out][:, :size] @ fit.coef_[:size]
-            prompts[held_out] = both[held_out][:, size:] @ fit.coef_[size:]
+    for penalty, of_completion, of_prompt in zip(penalties, predicted, prompts, strict=True):
         # Both parts without what the prompt's part explains of them: the two are correlated where they share words.
-        parts = (torch.from_numpy(_without(prompts, each)) for each in (predicted, rewards))
+        parts = (torch.from_numpy(_without(of_prompt, each)) for each in (of_completion, rewards))
         choices.append(Choice(penalty, *calibrated(*parts, 1)))
     return max(choices, key=lambda choice: choice.r2), rows
 
