@@ -37,18 +37,28 @@ def _means(runs: pd.DataFrame, subjects: Sequence[str], columns: Sequence[str]) 
     return groups[list(columns)].mean().assign(error=groups["reward"].sem()).reset_index()
 
 
+def _best(table: pd.DataFrame) -> pd.DataFrame:
+    """Evaluations by KL, without those that have less reward than one at less KL; the last one always."""
+    table = table.sort_values(["subject", "method", "kl"], kind="stable")
+    groups = table.groupby(["subject", "method"], sort=False)
+    kept = (table["reward"] >= groups["reward"].cummax()) | (table["step"] == groups["step"].transform("max"))
+    return table[kept]
+
+
 def frontier_figure(runs: pd.DataFrame, subjects: Sequence[str], levels: Sequence[float]) -> Figure:
-    """Reward against KL along training, a panel for each subject; bars: one standard error over seeds.
+    """The best reward so far against KL, a panel for each subject; bars: one standard error over seeds.
 
     Numbers are completions of the policy: at the end, and at the evaluations nearest to lower levels. Of methods that
     only sample, `rloo` and `auto` are drawn, and those that differentiate the reward.
     """
     table = _means(labelled(runs), subjects, ["kl", "reward", "samples"]).query("method not in @_LEFT_OUT")
+    methods = by_method(table)
+    table = _best(table)
     table["subject"] = table["subject"].map(title)
-    text = "Reward against KL (numbers: completions sampled)"
+    text = "Best reward by KL (numbers: completions sampled)"
     grid = panels(sns.relplot, table, text, x="kl", y="reward", col="subject", col_wrap=min(2, len(subjects)),
-                  kind="line", sort=False, height=3.4, aspect=1.25, facet_kws=dict(sharex=False, sharey=False),
-                  markersize=7, **by_method(table))  # fmt: skip
+                  col_order=[*map(title, subjects)], kind="line", sort=False, height=3.4, aspect=1.25, facet_kws=dict(sharex=False, sharey=False),
+                  markersize=7, **methods)  # fmt: skip
     for name, ax in grid.axes_dict.items():
         shown = table[table["subject"] == name]
         for method, rows in shown.groupby("method", sort=False):
@@ -92,7 +102,7 @@ def quality_figure(runs: pd.DataFrame, subjects: Sequence[str]) -> Figure:
     table = table[(table["what"] != "gold") | ~table["subject"].str.contains("gold")]
     table = table.assign(subject=table["subject"].map(title), what=table["what"].map(_QUALITY)).dropna(subset=["value"])
     grid = panels(sns.relplot, table, "Is the gain real text? Every judge against KL", x="kl", y="value", col="what",
-                  row="subject", kind="line", sort=False, height=2.3, aspect=1.0,
+                  row="subject", kind="line", height=2.3, aspect=1.0,
                   facet_kws=dict(sharey=False, margin_titles=True), **by_method(table))  # fmt: skip
     grid.set_titles(col_template="{col_name}", row_template="{row_name}").set_axis_labels("KL, nats", "")
     return grid.figure
