@@ -57,8 +57,8 @@ def frontier_figure(runs: pd.DataFrame, subjects: Sequence[str], levels: Sequenc
     table["subject"] = table["subject"].map(title)
     text = "Best reward by KL (numbers: completions sampled)"
     grid = panels(sns.relplot, table, text, x="kl", y="reward", col="subject", col_wrap=min(2, len(subjects)),
-                  col_order=[*map(title, subjects)], kind="line", sort=False, height=3.4, aspect=1.25, facet_kws=dict(sharex=False, sharey=False),
-                  markersize=7, **methods)  # fmt: skip
+                  col_order=[*map(title, subjects)], kind="line", sort=False, height=3.4, aspect=1.25,
+                  facet_kws=dict(sharex=False, sharey=False), markersize=7, **methods)  # fmt: skip
     for name, ax in grid.axes_dict.items():
         shown = table[table["subject"] == name]
         for method, rows in shown.groupby("method", sort=False):
