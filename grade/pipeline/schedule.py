@@ -14,11 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import networkx as nx
 from filelock import FileLock, Timeout
@@ -54,13 +53,6 @@ with set_loggers_level(logging.ERROR):
 """DVC that says nothing but why it failed: with --quiet it does not say that either."""
 
 
-class _Stage(NamedTuple):
-    """What a stage does, and the stages that it needs."""
-
-    description: str
-    needs: set[str]
-
-
 def run(
     root: Path, profile: str, names: Sequence[str] = (), jobs: int | None = None, force: bool = False, dry: bool = False
 ) -> int:  # fmt: skip
@@ -83,43 +75,35 @@ def run(
     with held:
         stages = _outdated(place, names, force)
         if dry:
-            print(*stages, sep="\n")
+            print(*nx.topological_sort(stages), sep="\n")
             return 0
         schedule = _Schedule(place, place / suite["outputs"] / "timings.json", jobs, force)
         code = schedule.run(stages)
-    took = _duration(time.monotonic() - started)
     logs = [f"{name} (log: {os.path.relpath(schedule.log_of(name), root)})" for name in schedule.failed]
-    results = os.path.relpath(place / suite["outputs"], root)
-    print(f"{profile}: failed after {took}: {', '.join(logs)}" if code else f"{profile}: done in {took}: {results}")
+    what = f"failed: {', '.join(logs)}" if code else f"done: {os.path.relpath(place / suite['outputs'], root)}"
+    print(f"{profile}: {what} ({time.monotonic() - started:.0f} s)")
     return code
 
 
-def _outdated(place: Path, names: Sequence[str], force: bool) -> dict[str, _Stage]:
-    """Stages that have changed, or need one that has, after those that they need; else in the order of ``dvc.yaml``.
+def _outdated(place: Path, names: Sequence[str], force: bool) -> nx.DiGraph:
+    """Stages that have changed, or need one that has; an edge leads from a stage to one that needs it.
 
     Of the named stages (a matrix's name stands for all of its stages) and what they need; of all if none is named.
     """
     from dvc.repo import Repo
 
     with Repo(str(place)) as repo:
-        order = {stage.name: number for number, stage in enumerate(repo.index.stages)}
         graph = nx.DiGraph()
         graph.add_nodes_from((stage.name, {"description": stage.desc or ""}) for stage in repo.index.stages)
         graph.add_edges_from((needed.name, stage.name) for stage, needed in repo.index.graph.edges)
-        changed = set(order) if force else {key.rpartition(":")[2] for key in repo.status()} & set(order)
-    wanted = set() if names else set(order)
+        changed = set(graph) if force else {key.rpartition(":")[2] for key in repo.status()} & set(graph)
+    wanted = set() if names else set(graph)
     for name in names:
-        matching = {stage for stage in order if name in (stage, stage.partition("@")[0])}
+        matching = {stage for stage in graph if name in (stage, stage.partition("@")[0])}
         if not matching:
-            raise InputError("stage", name, f"one of {', '.join(order)}")
+            raise InputError("stage", name, f"one of {', '.join(graph)}")
         wanted |= matching.union(*(nx.ancestors(graph, stage) for stage in matching))
-    changed = changed.union(*(nx.descendants(graph, stage) for stage in changed)) & wanted
-    ordered = nx.lexicographical_topological_sort(graph, key=order.get)
-    return {
-        name: _Stage(graph.nodes[name]["description"], set(graph.predecessors(name)))
-        for name in ordered
-        if name in changed
-    }
+    return graph.subgraph(changed.union(*(nx.descendants(graph, stage) for stage in changed)) & wanted).copy()
 
 
 class _Schedule:
@@ -132,26 +116,24 @@ class _Schedule:
         self.running: dict[str, subprocess.Popen] = {}
         self.lock, self.ending = threading.Lock(), False
 
-    def run(self, stages: Mapping[str, _Stage]) -> int:
+    def run(self, stages: nx.DiGraph) -> int:
         """Run the stages. A signal ends those that run, with what they started, and raises `KeyboardInterrupt`."""
-        todo, futures, code = self._longest_chain_first(stages), {}, 0
-        expected = sum(self.timings.get(name, {}).get("seconds", 0) for name in todo) / self.jobs
-        about = f", about {_duration(expected)} with {self.jobs} at once" if expected else ""
-        self._print(f"stages to run: {len(todo)}{about}")
+        todo, number, futures, code = self._longest_chain_first(stages), len(stages), {}, 0
+        self._print(f"stages to run: {number}")
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGINT too: a script's background jobs ignore it
         before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
                 while futures or (todo and not code):
-                    busy = {*todo, *futures.values()}
-                    ready = [name for name in todo if not stages[name].needs & busy]
+                    ready = [name for name in todo if not stages.pred[name]]
                     for name in ready[: 0 if code else self.jobs - len(futures)]:
                         todo.remove(name)
-                        self._print(f"[{len(stages) - len(todo)}/{len(stages)}] {name}: {stages[name].description}")
+                        description = stages.nodes[name]["description"]
+                        self._print(f"[{number - len(todo)}/{number}] {name}: {description}")
                         future: Future[int] = pool.submit(self._repro, name)
                         futures[future] = name
                     for ended in wait(futures, return_when=FIRST_COMPLETED).done:
-                        del futures[ended]
+                        stages.remove_node(futures.pop(ended))
                         code = code or ended.result()
             except BaseException:
                 self._end()
@@ -161,13 +143,12 @@ class _Schedule:
                     signal.signal(number, handler)
         return code
 
-    def _longest_chain_first(self, stages: Mapping[str, _Stage]) -> list[str]:
+    def _longest_chain_first(self, stages: nx.DiGraph) -> list[str]:
         """By the seconds of the last run; one, where a stage has none."""
         chain: dict[str, float] = {}
-        for name, stage in reversed(stages.items()):
-            chain[name] = chain.get(name, 0.0) + self.timings.get(name, {}).get("seconds", 1.0)
-            for needed in stage.needs:
-                chain[needed] = max(chain.get(needed, 0.0), chain[name])
+        for name in reversed(list(nx.topological_sort(stages))):
+            after = max((chain[later] for later in stages.successors(name)), default=0.0)
+            chain[name] = after + self.timings.get(name, {}).get("seconds", 1.0)
         return sorted(stages, key=lambda name: -chain[name])
 
     def _repro(self, name: str) -> int:
@@ -200,7 +181,7 @@ class _Schedule:
                 peak = usage.ru_maxrss * RSS_UNIT
                 self.timings[name] = {"seconds": round(seconds, 1), "peak_memory_bytes": peak}
                 write_text(self.timings_file, json.dumps(self.timings, indent=1, sort_keys=True) + "\n")
-        self._print(f"{name} {'stopped after' if process.returncode else 'took'} {_duration(seconds)}")
+        self._print(f"{name} {'stopped after' if process.returncode else 'took'} {seconds:.1f} s")
         return abs(process.returncode)
 
     def _end(self) -> None:
@@ -241,9 +222,3 @@ class _Schedule:
         if self.jobs > 1:  # each has its share of the cores
             environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // self.jobs, 1)))
         return environment
-
-
-def _duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -135,7 +135,7 @@ def test_a_failed_stage_stops_the_pipeline_which_then_goes_on_from_there(project
     assert run(project, "full") != 0
     out, log = capfd.readouterr().out, ".workspaces/full/.dvc/tmp/logs/second.log"
     assert "second stopped after" in out and "using the first version" in out
-    assert out.splitlines()[-1].startswith("full: failed after") and f": second (log: {log})" in out.splitlines()[-1]
+    assert out.splitlines()[-1].startswith(f"full: failed: second (log: {log})")
     assert "exited with 3" in (project / log).read_text()
     (place / "fail").unlink()
     assert run(project, "full") == 0
@@ -261,7 +261,7 @@ def test_the_longest_chain_of_stages_goes_first(meeting, capfd):
     assert set(capfd.readouterr().out.split()) == {"one", "two", "last", "alone"}
     assert run(meeting, "cpu", jobs=2) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "stages to run: 4, about 1 min 0 s with 2 at once"
+    assert lines[0] == "stages to run: 4"
     assert [line for line in lines if line.startswith("[")][0] == "[1/4] alone: needs nobody"
 
 
