@@ -33,17 +33,17 @@ _EXAMPLES = "2 + 3 = 5\n7 - 4 = 3\n6 + 1 = 7\n"
 """Shown before each problem of the task arithmetic: a base model completes what it sees."""
 
 
-def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig, step: int = 0) -> Gradient:
+def _reward_gradient(policy: Backbone, reward_model: RewardModel, config: TrainConfig) -> Gradient:
     """A function that leaves the gradient of a run's loss in ``.grad``, from prompts and a generator.
 
-    With the run's method, KL weight, microbatch size, and relaxation at a step.
+    With the run's method, KL weight, microbatch size, and its first step's relaxation.
     """
     if not config.relaxed:
         raise InputError("method", config.method, "one that relaxes tokens; without follow it is a policy gradient")
     engine = make_engine(
         RELAXED[config.method].engine, config.hops, config.hop_tolerance, bool(config.gradient_checkpointing)
     )
-    relaxation = config.relaxation(step)
+    relaxation = config.relaxation(0)
     objective = Objective(reward_model, config.beta, config.reward_scope)
 
     def run(prompts: PromptBatch, generator: torch.Generator) -> None:
@@ -115,26 +115,23 @@ def _sums(number: int, seed: int, policy: Backbone, most: int) -> tuple[PromptBa
 
 
 def make_optimizer(config: ProbeRunConfig, policy: Backbone, state: str | Path | None) -> torch.optim.AdamW:
-    """AdamW of the policy's adapter, with the config's learning rate and weight decay; from a saved state, if given."""
+    """AdamW of the policy's adapter, with the config's learning rate and weight decay; from a saved state, if given.
+
+    No code from the state's file is executed.
+    """
     optimizer = torch.optim.AdamW(policy.trainable_parameters())
     if state is not None:
-        _load_optimizer(optimizer, state)
+        with reading("optimizer state", state, "AdamW's state_dict for this adapter"):
+            with warnings.catch_warnings():  # of a pickle that torch did not write, which is refused
+                warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+                optimizer.load_state_dict(torch.load(require_file(state), weights_only=True))
+            for p, values in optimizer.state.items():
+                for name, value in values.items():
+                    if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
+                        raise ValueError(f"{name} of shape {list(value.shape)} for {list(p.shape)}")
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = config.learning_rate, config.weight_decay
     return optimizer
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, path: str | Path) -> None:
-    """Load the saved ``state_dict`` of an adapter's optimizer, without executing code from the file."""
-    with reading("optimizer state", path, "AdamW's state_dict for this adapter"):
-        with warnings.catch_warnings():  # of a pickle that torch did not write, which is refused
-            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
-            optimizer.load_state_dict(torch.load(require_file(path), weights_only=True))
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                for name, value in optimizer.state.get(p, {}).items():
-                    if name != "step" and isinstance(value, Tensor) and value.shape != p.shape:
-                        raise ValueError(f"{name} of shape {list(value.shape)} for {list(p.shape)}")
 
 
 def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str | Path | None = None) -> ProbeReport:
