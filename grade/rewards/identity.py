@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ def weights_hash(tensors: dict[str, Tensor]) -> str:
     return result.hexdigest()
 
 
+class _Unknown(Exception):
+    """An object of which not all is known."""
+
+
 def identity(function: Any) -> str | None:
     """Hash of a function, a module or another callable object: its code, and what is bound to it.
 
@@ -45,59 +49,51 @@ def identity(function: Any) -> str | None:
     attributes, a module's weights. None where code has no file, as in a notebook, whose other cells are not seen, or
     where objects of other kinds are bound.
     """
-    known = _Known()
-    return hashed(known.parts) if known.add(function) else None
+    try:
+        return hashed(list(_known(function, {})))
+    except _Unknown:
+        return None
 
 
-class _Known:
-    """Collects what is known of an object; `add` says whether that is all."""
+def _known(value: Any, seen: dict[int, Any]) -> Iterator[str]:
+    """All that is known of an object, part by part."""
+    if isinstance(value, _PLAIN):
+        yield repr(value)
+    elif id(value) in seen:  # a function that calls itself
+        yield "again"
+    else:
+        seen[id(value)] = value
+        for part in _parts(value):
+            yield from _known(part, seen)
 
-    def __init__(self) -> None:
-        self.parts: list[Any] = []
-        self._seen: dict[int, Any] = {}
 
-    def add(self, value: Any) -> bool:
-        if isinstance(value, _PLAIN):
-            self.parts.append(repr(value))
-            return True
-        if id(value) in self._seen:  # a function that calls itself
-            self.parts.append("again")
-            return True
-        self._seen[id(value)] = value
-        return self._add_parts(value)
-
-    def _add_parts(self, value: Any) -> bool:
-        if isinstance(value, Tensor):
-            return self.add(weights_hash({"": value}))
-        if isinstance(value, BaseModel):
-            return self.add(value.model_dump())
-        if isinstance(value, (list, tuple, dict)):
-            items = [part for item in value.items() for part in item] if isinstance(value, dict) else value
-            return self.add(f"{type(value).__name__} {len(value)}") and all(map(self.add, items))
-        if isinstance(value, functools.partial):
-            return self.add((value.func, value.args, value.keywords))
-        if inspect.ismethod(value):
-            return self.add((value.__func__, value.__self__))
-        if inspect.isfunction(value):
-            return self._add_function(value)
-        if isinstance(value, nn.Module):
-            modules = [(type(part).forward, _attributes(part)) for part in value.modules()]
-            return self.add((weights_hash(value.state_dict()), *modules))
-        call = vars(type(value)).get("__call__")
-        return inspect.isfunction(call) and self.add((call, vars(value)))
-
-    def _add_function(self, function: Any) -> bool:
-        code, variables = function.__code__, inspect.getclosurevars(function).nonlocals
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Tensor):
+        return [weights_hash({"": value})]
+    if isinstance(value, BaseModel):
+        return [value.model_dump()]
+    if isinstance(value, (list, tuple, dict)):
+        items = [part for item in value.items() for part in item] if isinstance(value, dict) else value
+        return [f"{type(value).__name__} {len(value)}", *items]
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if inspect.ismethod(value):
+        return value.__func__, value.__self__
+    if inspect.isfunction(value):
+        code, variables = value.__code__, inspect.getclosurevars(value).nonlocals
         if not Path(code.co_filename).is_file():
-            return False
+            raise _Unknown
         place = [code.co_qualname, list(code.co_positions())]
-        self.parts.append([sha256_of(Path(code.co_filename)), code_fingerprint(function), place])
-        return self.add((dict(variables), function.__defaults__, function.__kwdefaults__))
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Settings of a module; weights, parts and hooks are elsewhere."""
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        written = hashed(sha256_of(Path(code.co_filename)), code_fingerprint(value), place)
+        return written, dict(variables), value.__defaults__, value.__kwdefaults__
+    if isinstance(value, nn.Module):  # weights, parts and hooks have names with an underscore
+        own = [{name: v for name, v in vars(part).items() if not name.startswith("_")} for part in value.modules()]
+        forwards = [type(part).forward for part in value.modules()]
+        return weights_hash(value.state_dict()), *forwards, *own
+    call = vars(type(value)).get("__call__")
+    if not inspect.isfunction(call):
+        raise _Unknown
+    return call, vars(value)
 
 
 def code_fingerprint(reward: str | Callable[..., Any]) -> dict[str, str]:
