@@ -154,13 +154,12 @@ def _flat(nested, prefix=""):
 
 # Pages, text around a figure ({} stands for it), folder of results, key, format; a "±" takes the standard error too.
 FIGURES = [
-    ("README.md", "held-out prompts from {} to", "exp6", "train/ste/val_reward_before", ".2f"),
-    ("README.md", "to {}, and a judge", "exp6", "train/ste/val_reward_after", ".2f"),
-    ("README.md", "goes from {} to", "exp6", "train/ste/gold_before", ".2f"),
-    ("README.md", "to {}, at a KL", "exp6", "train/ste/gold_after", ".2f"),
-    ("README.md", "a KL of {} nats per token", "exp6", "train/ste/kl", ".2f"),
-    ("README.md", "With {} completions", "exp6", "train/ste/samples", "d"),
-    ("README.md", "reward of {} held-out", "exp6", "train/ste/prompts", "d"),
+    ("README.md", "held-out prompts is {} (untrained", "full/text_first", "end/tiny_gold/offline/reward", ".2f"),
+    ("README.md", "`rloo` has {} after", "full/text_first", "end/tiny_gold/rloo/reward", ".2f"),
+    ("README.md", "after {} samples, a difference", "full/text_first", "rloo/tiny_gold/policy_samples", ",d"),
+    ("README.md", "a difference of {} [", "full/text_first", "offline/tiny_gold/reward_at_5_over_rloo", "+.2f"),
+    ("README.md", "{} completions only measure", "full/text_first", "offline/tiny_gold/steering_samples", "d"),
+    ("README.md", "rises from 0.13 to {}.", "full/text_first", "end/tiny_gold/offline/outside", ".2f"),
     ("README.md", "five seeds | tiny | +{} |", "full/any_reward", "paired/tiny_bag/ste_minus_rloo", ".3f±"),
     ("docs/methods.md", "reaches {} more `bag` reward", "full/any_reward", "paired/tiny_bag/ste_minus_rloo", ".3f±"),
     ("README.md", "`trunk` | tiny | +{} |", "full/any_reward", "paired/tiny_trunk/ste_minus_rloo", ".3f±"),
@@ -231,20 +230,39 @@ def test_a_row_of_the_default_method_is_the_metrics(label, key):
     assert row in (ROOT / "docs/methods.md").read_text(encoding="utf-8").splitlines(), row
 
 
+TEXT_FIRST = {
+    "tiny, gold judge": "tiny_gold",
+    "SmolLM2, gold judge": "smollm2_gold",
+    "tiny, `trunk`": "tiny_trunk",
+    "SmolLM2, `trunk`": "smollm2_trunk",
+    "tiny, a rule of length and format": "rule",
+    "right sums": "sums",
+}
+
+
+@pytest.mark.parametrize("label, subject", TEXT_FIRST.items())
+def test_a_row_of_training_from_scored_text_is_the_metrics(label, subject):
+    found = metrics("full/text_first")
+
+    def interval(key, form):
+        if key not in found:
+            return ""
+        least = "at least " if found.get(f"{key}_censored") else ""
+        return f"{least}{found[key]:{form}} [{found[f'{key}_low']:{form}}, {found[f'{key}_high']:{form}}]"
+
+    cells = [interval(f"{method}/{subject}/reward_at_5_over_rloo", "+.3f") for method in ("offline", "auto_texts")]
+    cells += [interval(f"samples_over_rloo/{subject}", ".2f")]
+    rows = [row.split(" | ") for row in (ROOT / "docs/methods.md").read_text(encoding="utf-8").splitlines()]
+    (row,) = [row for row in rows if row[0] == f"| {label}" and len(row) == 6]
+    assert row[1] == str(found[f"samples_over_rloo/{subject}_n"])
+    assert " | ".join(row[3:]).removesuffix(" |") == " | ".join(cells), cells
+
+
 def test_every_public_name_is_documented():
     places = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
     assert sorted(name for _, name in places) == grade.__all__
     for module, name in places:
         assert getattr(importlib.import_module(module), name) is getattr(grade, name)
-
-
-def test_the_text_before_and_after_is_a_sample_of_the_run():
-    samples = json.loads((ROOT / "outputs/train/ste-0/samples.json").read_text())
-    words = " ".join(README.split())
-    sample = next(s for s in samples if f"*{s['prompt']}*" in words)
-    for place in ("before", "after"):
-        assert f"**{place}:** {' '.join(sample[place].split())}" in words
-    assert f"the judge gives {sample['after_gold']:.2f}" in words
 
 
 def test_most_claims_are_refuted():
