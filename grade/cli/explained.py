@@ -10,12 +10,14 @@ from rich.console import Console
 
 from grade.cli.options import command, option
 from grade.cli.runs import rich_table
+from grade.errors import InputError
 from grade.files import atomic, check_file, write_text
 from grade.results import environment
 from grade.training.explained import ExplainConfig, Explained, explain, figure
 
 SHOWN = 10
 """Tokens of each end."""
+ENDINGS = (".png", ".svg", ".pdf")
 
 
 @command(
@@ -30,6 +32,8 @@ def _explained(args: argparse.Namespace) -> None:
     for name in ("json", "figure"):
         if getattr(args, name) is not None:
             check_file(getattr(args, name), f"--{name}")
+    if args.figure is not None and not args.figure.lower().endswith(ENDINGS):
+        raise InputError("--figure", args.figure, f"a file whose name ends in {', '.join(ENDINGS)}")
     result = explain(config)
     _show(result, config)
     if args.json is not None:

@@ -63,7 +63,7 @@ def _show(args: argparse.Namespace) -> None:
         raise InputError("RUN", str(newest), "a checkpoint of this run: it is another's")
     # The note says so itself; an earlier run's results may still be beside it.
     finished = bool(metrics) and bool(about.get("finished", not about))
-    if args.html:
+    if args.html is not None:
         check_file(args.html, "--html")
     tables = _tables(run, args.step, mark)
     liked = [tables.pop(title) for title in list(tables) if title.startswith("tokens, ")]
@@ -74,7 +74,7 @@ def _show(args: argparse.Namespace) -> None:
         log = _log(run, state, finished)
         history = _history(log) if len(log) else log
     tokens = _liked(run, liked[-1], args.rows) if liked else []
-    if args.html:
+    if args.html is not None:
         from grade.cli.page import page  # here: matplotlib takes a second
 
         evaluations = {step: _tables(run, step, mark)[f"eval, step {step}"] for step in _eval_steps(run)}
@@ -213,7 +213,7 @@ def _tables(run: Path, step: int | None, mark: str | None) -> dict[str, pd.DataF
 
 def _chosen(tables: dict[str, pd.DataFrame], columns: str | None) -> dict[str, pd.DataFrame]:
     """Tables with the columns to show, without tables that have none of them."""
-    wanted = [name.strip() for name in columns.split(",")] if columns else []
+    wanted = [] if columns is None else [name.strip() for name in columns.split(",")]
     known = list(dict.fromkeys(column for table in tables.values() for column in (*table, *table.attrs["names"])))
     for name in wanted:
         if tables and name not in known:

@@ -45,9 +45,10 @@ def load_prompts(source: str | Path, split: str | None = None, field: str = "pro
 
 def load_rows(source: str | Path, split: str | None = None, field: str = "prompts") -> Dataset:
     """`load_prompts` of any columns."""
-    path = Path(source)
-    reader = _READERS.get(path.suffix.lower())
-    if path.is_dir():
+    with reading(field, str(source), _SOURCES):
+        path = Path(source)
+        folder, reader = path.is_dir(), _READERS.get(path.suffix.lower())
+    if folder:
         with reading(field, path, "a folder that save_to_disk wrote, or a file in it"), _without_progress_bars():
             loaded = datasets.load_from_disk(path)
     elif path.is_file() and reader:

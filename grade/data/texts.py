@@ -16,6 +16,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grade.data.prompts import load_rows
-from grade.errors import InputError, is_file_error
+from grade.errors import BAD_CONTENT, InputError, is_file_error
 from grade.files import atomic, hashed
 from grade.models.backbone import Backbone
 from grade.models.parameters import fingerprint
@@ -75,8 +76,12 @@ def read_texts(
     named = isinstance(source, (str, Path))
     place = str(source) if named else "texts"
     rows = load_rows(source, field="texts") if named else source
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        raise InputError("texts", type(rows).__name__, 'a file, a hub id, or rows such as {"text": "..."}')
     found: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise InputError(f"row {number} of {place}", row, 'a mapping, such as {"text": "..."}')
         if limit is not None and len(found) >= limit:
             break
         if "completion" in row and "prompt" in row:
@@ -197,7 +202,7 @@ def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:
         ids = ids[: first_end + 1]
     elif not given and len(ids) < most and ends:
         ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0])
-    if not ids or max(ids) >= backbone.vocab_size:
+    if not ids or not all(isinstance(token, Integral) and 0 <= token < backbone.vocab_size for token in ids):
         raise InputError(f"completion in row {number}", row["completion"], "text of tokens that the policy has")
     return ids
 
@@ -264,9 +269,12 @@ def _kept(file: Path, column: str) -> list[Any] | None:
     if not file.is_file():
         return None
     try:
-        return pd.read_parquet(file)[column].tolist()
+        frame = pd.read_parquet(file, page_checksum_verification=True)
+        if frame.attrs.get("file", file.name) != file.name:
+            raise ValueError("another file's content")
+        return frame[column].tolist()
     except Exception as error:
-        if not (is_file_error(error) or isinstance(error, (KeyError, ValueError))):
+        if not (is_file_error(error) or isinstance(error, BAD_CONTENT)):
             raise
         warnings.warn(f"{file} is damaged, and made anew", stacklevel=3)
         return None
@@ -274,8 +282,10 @@ def _kept(file: Path, column: str) -> list[Any] | None:
 
 def _keep(file: Path, columns: Mapping[str, Any]) -> None:
     """Write a file whole; a folder that cannot be written costs the cache, not the scores."""
+    frame = pd.DataFrame(columns)
+    frame.attrs["file"] = file.name
     try:
         with atomic(file) as staging:
-            pd.DataFrame(columns).to_parquet(staging)
+            frame.to_parquet(staging, write_page_checksum=True)
     except OSError as error:
         warnings.warn(f"the scores of the texts are not kept: {error}", stacklevel=3)

@@ -129,8 +129,8 @@ class _Weight(float):
 
 Rate = Annotated[float, Field(gt=0, le=1000)]
 """A learning rate: AdamW moves a weight by about this much."""
-MOST_MICROBATCHES, MOST_PASSES = 2**16, 1024
-"""Of a step; more would take longer than anyone waits."""
+MOST_ROWS, MOST_MICROBATCHES, MOST_PASSES = 2**16, 2**16, 1024
+"""Of a microbatch and of a step; more would take longer than anyone waits."""
 BYTES_PER_TOKEN = 1024
 """Of a completion in a step, at the least: an embedding of 256 numbers, for the smallest of models."""
 Tau = Annotated[float, Field(ge=TAU_RANGE[0], le=TAU_RANGE[1])]
@@ -207,7 +207,7 @@ class MethodConfig(Settings):
         "distilled: what the reward may be linear in, the best of which is taken: counts, bag, ngrams, values, "
         f"trunk, trunk<layers>; null: {', '.join(FAMILIES)}",
     )
-    own_completions: Annotated[int, Field(ge=16)] = setting(
+    own_completions: Annotated[int, Field(ge=16, le=2**16)] = setting(
         64,
         "offline, distilled with texts: completions of the policy that measure KL and reward: an eighth at each "
         "quarter of the steps along texts, the rest after the last of them",

@@ -18,6 +18,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -38,6 +39,8 @@ from transformers import PreTrainedModel
 from grade.errors import InputError, reading
 from grade.files import check_whole
 from grade.models.parameters import MOST_RANKS, LoraSettings, fingerprint, restoring, same_base
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 BASE_FILE = "base_fingerprint.json"
@@ -205,6 +208,8 @@ def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[
     kind = getattr(config.peft_type, "value", config.peft_type)
     if not isinstance(config, LoraConfig) or kind != "LORA":  # AdaLoRA's is derived from it
         raise InputError("adapter", kind, "LORA (other adapters change the inputs or the head, or their own ranks)")
+    if config.lora_dropout:
+        logger.warning(f"lora_dropout = {config.lora_dropout} is not used: a dropout mask is not part of a sample")
     config.lora_dropout = 0.0
     if config.task_type not in (None, "CAUSAL_LM"):
         raise InputError(f"{prefix}: task_type", str(getattr(config.task_type, "value", config.task_type)), "CAUSAL_LM")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 IMAGES = ("image", "images")
 """Columns with images of the prompt, as in TRL."""
+ROW_OPTIONS = ("tools", "chat_template_kwargs")
+"""Columns with which TRL's chat templates differ by row."""
 _NO_IMAGES = "no such column: the policy reads text alone (another name, where a reward reads it)"
 Truncation = Literal["error", "left", "right"]
 
@@ -197,7 +199,8 @@ def check_prompts(
     for name in set(IMAGES).intersection(columns):
         raise InputError(f"column {name}", "images", _NO_IMAGES)
     if "prompt" in columns:
-        dataset = dataset.select_columns(["prompt"])  # the other columns may be large
+        read = [name for name in ("prompt", *ROW_OPTIONS) if name in columns]
+        dataset = dataset.select_columns(read)  # the other columns may be large
     numbered, longest = iter(enumerate(dataset)), (0, 0)
     first = batch = list(itertools.islice(numbered, 1))
     if not first:
@@ -269,6 +272,9 @@ def _token_ids(
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if options and not messages:
         raise InputError("chat_template_kwargs", options, "none: the prompts are text, which no template reads")
+    unread = [name for name in options if name not in f"chat_template {template}"]
+    if unread:
+        raise InputError("chat_template_kwargs", unread[0], "names that the chat template reads")
     if messages and not template:
         raise InputError(fields[0], prompts[0], "text, because the model's tokenizer has no chat template")
     if messages:
@@ -322,6 +328,10 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
             if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
                 field = f"part of message {place} of the prompt in row {number}"
                 raise InputError(field, part, '{"type": "text", "text": ...}: the policy reads text alone')
+    for name in ROW_OPTIONS:
+        if example.get(name):
+            allowed = "no such column: chat_template_kwargs is a setting (another name, where a reward reads it)"
+            raise InputError(f"{name} in row {number}", example[name], allowed)
     if not any(part.strip() if isinstance(part, str) else part for part in (m.get("content") for m in prompt)):
         raise InputError(f"prompt in row {number}", prompt, "messages with text")
     return prompt

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from multiprocessing import get_all_start_methods
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -22,19 +23,28 @@ from grade.data.texts import LEAST
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
-from grade.gradients.methods import MOST_MICROBATCHES, POLICY_GRADIENTS, RELAXED, MethodConfig, Rate, Tau
+from grade.gradients.methods import (
+    MOST_MICROBATCHES,
+    MOST_ROWS,
+    POLICY_GRADIENTS,
+    RELAXED,
+    MethodConfig,
+    Rate,
+    Tau,
+)
 from grade.models.adapter import LoraSettings
 from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
 from grade.training.trl import refuse_theirs, refuse_unknown, translated
 
 Seed = Annotated[int, Field(ge=0, lt=SEEDS)]
+MOST_STEPS = 10**12
 SAMPLED = "tokens are drawn from the policy itself: gradients of another distribution would be biased"
 _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
 _HONOURED = frozenset(
     """output_dir num_train_epochs lr_scheduler_type lr_scheduler_kwargs optim_args adam_beta1 adam_beta2 adam_epsilon
-    bf16 fp16 tf32 activation_checkpointing use_cpu full_determinism fsdp fsdp_config deepspeed accelerator_config
+    bf16 fp16 tf32 activation_checkpointing use_cpu full_determinism fsdp deepspeed accelerator_config
     logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node log_level log_level_replica disable_tqdm
     report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id debug skip_memory_metrics
     eval_strategy eval_delay eval_on_start save_only_model save_strategy save_on_each_node save_total_limit
@@ -160,13 +170,13 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     model_init_kwargs: dict[str, Any] | None = setting(None, "for a model given by name: dtype, attn_implementation")
 
-    per_device_train_batch_size: PositiveInt = setting(
+    per_device_train_batch_size: Annotated[int, Field(ge=1, le=MOST_ROWS)] = setting(
         8, "completions in a microbatch, B, of B / num_generations prompts (relaxed methods: of B)"
     )
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)] = setting(
         1, "microbatches of a process in an optimizer step"
     )
-    max_steps: Annotated[int, Field(ge=-1)] = setting(-1, "optimizer steps; -1: num_train_epochs passes")
+    max_steps: Annotated[int, Field(ge=-1, le=MOST_STEPS)] = setting(-1, "optimizer steps; -1: num_train_epochs passes")
     seed: Seed = setting(42, "seed of adapter, prompt order and noise")
     learning_rate: Rate = setting(2e-4, "AdamW learning rate of the adapter")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW weight decay")
@@ -206,6 +216,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
                 raise InputError(field.name, value, f"{default}: it has no effect here")
         sharding()  # before transformers reads the same variables
         batch, weighted = self.per_device_train_batch_size, self.importance_sampling != "none"
+        contexts = (None, *(get_all_start_methods() if self.dataloader_num_workers else ()))
         replayed = [method for method in RELAXED if _replays_given(method)]
         by_launch = "null; accelerate launch --config_file params/accelerate/fsdp2.yaml divides the base"
         rules = (
@@ -228,6 +239,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
             ("num_train_epochs", self.num_train_epochs <= 0, "above 0"),
             ("metric_for_best_model", self.save_strategy == "best" and not self.metric_for_best_model,
              "a metric's name, with save_strategy = best"),
+            ("dataloader_persistent_workers", self.dataloader_persistent_workers and not self.dataloader_num_workers,
+             "false, with dataloader_num_workers = 0"),
+            ("dataloader_multiprocessing_context", self.dataloader_multiprocessing_context not in contexts,
+             f"one of {contexts}, with dataloader_num_workers = {self.dataloader_num_workers}"),
+            ("dataloader_prefetch_factor", self.dataloader_prefetch_factor == 0, "at least 1, or null"),
             *((name, getattr(self, name) not in trainer_log_levels, ", ".join(trainer_log_levels))
               for name in ("log_level", "log_level_replica")),
             ("warmup_steps", 0 < self.max_steps <= self.warmup_steps, f"less than max_steps = {self.max_steps}"),

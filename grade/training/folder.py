@@ -47,7 +47,7 @@ STATE_FILE = "grade_state.json"
 Resume = Literal["no", "yes", "auto"]
 
 _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base_name", "samples", "log_completions",
-         "dataloader_num_workers", "ddp_timeout", "eval_on_start", "local_rank")  # fmt: skip
+         "dataloader_num_workers", "ddp_timeout", "eval_on_start", "local_rank", "resume_from_checkpoint")  # fmt: skip
 _FREE_PREFIXES = ("save_", "hub_", "push_", "log_", "trackio_")
 """Settings that change no result."""
 _SIGNS = ("run.json", "history.csv")
@@ -211,7 +211,6 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 def _about(config: TrainConfig) -> dict[str, Any]:
     """Settings that decide a run's result, and hashes of its inputs and of this package's code."""
     settings = settings_of(config)
-    settings["gradient_accumulation_steps"] *= config.world_size  # microbatches in a step, on however many processes
     package = Path(grade.__file__).parent
     others = {"experiments", "cli", "pipeline"}
     sources = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parts[0] not in others]
@@ -230,7 +229,9 @@ def settings_of(config: GradeConfig) -> dict[str, Any]:
     """Settings that decide a run's result, as JSON."""
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
-    return {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
+    settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
+    settings["gradient_accumulation_steps"] *= config.world_size  # microbatches in a step, on however many processes
+    return settings
 
 
 def _inputs(config: TrainConfig) -> dict[str, str]:

@@ -30,9 +30,9 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,8 @@ LANDING = 64
 """Completions on which the last step lands on target_kl."""
 _GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 """What functions get from the trainer, so that no column can have these names."""
+_LENGTH = ("max_steps", "num_train_epochs")
+"""Settings that may differ from those of the checkpoint that is continued."""
 WINDOW_PROMPT = 32
 """Tokens of the prompts that whole texts are cut into, where max_prompt_length says nothing."""
 
@@ -199,6 +201,7 @@ class GradeTrainer(Trainer):
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
+            args.check_values(["max_steps"])
         budgeted = args.target_kl is not None and not self._offline
         self.kl_budget = KLBudget(args.target_kl, args.max_steps) if budgeted else None
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
@@ -292,6 +295,8 @@ class GradeTrainer(Trainer):
         if number is None:
             prompt = args.max_prompt_length or WINDOW_PROMPT
             rows = read_texts(texts, backbone.tokenizer, prompt, length, args.most_texts)
+        elif number > args.most_texts:
+            raise InputError("texts", texts, f"at most most_texts = {args.most_texts} completions")
         elif self._prompts is None:
             raise InputError("train_dataset", None, f"prompts for the completions of {texts}")
         else:
@@ -350,13 +355,10 @@ class GradeTrainer(Trainer):
             self.train_dataset, "Training", self.args.batch_prompts, self._get_train_sampler, is_training=True
         )
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> list[int]:
-        args, rows, order = self.args, len(self.train_dataset), list[int]()
+    def _get_train_sampler(self, train_dataset: Any = None) -> _Passes:
+        args, rows = self.args, len(self.train_dataset)
         total = args.max_steps * args.gradient_accumulation_steps * args.world_size * args.batch_prompts
-        rng = np.random.default_rng([args.seed, 1])
-        while len(order) < total:
-            order += rng.permutation(rows).tolist() if args.shuffle_dataset else range(rows)
-        return order[:total]
+        return _Passes(rows, total, args.seed if args.shuffle_dataset else None)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``.
@@ -821,9 +823,8 @@ class GradeTrainer(Trainer):
 
     def _save_state(self, folder: Path) -> None:
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
-        base = getattr(self.backbone.model.config, "_name_or_path", "")
-        settings = {"model": base, "reward": self.rewards.names} | settings_of(self.args)  # for `grade show`
-        state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": settings,
+        base = {"model": getattr(self.backbone.model.config, "_name_or_path", "")}  # for `grade show`
+        state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": base | self._settings(),
                  "run": run_mark(self.args.output_dir)}  # fmt: skip
         tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
@@ -837,12 +838,20 @@ class GradeTrainer(Trainer):
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
+    def _settings(self) -> dict[str, Any]:
+        return {"reward": self.rewards.names} | settings_of(self.args)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_whole(Path(resume_from_checkpoint), "resume_from_checkpoint")
         if not (Path(resume_from_checkpoint) / OPTIMIZER_FILE).is_file():
             allowed = f"a checkpoint with {OPTIMIZER_FILE}: save_only_model leaves out what continues a run"
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         check_saved(self.backbone.peft, resume_from_checkpoint)
+        with reading("resume_from_checkpoint", resume_from_checkpoint, "a checkpoint of GradeTrainer"):
+            before = json.loads((Path(resume_from_checkpoint) / STATE_FILE).read_text(encoding="utf-8"))["settings"]
+            for name, value in self._settings().items():
+                if name not in _LENGTH and before.get(name, value) != value:
+                    raise InputError(name, value, f"{before[name]!r}, as in {resume_from_checkpoint}, to continue it")
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -851,10 +860,6 @@ class GradeTrainer(Trainer):
             return
         with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
-            seed = state.get("settings", {}).get("seed", self.args.seed)
-            if seed != self.args.seed:
-                allowed = f"{seed}, as in {checkpoint}: prompts and noise would be another run's"
-                raise InputError("seed", self.args.seed, allowed)
             self.seconds = state["seconds"]
             self.log_buffer.restore(state["window"])
             for step, known in state["evaluations"].items():
@@ -923,6 +928,9 @@ class _StepEnd(TrainerCallback):
     def __init__(self, trainer: GradeTrainer) -> None:
         self.trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.num_train_epochs = math.ceil(self.trainer.passes(state.max_steps))
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._updated()
 
@@ -968,6 +976,24 @@ def _choose_method(args: GradeConfig, objective: Objective, texts: bool) -> tupl
     if without:
         return DISTILLED, f"reward {without[0].name!r} gives values only, so a gradient is distilled from them"
     return DISTILLED, "the reward has a gradient, but through a transformer one distilled from its values trains better"
+
+
+@dataclass
+class _Passes:
+    """Numbers of ``total`` rows, in passes that are shuffled if there is a seed."""
+
+    rows: int
+    total: int
+    seed: int | None
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        rng = None if self.seed is None else np.random.default_rng([self.seed, 1])
+        for start in range(0, self.total, self.rows):
+            order = range(self.rows) if rng is None else rng.permutation(self.rows).tolist()
+            yield from order[: self.total - start]
 
 
 def _is_callback_class(value: Any) -> bool:

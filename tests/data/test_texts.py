@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,21 @@ def test_texts_are_scored_once_and_again_when_anything_that_counts_has_changed(s
     with pytest.warns(UserWarning, match="damaged"):
         assert score().calls == 9
     assert score().calls == 0
+
+
+def test_a_damaged_file_of_scores_or_another_ones_is_made_anew(score, tmp_path):
+    first = score()
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 97):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with warnings.catch_warnings(action="ignore"):
+            assert score().rewards.tolist() == first.rewards.tolist(), place
+    file.unlink()
+    score(letter="g")
+    next((tmp_path / "cache").iterdir()).rename(file)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert score().calls == 9
 
 
 QUOTA = """import os
@@ -210,6 +226,11 @@ BAD = {
     "text": ([{"text": 3}], "text in row 0: got 3"),
     "short": ([{"text": "ab"}], "texts: got '0 from texts'; allowed: at least 8 texts .of a prompt of 8 tokens"),
     "file": ("missing.jsonl", "texts: got 'missing.jsonl'; allowed: a file that exists"),
+    "no rows": (3, "texts: got 'int'; allowed: a file, a hub id, or rows"),
+    "columns alone": ({"text": ["a"]}, "texts: got 'dict'; allowed: a file, a hub id, or rows"),
+    "text alone": (["a text"] * 9, "row 0 of texts: got 'a text'; allowed: a mapping"),
+    "no token": ([*ROWS, {**ROWS[0], "completion_ids": [-1]}], "completion in row 9: got"),
+    "no number": ([*ROWS, {**ROWS[0], "completion_ids": "ab"}], "completion in row 9: got"),
 }
 
 

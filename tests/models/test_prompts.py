@@ -212,6 +212,19 @@ def test_messages_need_a_chat_template_that_says_something():
         encode_examples(word_tokenizer(), [{"prompt": [USER]}], chat_template_kwargs={"chat_template": " "})
 
 
+def test_what_a_template_does_not_read_is_named():
+    row = {"prompt": [USER]}
+    for name, value in {"tools": [{"name": "f"}], "chat_template_kwargs": {"shout": True}}.items():
+        rows = [{**row, name: value}]
+        for dataset in rows, Dataset.from_list(rows):
+            with pytest.raises(InputError, match=f"{name} in row 0: got .*allowed: no such column"):
+                check_prompts(chat_tokenizer(), dataset)
+        check_prompts(chat_tokenizer(), [{"prompt": "a", name: value}], warn_raw=False)  # text: no template
+    for name in "padding", "whisper":
+        with pytest.raises(InputError, match=f"chat_template_kwargs: got '{name}'; allowed: names that the chat templ"):
+            encode_examples(chat_tokenizer(), [row], chat_template_kwargs={name: True})
+
+
 def test_a_call_of_a_tool_needs_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     batch = encode_examples(chat_tokenizer(), [{"prompt": [USER, call, USER]}])

@@ -71,7 +71,9 @@ def test_another_seed_calls_the_reward_for_own_completions_only(tmp_path):
         ({"method": "rloo", "num_generations": 4, "target_kl": None}, "texts: .*only with method offline"),
         ({"distil_families": ["trunk"]}, "distil_families: got 'trunk'; allowed: counts, bag, ngrams, values"),
         ({"texts": "reference:3"}, "reference:N with a whole number N"),
+        ({"texts": "reference:9000"}, "texts: got 'reference:9000'; allowed: at most most_texts = 8192"),
         ({"own_completions": 2}, "own_completions: got 2"),
+        ({"own_completions": 10**12}, "own_completions: got 10"),
     ],
 )
 def test_what_is_refused(tmp_path, changes, says):

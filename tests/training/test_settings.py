@@ -14,7 +14,7 @@ NO_EFFECT = {
     "neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "torch_compile": True, "data_seed": 3,
     "train_sampling_strategy": "group_by_length", "auto_find_batch_size": True, "dataloader_drop_last": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": True}, "use_liger_kernel": True,
-    "bf16_full_eval": True, "prediction_loss_only": True,
+    "bf16_full_eval": True, "prediction_loss_only": True, "fsdp_config": {"min_num_params": 3},
 }  # fmt: skip
 TRL = {
     "loss_type": "dr_grpo", "steps_per_generation": 2, "generation_batch_size": 8, "epsilon_high": 0.28,
@@ -55,6 +55,7 @@ THEIRS = {
     "optim": "nonsense", "lr_scheduler_type": "nope", "dataloader_prefetch_factor": 2, "num_train_epochs": -1,
     "save_total_limit": "x", "log_level": "x", "ddp_backend": "gloo",
     "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}, "report_to": 3, "save_strategy": "better",
+    "dataloader_persistent_workers": True, "dataloader_multiprocessing_context": "spawn", "max_steps": 10**13,
 }  # fmt: skip
 
 
@@ -153,6 +154,7 @@ def test_an_epoch_is_a_pass_over_the_prompts(tmp_path):
     rows = [{"prompt": text} for text in task.train_prompts[:8]]
     trainer = GradeTrainer(task.backbone, task.reward_model, args, rows, rows[:4], callbacks=[seen])
     trainer.train()
+    assert trainer.state.num_train_epochs == 3
     assert seen.seen == [(kind, step) for step in (0, 2, 4) for kind, step in (("begin", step), ("end", step + 2))]
     history = trainer.state.log_history
     assert [(r["step"], r["epoch"]) for r in history if "eval_reward" in r] == [(2, 1), (4, 2), (6, 3)]

@@ -17,6 +17,7 @@ from transformers import (
     EarlyStoppingCallback,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    TrainerCallback,
 )
 
 from grade import GradeConfig, GradeTrainer
@@ -68,18 +69,36 @@ def test_it_takes_a_name_a_model_a_peft_model_and_a_backbone(base, tmp_path):
         assert max(float(p.abs().max()) for n, p in made.model.named_parameters() if "lora_B" in n) > 0, name
 
 
-def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path):
+def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path, caplog):
     lora = LoraConfig(r=3, lora_alpha=5, use_rslora=True, lora_dropout=0.5, target_modules=["v_proj"])
     made = trainer(base, tmp_path, peft_config=lora)
     config = made.model.peft_config["default"]
     assert (config.r, config.lora_alpha, config.use_rslora, config.lora_dropout) == (3, 5, True, 0.0)
-    assert lora.lora_dropout == 0.5
+    assert lora.lora_dropout == 0.5 and "lora_dropout = 0.5 is not used" in caplog.text
 
 
-def test_another_seed_does_not_continue_a_checkpoint(base, tmp_path):
+def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
     trainer(base, tmp_path, save_steps=1).train()
-    with pytest.raises(InputError, match="seed: got 7; allowed: 0, as in .*checkpoint-1"):
-        trainer(base, tmp_path, max_steps=3, seed=7).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for name, value in {"seed": 7, "learning_rate": 0.5, "optim": "sgd", "max_completion_length": 3}.items():
+        with pytest.raises(InputError, match=f"{name}: got .*, as in .*checkpoint-1"):
+            made = trainer(base, tmp_path, max_steps=3, **{name: value})
+            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    longer = trainer(base, tmp_path, max_steps=3)
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 3
+
+
+def test_a_run_without_an_end_begins_at_once(base, tmp_path):
+    class Once(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    made = trainer(base, tmp_path, max_steps=10**12, save_strategy="no")
+    made.add_callback(Once)
+    made.train()
+    assert made.state.global_step == 1
+    with pytest.raises(InputError, match="max_steps: got"):
+        trainer(base, tmp_path, max_steps=-1, num_train_epochs=1e15)
 
 
 def test_rows_may_be_read_by_number_alone(base, tmp_path):
@@ -425,9 +444,9 @@ def test_what_an_optimizer_or_schedule_does_not_take_is_one_line(base, tmp_path,
 
 
 def test_a_batch_whose_gradient_this_machine_cannot_hold_is_refused(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.sysconf", lambda name: 31_623)  # pages, and their size: 1 GB
-    options = dict(save_strategy="no", per_device_train_batch_size=80_000)  # completions alone would fit
-    with pytest.raises(InputError, match="per_device_train_batch_size: got 80000; .* this machine has 1 GB"):
+    monkeypatch.setattr("os.sysconf", lambda name: 25_000)  # pages, and their size
+    options = dict(save_strategy="no", per_device_train_batch_size=50_000)  # completions alone would fit
+    with pytest.raises(InputError, match="per_device_train_batch_size: got 50000; .* this machine has 0.625 GB"):
         trainer(base, tmp_path, **options)
     trainer(base, tmp_path, **options, gradient_checkpointing=True)
 
