@@ -236,7 +236,6 @@ TEXT_FIRST = {
     "tiny, `trunk`": "tiny_trunk",
     "SmolLM2, `trunk`": "smollm2_trunk",
     "tiny, a rule of length and format": "rule",
-    "right sums": "sums",
 }
 
 

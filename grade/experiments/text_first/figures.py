@@ -160,6 +160,5 @@ def peers_figure(peers: pd.DataFrame | None) -> Figure | None:
                   x="kl", y="reward", hue="method", style="method", hue_order=methods, style_order=methods,
                   markers=True, dashes=False, palette="tab20", col="subject", height=3.6, aspect=1.2, markersize=8,
                   facet_kws=dict(sharey=False, sharex=False))  # fmt: skip
-    grid.set(xlim=(-0.3, min(12.0, ends["kl"].max() + 0.5)))
     grid.set_titles("{col_name}").set_axis_labels("KL, nats per completion", "held-out reward")
     return grid.figure
