@@ -1,7 +1,10 @@
 """Tiny random models of several families; no downloads."""
 
 import gc
+import json
 import os
+import random
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small: threads would mostly wait for each other
@@ -86,6 +89,17 @@ def save_toy_base(folder):
     task.backbone.peft.unload().save_pretrained(folder)
     task.backbone.tokenizer.save_pretrained(folder)
     return task
+
+
+def save_texts(file):
+    """Texts whose words are short to a different degree, in place of reviews."""
+    draw, words = (
+        random.Random(0),
+        "so we saw the film and it was bad thoroughly entertaining wonderful characters".split(),
+    )
+    weights = [[share] * 9 + [1 - share] * 4 for share in (draw.random() for _ in range(300))]
+    Path(file).parent.mkdir(parents=True)
+    Path(file).write_text("".join(json.dumps({"text": " ".join(draw.choices(words, w, k=40))}) + "\n" for w in weights))
 
 
 def make_prompts(batch=3, length=5, seed=0) -> PromptBatch:

@@ -4,7 +4,6 @@ import csv
 import importlib
 import json
 import os
-import random
 import re
 import shlex
 import subprocess
@@ -13,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import save_toy_base
+from conftest import save_texts, save_toy_base
 
 import grade
 from grade.cli import main as command_line
@@ -105,17 +104,6 @@ def _check_dvc(words):
         file, _, change = word.partition(":")
         if change:
             assert change.split("=")[0] in read_yaml(ROOT / file), f"{file} has no key {change}"
-
-
-def save_texts(file):
-    """Texts whose words are short to a different degree, in place of reviews."""
-    draw, words = (
-        random.Random(0),
-        "so we saw the film and it was bad thoroughly entertaining wonderful characters".split(),
-    )
-    weights = [[share] * 9 + [1 - share] * 4 for share in (draw.random() for _ in range(300))]
-    Path(file).parent.mkdir(parents=True)
-    Path(file).write_text("".join(json.dumps({"text": " ".join(draw.choices(words, w, k=40))}) + "\n" for w in weights))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page != "CONTRIBUTING.md"])
