@@ -93,10 +93,8 @@ def save_toy_base(folder):
 
 def save_texts(file):
     """Texts whose words are short to a different degree, in place of reviews."""
-    draw, words = (
-        random.Random(0),
-        "so we saw the film and it was bad thoroughly entertaining wonderful characters".split(),
-    )
+    words = "so we saw the film and it was bad thoroughly entertaining wonderful characters".split()
+    draw = random.Random(0)
     weights = [[share] * 9 + [1 - share] * 4 for share in (draw.random() for _ in range(300))]
     Path(file).parent.mkdir(parents=True)
     Path(file).write_text("".join(json.dumps({"text": " ".join(draw.choices(words, w, k=40))}) + "\n" for w in weights))

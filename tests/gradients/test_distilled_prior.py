@@ -86,17 +86,20 @@ def test_texts_that_say_nothing_are_refused(backbone, change, says):
         fit_texts({"counts": make_family("counts", backbone)}, change(texts()))
 
 
-def test_a_promise_is_kl_and_gain_of_the_tilted_policy(backbone):
-    scored, family = texts(), make_family("counts", backbone)
-    fit = fit_texts({"counts": family}, scored).fit
+@pytest.mark.parametrize("name", ["counts", "bag", "ngrams"])
+def test_a_promise_is_kl_and_gain_of_the_tilted_policy(backbone, name):
+    scored, family = texts(), make_family(name, backbone)
+    fit = fit_texts({name: family}, scored).fit
     promised = promise(family, fit.all, scored)
+    values = family.values(fit.all, observed(family, scored))
+    s = torch.stack([values(place.unsqueeze(0)) for place in torch.arange(TEXTS * LENGTH)]).view(TEXTS, LENGTH, -1)
     with torch.no_grad(), backbone.reference():
         logp = backbone.head(predicting_hidden(backbone, scored.prompts, scored.ids)).log_softmax(-1)
     for number in (0, 12, 23):
         tilt = promised.weights[number]
-        tilted = (logp + tilt * fit.all[0]).log_softmax(-1)
+        tilted = (logp + tilt * s).log_softmax(-1)
         kl = (tilted.exp() * (tilted - logp)).sum(-1) * scored.mask
-        gain = ((tilted.exp() - logp.exp()) * fit.all[0]).sum(-1) * scored.mask
+        gain = ((tilted.exp() - logp.exp()) * s).sum(-1) * scored.mask
         assert float(promised.kl[number]) == pytest.approx(float(kl.sum(1).mean()), rel=1e-6)
         assert float(promised.gain[number]) == pytest.approx(float(gain.sum(1).mean()), rel=1e-6)
     gain, beta = promised.at(float(promised.kl[12]))

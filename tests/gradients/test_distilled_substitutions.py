@@ -86,7 +86,8 @@ def test_a_row_is_the_tokens_value_less_that_of_what_it_replaced(policy, name):
     seen, new, family = sample.seen, sample.substituted, own.families[name]
     size = new.rows[name].shape[1]
     weights = torch.randn(1, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    table = family.values(weights, seen)(torch.arange(seen.ids.numel())).expand(-1, VOCAB).view(*seen.ids.shape, VOCAB)
+    each = family.values(weights, seen)(torch.arange(seen.ids.numel()))
+    table = each.expand(seen.ids.numel(), VOCAB).view(*seen.ids.shape, VOCAB)
     values, cut = family.own(weights, seen), 0
     texts = reward.texts[len(seen.ids) :]
     assert (

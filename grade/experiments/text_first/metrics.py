@@ -138,7 +138,7 @@ def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.Dat
 
     ``of``: ``samples`` or ``seconds``. Means over seeds, then their ratio, with a 95 % interval (jackknife over seeds):
     a method that needs none has a ratio of 0. Of ``n`` seeds ``censored`` never reached it and count with their end, so
-    with any the ratio is a lower bound. Best is the best evaluation: its noise helps the baseline.
+    with any the ratio is a lower bound, without an interval if all are. Best is the best evaluation: its noise helps the baseline.
     """
     table = []
     curves = runs.sort_values("step", kind="stable").assign(samples=lambda rows: rows[of])
@@ -147,6 +147,8 @@ def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.Dat
         for method, of_method in rows[rows["method"] != against].groupby("method", sort=False):
             spent = [_spent(run, base[seed]) for seed, run in of_method.groupby("seed") if seed in base]
             ratio, censored = _ratio([pair[:2] for pair in spent]), sum(pair[2] for pair in spent)
+            if censored == len(spent):  # how far above the bound it is, nothing tells
+                ratio = ratio._replace(low=None, high=None)
             if spent:
                 table.append((subject, method, ratio.value, ratio.low, ratio.high, len(spent), censored))
     return pd.DataFrame(table, columns=["subject", "method", "ratio", "low", "high", "n", "censored"])

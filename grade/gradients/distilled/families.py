@@ -170,7 +170,7 @@ class _Counts(_Buckets):
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
         fit, length = seen.fit_numbers(len(weights)), seen.ids.shape[1]
-        return lambda positions: weights[fit[positions // length]]
+        return lambda positions: weights if len(weights) == 1 else weights[fit[positions // length]]
 
 
 class _NGrams(_Buckets):
@@ -232,6 +232,17 @@ class _Bag(_Linear):
 
     def rows(self, seen: Observed) -> Tensor:  # noqa: D102
         return (self._embeds(seen) * seen.mask.unsqueeze(-1)).sum(1)
+
+    def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
+        values = super().values(weights, seen)
+        if len(weights) > 1:
+            return values
+
+        def shared(positions: Tensor) -> Tensor:
+            return values(positions[:1])
+
+        shared.reads = values.reads
+        return shared
 
     def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
         batch, length = seen.ids.shape

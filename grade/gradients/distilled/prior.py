@@ -221,16 +221,28 @@ def promise(family: Family, weights: Tensor, texts: ScoredTexts) -> Promise:
         hidden = predicting_hidden(backbone, texts.prompts, texts.ids)
     kept = texts.mask.flatten().bool().nonzero().flatten()
     values, spread = family.values(weights, seen), float(family.typical(weights, seen).std())
-    tilts = torch.logspace(-1, 2.5, TILTS, dtype=torch.float64) / max(spread, 1e-12)
+    tilts = torch.logspace(-1, 2.5, TILTS, dtype=torch.float64, device=kept.device) / max(spread, 1e-12)
     sums = torch.zeros(2, TILTS, dtype=torch.float64)
     for chunk in kept.split(64):
-        logp = backbone.head(hidden.flatten(0, 1)[chunk]).log_softmax(-1)
-        s = values(chunk).to(logp.dtype).expand_as(logp)
-        start = (logp.exp() * s).sum(-1)
-        for number, tilt in enumerate(tilts.tolist()):
-            tilted = logp + tilt * s
-            normaliser = tilted.logsumexp(-1)
-            mean = ((tilted - normaliser.unsqueeze(-1)).exp() * s).sum(-1)
-            sums[:, number] += torch.stack([(tilt * mean - normaliser).sum(), (mean - start).sum()]).cpu()
+        logp = backbone.head(hidden.flatten(0, 1)[chunk]).log_softmax(-1).double()
+        s = values(chunk).double()
+        start = (logp.exp() * s).sum(-1, keepdim=True)
+        normaliser, mean = _tilted(logp, s, tilts)
+        sums += torch.stack([(tilts * mean - normaliser).sum(0), (mean - start).sum(0)]).cpu()
     kl, gain = sums / len(texts)
-    return Promise(tilts, kl.cummax(0).values, gain, len(kept) / len(texts))
+    return Promise(tilts.cpu(), kl.cummax(0).values, gain, len(kept) / len(texts))
+
+
+def _tilted(logp: Tensor, s: Tensor, tilts: Tensor) -> tuple[Tensor, Tensor]:
+    """``log sum_v p_v exp(lambda s_v)`` and the mean of s by these weights, each [n, K], at K tilts lambda."""
+    if len(s) == 1:  # all positions have the same: two products with [V, K] in place of K exponentials of [n, V]
+        s, top, p = s.T, s.max(), logp.exp()
+        weights = ((s - top) * tilts).exp()
+        total = p @ weights
+        return total.log() + tilts * top, p @ (s * weights) / total
+    normalisers, means = [], []
+    for tilt in tilts:
+        tilted = logp + tilt * s
+        normalisers.append(tilted.logsumexp(-1))
+        means.append((tilted.softmax(-1) * s).sum(-1))
+    return torch.stack(normalisers, 1), torch.stack(means, 1)
