@@ -138,7 +138,8 @@ def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.Dat
 
     ``of``: ``samples`` or ``seconds``. Means over seeds, then their ratio, with a 95 % interval (jackknife over seeds):
     a method that needs none has a ratio of 0. Of ``n`` seeds ``censored`` never reached it and count with their end, so
-    with any the ratio is a lower bound, without an interval if all are. Best is the best evaluation: its noise helps the baseline.
+    with any the ratio is a lower bound, without an interval if all are. Best is the best evaluation: its noise helps
+    the baseline.
     """
     table = []
     curves = runs.sort_values("step", kind="stable").assign(samples=lambda rows: rows[of])
