@@ -58,6 +58,8 @@ def test_beta_follows_the_distance_that_is_expected_on_the_policys_own_text():
     last, steering.recent = steering.beta, [4.0]
     assert steering.follow(4.2**2 / 2, 2) == pytest.approx(last * math.exp(offline.GAIN * (4.6 / 4 - 1)), rel=1e-12)
     assert Steering(None, 0.5).follow(100.0, 50) == 0.5
+    steering.measure(0.01, 1.0, torch.arange(8.0), torch.arange(8.0))  # eight completions may miss what is far
+    assert steering.ratio == 0.5
 
 
 @pytest.mark.parametrize("number, sign, disproved", [(32, 1, False), (32, -1, True), (16, -1, False)])

@@ -55,6 +55,8 @@ AHEAD = 5
 """Steps that the error of beta looks ahead."""
 SLOPE_OVER = 3
 """Steps over which the growth of the distance is taken."""
+LEAST_RATIO = 0.5
+"""Of own completions' KL to that along the texts: a few short ones may miss the rare prefixes where KL is large."""
 PREFIXES = 64
 """Texts whose prefixes the promise is made along."""
 FEWEST = 24
@@ -103,7 +105,7 @@ class Steering:
     def measure(self, own_kl: float, kl: float, predicted: Tensor, rewards: Tensor) -> None:
         """Take in own completions: their KL and that along the texts, predictions [n] and rewards [n], NaN for none."""
         self.samples += len(rewards)
-        self.ratio = own_kl / kl if min(own_kl, kl) > 0 else self.ratio
+        self.ratio = max(own_kl / kl, LEAST_RATIO) if min(own_kl, kl) > 0 else self.ratio
         scored = rewards.isfinite()
         if scored.any():
             pair = (each[scored].double().cpu() for each in (predicted, rewards))
