@@ -20,6 +20,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import warnings
@@ -31,6 +32,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,11 +49,10 @@ BASE_FILE = "base_fingerprint.json"
 _ANY_VALUE = {
     "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
     "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
-    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "runtime_config", "megatron_core",
-    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying",
-    "task_type", "init_lora_weights",
+    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "runtime_config", "eva_config",
+    "ensure_weight_tying", "task_type", "init_lora_weights",
 }  # fmt: skip
-"""Settings of plain LoRA, those of what another setting would have to switch on, and two with rules of their own."""
+"""Settings of plain LoRA and of an initialisation that is over, and two with rules of their own."""
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """Initialisations that leave the base as it is and train all of A and B; a new adapter cannot have the last."""
 _REASONS = {
@@ -88,14 +89,28 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: i
         )  # fmt: skip
     refuse_adapted(model)
     _check_settings(config, "lora", _INITIAL[:-1])
-    _check_targets(model, config)
+    config.inference_mode = False
     linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
     targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
     allowed = f"names of this model's linear layers ({', '.join(linear)})"
-    known = reading("lora.target_modules", f"{targets}", allowed, ValueError)
-    with known, torch.random.fork_rng(devices=[]), _wrapping(model):
-        torch.manual_seed(seed)
-        return _checked(get_peft_model(model, config))
+    with reading("lora.target_modules", f"{targets}", allowed, (ValueError, re.error, UserWarning)):
+        _check_targets(model, config)
+        with torch.random.fork_rng(devices=[]), _wrapping(model):
+            warnings.filterwarnings("error", "You have passed exclude_modules")  # and nothing was excluded
+            torch.manual_seed(seed)
+            peft = _checked(get_peft_model(model, config))
+            _check_used(peft, config)
+            return peft
+
+
+def _check_used(peft: PeftModel, config: LoraConfig) -> None:
+    """Reject patterns of ranks and alphas that no adapted layer takes."""
+    names = [name for name, _ in _lora_layers(peft.get_base_model())]
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, field)
+        unused = sorted(patterns.keys() - {get_pattern_key(patterns, name) for name in names})
+        if unused:
+            raise InputError(f"lora: {field}", unused, f"the first to match an adapted layer, such as {names[0]}")
 
 
 def continued_adapter(model: PeftModel) -> PeftModel:
@@ -217,13 +232,14 @@ def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[
         if not isinstance(rank, int) or not 1 <= rank <= MOST_RANKS:
             raise InputError(f"{prefix}: r", rank, f"a whole number from 1 to {MOST_RANKS}")
     for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
-        if not math.isfinite(alpha):
-            raise InputError(f"{prefix}: lora_alpha", alpha, "a finite number")
+        if not math.isfinite(alpha) or alpha == 0:
+            raise InputError(f"{prefix}: lora_alpha", alpha, "a finite number other than 0")
     if config.init_lora_weights not in initial:
         allowed = f"{', '.join(map(str, initial))} (others change the base, which is the reference, or need data)"
         raise InputError(f"{prefix}: init_lora_weights", config.init_lora_weights, allowed)
     for field in dataclasses.fields(config):
-        value, default = getattr(config, field.name), field.default
+        value, made = getattr(config, field.name), field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
         if field.name not in _ANY_VALUE and value != default and (value or default):
             reason = _REASONS.get(field.name, _NOT_PLAIN)
             raise InputError(f"{prefix}: {field.name}", value, f"{default!r} ({reason})")

@@ -126,6 +126,8 @@ BAD = {
     "tokens": ({"trainable_token_indices": [3, 4]}, r"trainable_token_indices: got \[3, 4\]"),
     "activated": ({"alora_invocation_tokens": [3, 4]}, r"alora_invocation_tokens: got \[3, 4\]"),
     "replicated": ({"layer_replication": [(0, 2), (0, 2)]}, "layer_replication: got .*share their weights"),
+    "no scale": ({"lora_alpha": 0}, "lora_alpha: got 0; allowed: a finite number other than 0"),
+    "QA-LoRA's settings alone": ({"qalora_group_size": 8}, "qalora_group_size: got 8"),
     "another task": ({"task_type": "SEQ_CLS"}, "task_type: got 'SEQ_CLS'; allowed: CAUSAL_LM"),
 }  # fmt: skip
 
@@ -159,6 +161,22 @@ def test_a_target_that_reaches_head_or_embedding_is_refused(tmp_path, targets, c
         Backbone(base(config), lora=lora(target_modules=targets))
     with pytest.raises(InputError, match=f"target_modules: got .*{hit}.* reward share"):
         Backbone(base(config), adapter=saved(tmp_path, config, target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"rank_pattern": {"q_proj": 3, "qproj": 3}}, r"rank_pattern: got \['qproj'\]; .*self_attn.q_proj"),
+     ({"alpha_pattern": {"q_proj": 3, "0.self_attn.q_proj": 4}}, r"alpha_pattern: got \['0.self_attn"),
+     ({"exclude_modules": ["no_such"]}, "exclude_modules=.*no modules were excluded"),
+     ({"target_modules": "(q_proj"}, "target_modules: got '.q_proj'")],
+)  # fmt: skip
+def test_a_pattern_that_reaches_no_layer_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        Backbone(base(), lora=lora(**changes))
+
+
+def test_a_new_adapter_is_trained_also_with_settings_for_inference():
+    assert Backbone(base(), lora=lora(inference_mode=True)).trainable_parameters()
 
 
 def test_a_base_can_be_used_again_after_an_adapter_was_refused(tmp_path):
