@@ -95,13 +95,23 @@ def _rows(path: Path, field: str) -> dict[str, Any]:
     with reading(field, path, allowed):
         data = path.read_bytes()
         if path.suffix.lower() == ".json" and data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            return {f"row {number}": row for number, row in enumerate(json.loads(data.decode("utf-8-sig")))}
+            return {f"row {number}": row for number, row in enumerate(_json(data))}
     rows = {}
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             with reading(field, f"{path}, line {number}", allowed):
-                rows[f"line {number}"] = json.loads(line.decode("utf-8-sig"))
+                rows[f"line {number}"] = _json(line)
     return rows
+
+
+def _json(data: bytes) -> Any:
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two values of {max(names, key=names.count)!r}")
+        return dict(pairs)
+
+    return json.loads(data.decode("utf-8-sig"), object_pairs_hook=read)
 
 
 def _read_csv(path: Path, field: str) -> Dataset:

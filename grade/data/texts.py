@@ -196,14 +196,15 @@ def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:
     given = ids is not None
     if not given:
         ids = tokenizer(row["completion"], add_special_tokens=False, truncation=False, padding=False)["input_ids"]
-    ids = list(ids[:most])
+    ids = list(ids)[:most] if isinstance(ids, Iterable) else []
     first_end = next((place for place, token in enumerate(ids) if token in ends), None)
     if first_end is not None:
         ids = ids[: first_end + 1]
     elif not given and len(ids) < most and ends:
         ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0])
     if not ids or not all(isinstance(token, Integral) and 0 <= token < backbone.vocab_size for token in ids):
-        raise InputError(f"completion in row {number}", row["completion"], "text of tokens that the policy has")
+        kind, value = ("completion_ids", row["completion_ids"]) if given else ("text", row["completion"])
+        raise InputError(f"completion in row {number}", value, f"{kind} of tokens that the policy has")
     return ids
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 IMAGES = ("image", "images")
 """Columns with images of the prompt, as in TRL."""
+_OF_TEXTS = {"completion", "completion_ids"}
+"""Columns that only some texts have, and no function gets."""
 ROW_OPTIONS = ("tools", "chat_template_kwargs")
 """Columns with which TRL's chat templates differ by row."""
 _NO_IMAGES = "no such column: the policy reads text alone (another name, where a reward reads it)"
@@ -210,6 +212,11 @@ def check_prompts(
         encoded = encode_examples(
             tokenizer, examples, max_prompt_length, truncation, chat_template_kwargs, numbers, warn_raw=warn_raw
         )
+        known = examples[0].keys() - _OF_TEXTS
+        for number, example in zip(numbers, examples, strict=True):
+            if example.keys() - _OF_TEXTS != known:
+                allowed = f"{', '.join(examples[0])}, as in row 0; None where a row has no value"
+                raise InputError(f"columns of row {number}", list(example), allowed)
         tokens, place = encoded.mask.sum(1).max(0)
         longest = max(longest, (int(tokens), numbers[place]), key=lambda found: found[0])
         batch = list(itertools.islice(numbered, batch_size))

@@ -154,6 +154,8 @@ BAD = {
     "list.jsonl": (GOOD + '["b"]\n', r"list.jsonl, line 2: got \['b'\]; allowed: an object"),
     "surrogate.jsonl": ('{"prompt": "\\ud800"}\n', "values that Arrow can hold .UnicodeEncodeError"),
     "deep.jsonl": ("[" * 100000 + "\n", "deep.jsonl, line 1'; allowed: JSON.*RecursionError"),
+    "twice.jsonl": ('{"prompt": "a", "prompt": "b"}\n', "twice.jsonl, line 1'; allowed: .*two values of 'prompt'"),
+    "twice.json": ('[{"prompt": "a", "x": {"y": 1, "y": 2}}]', "allowed: .*two values of 'y'"),
     "mixed.jsonl": (
         '{"prompt": "a", "x": 1}\n\n{"prompt": "b", "x": "2"}\n',
         "line 3, x: got '2'; allowed: .*one type",

@@ -230,7 +230,8 @@ BAD = {
     "columns alone": ({"text": ["a"]}, "texts: got 'dict'; allowed: a file, a hub id, or rows"),
     "text alone": (["a text"] * 9, "row 0 of texts: got 'a text'; allowed: a mapping"),
     "no token": ([*ROWS, {**ROWS[0], "completion_ids": [-1]}], "completion in row 9: got"),
-    "no number": ([*ROWS, {**ROWS[0], "completion_ids": "ab"}], "completion in row 9: got"),
+    "no number": ([*ROWS, {**ROWS[0], "completion_ids": "ab"}], "row 9: got 'ab'; allowed: completion_ids"),
+    "one number": ([*ROWS, {**ROWS[0], "completion_ids": 7}], "completion in row 9: got 7; allowed: completion_ids"),
 }
 
 
