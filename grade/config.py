@@ -196,7 +196,7 @@ def parse_yaml(text: str) -> Any:
 def parse_assignment(text: str, example: str) -> tuple[str, Any]:
     """Name and value of the option ``--set NAME=VALUE``; ``example`` shows one in an error."""
     name, sign, raw = text.partition("=")
-    if not sign or not name.strip():
+    if not sign or not all(part.strip() for part in name.split(".")):
         raise InputError("--set", text, example)
     with reading("--set", text, "a value that is valid YAML"):
         return name.strip(), parse_yaml(raw)

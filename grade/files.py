@@ -242,6 +242,7 @@ def claimed(
     with _made(place.parent, writing(folder, option)):
         lock = FileLock(place)
         with writing(folder, option):
+            place.touch()  # what cannot be written would look like a lock that another holds
             try:
                 lock.acquire(timeout=0)
             except Timeout:
