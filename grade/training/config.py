@@ -233,10 +233,15 @@ class GradeConfig(MethodConfig, TrainingArguments):
              f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"),
             ("remove_unused_columns", self.remove_unused_columns, "false: the rewards read the other columns"),
             ("num_generations", batch % self.group,
-             f"a divisor of per_device_train_batch_size = {batch} (null is {self.group})"),
+             f"a divisor of per_device_train_batch_size = {batch}"
+             + ("" if self.num_generations else f" (null is {self.group})")),
             ("minibatches", batch % self.minibatches, f"a divisor of per_device_train_batch_size = {batch}"),
             ("max_steps", self.max_steps == 0, "at least 1, or -1 for num_train_epochs passes"),
             ("num_train_epochs", self.num_train_epochs <= 0, "above 0"),
+            ("save_total_limit", self.save_total_limit is not None and self.save_total_limit < 1,
+             "at least 1, or null: all are kept"),
+            ("eval_delay", self.eval_delay < 0, "at least 0"),
+            ("report_to", self.report_to is None, "none, all, or names of trackers"),
             ("metric_for_best_model", self.save_strategy == "best" and not self.metric_for_best_model,
              "a metric's name, with save_strategy = best"),
             ("dataloader_persistent_workers", self.dataloader_persistent_workers and not self.dataloader_num_workers,
@@ -270,9 +275,10 @@ class GradeConfig(MethodConfig, TrainingArguments):
         with self._reading_theirs():
             TrainingArguments.__post_init__(self)
         self.gradient_checkpointing = recompute
-        for name in ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs"):
-            if value := getattr(self.accelerator_config, name):
-                raise InputError(f"accelerator_config: {name}", value, "none: each process reads and sums its own")
+        for field in fields(self.accelerator_config):
+            if (value := getattr(self.accelerator_config, field.name)) != field.default:
+                allowed = f"{field.default}: each process reads and sums its own"
+                raise InputError(f"accelerator_config: {field.name}", value, allowed)
 
     @contextmanager
     def _reading_theirs(self) -> Iterator[None]:
@@ -287,6 +293,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
                 (name for name in given if name in reason), key=lambda name: (reason.index(name), -len(name))
             )
             changed = {name: value for name, value in given.items() if value != self.default_of(name)}
+            named += [name for name, value in changed.items()
+                      if name.replace("_", "") in reason.lower() or repr(value) in reason]  # fmt: skip
             name, value = (named[0], given[named[0]]) if named else (type(self).__name__, changed)
             allowed = reason.partition("please select ")[2] or f"values that fit together ({reason})"
             raise InputError(name, value, allowed) from error

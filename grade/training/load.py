@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from grade.training.config import TrainConfig
 
 Prompts = Sequence[str] | Sequence[Mapping[str, Any]]
-_INIT_KEYS = ("dtype", "torch_dtype", "attn_implementation")
+_INIT_KEYS = ("dtype", "attn_implementation")
 
 
 @dataclass
@@ -106,9 +106,9 @@ def make_policy(
         return model
     if isinstance(model, str | Path):
         kwargs = dict(init_kwargs or {})
-        unknown = sorted(set(kwargs) - set(_INIT_KEYS))
+        unknown = sorted(set(kwargs) - {*_INIT_KEYS, *(() if "dtype" in kwargs else ("torch_dtype",))})
         if unknown:
-            raise InputError("model_init_kwargs", unknown[0], ", ".join(_INIT_KEYS))
+            raise InputError("model_init_kwargs", unknown[0], f"{', '.join(_INIT_KEYS)} (or torch_dtype, for dtype)")
         dtype = str(kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))).removeprefix("torch.")
         backbone = Backbone.load(str(model), dtype, attention=kwargs.get("attn_implementation") or "auto")
     elif isinstance(model, PreTrainedModel | PeftModel):

@@ -262,7 +262,7 @@ class GradeTrainer(Trainer):
         kind = type(dataset).__name__
         if isinstance(dataset, pd.DataFrame):
             raise InputError("dataset", kind, "rows with a prompt: frame.to_dict('records') makes them")
-        if isinstance(dataset, str | Mapping):
+        if isinstance(dataset, str | Path | Mapping):
             allowed = "rows with a prompt; of several splits one, and datasets.load_dataset reads one by name"
             raise InputError("dataset", str(dataset), allowed)
         if not hasattr(dataset, "__len__"):

@@ -59,7 +59,13 @@ THEIRS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), THEIRS.items())
+ODD = [
+    ("save_total_limit", 0), ("eval_delay", -1), ("report_to", None), ("accelerator_config", {"even_batches": False}),
+    ("accelerator_config", {"no_such": 1}), ("accelerator_config", "nowhere.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [*THEIRS.items(), *ODD])
 def test_a_wrong_value_of_transformers_setting_is_one_line(name, value):
     with pytest.raises(InputError, match=f"^{name}.*: got .*; allowed: ") as raised:
         GradeConfig("x", use_cpu=True, **{name: value})

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -404,6 +405,10 @@ BAD_RUNS = {
     "a support beyond the vocabulary": (
         dict(method="ste", num_generations=None, gumbel_topk=10_000), dict(reward="bag"), "gumbel_topk"),
     "unknown keys of the model": (dict(model_init_kwargs={"device_map": "auto"}), {}, "model_init_kwargs"),
+    "two types": (dict(model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"}), {}, "got 'torch_dtype'"),
+    "a path": ({}, dict(dataset=Path("rows.jsonl")), "dataset: got .*rows.jsonl'; allowed: rows with a prompt"),
+    "a row without a column": (
+        {}, dict(dataset=[{"prompt": "a", "x": 1}, {"prompt": "b"}]), r"columns of row 1: .*prompt, x"),
     "no such reward folder": ({}, dict(reward="no/such/folder"), "reward: got 'no/such/folder'"),
     "no such function": ({}, dict(reward="json:dmps"), "did you mean 'dumps'"),
     "no such file": ({}, dict(reward="nothing.py:reward"), "an existing file"),
