@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 import grade
@@ -199,10 +200,16 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
     for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         damaged = damaged_file(folder)
         if damaged is None:
-            state = folder / STATE_FILE
-            if not state.is_file() or json.loads(state.read_text(encoding="utf-8")).get("run", mark) == mark:
+            ours, theirs = (
+                json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
+                for name in (STATE_FILE, TRAINER_STATE_NAME)
+            )
+            if ours.get("run", mark) != mark:
+                logger.warning(f"{folder} is another run's: it is not used")
+            elif theirs and folder.name != f"checkpoint-{theirs['global_step']}":
+                logger.warning(f"{folder} is of step {theirs['global_step']}: it is not used")
+            else:
                 return folder
-            logger.warning(f"{folder} is another run's: it is not used")
         elif damaged != MANIFEST:  # a checkpoint without one was never finished
             logger.warning(f"{folder / damaged} is damaged: {folder.name} is not used")
     return None

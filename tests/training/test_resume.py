@@ -121,15 +121,17 @@ def test_other_prompts_cannot_continue_a_run(common, tmp_path, monkeypatch):
         train(settings("ste", common | {"train_dataset": str(prompts)}, tmp_path / "run"), silent, "yes")
 
 
-def test_a_checkpoint_of_another_run_is_passed_over(common, tmp_path, monkeypatch, caplog):
+def test_a_checkpoint_of_another_run_or_step_is_passed_over(common, tmp_path, monkeypatch, caplog):
     interrupted(common, tmp_path / "run", monkeypatch)
     train(settings("ste", common | {"learning_rate": 1e-3}, tmp_path / "other"), silent)
     shutil.copytree(tmp_path / "other" / "checkpoint-4", tmp_path / "run" / "checkpoint-3")
+    shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / "run" / "checkpoint-9")
     begun = []
     monkeypatch.setattr("grade.training.run.run_training", lambda *args: begun.append(args[-1]) or _stop())
     with pytest.raises(Stop):
         train(settings("ste", common, tmp_path / "run"), silent, "yes")
     assert begun == [tmp_path / "run" / "checkpoint-2"] and "checkpoint-3 is another run's" in caplog.text
+    assert "checkpoint-9 is of step 2: it is not used" in caplog.text
 
 
 CODE = {
