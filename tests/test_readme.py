@@ -224,6 +224,10 @@ TEXT_FIRST = {
     "tiny, `trunk`": "tiny_trunk",
     "SmolLM2, `trunk`": "smollm2_trunk",
     "tiny, a rule of length and format": "rule",
+    "tiny, `bag`": "tiny_bag",
+    "tiny, gold judge, 64 tokens": "tiny_gold_T64",
+    "tiny, SmolLM2's `trunk` of its text": "text",
+    "tiny, sums": "sums",
 }
 
 
@@ -235,7 +239,8 @@ def test_a_row_of_training_from_scored_text_is_the_metrics(label, subject):
         if key not in found:
             return ""
         least = "at least " if found.get(f"{key}_censored") else ""
-        return f"{least}{found[key]:{form}} [{found[f'{key}_low']:{form}}, {found[f'{key}_high']:{form}}]"
+        bounds = [found[f"{key}{end}"] for end in ("_low", "_high")]
+        return f"{least}{found[key]:{form}}" + ("" if None in bounds else f" [{bounds[0]:{form}}, {bounds[1]:{form}}]")
 
     cells = [interval(f"{method}/{subject}/reward_at_5_over_rloo", "+.3f") for method in ("offline", "auto_texts")]
     cells += [interval(f"samples_over_rloo/{subject}", ".2f")]

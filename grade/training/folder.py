@@ -51,8 +51,6 @@ _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base
          "dataloader_num_workers", "ddp_timeout", "eval_on_start", "local_rank", "resume_from_checkpoint")  # fmt: skip
 _FREE_PREFIXES = ("save_", "hub_", "push_", "log_", "trackio_")
 """Settings that change no result."""
-_SIGNS = ("run.json", "history.csv")
-"""One of these is in every folder that a run has begun or finished in."""
 _REPLACED = ("adapter", "checkpoint-*", "checkpoints", "completions", "README.md")
 """What a run replaces and others could have made. Tables of numbers are left out: a checkout may hold them alone."""
 
@@ -73,10 +71,10 @@ class RunFolder:
         """
         inputs = [place for spec in _inputs(self.config).values() for place in _places(spec)]
         with claimed(self.config.output_dir, (), inputs=inputs, option="output_dir", shared=True) as output:
-            if not any((output.path / name).exists() for name in _SIGNS):
+            if not (output.path / RUN_FILE).exists():
                 foreign = sorted({path.name for pattern in _REPLACED for path in output.path.glob(pattern)})
                 if foreign:
-                    allowed = f"a folder without {foreign[0]!r}, which a run would replace and no run wrote"
+                    allowed = f"a folder without {foreign[0]!r}, which a run would replace: no {RUN_FILE} says that one wrote it"
                     raise InputError("output_dir", self.config.output_dir, allowed)
             yield
 

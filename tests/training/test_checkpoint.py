@@ -147,6 +147,15 @@ def test_damaged_results_without_a_checkpoint_are_not_replaced(run, tmp_path):
         train(settings("ste", common, tmp_path / "run"), silent, "yes")
 
 
+def test_a_run_without_its_note_is_not_replaced(run, tmp_path):
+    folder, common = run
+    shutil.copytree(folder, tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()
+    with pytest.raises(InputError, match="output_dir: .* a run would replace: no run.json says"):
+        train(settings("ste", common, tmp_path / "run"), silent, "no")
+    assert (tmp_path / "run" / "adapter").is_dir()
+
+
 @pytest.mark.parametrize("spoil", [flipped, removed])
 def test_an_evaluation_made_before_an_interruption_is_what_was_written_or_left_out(run, tmp_path, caplog, spoil):
     folder, common = run
