@@ -74,7 +74,7 @@ class RunFolder:
             if not (output.path / RUN_FILE).exists():
                 foreign = sorted({path.name for pattern in _REPLACED for path in output.path.glob(pattern)})
                 if foreign:
-                    allowed = f"a folder without {foreign[0]!r}, which a run would replace: no {RUN_FILE} says that one wrote it"
+                    allowed = f"a folder without {foreign[0]!r}, which a run would replace: it has no {RUN_FILE}"
                     raise InputError("output_dir", self.config.output_dir, allowed)
             yield
 

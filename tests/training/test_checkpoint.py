@@ -151,7 +151,7 @@ def test_a_run_without_its_note_is_not_replaced(run, tmp_path):
     folder, common = run
     shutil.copytree(folder, tmp_path / "run")
     (tmp_path / "run" / "run.json").unlink()
-    with pytest.raises(InputError, match="output_dir: .* a run would replace: no run.json says"):
+    with pytest.raises(InputError, match="output_dir: .* a run would replace: it has no run.json"):
         train(settings("ste", common, tmp_path / "run"), silent, "no")
     assert (tmp_path / "run" / "adapter").is_dir()
 
