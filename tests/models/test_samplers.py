@@ -39,7 +39,7 @@ def served(tmp_path_factory):
         bare.load_state_dict(state)
         bare.save_pretrained(folder)
     with serving(folder) as server:
-        sampler = make_sampler(server.address, 30.0)
+        sampler = make_sampler(server.address, 300.0)
         sampler.publish(backbone)
         yield backbone, server, sampler
         sampler.close()
@@ -172,7 +172,7 @@ def test_a_request_has_one_prompt_its_tokens_and_every_setting(served):
 
 def test_adapters_come_and_go_by_folder(served, tmp_path):
     backbone, server, _ = served
-    sampler = make_sampler(server.address, 30.0, tmp_path / "adapters")
+    sampler = make_sampler(server.address, 300.0, tmp_path / "adapters")
     names = []
     for _ in range(3):
         names.append(sampler.publish(backbone))
