@@ -89,7 +89,6 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: i
         )  # fmt: skip
     refuse_adapted(model)
     _check_settings(config, "lora", _INITIAL[:-1])
-    config.inference_mode = False
     linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
     targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
     allowed = f"names of this model's linear layers ({', '.join(linear)})"

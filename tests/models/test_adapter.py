@@ -175,10 +175,6 @@ def test_a_pattern_that_reaches_no_layer_is_refused(changes, message):
         Backbone(base(), lora=lora(**changes))
 
 
-def test_a_new_adapter_is_trained_also_with_settings_for_inference():
-    assert Backbone(base(), lora=lora(inference_mode=True)).trainable_parameters()
-
-
 def test_a_base_can_be_used_again_after_an_adapter_was_refused(tmp_path):
     model, spoilt = base(), saved(tmp_path)
     shared_weight(model)
