@@ -147,11 +147,12 @@ def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.Dat
         base = {seed: run for seed, run in rows[rows["method"] == against].groupby("seed")}
         for method, of_method in rows[rows["method"] != against].groupby("method", sort=False):
             spent = [_spent(run, base[seed]) for seed, run in of_method.groupby("seed") if seed in base]
+            if not spent:
+                continue
             ratio, censored = _ratio([pair[:2] for pair in spent]), sum(pair[2] for pair in spent)
             if censored == len(spent):  # how far above the bound it is, nothing tells
                 ratio = ratio._replace(low=None, high=None)
-            if spent:
-                table.append((subject, method, ratio.value, ratio.low, ratio.high, len(spent), censored))
+            table.append((subject, method, ratio.value, ratio.low, ratio.high, len(spent), censored))
     return pd.DataFrame(table, columns=["subject", "method", "ratio", "low", "high", "n", "censored"])
 
 
