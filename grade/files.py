@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -95,10 +95,10 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None) -> None:
     write_text(folder / MANIFEST, json.dumps(content | {MANIFEST: hashed(content)}, indent=1) + "\n")
 
 
-def damaged_file(folder: Path, names: Container[str] | None = None) -> str | None:
+def damaged_file(folder: Path, names: Iterable[str] = ("*",)) -> str | None:
     """The first file of a folder that is not what its manifest says, or the manifest itself; None: all are whole.
 
-    ``names``: of these only.
+    ``names``: of these only, as patterns of `fnmatch`.
     """
     try:
         content = dict(json.loads(require_file(folder / MANIFEST).read_text(encoding="utf-8")))
@@ -107,12 +107,12 @@ def damaged_file(folder: Path, names: Container[str] | None = None) -> str | Non
     if (own := content.pop(MANIFEST, None)) and own != hashed(content):  # earlier versions wrote none
         return MANIFEST
     for name, about in content.items():
-        if (names is None or name in names) and _size_and_sha256(folder / name) != about:
+        if any(fnmatchcase(name, kind) for kind in names) and _size_and_sha256(folder / name) != about:
             return name
     return None if content else MANIFEST
 
 
-def check_whole(folder: Path, field: str, names: Container[str] | None = None) -> None:
+def check_whole(folder: Path, field: str, names: Iterable[str] = ("*",)) -> None:
     """Reject a folder with a file, of these or of all, that is not what its manifest says; others write no manifest."""
     if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder, names)):
         raise InputError(field, str(folder), f"a folder that is what its {MANIFEST} says; {damaged} is damaged")

@@ -181,6 +181,7 @@ def _eval_steps(run: Path) -> list[int]:
 def _table_paths(run: Path) -> list[tuple[str, int, Path]]:
     """Tables of completions, with their kinds and steps."""
     folder = run / "completions"
+    check_whole(run, "RUN", ("completions/*",))
     with reading("RUN", folder, "a folder that a training run wrote"):
         names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
     found = [(re.fullmatch(r"([^.].*)_(\d+)\.parquet", name), folder / name) for name in names]
@@ -200,7 +201,6 @@ def _tables(run: Path, step: int | None, mark: str | None) -> dict[str, pd.DataF
     for kind, its, path in paths:
         if its == step:
             with reading("RUN", path, "a table that a training run wrote"):
-                check_whole(run, "RUN", (f"completions/{path.name}",))
                 table = pd.read_parquet(require_file(path), page_checksum_verification=True)
             if (written := f"{path.stem} of {mark}") != table.attrs.get("table", written):
                 raise InputError("RUN", str(path), "a table of this run and step: it is another's")

@@ -153,7 +153,7 @@ class RunFolder:
 
     def _whole(self) -> bool:
         """Whether the results of a finished run are what was written; tables of completions are no longer needed."""
-        for folder, names in ((self.path, (*RESULTS, ADAPTER_MANIFEST)), (self.path / "adapter", None)):
+        for folder, names in ((self.path, (*RESULTS, ADAPTER_MANIFEST)), (self.path / "adapter", ("*",))):
             if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder, names)):
                 logger.warning(f"{folder / damaged} is damaged: the run's results are written again")
                 return False
