@@ -161,15 +161,13 @@ def score_texts(
     `grade.rewards.rewards.Rewards`; ``encode`` makes prompts of rows; ``cache`` is the folder of kept scores, usually
     `cache_folder`, or None: neither read nor written.
     """
-    if backbone.tokenizer is None:
-        raise InputError("tokenizer", None, "the policy's tokenizer: texts are read")
-    prompts = encode(rows).to(backbone.device)
-    completions = [_encoded(backbone, row, number, completion_tokens) for number, row in enumerate(rows)]
-    ids, mask = padded(completions, device=backbone.device)
+    texts = encode_texts(rows, backbone, completion_tokens=completion_tokens, encode=encode)
+    prompts, ids, mask = texts.prompts, texts.ids, texts.mask
     known, file = rewards.fingerprint(backbone), None
     if cache is not None and known is None:
         warnings.warn("scores of the texts are not kept: the reward's code or state cannot be seen", stacklevel=2)
     elif cache is not None:
+        completions = [each[kept].tolist() for each, kept in zip(ids, mask.bool(), strict=True)]
         examples = [[example, row, tokens] for example, row, tokens in zip(
             prompts.examples or rows, prompts.rows(), completions, strict=True
         )]  # fmt: skip
@@ -188,6 +186,16 @@ def score_texts(
         if file is not None and len(scores) > done:
             _keep(file, {"reward": scores.numpy()})
     return ScoredTexts(prompts, ids, mask, scores.to(ids.device), len(rows) - done)
+
+
+def encode_texts(rows: Sequence[Row], backbone: Backbone, *, completion_tokens: int, encode: Encode) -> ScoredTexts:
+    """Rows of `score_texts` as tokens, without rewards."""
+    if backbone.tokenizer is None:
+        raise InputError("tokenizer", None, "the policy's tokenizer: texts are read")
+    prompts = encode(rows).to(backbone.device)
+    completions = [_encoded(backbone, row, number, completion_tokens) for number, row in enumerate(rows)]
+    ids, mask = padded(completions, device=backbone.device)
+    return ScoredTexts(prompts, ids, mask, torch.full((len(rows),), torch.nan, dtype=torch.float64))
 
 
 def _encoded(backbone: Backbone, row: Row, number: int, most: int) -> list[int]:

@@ -68,12 +68,14 @@ DISTILLED = "distilled"
 """The method that differentiates a reward distilled from scored completions (`grade.gradients.distilled`)."""
 OFFLINE = "offline"
 """The method that trains along scored text, without samples of the policy (`grade.gradients.distilled.offline`)."""
+TEACHER = "teacher"
+"""The method that learns a teacher's distributions alone (`grade.gradients.teacher`)."""
 AUTO = "auto"
 """The trainer chooses the method from the reward (`grade.training.trainer`)."""
 FAMILIES = ("counts", "bag")
 """What a distilled reward may be linear in, unless the settings say otherwise."""
 METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS, DISTILLED)
-"""Methods that sample; `OFFLINE` does not."""
+"""Methods that take any reward and sample; `OFFLINE` does not, `TEACHER` has none."""
 GROUPED: tuple[str, ...] = (
     *(name for name, method in POLICY_GRADIENT_METHODS.items() if method.grouped), DISTILLED,
 )  # fmt: skip
@@ -87,7 +89,7 @@ within ``104 tau`` of each other: at 1e-4 one position in a hundred. The gradien
 less than the 1e-8 that AdamW adds to its root mean square, and the steps vanish.
 """
 
-MethodName = Literal[METHODS + (OFFLINE, AUTO)]
+MethodName = Literal[METHODS + (OFFLINE, TEACHER, AUTO)]
 
 
 _CLIPPED = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if method.clipped)
@@ -96,9 +98,11 @@ _REPLAYED = tuple(name for name, method in RELAXED.items() if method.engine == "
 OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("hops", "hop_tolerance"), tuple(RELAXED)),
     **dict.fromkeys(("gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps"), _NOISY),
-    "gradient_checkpointing": (*_REPLAYED, *POLICY_GRADIENTS, DISTILLED, OFFLINE),
+    "gradient_checkpointing": (*_REPLAYED, *POLICY_GRADIENTS, DISTILLED, OFFLINE, TEACHER),
     **{option: (name,) for name, estimator in ESTIMATORS.items() for option in estimator.options},
-    "num_generations": (*POLICY_GRADIENTS, DISTILLED),
+    **dict.fromkeys(("num_generations", "teacher_beta", "teacher_context"), (*POLICY_GRADIENTS, DISTILLED, TEACHER)),
+    "teacher_weight": (*POLICY_GRADIENTS, DISTILLED),
+    "lmbda": (TEACHER,),
     "kl_estimator": POLICY_GRADIENTS,
     **dict.fromkeys(("residual_weight", "distil_window", "substitutions"), (DISTILLED,)),
     **dict.fromkeys(("distil_families", "own_completions"), (DISTILLED, OFFLINE)),
@@ -110,7 +114,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 def reads(method: str, option: str) -> bool:
     """Whether a method reads a setting; ``auto`` reads what any method does that it may stand for."""
-    candidates = (DISTILLED, "grpo") if method == AUTO else (method,)
+    candidates = (DISTILLED, "grpo", TEACHER) if method == AUTO else (method,)
     return any(name in OPTIONS.get(option, candidates) for name in candidates)
 
 
@@ -148,7 +152,7 @@ class MethodConfig(Settings):
     method: MethodName = setting(
         AUTO,
         f"auto: chosen from the reward; distilled: gradients of a reward distilled from all completions so far; "
-        "offline: along scored texts, without samples of the policy; "
+        "offline: along scored texts, without samples of the policy; teacher: no reward, a teacher's distributions; "
         f"{', '.join(ESTIMATORS)}: reward gradients by the replay engine; *_legacy: by the original's; "
         f"{', '.join(POLICY_GRADIENTS)}: policy gradients, which take any reward, as distilled does. A setting that a "
         "method does not have is an error",
@@ -216,6 +220,15 @@ class MethodConfig(Settings):
         0,
         "distilled: other tokens that are tried at each place of a completion, each one reward call, so that the fit "
         "sees what one token changes; for rewards that are cheap to call",
+    )
+    teacher_beta: Annotated[float, Field(ge=0, le=1)] = setting(
+        1.0, "divergence from the teacher, as TRL's beta: 0 forward KL, 1 reverse KL, between them generalised "
+        "Jensen-Shannon",
+    )  # fmt: skip
+    teacher_weight: NonNegativeFloat = setting(1.0, "weight of the divergence beside rewards, per nat and token")
+    teacher_context: str = setting("", "text that the teacher alone reads before the prompt; {column} is the row's")
+    lmbda: Annotated[float, Field(ge=0, le=1)] = setting(
+        1.0, "teacher: share of steps along own completions, as in TRL; the others are along texts"
     )
     distil_window: PositiveInt = setting(2048, "distilled: completions that are kept for the fit; the oldest go first")
 

@@ -13,12 +13,16 @@ from grade.gradients.methods import DISTILLED, POLICY_GRADIENTS
 from grade.models.backbone import Backbone
 from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
+from grade.models.teacher import Teacher
 from grade.rewards.base import EmbeddingReward, Reward, RewardScope, scored_text
 
 
 @dataclass(frozen=True)
 class Objective:
     """``L = mean_b(-R_b + beta * mean_t KL_bt)``, KL over the completion's valid positions only.
+
+    With a teacher, R has ``-w mean_t D_bt`` as one of its parts, D being the policy's divergence from it. What that
+    gains from the policy's own distribution at each position is `Objective.teaching`.
 
     The reference is a constant: KL's gradient reaches the policy's logits and, through them, earlier tokens, but not
     the reference's own inputs (as in the source documents, which run the reference without gradient).
@@ -28,6 +32,7 @@ class Objective:
             `grade.rewards.model.RewardModel`.
         beta: Weight of KL, in reward per nat and token (the documents' ``kl_coef``).
         scope: Which text is scored; the same for every method. Functions of text always get prompts and completions.
+        teacher: Its divergence is part of the reward; None: no teacher.
 
     Raises:
         ValueError: If the reward was made for another scope.
@@ -36,6 +41,7 @@ class Objective:
     reward_model: Reward | Callable[[Tensor, Tensor], Tensor]
     beta: float = 0.1
     scope: RewardScope = "prompt_and_completion"
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         reward = self.reward_model
@@ -85,6 +91,16 @@ class Objective:
     def score(self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Reward [B] of hard completions [B, T], on exactly the text that training scores."""
         return self.reward_model.score(backbone, prompts, ids, mask)
+
+    def teaching(self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor | float:
+        """``w mean_b mean_t D_bt`` of given completions, differentiable in hidden states [B, T, D]; 0 without teacher.
+
+        The other part of the divergence's gradient, that of which completions are sampled, is the reward's.
+        """
+        if self.teacher is None:
+            return 0.0
+        each = self.teacher.divergence(hidden, self.teacher.hidden(prompts, ids), mask)
+        return self.teacher.weight * sequence_mean(each, mask).mean()
 
 
 @dataclass(frozen=True)

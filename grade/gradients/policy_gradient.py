@@ -55,6 +55,11 @@ class Completions:
     mask: Tensor  # [B, T], 1 at a token, end-of-sequence included
     weights: Tensor | None = None  # importance weights [B, T], or [B, 1] of sequences (`losses.importance_weights`)
 
+    @property
+    def text(self) -> tuple[PromptBatch, Tensor, Tensor]:
+        """Prompts, ids, mask."""
+        return self.prompts, self.ids, self.mask
+
     def rows(self, rows: slice) -> Completions:
         """The selected rows."""
         weights = None if self.weights is None else self.weights[rows]
@@ -237,7 +242,8 @@ class PolicyGradient(Learner):
         reward = None if self.config.self_certainty_reward else self._reward(completions, objective)
         logps, kl, *others = self._terms(completions, None)
         seen = self._experience(completions, objective, (logps, kl, *others), reward)
-        (self._loss(logps, kl, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
+        loss = self._loss(logps, kl, seen, objective) + objective.teaching(others[0], *completions.text)
+        (loss * scale).backward(inputs=self.backbone.trainable_parameters())
         return _result(seen)
 
     def _update_often(
@@ -262,6 +268,7 @@ class PolicyGradient(Learner):
                     rows = seen.rows(slice(part, None, self.config.minibatches))
                     logps, kl, hidden, _ = self._terms(rows.completions, rows.reference)
                     loss = self._loss(logps, kl, rows, objective) + self._value_loss(hidden, rows)
+                    loss = loss + objective.teaching(hidden, *rows.completions.text)
                     (loss * scale).backward(inputs=inputs)
                 context.apply()
         return [_result(seen) for seen in experience]
@@ -291,7 +298,7 @@ class PolicyGradient(Learner):
 
     def _terms(self, completions: Completions, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probabilities and KL [B, T], hidden states [B, T, D] and the reference's part of KL."""
-        prompts, ids, mask = completions.prompts, completions.ids, completions.mask
+        prompts, ids, mask = completions.text
         exact = self.config.kl_estimator == "exact"
         if reference is None:
             with torch.no_grad(), self.backbone.reference():
@@ -330,7 +337,7 @@ class PolicyGradient(Learner):
 
     @torch.no_grad()
     def _reward(self, completions: Completions, objective: Objective, hidden: Tensor | None = None) -> Tensor:
-        prompts, ids, mask = completions.prompts, completions.ids, completions.mask
+        prompts, ids, mask = completions.text
         if self.config.self_certainty_reward:
             values = self_certainty(self.backbone.head, hidden.flatten(0, 1)).view(mask.shape)
             return completion_certainty(values * mask, mask)

@@ -26,6 +26,7 @@ from grade.gradients.methods import (
     OPTIONS,
     POLICY_GRADIENTS,
     RELAXED,
+    TEACHER,
     EngineName,
     MethodConfig,
     MethodName,
@@ -149,8 +150,9 @@ class StepConfig(TracedConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.method == AUTO:
-            raise InputError("method", AUTO, f"the method itself, as auto depends on the reward: {', '.join(METHODS)}")
+        if self.method in (AUTO, TEACHER):
+            why = "auto depends on the reward" if self.method == AUTO else "a teacher is not traced"
+            raise InputError("method", self.method, f"another method, as {why}: {', '.join(METHODS)}")
         for option in _OF_SOME_METHODS:
             value = getattr(self, option)
             if not reads(self.method, option) and value != type(self).model_fields[option].default:

@@ -162,6 +162,19 @@ def check_saved(model: PeftModel, folder: str | Path) -> None:
     _check_tensors(model, _place(model, folder))
 
 
+def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tensor]:
+    """The parameters of a saved adapter of the same base, layers, ranks and scale as the active one's, in its order."""
+    _check_files(model.get_base_model(), folder)
+    _check_tensors(model, folder)
+    here, there = model.peft_config[model.active_adapter], PeftConfig.from_pretrained(str(folder))
+    for name in ("lora_alpha", "alpha_pattern", "use_rslora"):
+        if getattr(there, name, None) != getattr(here, name):
+            raise InputError(f"{field}: {name}", getattr(there, name, None), f"{getattr(here, name)}, as the policy's")
+    saved, mark = load_file(Path(folder) / ADAPTER_FILES[1]), f".{model.active_adapter}"
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [saved[name.replace(mark, "")].to(p) for name, p in named]
+
+
 def refuse_adapted(model: PreTrainedModel) -> None:
     """Reject a base with adapter layers of its own: nothing would switch them off for the reference."""
     adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]

@@ -211,15 +211,17 @@ def errors_only() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def load_pretrained(source: str | Path, dtype: torch.dtype, attention: str = "auto") -> tuple[PreTrainedModel, Any]:
+def load_pretrained(
+    source: str | Path, dtype: torch.dtype, attention: str = "auto", field: str = "backbone"
+) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer: safetensors only, no remote code, all dropout rates 0; arguments as of `Backbone.load`."""
     name = str(source)
     allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
-    require_source("backbone", name, allowed)
-    with reading("backbone", name, allowed, Exception):
+    require_source(field, name, allowed)
+    with reading(field, name, allowed, Exception):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.is_encoder_decoder:
-            raise InputError("backbone", name, "a decoder-only causal language model, not an encoder-decoder")
+            raise InputError(field, name, "a decoder-only causal language model, not an encoder-decoder")
         for key in vars(config):
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(config, key), float):
                 setattr(config, key, 0.0)

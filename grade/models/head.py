@@ -227,6 +227,44 @@ def kl_divergence(head: Head, hidden: Tensor, ref_hidden: Tensor) -> Tensor:
     return row_values(head, hidden, of_logits, ref_hidden.detach())
 
 
+def jensen_shannon(head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Tensor, beta: float) -> Tensor:
+    """Generalised Jensen-Shannon divergence of a policy p from a teacher q over the vocabulary; see `row_values`.
+
+    ``D = beta KL(q || m) + (1 - beta) KL(p || m)`` in nats with ``m = beta q + (1 - beta) p``, row by row; beta = 0 is
+    the forward ``KL(q || p)`` and beta = 1 the reverse ``KL(p || q)``, as in TRL (Agarwal et al. 2024,
+    arXiv:2306.13649). Differentiable in ``hidden`` [N, D]; ``teacher_hidden`` [N, D_q] are constants. With
+    ``g = (1 - beta) log(p / m)``, ``dD/dl_v = p_v (g_v - E_p g)``; at beta = 0 it is ``p_v - q_v``, and at beta = 1
+    ``p_v (log p_v - log q_v - D)``.
+
+    Heads of unequal width are compared on the tokens that both have, each distribution renormalised there: the others
+    are padding. As in `kl_divergence`, the sum is of terms >= 0.
+    """
+    shared = min(len(head.weight), len(teacher.weight))
+
+    def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        missing = logits.shape[1] - shared
+        logp = logits[:, :shared].log_softmax(-1)
+        del logits
+        logq = teacher(others[0])[:, :shared].log_softmax(-1).to(logp.dtype)
+        p, q = logp.exp(), logq.exp()
+        if beta == 0:
+            value = (q * (logq - logp) - q + p).sum(-1)
+            grad = p.sub_(q)
+        elif beta == 1:
+            g = logp - logq
+            value = (p * g - p + q).sum(-1)
+            grad = p.mul_(g - value.unsqueeze(-1))
+        else:
+            logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
+            m, g = logm.exp(), logp - logm
+            value = (beta * (q * (logq - logm) - q + m) + (1 - beta) * (p * g - p + m)).sum(-1)
+            grad = p.mul_(g - (p * g).sum(-1, keepdim=True)).mul_(1 - beta)
+        return value, F.pad(grad, (0, missing)) if needed else None
+
+    of_logits.reads = () if teacher.weight is head.weight else (teacher.weight,)
+    return row_values(head, hidden, of_logits, teacher_hidden.detach())
+
+
 def token_logps(
     head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.0, forbidden: tuple[int, ...] = (),
     where: Tensor | None = None,

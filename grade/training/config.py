@@ -24,6 +24,7 @@ from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
 from grade.gradients.losses import ImportanceSampling
 from grade.gradients.methods import (
+    AUTO,
     MOST_MICROBATCHES,
     MOST_ROWS,
     POLICY_GRADIENTS,
@@ -33,6 +34,7 @@ from grade.gradients.methods import (
     Tau,
 )
 from grade.models.adapter import LoraSettings
+from grade.models.backbone import DTYPES
 from grade.models.samplers import known_sampler
 from grade.rewards.base import RewardScope
 from grade.training.trl import refuse_theirs, refuse_unknown, translated
@@ -59,6 +61,8 @@ _HONOURED = frozenset(
 could be missed: there are no labels, no logits to keep, no buckets of gradients."""
 _RECOMPUTED = (None, {}, {"use_reentrant": False})
 
+REWARD = "models/reward/backbone/bag"
+"""The reward of the example."""
 FSDP2, SHARDING = "fsdp2", "GRADE_SHARDING"
 """The only way to divide the base, and the variable that asks for it without Accelerate."""
 _OFF = ("", "false", "0", "no")
@@ -139,6 +143,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
     )
     importance_sampling_cap: PositiveFloat = setting(2.0, "largest importance weight, C")
 
+    teacher: str | None = setting(
+        None, "a model whose distributions the policy learns, alone or beside rewards: a folder or hub id with the "
+        "policy's vocabulary, the folder of an adapter, or base, the policy without its adapter",
+    )  # fmt: skip
+    teacher_dtype: Literal[tuple(DTYPES)] | None = setting(None, "type of another model; null: the policy's")
     reward_weights: list[float] | None = setting(None, "weight of each reward function; null: 1 each")
     most_texts: Annotated[int, Field(ge=LEAST)] = setting(
         8192, "texts at most that the reward is distilled from: the first rows, or the first windows of whole texts"
@@ -232,9 +241,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
             ("importance_sampling", weighted and self.policy_gradient is None,
              f"none with {self.method}; token or sequence with {', '.join(POLICY_GRADIENTS)}"),
             ("remove_unused_columns", self.remove_unused_columns, "false: the rewards read the other columns"),
-            ("num_generations", batch % self.group,
-             f"a divisor of per_device_train_batch_size = {batch}"
-             + ("" if self.num_generations else f" (null is {self.group})")),
+            ("lmbda", self.lmbda < 1 and self.target_kl is not None,
+             "1 with a target_kl, which own completions of every step hold"),
             ("minibatches", batch % self.minibatches, f"a divisor of per_device_train_batch_size = {batch}"),
             ("max_steps", self.max_steps == 0, "at least 1, or -1 for num_train_epochs passes"),
             ("num_train_epochs", self.num_train_epochs <= 0, "above 0"),
@@ -262,6 +270,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
         for name, wrong, allowed in rules:
             if wrong:
                 raise InputError(name, getattr(self, name), allowed)
+        if self.method != AUTO or self.teacher is None:  # which may turn out to have no groups
+            self.check_groups()
         names = ("per_device_train_batch_size", "max_completion_length")
         self.check_sizes({name: getattr(self, name) for name in names})
         for name in self.trackers:
@@ -279,6 +289,13 @@ class GradeConfig(MethodConfig, TrainingArguments):
             if (value := getattr(self.accelerator_config, field.name)) != field.default:
                 allowed = f"{field.default}: each process reads and sums its own"
                 raise InputError(f"accelerator_config: {field.name}", value, allowed)
+
+    def check_groups(self) -> None:
+        """Refuse a microbatch that is not made of whole groups."""
+        batch, default = self.per_device_train_batch_size, "" if self.num_generations else f" (null is {self.group})"
+        if batch % self.group:
+            allowed = f"a divisor of per_device_train_batch_size = {batch}{default}"
+            raise InputError("num_generations", self.num_generations, allowed)
 
     @contextmanager
     def _reading_theirs(self) -> Iterator[None]:
@@ -373,9 +390,10 @@ class TrainConfig(GradeConfig):
     base_name: str | None = setting(
         None, "the base as the saved adapter names it; null: the Hugging Face id, or the folder's absolute path"
     )
-    reward: str | list[str] = setting(
-        "models/reward/backbone/bag",
-        "module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder of grade reward; or a list of them",
+    reward: str | list[str] | None = setting(
+        None,
+        "module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder of grade reward; or a list of them; "
+        f"null: {REWARD}, or none with a teacher",
     )
     gold: str = setting("", "a judge that training never sees; empty for none")
     train_dataset: str = setting(
@@ -401,6 +419,8 @@ class TrainConfig(GradeConfig):
             InputError: For the first wrong one.
         """
         super().__post_init__()
+        if self.reward is None and self.teacher is None:
+            self.reward = REWARD
         if self.model_init_kwargs:
             raise InputError("model_init_kwargs", self.model_init_kwargs, "none: dtype and attention do this here")
         if self.resume_from_checkpoint:

@@ -33,7 +33,7 @@ class Task:
 
     Attributes:
         backbone: The policy.
-        reward_model: The reward, anything that `grade.rewards.rewards.make_rewards` takes.
+        reward_model: The reward, anything that `grade.rewards.rewards.make_rewards` takes; None with a teacher alone.
         judge: Scores texts in evaluations only.
         train_prompts: Texts, or rows of a dataset with a ``prompt``.
         validation_prompts: The same, held out.
@@ -69,7 +69,9 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     name_base(backbone, config.base_name)
     if config.relaxed:
         config.relaxation().check(backbone.vocab_size)
-    rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
+    rewards = None
+    if config.reward is not None:
+        rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
     judge = GoldJudge.load(config.gold) if config.gold else None
     train = load_prompts(config.train_dataset, field="train_dataset")
     held_out = load_prompts(config.eval_dataset, field="eval_dataset") if config.eval_dataset else []

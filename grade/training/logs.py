@@ -77,7 +77,8 @@ class LogBuffer:
         mask, reward = step.completion_mask, step.reward[~step.reward.isnan()]
         if len(reward):
             self.add({"reward": reward.mean(), "reward_std": reward.std(correction=0)})
-        self.add({"kl": sequence_mean(step.kl, mask).mean(), "loss": step.loss,
+        kl = sequence_mean(step.kl, mask).mean()
+        self.add({"kl": None if kl.isnan() else kl, "loss": step.loss,
                   "completions/mean_length": mask.sum(-1).double().mean()})  # fmt: skip
         parts, columns = {}, {}
         if scores is not None:

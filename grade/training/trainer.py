@@ -50,24 +50,28 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
-from grade.data.texts import cache_folder, read_texts, reference_number, reference_texts, score_texts
+from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
 from grade.files import atomic, check_whole, remove, sha256_of, write_manifest, write_text
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
 from grade.gradients.losses import importance_weights
-from grade.gradients.methods import AUTO, DISTILLED, OFFLINE, OPTIONS, RELAXED, reads
+from grade.gradients.methods import AUTO, DISTILLED, OFFLINE, OPTIONS, RELAXED, TEACHER, reads
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
 from grade.gradients.replay import make_engine
+from grade.gradients.teacher import TeacherGradient
 from grade.models.adapter import check_saved, write_fingerprint
+from grade.models.head import wide
 from grade.models.parameters import restoring, set_values
-from grade.models.prompts import PromptBatch, check_prompts, encode_examples
+from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples
 from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.sampling import check_room
 from grade.models.scoring import completion_logps, sequence_kl
+from grade.models.teacher import Teacher, make_teacher
 from grade.rewards.rewards import make_rewards
+from grade.rewards.teacher import beside
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
@@ -83,7 +87,7 @@ if TYPE_CHECKING:
 
     from grade.models.backbone import Backbone
     from grade.rewards.gold import GoldJudge
-    from grade.rewards.rewards import Scores
+    from grade.rewards.rewards import Rewards, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +123,9 @@ class GradeTrainer(Trainer):
         peft_config: LoRA settings; None: PEFT's defaults for this project (rank 16, attention).
         judge: Scores texts in evaluations only; training never sees it.
         texts: Texts that the reward is distilled from before training (`grade.data.texts`): rows with ``prompt`` and
-            ``completion``, or ``text``; a file or hub id; or ``reference:N``. They are scored once.
+            ``completion``, or ``text``; a file or hub id; or ``reference:N``. They are scored once. With method
+            `teacher` those of the steps that ``lmbda`` leaves.
+        teacher: A model in place of ``args.teacher``. Without rewards it is what is learned, with method `teacher`.
 
     Attributes:
         backbone: The policy.
@@ -146,6 +152,7 @@ class GradeTrainer(Trainer):
         peft_config: LoraConfig | None = None,
         judge: GoldJudge | None = None,
         texts: Any = None,
+        teacher: PreTrainedModel | str | None = None,
         **others: Any,
     ) -> None:
         for name in others.keys() & GradeConfig.__dataclass_fields__.keys():
@@ -163,20 +170,27 @@ class GradeTrainer(Trainer):
         policy = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
         place(policy, args.device, args.bf16, args.sharded)
         self.backbone = policy.view(processing_class, args.temperature)
-        self.rewards = make_rewards(
-            reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
-        )
-        self.objective = Objective(self.rewards, args.beta, args.reward_scope)
+        self._check_dataset(train_dataset, args)
+        self._check_sets(eval_dataset, args)
+        teacher = args.teacher if teacher is None else teacher
+        self.rewards = None
+        if teacher is None or reward_funcs not in (None, []):
+            self.rewards = make_rewards(
+                reward_funcs, self.backbone, args.reward_weights, reward_processing_classes, args.reward_scope
+            )
         self.learner, self.chosen = None, dict[str, str]()
         if args.method == AUTO:
-            args.method, why = _choose_method(args, self.objective, texts is not None)
+            args.method, why = _choose_method(args, self.rewards, texts is not None)
             self._choose(args, "method", f"{args.method}: {why}")
+            args.check_groups()
+        teacher = self._make_teacher(teacher, args, train_dataset, texts is not None)
+        self.objective = Objective(self.rewards, args.beta, args.reward_scope, teacher)
         if args.relaxed:
             args.relaxation().check(self.backbone.vocab_size)
             self.objective.require_gradient(args.method)
         else:
-            learner = {DISTILLED: DistilledGradient, OFFLINE: OfflineGradient}.get(args.method, PolicyGradient)
-            self.learner = learner(args, self.backbone)
+            learners = {DISTILLED: DistilledGradient, OFFLINE: OfflineGradient, TEACHER: TeacherGradient}
+            self.learner = learners.get(args.method, PolicyGradient)(args, self.backbone)
         self.sampler = None
         if args.sampler != "own":
             self.sampler = make_sampler(args.sampler, args.sampler_timeout, args.sampler_folder)
@@ -184,13 +198,11 @@ class GradeTrainer(Trainer):
         for name in ("eval_strategy", "eval_on_start", "eval_on_end"):
             if eval_dataset is None and getattr(args, name) not in (False, "no"):
                 raise InputError(name, str(getattr(args, name)), "an eval_dataset to evaluate on")
-        self._check_dataset(train_dataset, args)
-        self._check_sets(eval_dataset, args)
         if train_dataset is not None and args.sampler in LOCAL:
             names = ("per_device_train_batch_size", "max_completion_length")
             kept = 0.0 if args.gradient_checkpointing else 1 / args.minibatches
             check_room(self.backbone, {name: getattr(args, name) for name in names}, kept)
-        self._prompts, self._texts = train_dataset, None
+        self._prompts, self._texts, self._given = train_dataset, None, None
         self._offline = args.method == OFFLINE
         self.along = self.learner if self._offline else None
         self.text_steps = 0
@@ -249,6 +261,34 @@ class GradeTrainer(Trainer):
             raise InputError("optimizers", f"an optimizer without {missing}", "one with all that is trained, or none")
 
     # ---- data ----
+    def _make_teacher(self, given: Any, args: GradeConfig, dataset: Any, texts: bool) -> Teacher | None:
+        """The teacher, if there is one: it becomes one of the rewards."""
+        if given is None:
+            for name in ("teacher_beta", "teacher_weight", "teacher_context", "teacher_dtype"):
+                if getattr(args, name) != args.default_of(name):
+                    raise InputError(name, getattr(args, name), f"{args.default_of(name)!r}, or a value with a teacher")
+            if args.method == TEACHER:
+                raise InputError("teacher", None, f"a model to learn from, with method {TEACHER}")
+            return None
+        if args.method == TEACHER and texts == (args.lmbda == 1):
+            raise InputError("lmbda", args.lmbda, "below 1 with texts" if texts else "1 without texts")
+        if not reads(args.method, "teacher_beta"):
+            allowed = f"none with {args.method}; with {', '.join(OPTIONS['teacher_beta'])}"
+            raise InputError("teacher", str(args.teacher or type(given).__name__), allowed)
+        if args.method == TEACHER and self.rewards is not None:
+            raise InputError(
+                "method", TEACHER, f"{DISTILLED} or a policy gradient beside rewards, of which it has none"
+            )
+        reading = _reading(args) | {"max_prompt_length": None}
+        teacher = make_teacher(
+            given, self.backbone, weight=args.teacher_weight, beta=args.teacher_beta, context=args.teacher_context,
+            dtype=args.teacher_dtype, rows=dataset or (), encode=partial(encode_examples, **reading),
+        )  # fmt: skip
+        kind = {0: "forward KL", 1: "reverse KL"}.get(teacher.beta, f"Jensen-Shannon divergence, beta {teacher.beta:g}")
+        self._choose(args, "teacher", f"{teacher.name}: {kind}")
+        self.rewards = beside(self.rewards, teacher, args.reward_scope, wide(self.backbone.dtype))
+        return teacher
+
     def _check_sets(self, eval_dataset: Any, args: GradeConfig) -> None:
         """Check a set of held-out rows, or several by name."""
         if isinstance(eval_dataset, dict) and not eval_dataset:
@@ -285,8 +325,8 @@ class GradeTrainer(Trainer):
         return encode_examples(self.backbone.tokenizer, rows, **_reading(args or self.args)).to(self.backbone.device)
 
     def _read_texts(self, texts: Any, args: GradeConfig) -> list[dict[str, Any]]:
-        if args.method not in (OFFLINE, DISTILLED):
-            raise InputError("texts", texts, f"only with method {OFFLINE} or {DISTILLED}")
+        if args.method not in (OFFLINE, DISTILLED, TEACHER):
+            raise InputError("texts", texts, f"only with method {OFFLINE}, {DISTILLED} or {TEACHER}")
         if texts is None:
             raise InputError("texts", None, f"text to train along, with method {OFFLINE}: rows, a file, or reference:N")
         if self._offline and args.beta == 0 and args.target_kl is None:
@@ -310,6 +350,10 @@ class GradeTrainer(Trainer):
 
     def _distil_texts(self) -> None:
         args = self.args
+        if args.method == TEACHER:
+            length = args.max_completion_length
+            self._given = encode_texts(self._texts, self.backbone, completion_tokens=length, encode=self.encode)
+            return
         # The others read what the first one has kept; a divided base needs all of them in each pass.
         with nullcontext() if args.sharded else args.main_process_first(local=False, desc="scores of the texts"):
             texts = score_texts(
@@ -412,9 +456,8 @@ class GradeTrainer(Trainer):
         self._place = 0 if last else self._place + 1
         seed = np.random.SeedSequence([args.seed, self.state.global_step + 1, place]).generate_state(1, np.uint64)[0]
         generator = torch.Generator(self.backbone.device).manual_seed(int(seed >> 1))
-        if self._along_texts(self.state.global_step + 1):
-            numbers = [row["number"] for row in inputs] if self._offline else self._text_numbers(place)
-            texts = self.along.texts[numbers]
+        if (texts := self._texts_of(self.state.global_step + 1)) is not None:
+            texts = texts[[row["number"] for row in inputs] if self._offline else self._text_numbers(place, len(texts))]
             prompts, completions = texts.prompts, Completions(texts.prompts, texts.ids, texts.mask)
         else:
             prompts = self.encode(inputs)
@@ -430,6 +473,13 @@ class GradeTrainer(Trainer):
         loss = torch.stack([part.loss.detach() for part in parts]).sum() if parts else torch.zeros(())
         return loss.to(args.device) / args.gradient_accumulation_steps
 
+    def _texts_of(self, step: int) -> ScoredTexts | None:
+        """What a step, from 1, is made along; None: own completions."""
+        if self._along_texts(step):
+            return self.along.texts
+        own = self._given is None or np.random.default_rng([self.args.seed, 4, step]).random() < self.args.lmbda
+        return None if own else self._given
+
     def _along_texts(self, step: int) -> bool:
         """Whether this step, from 1, is one along texts."""
         return step <= self.text_steps
@@ -439,9 +489,9 @@ class GradeTrainer(Trainer):
         """Whether steps along texts have begun this run, and own completions did not disprove them."""
         return self.text_steps > 0 and not self.along.steering.disproved
 
-    def _text_numbers(self, place: int) -> list[int]:
-        """Texts of a microbatch of a step of `auto`: shuffled passes."""
-        args, rows = self.args, len(self.along.texts)
+    def _text_numbers(self, place: int, rows: int) -> list[int]:
+        """Texts of a microbatch, in shuffled passes over all ``rows``."""
+        args = self.args
         before = self.state.global_step * args.gradient_accumulation_steps * args.world_size + place
         numbers = range(before * args.batch_completions, (before + 1) * args.batch_completions)
         orders = {turn: np.random.default_rng([args.seed, 3, turn]).permutation(rows)
@@ -839,7 +889,8 @@ class GradeTrainer(Trainer):
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def _settings(self) -> dict[str, Any]:
-        return {"reward": self.rewards.names} | settings_of(self.args)
+        teacher = self.objective.teacher and self.objective.teacher.fingerprint()
+        return {"reward": self.rewards.names, "teaching": teacher} | settings_of(self.args)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_whole(Path(resume_from_checkpoint), "resume_from_checkpoint")
@@ -946,8 +997,10 @@ class _StepEnd(TrainerCallback):
         control.should_log = control.should_log or last or control.should_evaluate
 
 
-def _choose_method(args: GradeConfig, objective: Objective, texts: bool) -> tuple[str, str]:
+def _choose_method(args: GradeConfig, rewards: Rewards | None, texts: bool) -> tuple[str, str]:
     """``method: auto``: the method that a reward calls for, with the reason in one line.
+
+    Without rewards there is a teacher.
 
     A reward on the embedding table (`bag`) is differentiated itself, unless groups are asked for; others are distilled,
     and so is any where scored texts are given. A setting that only `grpo` has means `grpo`, so that a script for TRL's
@@ -961,6 +1014,8 @@ def _choose_method(args: GradeConfig, objective: Objective, texts: bool) -> tupl
             if reads(method, option) and not reads(other, option) and getattr(args, option) != args.default_of(option)
         ]  # fmt: skip
 
+    if rewards is None:
+        return TEACHER, "there is a teacher and no reward, so the value of every token is known"
     grpo, distilled = changed("grpo", DISTILLED), changed(DISTILLED, "grpo")
     if grpo and distilled:
         allowed = f"grpo, which has {grpo[0]}, or {DISTILLED}, which has {distilled[0]}"
@@ -969,10 +1024,10 @@ def _choose_method(args: GradeConfig, objective: Objective, texts: bool) -> tupl
         return "grpo", f"{grpo[0]} is a setting of grpo"
     if texts:
         return DISTILLED, "scored texts are given, which it is distilled from before the first step"
-    shallow = all(part.kind == "bag" for part in objective.reward_model.parts)
+    shallow = all(part.kind == "bag" for part in rewards.parts)
     if shallow and not distilled and args.num_generations is None:
         return "ste", "the reward reads the embedding table itself, so its own gradient needs the fewest samples"
-    without = [part for part in objective.reward_model.parts if part.differentiable is None]
+    without = [part for part in rewards.parts if part.differentiable is None]
     if without:
         return DISTILLED, f"reward {without[0].name!r} gives values only, so a gradient is distilled from them"
     return DISTILLED, "the reward has a gradient, but through a transformer one distilled from its values trains better"

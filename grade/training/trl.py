@@ -66,7 +66,9 @@ RENAMED = {
     "max_new_tokens": "max_completion_length", "max_length": "max_completion_length, max_prompt_length",
     "response_length": "max_completion_length", "kl_coef": "beta", "rloo_k": "num_generations",
     "num_ppo_epochs": "passes_per_step", "num_mini_batches": "minibatches", "cliprange": "epsilon",
-    "tokenizer": "processing_class", "reward_model": "reward_funcs", "ref_model": "nothing: the base is the reference",
+    "tokenizer": "processing_class", "reward_model": "reward_funcs",
+    "teacher_model": "teacher", "teacher_model_name_or_path": "teacher",
+    "ref_model": "nothing: the base is the reference",
 }  # fmt: skip
 """Older names in such scripts."""
 
@@ -103,6 +105,9 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
         given, theirs = dict(config if isinstance(config, Mapping) else vars(config)), {}
         _say("defaults", f"what is not given is as here: scale_rewards {ours.scale_rewards}, learning_rate "
              f"{ours.learning_rate:g}, logging_steps {ours.logging_steps}")  # fmt: skip
+    if "teacher_model_name_or_path" in given:
+        allowed = "GRPOConfig or RLOOConfig; of a distillation: GradeConfig(teacher=, teacher_beta=, lmbda=)"
+        raise InputError("config", type(config).__name__, allowed)
     given = {name: getattr(value, "value", value) for name, value in given.items()}
     method = method or ("rloo" if "RLOO" in type(config).__name__.upper() else "grpo")
     values: dict[str, Any] = {"method": method}

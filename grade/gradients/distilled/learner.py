@@ -224,7 +224,7 @@ class DistilledGradient(Learner):
     @torch.no_grad()
     def scored(self, completions: Completions, objective: Objective) -> Sample:
         """Completions with rewards and features."""
-        prompts, ids, mask = completions.prompts, completions.ids, completions.mask
+        prompts, ids, mask = completions.text
         reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
         seen, new = Observed.of(self.backbone, self.families.values(), prompts, ids, mask), None
         if number := self.config.substitutions:
@@ -377,7 +377,7 @@ class DistilledGradient(Learner):
         """Losses of plug-in, residual and KL, three scalars to be minimised, and KL [B, T].
 
         From hidden states [B, T, D] that predict the tokens of whole groups. ``first`` is the number of the first group
-        in the step, over all processes. Of the objective only KL's weight is used.
+        in the step, over all processes. Of the objective only KL's weight and the teacher are used.
         """
         backbone, group, seen, mask = self.backbone, self.config.group, sample.seen, sample.seen.mask
         least = self.config.min_completion_length
@@ -406,4 +406,6 @@ class DistilledGradient(Learner):
         advantages = rloo(returns.reshape(-1, group, mask.shape[1]).transpose(1, 2).reshape(-1, group))
         advantages = advantages.view(-1, mask.shape[1], group).transpose(1, 2).reshape(mask.shape)
         residual = -(advantages.detach() * logps * mask).sum(1).mean() - not_corrected
-        return (plug, residual, objective.beta * sequence_mean(kl, mask).mean()), kl.detach()
+        penalty = objective.beta * sequence_mean(kl, mask).mean()
+        penalty = penalty + objective.teaching(hidden, seen.prompts, seen.ids, mask)
+        return (plug, residual, penalty), kl.detach()

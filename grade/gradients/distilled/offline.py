@@ -190,7 +190,7 @@ class OfflineGradient(Learner):
         return steps
 
     def _accumulate(self, texts: Completions, objective: Objective, scale: float) -> GradientStep:
-        prompts, ids, mask = texts.prompts, texts.ids, texts.mask
+        prompts, ids, mask = texts.text
         with torch.no_grad(), self.backbone.reference():
             reference = predicting_hidden(self.backbone, prompts, ids)
         with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):

@@ -1,0 +1,56 @@
+"""Distillation from a teacher: no reward, the value of every token is known.
+
+With the divergence ``D_t`` of the policy from a teacher (`grade.models.head.jensen_shannon`) a step descends
+
+    g = mean_b mean_t grad D_t
+
+at the positions of given completions: the policy's own (on-policy distillation, GKD; Agarwal et al. 2024,
+arXiv:2306.13649), given text, or steps of both kinds. For the reverse KL this is the all-action gradient with the
+values ``s_t(v) = log q(v | y_<t) - log pi(v | y_<t)``, up to their mean.
+
+Completions are taken as given: what a token changes for the divergence of later ones is left out, as in TRL. With a
+policy gradient or `distilled` the divergence is a reward, and its gradient is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from grade.gradients.objective import GradientStep, Objective, sequence_mean
+from grade.gradients.policy_gradient import Completions, Learner, Microbatch, StepContext
+from grade.models.scoring import predicting_hidden, token_kl
+
+
+class TeacherGradient(Learner):
+    """The method. It keeps nothing between steps."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint: none."""
+        return {}
+
+    def step(
+        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
+    ) -> list[GradientStep]:
+        """Add the gradient along completions, sampled now or given; the reward is minus the divergence."""
+        self.figures = {}
+        steps = [self._accumulate(each, objective, 1 / context.microbatches) for each in self.sampled(microbatches)]
+        context.apply()
+        return steps
+
+    def _accumulate(self, completions: Completions, objective: Objective, scale: float) -> GradientStep:
+        (prompts, ids, mask), teacher, near = completions.text, objective.teacher, objective.beta > 0
+        states = teacher.hidden(prompts, ids)
+        with torch.no_grad(), self.backbone.reference():
+            reference = predicting_hidden(self.backbone, prompts, ids) if near else None
+        with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
+            hidden = predicting_hidden(self.backbone, prompts, ids)
+        divergence = sequence_mean(teacher.divergence(hidden, states, mask), mask)
+        loss, kl = teacher.weight * divergence.mean(), torch.full(mask.shape, torch.nan, device=mask.device)
+        if near:
+            kl = token_kl(self.backbone, hidden, reference, mask)
+            loss = loss + objective.beta * sequence_mean(kl, mask).mean()
+        (loss * scale).backward(inputs=self.backbone.trainable_parameters())
+        return GradientStep(ids, mask, -teacher.weight * divergence.detach(), kl.detach(), loss.detach())

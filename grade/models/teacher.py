@@ -1,0 +1,196 @@
+"""Teachers: models whose next-token distributions a policy learns, position by position.
+
+| given | teacher | its weights |
+|---|---|---|
+| a folder or hub id | another model with the policy's vocabulary | its own |
+| a folder with an adapter | the policy's base with that adapter | the adapter's |
+| ``base`` | the policy's base | none |
+
+``context`` is text that only the teacher reads, in front of the prompt, with a row's columns in braces: a hint, an
+instruction, an example. With ``base`` this is context distillation (Snell et al. 2022, arXiv:2209.15189).
+
+The teacher reads the policy's own token ids, so both must turn text into the same ones: vocabulary and prompts are
+compared token by token before training. Rows of the head beyond the shorter vocabulary are padding (Qwen's 151,936 rows
+for 151,665 tokens) and are left out of the divergence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grade.errors import InputError
+from grade.files import hashed
+from grade.models.adapter import ADAPTER_FILES, saved_values
+from grade.models.backbone import DTYPES, Backbone, load_pretrained
+from grade.models.base import FrozenBase
+from grade.models.compatibility import check_supported
+from grade.models.head import Head, jensen_shannon
+from grade.models.parameters import fingerprint
+from grade.models.prompts import PromptBatch, encode_examples
+from grade.models.scoring import predicting_hidden
+
+BASE = "base"
+"""The teacher that is the policy's own base."""
+COMPARED = 64
+"""Rows whose prompts are compared token by token."""
+Encode = Callable[[Any, Sequence[Mapping[str, Any]]], PromptBatch]
+"""From a tokenizer and rows to prompts."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher of one policy.
+
+    Attributes:
+        policy: The policy, whose base it may share.
+        name: How it was given.
+        weight: Of the divergence in the objective, in reward per nat and token.
+        beta: Which divergence, see `grade.models.head.jensen_shannon`.
+        own: A model of its own; None: the policy's base.
+        adapter: Values of an adapter on that base, in the order of the policy's; None: without one.
+        context: Text in front of the prompt that only the teacher reads.
+        encode: From rows to its prompts, where there is a context.
+    """
+
+    policy: Backbone
+    name: str
+    weight: float = 1.0
+    beta: float = 1.0
+    own: FrozenBase | None = None
+    adapter: Sequence[Tensor] | None = None
+    context: str = ""
+    encode: Encode | None = None
+
+    @property
+    def head(self) -> Head:
+        """The head, at the policy's temperature."""
+        head = self.policy.head if self.own is None else self.own.head
+        return replace(head, temperature=self.policy.head.temperature)
+
+    @torch.no_grad()
+    def hidden(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
+        """Hidden states [B, T, D_q] that predict the tokens of completions [B, T]."""
+        if self.context:
+            rows = [with_context(row, self.context) for row in prompts.examples]
+            prompts = self.encode(self.policy.tokenizer, rows).to(ids.device)
+        with self._in_role(), self.policy.phase("teacher"):
+            return predicting_hidden(self.own or self.policy, prompts, ids)
+
+    def divergence(self, hidden: Tensor, teacher_hidden: Tensor, mask: Tensor) -> Tensor:
+        """Divergence at each token [B, T] in nats, 0 where masked, from hidden states of policy and teacher.
+
+        Differentiable in the policy's [B, T, D].
+        """
+        rows = (hidden.flatten(0, 1), teacher_hidden.flatten(0, 1))
+        each = jensen_shannon(self.policy.head, rows[0], self.head, rows[1], self.beta)
+        return each.view(mask.shape) * mask
+
+    def fingerprint(self) -> str:
+        """Hash of everything that the divergence depends on besides policy and text."""
+        weights = fingerprint((self.own or self.policy).model)
+        adapter = [value.double().sum().item() for value in self.adapter or ()]
+        return hashed(weights, adapter, self.context, self.beta)
+
+    @contextlib.contextmanager
+    def _in_role(self) -> Iterator[None]:
+        if self.own is not None:
+            yield
+        elif self.adapter is None:
+            with self.policy.reference():
+                yield
+        else:
+            parameters = self.policy.trainable_parameters()
+            before = [p.data for p in parameters]  # swapped, not overwritten: a graph may need the values
+            try:
+                for p, value in zip(parameters, self.adapter, strict=True):
+                    p.data = value
+                yield
+            finally:
+                for p, value in zip(parameters, before, strict=True):
+                    p.data = value
+
+
+def with_context(row: Mapping[str, Any], context: str) -> dict[str, Any]:
+    """A row whose prompt has the context in front: of text as it is, of messages as the system's.
+
+    >>> with_context({"prompt": "2+2=", "answer": 4}, "It is {answer}. ")["prompt"]
+    'It is 4. 2+2='
+    """
+    try:
+        text = context.format_map(row)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        columns = ", ".join(f"{{{name}}}" for name in row)
+        raise InputError("teacher_context", context, f"text with columns of the row in braces: {columns}") from error
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return {**row, "prompt": text + prompt}
+    first, *others = prompt
+    if first["role"] == "system":
+        return {**row, "prompt": [{**first, "content": f"{text}\n\n{first['content']}"}, *others]}
+    return {**row, "prompt": [{"role": "system", "content": text}, *prompt]}
+
+
+def make_teacher(
+    given: str | Path | PreTrainedModel | Teacher, policy: Backbone, *, weight: float = 1.0, beta: float = 1.0,
+    context: str = "", dtype: str | None = None, rows: Sequence[Mapping[str, Any]] = (), encode: Encode | None = None,
+) -> Teacher:  # fmt: skip
+    """The teacher of a policy, from a name or a model; see the module's table.
+
+    ``dtype`` is that of another model, by default the policy's. Prompts of the first ``rows`` are compared. A teacher
+    that cannot be read, has another vocabulary, or renders a prompt in other tokens is an `InputError`.
+    """
+    if isinstance(given, Teacher):
+        return given
+    encode = encode or (lambda tokenizer, some: encode_examples(tokenizer, some, warn_raw=False))
+    name = given if isinstance(given, str | Path) else getattr(given, "name_or_path", "") or type(given).__name__
+    teacher, tokenizer = Teacher(policy, str(name), weight, beta, context=context, encode=encode), None
+    if isinstance(given, PreTrainedModel):
+        check_supported(given)
+        teacher = replace(teacher, own=FrozenBase(given.to(policy.device)))
+    elif given != BASE and (Path(given) / ADAPTER_FILES[0]).is_file():
+        teacher = replace(teacher, adapter=saved_values(policy.peft, given, "teacher"))
+    elif given != BASE:
+        if dtype is not None and dtype not in DTYPES:
+            raise InputError("teacher_dtype", dtype, ", ".join(DTYPES))
+        model, tokenizer = load_pretrained(given, policy.dtype if dtype is None else DTYPES[dtype], field="teacher")
+        check_supported(model)
+        teacher = replace(teacher, own=FrozenBase(model.to(policy.device), tokenizer))
+    some = [rows[i] for i in range(min(COMPARED, len(rows)))]
+    if tokenizer is not None:
+        _check_tokens(teacher, policy.tokenizer, some)
+    if context and some:
+        read = encode(policy.tokenizer, [with_context(row, context) for row in some])
+        longest, most = int(read.mask.sum(1).max()), (teacher.own or policy).max_positions
+        if longest >= most:
+            allowed = f"one with which prompts have fewer than {most} tokens, the teacher's context, not {longest}"
+            raise InputError("teacher_context", context, allowed)
+    return teacher
+
+
+def _check_tokens(teacher: Teacher, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Reject a teacher that reads other tokens than the policy."""
+    theirs, shared = teacher.own.tokenizer, min(len(teacher.head.weight), teacher.policy.vocab_size)
+    here, there = ({token: i for token, i in each.get_vocab().items() if i < shared} for each in (tokenizer, theirs))
+    different = sorted((i, token) for token, i in here.items() ^ there.items())
+    if different:
+        i, token = different[0]
+        found = f"token {i}, {token!r}, is not the same in both"
+        raise InputError("teacher", teacher.name, f"a model with the policy's vocabulary: {found}")
+    if not rows:
+        return
+    both = zip(teacher.encode(tokenizer, rows).rows(), teacher.encode(theirs, rows).rows(), strict=True)
+    for number, (own, other) in enumerate(both):
+        if own != other:
+            place = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), len(own))
+            here, there = (each.decode(ids[place : place + 8]) for each, ids in ((tokenizer, own), (theirs, other)))
+            allowed = (f"a model that renders prompts as the policy does: row {number} goes on with {here!r} after "
+                       f"token {place} for the policy, with {there!r} for the teacher")  # fmt: skip
+            raise InputError("teacher", teacher.name, allowed)

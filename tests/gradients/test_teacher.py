@@ -1,0 +1,146 @@
+"""Divergences from a teacher against dense logits and enumeration; what may be a teacher."""
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+from conftest import make_backbone, make_prompts, perturb_adapter, tiny_gpt2
+from gradients.test_all_action import HEADS, make_head, randn
+from gradients.test_policy_gradient import BETA, Reward, enumerated, flat_grad, gradient, learner, policy
+from transformers import AutoModelForCausalLM
+
+from grade.errors import InputError
+from grade.gradients.methods import MethodConfig
+from grade.gradients.objective import Objective
+from grade.gradients.policy_gradient import Completions, StepContext
+from grade.gradients.teacher import TeacherGradient
+from grade.models.base import FrozenBase
+from grade.models.head import jensen_shannon
+from grade.models.scoring import predicting_hidden
+from grade.models.teacher import Teacher, make_teacher
+from grade.rewards.rewards import Rewards
+from grade.rewards.teacher import TeacherReward
+
+N, V = 9, 130
+BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
+
+
+def dense(logits, teacher_logits, beta):
+    """TRL's definition (Agarwal et al. 2024), with the mixture in probabilities."""
+    p, q = logits.softmax(-1), teacher_logits.softmax(-1)
+    if beta in (0.0, 1.0):
+        of, to = (q, p) if beta == 0 else (p, q)
+        return (of * (of.log() - to.log())).sum(-1)
+    m = beta * q + (1 - beta) * p
+    return (beta * q * (q.log() - m.log()) + (1 - beta) * p * (p.log() - m.log())).sum(-1)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("v", [V, V - 30, V + 30])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_divergences_and_gradients_against_dense_logits(options, v, beta):
+    head, other = make_head(**options), make_head(v=v)
+    h, states, weight = randn(N, 5, seed=3).requires_grad_(), randn(N, 5, seed=4), randn(N)
+    shared = min(v, V)
+    want = dense(head(h)[:, :shared], other(states)[:, :shared], beta)
+    got = jensen_shannon(head, h, other, states, beta)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    grads = (torch.autograd.grad(each, h, weight)[0] for each in (got, want))
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_equal_distributions_do_not_diverge(beta):
+    head, h = make_head(dtype=torch.float32), randn(N, 5, dtype=torch.float32)
+    assert jensen_shannon(head, h, head, h, beta).abs().max() < 1e-6  # terms of 1e-2 with a rounding of 6e-8, V of them
+
+
+def enumerated_divergence(backbone, teacher, completions):
+    hidden = (predicting_hidden(each, completions.prompts, completions.ids) for each in (backbone, teacher.own))
+    student, own = (head(h) for head, h in zip((backbone.head, teacher.head), hidden, strict=True))
+    each = dense(student, own.detach(), teacher.beta) * completions.mask
+    return each.sum(1) / completions.mask.sum(1)
+
+
+@pytest.mark.parametrize(("method", "beta"), [("rloo", 0.5), ("grpo", 1.0), ("reinforce", 0.0)])
+def test_beside_a_reward_the_expected_gradient_has_the_divergences_future_terms(method, beta):
+    """All pairs of completions of a policy of three tokens: ``E[R - beta mean KL - w mean D]``, exactly."""
+    backbone, other = policy(), make_backbone(policy().model.config, target_modules=["c_attn"], seed=5)
+    teacher = Teacher(backbone, "other", weight=0.7, beta=beta, own=FrozenBase(other.peft.unload()))
+    rewards = Rewards([Objective(Reward(16)).reward_model, TeacherReward(teacher)], [1.0, 0.7], dtype=torch.float64)
+    every, probability, returns, _ = enumerated(backbone)
+    divergence = enumerated_divergence(backbone, teacher, every)
+    assert divergence.max() > 0.1
+    want = flat_grad(-(probability * (returns - 0.7 * divergence)).sum(), backbone)
+    group, total = 1 if method == "reinforce" else 2, 0.0
+    for rows in map(list, product(range(len(every.ids)), repeat=group)):
+        own = learner(backbone, method, num_generations=group)
+        backbone.zero_grad(set_to_none=True)
+        own.step([every.rows(rows)], Objective(rewards, BETA, teacher=teacher), StepContext(1, lambda: None))
+        total = total + probability.detach()[rows].prod() * gradient(backbone)
+    torch.testing.assert_close(total, want, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("near", [0.0, 0.3])
+def test_alone_it_descends_the_mean_divergence_along_what_it_is_given(near):
+    backbone, other = (make_backbone(tiny_gpt2(), seed=seed, target_modules=["c_attn"]) for seed in (0, 3))
+    teacher = Teacher(backbone, "other", beta=0.5, own=FrozenBase(other.peft.unload()))
+    prompts, ids = make_prompts(3), torch.tensor([[5, 6, 2], [8, 9, 10], [11, 2, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]])
+    own = TeacherGradient(MethodConfig(method="teacher"), backbone)
+    objective = Objective(Rewards([TeacherReward(teacher)], dtype=torch.float64), near, teacher=teacher)
+    (step,) = own.step([Completions(prompts, ids, mask)], objective, StepContext(1, lambda: None))
+    got = gradient(backbone)
+    divergence = enumerated_divergence(backbone, teacher, Completions(prompts, ids, mask))
+    logp = backbone.head(predicting_hidden(backbone, prompts, ids)).log_softmax(-1)
+    with backbone.reference():
+        reference = backbone.head(predicting_hidden(backbone, prompts, ids)).log_softmax(-1).detach()
+    kl = ((logp.exp() * (logp - reference)).sum(-1) * mask).sum(1) / mask.sum(1)
+    torch.testing.assert_close(got, flat_grad((divergence + near * kl).mean(), backbone), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(step.reward, -divergence.detach())
+    assert torch.allclose(objective.score(backbone, prompts, ids, mask), step.reward, rtol=1e-9)
+
+
+def test_an_adapter_on_the_same_base_is_a_teacher_without_another_copy(tmp_path):
+    other, backbone = perturb_adapter(make_backbone(), seed=4), make_backbone()
+    other.save_adapter(tmp_path)
+    before = [p.detach().clone() for p in backbone.trainable_parameters()]
+    teacher = make_teacher(tmp_path, backbone)
+    prompts, ids = make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
+    hidden = predicting_hidden(backbone, prompts, ids)  # its graph needs the policy's values
+    states = teacher.hidden(prompts, ids)
+    torch.testing.assert_close(states, predicting_hidden(other, prompts, ids).detach())
+    teacher.divergence(hidden, states, torch.ones_like(ids)).sum().backward()
+    assert gradient(backbone).abs().sum() > 0
+    assert all(torch.equal(p, b) for p, b in zip(backbone.trainable_parameters(), before, strict=True))
+    backbone.save_adapter(tmp_path / "own")
+    own = make_teacher(tmp_path / "own", backbone)
+    assert own.divergence(hidden, own.hidden(prompts, ids), torch.ones_like(ids)).abs().max() == 0
+    with pytest.raises(InputError, match="adapter: got .*; allowed: an adapter that fits this model"):
+        make_teacher(tmp_path, make_backbone(target_modules=["q_proj"]))
+    backbone.peft.peft_config["default"].lora_alpha = 8
+    with pytest.raises(InputError, match="teacher: lora_alpha: got 4; allowed: 8, as the policy's"):
+        make_teacher(tmp_path, backbone)
+
+
+def test_the_base_is_a_teacher_and_what_it_is_depends_on_weights_context_and_divergence(tmp_path):
+    backbone = make_backbone()
+    base = make_teacher("base", backbone)
+    prompts, ids = make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
+    with backbone.reference():
+        want = predicting_hidden(backbone, prompts, ids)
+    torch.testing.assert_close(base.hidden(prompts, ids), want.detach())
+    others = [dataclasses.replace(base, context="x"), dataclasses.replace(base, beta=0.5),
+              dataclasses.replace(base, own=FrozenBase(make_backbone(seed=4).peft.unload()))]  # fmt: skip
+    assert len({each.fingerprint() for each in (base, *others)}) == 4
+
+
+def test_a_model_of_another_type_and_of_another_width_is_one(tmp_path):
+    backbone = make_backbone(dtype=torch.float32)
+    wide = AutoModelForCausalLM.from_config(type(backbone.model.config)(**backbone.model.config.to_dict() | {
+        "hidden_size": 32, "vocab_size": backbone.vocab_size + 9}), dtype=torch.bfloat16)  # fmt: skip
+    teacher = make_teacher(wide, backbone)
+    prompts, ids = make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
+    each = teacher.divergence(predicting_hidden(backbone, prompts, ids), teacher.hidden(prompts, ids), ids * 0 + 1)
+    assert each.shape == (3, 2) and each.dtype == torch.float32 and (each > 0).all()

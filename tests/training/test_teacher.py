@@ -1,0 +1,107 @@
+"""Runs with a teacher: alone, beside a reward, along text; what they refuse."""
+
+import json
+
+import pytest
+from conftest import save_toy_base
+from training.test_offline import TEXTS, more_w_than_s
+
+from grade.errors import InputError
+from grade.models.backbone import Backbone
+from grade.models.teacher import make_teacher
+from grade.training.config import GradeConfig
+from grade.training.toy import toy_task
+from grade.training.trainer import GradeTrainer
+
+
+def trainer(output, reward=None, task=None, texts=None, model=None, **changes):
+    task = task or toy_task(pretrain_steps=60)
+    values = dict(
+        max_prompt_length=6, truncation="right", max_completion_length=8, per_device_train_batch_size=16, max_steps=12,
+        learning_rate=1e-2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, raw_prompts=True,
+    )  # fmt: skip
+    rows = [{"prompt": text, "tone": "sad"} for text in task.train_prompts]
+    args = GradeConfig(str(output), **values | changes)
+    return GradeTrainer(task.backbone, reward, args, rows, rows[:32], texts=texts, teacher=model)
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A folder of an adapter that says "w"."""
+    folder = tmp_path_factory.mktemp("taught")
+    run = trainer(folder, more_w_than_s, method="rloo", num_generations=8, max_steps=10)
+    run.train()
+    run.backbone.save_adapter(folder / "adapter")
+    return str(folder / "adapter")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lmbda": 0.5, "teacher_beta": 0.5}, {"lmbda": 0.0, "teacher_beta": 0.0}], ids=str
+)
+def test_alone_it_is_learned_along_own_completions_and_text(tmp_path, taught, changes):
+    run = trainer(tmp_path, teacher=taught, texts=TEXTS if changes else None, **changes)
+    before = run.evaluate()["eval_reward"]
+    run.train()
+    assert run.args.method == "teacher" and "value of every token" in run.chosen["method"]
+    assert run.evaluate()["eval_reward"] > before / 2  # minus the divergence, which at least halves
+    assert {"reward", "loss"} <= run.state.log_history[0].keys() and "kl" not in run.state.log_history[0]
+
+
+def test_beside_a_reward_it_is_one_of_its_parts(tmp_path, taught):
+    run = trainer(
+        tmp_path, more_w_than_s, method="rloo", num_generations=8, teacher=taught, teacher_weight=0.5, max_steps=2
+    )
+    run.train()
+    row = run.state.log_history[0]
+    parts = row["rewards/more_w_than_s/mean"] + 0.5 * row["rewards/teacher/mean"]
+    assert row["reward"] == pytest.approx(parts, rel=1e-5) and row["rewards/teacher/mean"] < 0
+
+
+def test_a_context_is_for_the_teacher_alone_and_a_run_goes_on_where_it_was(tmp_path):
+    settings = dict(teacher="base", teacher_context="a {tone} film ", save_strategy="steps", save_steps=2, max_steps=4)
+    trainer(tmp_path / "one", **settings).train()
+    whole = trainer(tmp_path / "one", **settings)
+    whole.train(str(tmp_path / "one" / "checkpoint-2"))
+    rows = [[r["reward"] for r in run.state.log_history if "reward" in r] for run in (whole,)]
+    assert rows[0][0] < 0 and len(rows[0]) == 4
+    other = trainer(tmp_path / "one", **settings | {"teacher_context": "a good film "})
+    with pytest.raises(InputError, match="teach"):
+        other.train(str(tmp_path / "one" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"teacher": "nowhere"}, "teacher: got 'nowhere'; allowed: a local folder or hub id"),
+        ({"teacher": "base", "teacher_context": "{nothing}"}, "teacher_context: got .*{prompt}, {tone}"),
+        ({"teacher": "base", "teacher_context": "a " * 500}, "teacher_context: got .*the teacher's context"),
+        ({"teacher": "base", "teacher_beta": 2}, "teacher_beta: got 2"),
+        ({"teacher": "base", "method": "ste"}, "teacher: got 'base'; allowed: none with ste"),
+        ({"teacher": "base", "method": "teacher", "reward": more_w_than_s}, "method: got 'teacher'; allowed: dist"),
+        ({"teacher": "base", "lmbda": 0.5, "target_kl": 1.0}, "lmbda: got 0.5; allowed: 1 with a target_kl"),
+        ({"teacher": "base", "lmbda": 0.5}, "lmbda: got 0.5; allowed: 1 without texts"),
+        ({"teacher": "base", "texts": TEXTS}, "lmbda: got 1.0; allowed: below 1 with texts"),
+        ({"teacher_context": "x", "reward": more_w_than_s}, "teacher_context: got 'x'; allowed: .* with a teacher"),
+        ({"method": "teacher", "reward": more_w_than_s}, "teacher: got None; allowed: a model"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, changes, says):
+    with pytest.raises(InputError, match=says):
+        trainer(tmp_path, **changes)
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused(tmp_path):
+    task = save_toy_base(tmp_path)
+    policy, rows = Backbone.load(tmp_path), [{"prompt": text} for text in task.train_prompts]
+    assert make_teacher(tmp_path, policy, rows=rows).own is not None
+    file, token = tmp_path / "tokenizer.json", policy.tokenizer.convert_ids_to_tokens(9)
+    rules = json.loads(file.read_text())
+    file.write_text(json.dumps(rules | {"normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(
+        InputError, match="teacher: got .*; allowed: a model that renders prompts .*: row 0 goes on with"
+    ):
+        make_teacher(tmp_path, policy, rows=rows)
+    rules["model"]["vocab"]["@@"] = rules["model"]["vocab"].pop(token)
+    file.write_text(json.dumps(rules))
+    with pytest.raises(InputError, match="teacher: got .*; allowed: a model with the policy's vocabulary: token 9"):
+        make_teacher(tmp_path, policy, rows=rows)
