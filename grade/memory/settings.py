@@ -151,8 +151,8 @@ class StepConfig(TracedConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.method in (AUTO, TEACHER):
-            why = "auto depends on the reward" if self.method == AUTO else "a teacher is not traced"
-            raise InputError("method", self.method, f"another method, as {why}: {', '.join(METHODS)}")
+            why = "the method itself, as auto depends on the reward" if self.method == AUTO else "one without a teacher"
+            raise InputError("method", self.method, f"{why}: {', '.join(METHODS)}")
         for option in _OF_SOME_METHODS:
             value = getattr(self, option)
             if not reads(self.method, option) and value != type(self).model_fields[option].default:
