@@ -41,6 +41,7 @@ PAPERS = {
     "grpo": ("GRPO, Shao et al. 2024", "https://arxiv.org/abs/2402.03300"),
     "ppo": ("PPO, Schulman et al. 2017", "https://arxiv.org/abs/1707.06347"),
     "offline": ("mean actor-critic, Allen et al. 2017", "https://arxiv.org/abs/1709.00503"),
+    "teacher": ("GKD, Agarwal et al. 2024", "https://arxiv.org/abs/2306.13649"),
     "distilled": ("all-action policy gradients, Ciosek and Whiteson 2018", "https://arxiv.org/abs/1706.05374"),
 }
 """Papers of methods that take any reward. Every relaxed method is of `GRADE`."""
@@ -104,7 +105,8 @@ def run_card(
     return model_card(
         config, before, after, name=name, place=f"{name}/{adapter}".removesuffix("/."),
         base=config.base_name or config.model, method=method or config.method, samples=config.samples,
-        rewards=[_without_places(spec) for spec in rewards], steps=steps, chosen=chosen,
+        rewards=[_without_places(spec) for spec in [*rewards, *(["teacher"] if config.teacher else [])]], steps=steps,
+        chosen=chosen,
         rank=config.lora.r, alpha=config.lora.alpha, layers=config.lora.target_modules,
         train_data=f"`{_without_places(config.train_dataset)}`",
         eval_data=config.eval_dataset and f"`{_without_places(config.eval_dataset)}`", command=command_of(config),

@@ -419,8 +419,8 @@ class TrainConfig(GradeConfig):
             InputError: For the first wrong one.
         """
         super().__post_init__()
-        if self.reward is None and self.teacher is None:
-            self.reward = REWARD
+        if self.reward is None:
+            self.reward = REWARD if self.teacher is None else []
         if self.model_init_kwargs:
             raise InputError("model_init_kwargs", self.model_init_kwargs, "none: dtype and attention do this here")
         if self.resume_from_checkpoint:

@@ -241,8 +241,8 @@ def settings_of(config: GradeConfig) -> dict[str, Any]:
 
 def _inputs(config: TrainConfig) -> dict[str, str]:
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
-    names = ("model", "train_dataset", "eval_dataset", "texts", "gold")
-    files = {name: getattr(config, name) for name in names}
+    names = ("model", "train_dataset", "eval_dataset", "texts", "gold", "teacher")
+    files = {name: getattr(config, name) or "" for name in names}
     return files | {f"reward {i}": spec for i, spec in enumerate(rewards)}
 
 

@@ -70,7 +70,7 @@ def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: 
     if config.relaxed:
         config.relaxation().check(backbone.vocab_size)
     rewards = None
-    if config.reward is not None:
+    if config.reward or config.teacher is None:
         rewards = make_rewards(config.reward, backbone, config.reward_weights, None, config.reward_scope)
     judge = GoldJudge.load(config.gold) if config.gold else None
     train = load_prompts(config.train_dataset, field="train_dataset")

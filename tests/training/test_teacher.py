@@ -2,14 +2,17 @@
 
 import json
 
+import pandas as pd
 import pytest
 from conftest import save_toy_base
+from training.runs import toy_project
 from training.test_offline import TEXTS, more_w_than_s
 
 from grade.errors import InputError
 from grade.models.backbone import Backbone
 from grade.models.teacher import make_teacher
-from grade.training.config import GradeConfig
+from grade.training.config import GradeConfig, TrainConfig
+from grade.training.run import train
 from grade.training.toy import toy_task
 from grade.training.trainer import GradeTrainer
 
@@ -67,6 +70,17 @@ def test_a_context_is_for_the_teacher_alone_and_a_run_goes_on_where_it_was(tmp_p
     other = trainer(tmp_path / "one", **settings | {"teacher_context": "a good film "})
     with pytest.raises(InputError, match="teach"):
         other.train(str(tmp_path / "one" / "checkpoint-2"))
+
+
+def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    common = {name: value for name, value in toy_project(tmp_path).items() if name not in ("reward", "gold")}
+    train(TrainConfig.parse(common | {"teacher": "base", "teacher_context": "a good film. ", "output_dir": "run"}))
+    card, history = (tmp_path / "run" / "README.md").read_text(), pd.read_csv(tmp_path / "run" / "history.csv")
+    assert (
+        "GKD" in card and "- reward: `teacher`" in card and "--set teacher=base" in card and "models/reward" not in card
+    )
+    assert history["val/reward_mean"].iloc[-1] > history["val/reward_mean"].iloc[0]
 
 
 @pytest.mark.parametrize(
