@@ -21,8 +21,8 @@ from grade.rewards.base import EmbeddingReward, Reward, RewardScope, scored_text
 class Objective:
     """``L = mean_b(-R_b + beta * mean_t KL_bt)``, KL over the completion's valid positions only.
 
-    With a teacher, R has ``-w mean_t D_bt`` as one of its parts, D being the policy's divergence from it. What that
-    gains from the policy's own distribution at each position is `Objective.teaching`.
+    With a teacher, R has ``-w mean_t D_bt`` as one of its parts, D being the policy's divergence from it. As with KL,
+    the gradient has two terms: which tokens are sampled, through R, and D's own at each position (`taught`).
 
     The reference is a constant: KL's gradient reaches the policy's logits and, through them, earlier tokens, but not
     the reference's own inputs (as in the source documents, which run the reference without gradient).
@@ -92,15 +92,11 @@ class Objective:
         """Reward [B] of hard completions [B, T], on exactly the text that training scores."""
         return self.reward_model.score(backbone, prompts, ids, mask)
 
-    def teaching(self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor | float:
-        """``w mean_b mean_t D_bt`` of given completions, differentiable in hidden states [B, T, D]; 0 without teacher.
-
-        The other part of the divergence's gradient, that of which completions are sampled, is the reward's.
-        """
+    def taught(self, hidden: Tensor, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor | None:
+        """``w D_bt`` of given completions [B, T], differentiable in hidden states [B, T, D]; None without a teacher."""
         if self.teacher is None:
-            return 0.0
-        each = self.teacher.divergence(hidden, self.teacher.hidden(prompts, ids), mask)
-        return self.teacher.weight * sequence_mean(each, mask).mean()
+            return None
+        return self.teacher.weight * self.teacher.divergence(hidden, self.teacher.hidden(prompts, ids), mask)
 
 
 @dataclass(frozen=True)

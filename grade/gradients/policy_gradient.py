@@ -242,7 +242,7 @@ class PolicyGradient(Learner):
         reward = None if self.config.self_certainty_reward else self._reward(completions, objective)
         logps, kl, *others = self._terms(completions, None)
         seen = self._experience(completions, objective, (logps, kl, *others), reward)
-        loss = self._loss(logps, kl, seen, objective) + objective.teaching(others[0], *completions.text)
+        loss = self._loss(logps, kl, seen, objective, objective.taught(others[0], *completions.text))
         (loss * scale).backward(inputs=self.backbone.trainable_parameters())
         return _result(seen)
 
@@ -267,8 +267,8 @@ class PolicyGradient(Learner):
                 for seen in experience:
                     rows = seen.rows(slice(part, None, self.config.minibatches))
                     logps, kl, hidden, _ = self._terms(rows.completions, rows.reference)
-                    loss = self._loss(logps, kl, rows, objective) + self._value_loss(hidden, rows)
-                    loss = loss + objective.teaching(hidden, *rows.completions.text)
+                    taught = objective.taught(hidden, *rows.completions.text)
+                    loss = self._loss(logps, kl, rows, objective, taught) + self._value_loss(hidden, rows)
                     (loss * scale).backward(inputs=inputs)
                 context.apply()
         return [_result(seen) for seen in experience]
@@ -360,7 +360,9 @@ class PolicyGradient(Learner):
             advantages = losses.grpo(grouped, self.config.scale_rewards == "group")
         return advantages.nan_to_num(0.0).reshape(-1, 1)
 
-    def _loss(self, logps: Tensor, kl: Tensor, seen: _Experience, objective: Objective) -> Tensor:
+    def _loss(
+        self, logps: Tensor, kl: Tensor, seen: _Experience, objective: Objective, taught: Tensor | None
+    ) -> Tensor:
         mask, epsilon = seen.completions.mask, self.config.epsilon
         if self.method.clipped:
             weighted = losses.clipped_surrogate(logps, seen.logps, seen.advantages, epsilon)
@@ -369,9 +371,11 @@ class PolicyGradient(Learner):
             weighted = seen.advantages * logps
         if (weights := seen.completions.weights) is not None:
             weighted = weighted * weights
-            if weights.shape[1] == 1:  # of whole completions, KL's gradient included
-                kl = kl * weights
+            if weights.shape[1] == 1:  # of whole completions, the penalties' own gradients included
+                kl, taught = kl * weights, taught if taught is None else taught * weights
         penalty = objective.beta * seen.kl_factor * sequence_mean(kl, mask).mean()
+        if taught is not None:
+            penalty = penalty + seen.kl_factor * sequence_mean(taught, mask).mean()
         return -(weighted * mask).sum(-1).mean() + penalty
 
     def _value_loss(self, hidden: Tensor, seen: _Experience) -> Tensor | float:

@@ -17,6 +17,7 @@ for 151,665 tokens) and are left out of the divergence.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,11 +79,17 @@ class Teacher:
     @torch.no_grad()
     def hidden(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
         """Hidden states [B, T, D_q] that predict the tokens of completions [B, T]."""
-        if self.context:
-            rows = [with_context(row, self.context) for row in prompts.examples]
-            prompts = self.encode(self.policy.tokenizer, rows).to(ids.device)
+        prompts = self.prompts(prompts)
+        self._check_length(prompts.ids.shape[1] + ids.shape[1] - 1)
         with self._in_role(), self.policy.phase("teacher"):
             return predicting_hidden(self.own or self.policy, prompts, ids)
+
+    def prompts(self, prompts: PromptBatch) -> PromptBatch:
+        """What the teacher reads for the policy's prompts."""
+        if not self.context:
+            return prompts
+        rows = [with_context(row, self.context) for row in prompts.examples]
+        return self.encode(self.policy.tokenizer, rows).to(prompts.ids.device)
 
     def divergence(self, hidden: Tensor, teacher_hidden: Tensor, mask: Tensor) -> Tensor:
         """Divergence at each token [B, T] in nats, 0 where masked, from hidden states of policy and teacher.
@@ -96,8 +103,15 @@ class Teacher:
     def fingerprint(self) -> str:
         """Hash of everything that the divergence depends on besides policy and text."""
         weights = fingerprint((self.own or self.policy).model)
-        adapter = [value.double().sum().item() for value in self.adapter or ()]
+        adapter = [hashlib.sha256(value.double().cpu().numpy().tobytes()).hexdigest() for value in self.adapter or ()]
         return hashed(weights, adapter, self.context, self.beta)
+
+    def _check_length(self, length: int) -> None:
+        """Reject texts that are longer than the teacher's context, in tokens."""
+        most = (self.own or self.policy).max_positions
+        if length > most:
+            field, value = ("teacher_context", self.context) if self.context else ("teacher", self.name)
+            raise InputError(field, value, f"at most {most} tokens, the teacher's context, not {length}")
 
     @contextlib.contextmanager
     def _in_role(self) -> Iterator[None]:
@@ -152,9 +166,12 @@ def make_teacher(
     encode = encode or (lambda tokenizer, some: encode_examples(tokenizer, some, warn_raw=False))
     name = given if isinstance(given, str | Path) else getattr(given, "name_or_path", "") or type(given).__name__
     teacher, tokenizer = Teacher(policy, str(name), weight, beta, context=context, encode=encode), None
-    if isinstance(given, PreTrainedModel):
+    if isinstance(given, PreTrainedModel) and given is not policy.model:
         check_supported(given)
         teacher = replace(teacher, own=FrozenBase(given.to(policy.device)))
+    elif not isinstance(given, str | Path):
+        allowed = f"a name, a PreTrainedModel of its own, or {BASE!r}: the policy's base, which has its adapter by now"
+        raise InputError("teacher", type(given).__name__, allowed)
     elif given != BASE and (Path(given) / ADAPTER_FILES[0]).is_file():
         teacher = replace(teacher, adapter=saved_values(policy.peft, given, "teacher"))
     elif given != BASE:
@@ -168,10 +185,7 @@ def make_teacher(
         _check_tokens(teacher, policy.tokenizer, some)
     if context and some:
         read = encode(policy.tokenizer, [with_context(row, context) for row in some])
-        longest, most = int(read.mask.sum(1).max()), (teacher.own or policy).max_positions
-        if longest >= most:
-            allowed = f"one with which prompts have fewer than {most} tokens, the teacher's context, not {longest}"
-            raise InputError("teacher_context", context, allowed)
+        teacher._check_length(read.ids.shape[1] + 1)
     return teacher
 
 

@@ -180,7 +180,7 @@ class GradeTrainer(Trainer):
             )
         self.learner, self.chosen = None, dict[str, str]()
         if args.method == AUTO:
-            args.method, why = _choose_method(args, self.rewards, texts is not None)
+            args.method, why = _choose_method(args, self.rewards, texts is not None, teacher is not None)
             self._choose(args, "method", f"{args.method}: {why}")
             args.check_groups()
         teacher = self._make_teacher(teacher, args, train_dataset, texts is not None)
@@ -278,6 +278,10 @@ class GradeTrainer(Trainer):
         if args.method == TEACHER and self.rewards is not None:
             raise InputError(
                 "method", TEACHER, f"{DISTILLED} or a policy gradient beside rewards, of which it has none"
+            )
+        if texts and args.method != TEACHER:
+            raise InputError(
+                "texts", "given", "none beside a teacher and rewards: a divergence is not one of the text's"
             )
         reading = _reading(args) | {"max_prompt_length": None}
         teacher = make_teacher(
@@ -890,7 +894,7 @@ class GradeTrainer(Trainer):
 
     def _settings(self) -> dict[str, Any]:
         teacher = self.objective.teacher and self.objective.teacher.fingerprint()
-        return {"reward": self.rewards.names, "teaching": teacher} | settings_of(self.args)
+        return {"reward": self.rewards.names} | settings_of(self.args) | {"teacher's weights": teacher}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_whole(Path(resume_from_checkpoint), "resume_from_checkpoint")
@@ -997,14 +1001,13 @@ class _StepEnd(TrainerCallback):
         control.should_log = control.should_log or last or control.should_evaluate
 
 
-def _choose_method(args: GradeConfig, rewards: Rewards | None, texts: bool) -> tuple[str, str]:
+def _choose_method(args: GradeConfig, rewards: Rewards | None, texts: bool, teacher: bool) -> tuple[str, str]:
     """``method: auto``: the method that a reward calls for, with the reason in one line.
 
-    Without rewards there is a teacher.
-
-    A reward on the embedding table (`bag`) is differentiated itself, unless groups are asked for; others are distilled,
-    and so is any where scored texts are given. A setting that only `grpo` has means `grpo`, so that a script for TRL's
-    trainer does what it says. `docs/methods.md` has the measurements behind the rest.
+    Without rewards there is a teacher. A reward on the embedding table (`bag`) is differentiated itself, unless groups
+    are asked for; others are distilled, and so is any beside a teacher, or where scored texts are given. A setting that
+    only `grpo` has means `grpo`, so that a script for TRL's trainer does what it says. `docs/methods.md` has the
+    measurements behind the rest.
     """
 
     def changed(method: str, other: str) -> list[str]:
@@ -1024,6 +1027,8 @@ def _choose_method(args: GradeConfig, rewards: Rewards | None, texts: bool) -> t
         return "grpo", f"{grpo[0]} is a setting of grpo"
     if texts:
         return DISTILLED, "scored texts are given, which it is distilled from before the first step"
+    if teacher:
+        return DISTILLED, "beside a teacher the reward's values are enough"
     shallow = all(part.kind == "bag" for part in rewards.parts)
     if shallow and not distilled and args.num_generations is None:
         return "ste", "the reward reads the embedding table itself, so its own gradient needs the fewest samples"

@@ -5,12 +5,13 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import make_backbone, make_prompts, perturb_adapter, tiny_gpt2
+from conftest import make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
 from gradients.test_all_action import HEADS, make_head, randn
 from gradients.test_policy_gradient import BETA, Reward, enumerated, flat_grad, gradient, learner, policy
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
+from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, StepContext
@@ -82,6 +83,35 @@ def test_beside_a_reward_the_expected_gradient_has_the_divergences_future_terms(
     torch.testing.assert_close(total, want, rtol=1e-8, atol=1e-10)
 
 
+def beside(backbone, scale=1.0, seed=5):
+    """The objective of a reward beside a teacher, both times ``scale``."""
+    other = make_backbone(policy().model.config, target_modules=["c_attn"], seed=seed)
+    teacher = Teacher(backbone, "other", weight=0.7 * scale, own=FrozenBase(other.peft.unload()))
+    parts = [Objective(Reward(16)).reward_model, TeacherReward(teacher)]
+    return Objective(Rewards(parts, [scale, 0.7 * scale], dtype=torch.float64), 0.0, teacher=teacher)
+
+
+def step_of(own, completions, objective):
+    own.backbone.zero_grad(set_to_none=True)
+    own.step([completions], objective, StepContext(1, lambda: None))
+    return gradient(own.backbone)
+
+
+def test_the_divergences_own_gradient_is_weighed_as_the_rewards_is():
+    """Whitened, twice what the samples weigh, and in the first step of `distilled`, which is that of `rloo`."""
+    backbone = policy()
+    every, *_ = enumerated(backbone)
+    some = every.rows([0, 3, 4, 6])
+    ppo = [learner(backbone, "ppo", num_generations=1) for _ in range(2)]
+    once, ten = (step_of(own, some, beside(backbone, scale)) for own, scale in zip(ppo, (1.0, 10.0), strict=True))
+    torch.testing.assert_close(once, ten, rtol=1e-6, atol=1e-9)  # what is added to the standard deviation is 1e-8
+    rloo = step_of(learner(backbone, "rloo"), some, beside(backbone))
+    weighed = dataclasses.replace(some, weights=torch.full((4, 1), 2.0, dtype=torch.float64))
+    torch.testing.assert_close(step_of(learner(backbone, "rloo"), weighed, beside(backbone)), 2 * rloo)
+    config = MethodConfig(method="distilled", num_generations=2, max_completion_length=2, residual_weight=1.0)
+    torch.testing.assert_close(step_of(DistilledGradient(config, backbone), some, beside(backbone)), rloo)
+
+
 @pytest.mark.parametrize("near", [0.0, 0.3])
 def test_alone_it_descends_the_mean_divergence_along_what_it_is_given(near):
     backbone, other = (make_backbone(tiny_gpt2(), seed=seed, target_modules=["c_attn"]) for seed in (0, 3))
@@ -134,6 +164,21 @@ def test_the_base_is_a_teacher_and_what_it_is_depends_on_weights_context_and_div
     others = [dataclasses.replace(base, context="x"), dataclasses.replace(base, beta=0.5),
               dataclasses.replace(base, own=FrozenBase(make_backbone(seed=4).peft.unload()))]  # fmt: skip
     assert len({each.fingerprint() for each in (base, *others)}) == 4
+
+
+@pytest.mark.parametrize("of", [lambda backbone: backbone.model, lambda backbone: backbone.peft, lambda _: 3])
+def test_what_is_no_model_of_its_own_is_refused(of):
+    backbone = make_backbone()
+    with pytest.raises(InputError, match="teacher: got .*; allowed: a name, a PreTrainedModel of its own, or 'base'"):
+        make_teacher(of(backbone), backbone)
+
+
+def test_a_text_beyond_the_teachers_context_is_refused():
+    backbone, short = make_backbone(), make_backbone(tiny_config(max_position_embeddings=8))
+    teacher = make_teacher(short.peft.unload(), backbone)
+    teacher.hidden(make_prompts(3, 5), torch.ones(3, 4, dtype=torch.long))
+    with pytest.raises(InputError, match="teacher: got .*; allowed: at most 8 tokens, the teacher's context, not 9"):
+        teacher.hidden(make_prompts(3, 5), torch.ones(3, 5, dtype=torch.long))
 
 
 def test_a_model_of_another_type_and_of_another_width_is_one(tmp_path):

@@ -68,7 +68,7 @@ def test_a_context_is_for_the_teacher_alone_and_a_run_goes_on_where_it_was(tmp_p
     rows = [[r["reward"] for r in run.state.log_history if "reward" in r] for run in (whole,)]
     assert rows[0][0] < 0 and len(rows[0]) == 4
     other = trainer(tmp_path / "one", **settings | {"teacher_context": "a good film "})
-    with pytest.raises(InputError, match="teach"):
+    with pytest.raises(InputError, match="teacher_context: got"):
         other.train(str(tmp_path / "one" / "checkpoint-2"))
 
 
@@ -95,6 +95,7 @@ def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):
         ({"teacher": "base", "lmbda": 0.5, "target_kl": 1.0}, "lmbda: got 0.5; allowed: 1 with a target_kl"),
         ({"teacher": "base", "lmbda": 0.5}, "lmbda: got 0.5; allowed: 1 without texts"),
         ({"teacher": "base", "texts": TEXTS}, "lmbda: got 1.0; allowed: below 1 with texts"),
+        ({"teacher": "base", "texts": TEXTS, "reward": more_w_than_s}, "texts: got 'given'; allowed: none beside a"),
         ({"teacher_context": "x", "reward": more_w_than_s}, "teacher_context: got 'x'; allowed: .* with a teacher"),
         ({"method": "teacher", "reward": more_w_than_s}, "teacher: got None; allowed: a model"),
     ],

@@ -407,5 +407,6 @@ class DistilledGradient(Learner):
         advantages = advantages.view(-1, mask.shape[1], group).transpose(1, 2).reshape(mask.shape)
         residual = -(advantages.detach() * logps * mask).sum(1).mean() - not_corrected
         penalty = objective.beta * sequence_mean(kl, mask).mean()
-        penalty = penalty + objective.teaching(hidden, seen.prompts, seen.ids, mask)
+        if (taught := objective.taught(hidden, seen.prompts, seen.ids, mask)) is not None:
+            penalty = penalty + sequence_mean(taught, mask).mean()
         return (plug, residual, penalty), kl.detach()
