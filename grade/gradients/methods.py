@@ -118,6 +118,16 @@ def reads(method: str, option: str) -> bool:
     return any(name in OPTIONS.get(option, candidates) for name in candidates)
 
 
+def check_teacher(method: str, teacher: str | None, changed: Mapping[str, Any]) -> None:
+    """Refuse a teacher that a method does not read, and the method `teacher` or ``changed`` settings without one."""
+    if teacher is not None and not reads(method, "teacher_beta"):
+        raise InputError("teacher", teacher, f"none with {method}; with {', '.join(OPTIONS['teacher_beta'])}")
+    for name, value in changed.items() if teacher is None else ():
+        raise InputError(name, value, "another value than the default only with a teacher")
+    if teacher is None and method == TEACHER:
+        raise InputError("teacher", None, f"a model to learn from, with method {TEACHER}")
+
+
 def _residual_weight(value: Any) -> float | str:
     if value != "auto" and (isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1):
         raise ValueError("0 to 1, or auto")  # a union's own error would not name the field

@@ -27,10 +27,11 @@ MOST_LAYERS = 1024
 """The deepest published models have a tenth."""
 
 
-def model_config(name: str) -> PretrainedConfig:
+def model_config(name: str, field: str = "model") -> PretrainedConfig:
     """The configuration of a shipped shape, a hub id, a folder or a ``config.json``.
 
-    For example ``qwen3-4b`` (upper or lower case), ``org/model``, ``models/backbone`` or ``x/config.json``.
+    For example ``qwen3-4b`` (upper or lower case), ``org/model``, ``models/backbone`` or ``x/config.json``. ``field``
+    is named in an error.
     """
     if name == "tiny":
         return LlamaConfig(**TINY)
@@ -38,11 +39,11 @@ def model_config(name: str) -> PretrainedConfig:
     if short in SHAPES and not Path(name).exists():
         return _shipped(short)
     allowed = f"{', '.join(sorted(SHAPES))}, a Hugging Face id, or a folder with config.json"
-    config = read_config("model", name, name, allowed)
+    config = read_config(field, name, name, allowed)
     missing = [k for k in ("num_hidden_layers", "vocab_size", "hidden_size") if not getattr(config, k, None)]
     if missing or config.is_encoder_decoder:
         allowed = f"a decoder-only language model; config.json lacks {missing[0]}" if missing else "not encoder-decoder"
-        raise InputError("model", name, allowed)
+        raise InputError(field, name, allowed)
     heads, shared = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if heads and shared and heads % shared:
         raise InputError("num_key_value_heads", shared, f"a divisor of num_attention_heads = {heads}, in {name}")

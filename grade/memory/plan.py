@@ -296,6 +296,7 @@ def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig
         "engine checkpointed": lean | dict(engine="checkpointed") if engine == "unrolled" else {},
         "gradient checkpointing": dict(gradient_checkpointing=True),
         "bfloat16 base": dict(dtype="bfloat16"),
+        "bfloat16 teacher": dict(teacher_dtype="bfloat16"),
         "LoRA instead of all weights": dict(adapter="lora"),
         "fused attention (sdpa)": dict(attention="sdpa"),
         "reward on the embedding table": dict(reward="bag"),
@@ -320,7 +321,9 @@ def every_method(values: Mapping[str, Any]) -> list[StepConfig]:
     """One step for every method; settings that it does not have are left out, a batch is rounded up to whole groups."""
 
     def has(method: str, name: str) -> bool:
-        return method in RELAXED if name in ("engine", "explicit_freeing") else reads(method, name)
+        if name in ("engine", "explicit_freeing"):
+            return method in RELAXED
+        return reads(method, "teacher_beta" if name.startswith("teacher") else name)
 
     sizes = {name: value for name, value in values.items() if name == "batch_size"}
     batch, steps = StepConfig.parse(sizes).batch_size, []

@@ -19,17 +19,16 @@ from grade.errors import InputError
 from grade.gradients.estimators import Support
 from grade.gradients.methods import (
     AUTO,
-    DISTILLED,
     METHODS,
     MOST_MICROBATCHES,
     OFFLINE,
     OPTIONS,
-    POLICY_GRADIENTS,
     RELAXED,
     TEACHER,
     EngineName,
     MethodConfig,
     MethodName,
+    check_teacher,
     reads,
 )
 from grade.models.parameters import LoraSettings
@@ -123,7 +122,7 @@ def _as_in_training(name: str, default: Any = ...) -> Any:
 
 _OF_SOME_METHODS = (
     "hops", "support", "gumbel_topk", "num_generations", "kl_estimator", "passes_per_step", "minibatches",
-    "self_certainty_reward", "distil_window",
+    "self_certainty_reward", "distil_window", "teacher_beta",
 )  # fmt: skip
 
 
@@ -147,12 +146,25 @@ class StepConfig(TracedConfig):
         "bag", description="bag: on the embedding table; trunk: on the transformer; "
         f"{CLASSIFIER}<id or folder>: a sequence classifier",
     )  # fmt: skip
+    teacher: str | None = Field(
+        None, description="alone (method teacher) or beside a reward: named as a model, an adapter's folder, or base"
+    )
+    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="type of another model as teacher; null: the base's"
+    )
+    teacher_beta: float = _as_in_training("teacher_beta")
+    teacher_context_tokens: int = Field(0, ge=0, description="tokens that the teacher alone reads before the prompt")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.method in (AUTO, TEACHER):
-            why = "the method itself, as auto depends on the reward" if self.method == AUTO else "one without a teacher"
-            raise InputError("method", self.method, f"{why}: {', '.join(METHODS)}")
+        if self.method == AUTO:
+            allowed = f"the method itself, as auto depends on the reward: {', '.join((*METHODS, OFFLINE, TEACHER))}"
+            raise InputError("method", AUTO, allowed)
+        names, fields = ("teacher_dtype", "teacher_beta", "teacher_context_tokens"), type(self).model_fields
+        changed = {name: getattr(self, name) for name in names if getattr(self, name) != fields[name].default}
+        check_teacher(self.method, self.teacher, changed)
+        if self.method == TEACHER and self.reward != fields["reward"].default:
+            raise InputError("reward", self.reward, f"none with method {TEACHER}, which has no reward")
         for option in _OF_SOME_METHODS:
             value = getattr(self, option)
             if not reads(self.method, option) and value != type(self).model_fields[option].default:
@@ -176,8 +188,8 @@ class StepConfig(TracedConfig):
 
     @property
     def policy_gradient(self) -> bool:
-        """Whether the method takes any reward; otherwise it is relaxed and has an engine."""
-        return self.method in (*POLICY_GRADIENTS, DISTILLED, OFFLINE)
+        """Whether the method takes any reward, or none; otherwise it is relaxed and has an engine."""
+        return self.method not in RELAXED
 
     @property
     def engine_name(self) -> EngineName | None:
@@ -215,5 +227,9 @@ class StepConfig(TracedConfig):
             "autocast" if self.autocast else "",
             f"{self.base_copies} copies of the base" if self.base_copies > 1 else "",
             f"reward {self.reward}" if self.reward.startswith(CLASSIFIER) else "",
+            f"teacher {self.teacher} ({self.teacher_dtype or self.dtype}, beta {self.teacher_beta:g}, "
+            f"{self.teacher_context_tokens} tokens of its own)"
+            if self.teacher
+            else "",
         ]
         return ", ".join(part for part in parts if part)

@@ -23,18 +23,23 @@ from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.offline import OfflineGradient
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.distilled.store import Fit, growth, joined
-from grade.gradients.methods import DISTILLED, OFFLINE, MethodConfig
+from grade.gradients.methods import DISTILLED, OFFLINE, TEACHER, MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
 from grade.gradients.replay import make_engine
+from grade.gradients.teacher import TeacherGradient
 from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.models import build_backbone, model_config
 from grade.memory.records import Category, LiveTracker
 from grade.memory.rewards import make_reward, reward_context
 from grade.memory.settings import Microbatch, StepConfig, TracedConfig, generator_on
+from grade.memory.teacher import make_teacher, teacher_config, teacher_weights
 from grade.models.backbone import Backbone
+from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sharding import local_part
+from grade.rewards.rewards import Rewards
+from grade.rewards.teacher import TeacherReward
 
 Program = Callable[[Callable[[], None]], None]
 """A whole step: adds gradients and calls the function it is given wherever an update of the parameters is due."""
@@ -54,7 +59,7 @@ class Step:
     backbone: Backbone
     optimizer: torch.optim.AdamW  # with its state, as in every step of a run but the first
     program: Program
-    others: list[nn.Module]  # further modules that stay in memory: a reward model, a value head
+    others: list[nn.Module]  # further modules that stay in memory: a reward model, a teacher, a value head
     copies: list[Tensor]  # of the base, which only take up memory
 
     def run(self, tracker: LiveTracker | None = None) -> None:
@@ -100,19 +105,27 @@ def build(
     backbone = build_backbone(model, config.dtype, config.adapter, config.lora, config.attention, device)
     length, most = config.prompt_tokens + config.max_new_tokens, context_of(config)
     if most is not None and length > most:
-        raise InputError("prompt_tokens + max_new_tokens", length, f"at most {most} (context of the model, the reward)")
+        allowed = f"at most {most} (context of the model, the reward, the teacher)"
+        raise InputError("prompt_tokens + max_new_tokens", length, allowed)
     if not isinstance(config, StepConfig):
         return backbone, []
     if not config.policy_gradient:
         config.trainer.relaxation().check(backbone.vocab_size)
-    return backbone, [make_reward(config.reward, backbone, None if config.policy_gradient else config.method)]
+    others = [] if config.teacher is None else [teacher_weights(config, backbone)]
+    if config.method != TEACHER:
+        others.insert(0, make_reward(config.reward, backbone, None if config.policy_gradient else config.method))
+    return backbone, others
 
 
 def context_of(config: TracedConfig) -> int | None:
     """Prompt and completion, in tokens, that the models of a step can read; None if there is no limit."""
-    own = getattr(model_config(config.model), "max_position_embeddings", None)
-    reward = reward_context(config.reward) if isinstance(config, StepConfig) else None
-    return min((n for n in (own, reward) if n), default=None)
+    lengths = [getattr(model_config(config.model), "max_position_embeddings", None)]
+    if isinstance(config, StepConfig):
+        lengths.append(reward_context(config.reward))
+        if config.teacher is not None:
+            own = getattr(teacher_config(config), "max_position_embeddings", None)
+            lengths.append(own and own - config.teacher_context_tokens)
+    return min((n for n in lengths if n), default=None)
 
 
 def make_step(config: TracedConfig, backbone: Backbone, others: list[nn.Module]) -> Step:
@@ -123,7 +136,7 @@ def make_step(config: TracedConfig, backbone: Backbone, others: list[nn.Module])
     elif not config.policy_gradient:
         program = _accumulated(config, _relaxed(config, backbone, others[0]))
     else:
-        program, trained_too = _policy_gradient(config, backbone, others[0])
+        program, trained_too = _policy_gradient(config, backbone, others)
     groups = [backbone.trainable_parameters(), *(list(module.parameters()) for module in trained_too)]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, weight_decay=0.0)
     for parameter in (p for group in groups for p in group):
@@ -161,15 +174,26 @@ def _relaxed(config: StepConfig, backbone: Backbone, reward: nn.Module) -> Micro
     return run
 
 
-def _policy_gradient(config: StepConfig, backbone: Backbone, reward: nn.Module) -> tuple[Program, list[nn.Module]]:
+def _policy_gradient(
+    config: StepConfig, backbone: Backbone, others: list[nn.Module]
+) -> tuple[Program, list[nn.Module]]:
     """The step's code, and modules beside the backbone that are trained."""
-    objective, trainer, count = Objective(reward, config.kl_coef), config.trainer, config.gradient_accumulation_steps
+    trainer, count = config.trainer, config.gradient_accumulation_steps
+    if config.teacher is None:
+        objective = Objective(others[0], config.kl_coef)
+    else:
+        *rewards, weights = others
+        teacher = make_teacher(config, backbone, weights)
+        parts = [*(Objective(reward).reward_model for reward in rewards), TeacherReward(teacher)]
+        objective = Objective(Rewards(parts, dtype=wide(backbone.dtype)), config.kl_coef, teacher=teacher)
     prompts = config.prompts(backbone, config.batch_size // trainer.group)
     if config.method == DISTILLED:
         learner = _DistilledWithoutData(trainer, backbone, prompts)
         more = [learner.kept]
     elif config.method == OFFLINE:
         learner, more = _OfflineWithoutData(trainer, backbone, prompts), []
+    elif config.method == TEACHER:
+        learner, more = TeacherGradient(trainer, backbone), []
     else:
         learner = PolicyGradient(trainer, backbone)
         more = [learner.value_head] if learner.value_head is not None else []

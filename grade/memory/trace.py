@@ -42,6 +42,7 @@ from grade.memory.records import CATEGORIES, SHARDED, Category, LiveTracker
 from grade.memory.settings import Device, Sharding, TracedConfig
 from grade.memory.step import Step, build, make_step
 from grade.models.backbone import Backbone
+from grade.models.base import FrozenBase
 from grade.models.sampling import Decoder
 
 _FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -192,8 +193,9 @@ def _to_fake(backbone: Backbone, mode: FakeTensorMode, *others: nn.Module) -> No
                         is_parameter = isinstance(tensor, nn.Parameter)
                         fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                     store[name] = fakes[id(tensor)]
-    layer = backbone.model.get_output_embeddings()
-    backbone.head = replace(backbone.head, weight=layer.weight, bias=getattr(layer, "bias", None))
+    for base in (each for each in (backbone, *others) if isinstance(each, FrozenBase)):
+        layer = base.model.get_output_embeddings()
+        base.head = replace(base.head, weight=layer.weight, bias=getattr(layer, "bias", None))
 
 
 @contextlib.contextmanager

@@ -164,8 +164,8 @@ def check_saved(model: PeftModel, folder: str | Path) -> None:
 
 def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tensor]:
     """The parameters of a saved adapter of the same base, layers, ranks and scale as the active one's, in its order."""
-    _check_files(model.get_base_model(), folder)
-    _check_tensors(model, folder)
+    _check_files(model.get_base_model(), folder, field)
+    _check_tensors(model, folder, field)
     here, there = model.peft_config[model.active_adapter], PeftConfig.from_pretrained(str(folder))
     for name in ("lora_alpha", "alpha_pattern", "use_rslora"):
         if getattr(there, name, None) != getattr(here, name):
@@ -280,7 +280,7 @@ def _check_patterns(patterns: list[str], names: list[str]) -> None:
         raise InputError("lora.target_modules", patterns[0], allowed) from None
 
 
-def _check_files(model: PreTrainedModel, folder: str | Path) -> None:
+def _check_files(model: PreTrainedModel, folder: str | Path, field: str = "adapter") -> None:
     """Reject a folder without an adapter in safetensors, with damaged files, or with the fingerprint of another base.
 
     One that plain PEFT wrote has no fingerprint, and fits any base of its shape.
@@ -288,30 +288,30 @@ def _check_files(model: PreTrainedModel, folder: str | Path) -> None:
     for name in ADAPTER_FILES:
         if not (Path(folder) / name).is_file():
             allowed = f"a folder with {name} (an adapter_model.bin is pickled: loading it could run code)"
-            raise InputError("adapter", str(folder), allowed)
-    check_whole(Path(folder), "adapter")
+            raise InputError(field, str(folder), allowed)
+    check_whole(Path(folder), field)
     place = Path(folder) / BASE_FILE
     if not place.is_file():
         return
-    with reading("adapter", folder, f"a {BASE_FILE} as written by training, or none"):
+    with reading(field, folder, f"a {BASE_FILE} as written by training, or none"):
         stored = dict(json.loads(place.read_text(encoding="utf-8")))
     if not same_base(stored, fingerprint(model)):
         base = model.config._name_or_path or type(model).__name__
         allowed = f"{_FITS}: it was trained on a base with other weights than {base} ({BASE_FILE})"
-        raise InputError("adapter", str(folder), allowed)
+        raise InputError(field, str(folder), allowed)
 
 
-def _check_tensors(model: PeftModel, folder: str | Path) -> None:
+def _check_tensors(model: PeftModel, folder: str | Path, field: str = "adapter") -> None:
     """Reject adapter weights that lack a tensor, have one too many, or are not finite: PEFT takes what it can."""
     own = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
-    with reading("adapter", folder, _FITS):
+    with reading(field, folder, _FITS):
         saved = load_file(Path(folder) / ADAPTER_FILES[1])
     for name in sorted(saved.keys() | own.keys()):
         here, there = (list(tensors[name].shape) if name in tensors else "nothing" for tensors in (own, saved))
         if here != there:
-            raise InputError("adapter", str(folder), f"{_FITS} ({name}: {there} in the file, {here} in the model)")
+            raise InputError(field, str(folder), f"{_FITS} ({name}: {there} in the file, {here} in the model)")
         if not saved[name].isfinite().all():
-            raise InputError("adapter", str(folder), f"{_FITS} ({name} is not finite)")
+            raise InputError(field, str(folder), f"{_FITS} ({name} is not finite)")
 
 
 def _checked(peft: PeftModel) -> PeftModel:

@@ -81,7 +81,7 @@ class Teacher:
         """Hidden states [B, T, D_q] that predict the tokens of completions [B, T]."""
         prompts = self.prompts(prompts)
         self._check_length(prompts.ids.shape[1] + ids.shape[1] - 1)
-        with self._in_role(), self.policy.phase("teacher"):
+        with self.policy.phase("teacher"), self._in_role():
             return predicting_hidden(self.own or self.policy, prompts, ids)
 
     def prompts(self, prompts: PromptBatch) -> PromptBatch:

@@ -112,17 +112,18 @@ class Rewards(Reward):
         for name, part in zip(self.names, self.parts, strict=True):
             start = time.perf_counter()
             given, took = scored[part] if part in scored else (part.score(policy, prompts, ids, mask), None)
-            wrong = (~torch.isfinite(given)).nonzero()
-            if took is None and len(wrong):
-                raise InputError(f"reward {name!r}, row {int(wrong[0])}", float(given[wrong[0]]), "a finite number")
+            if took is None and not torch.isfinite(given).all():
+                row = int((~torch.isfinite(given)).nonzero()[0])
+                raise InputError(f"reward {name!r}, row {row}", float(given[row]), "a finite number")
             seconds[name] = time.perf_counter() - start if took is None else took
             values.append(given.to(device=ids.device, dtype=self.dtype))
         self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, dict(log.columns), dict(log.metrics))
         if self.recorded is not None:
             self.recorded.append(self.last)
-        missing = torch.stack(values).isnan()
-        if not missing.any():
+        present = ~torch.stack(values).isnan()
+        if present.all():
             return self._sum(values)
+        missing = ~present
         if missing.all(0).any() and not self._warned:
             row = f"the completion {beginning(texts.completions[int(missing.all(0).nonzero()[0])])}"
             warnings.warn(ALL_NONE.format(row=row), stacklevel=2)

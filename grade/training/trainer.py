@@ -57,7 +57,7 @@ from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
 from grade.gradients.losses import importance_weights
-from grade.gradients.methods import AUTO, DISTILLED, OFFLINE, OPTIONS, RELAXED, TEACHER, reads
+from grade.gradients.methods import AUTO, DISTILLED, OFFLINE, OPTIONS, RELAXED, TEACHER, check_teacher, reads
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
 from grade.gradients.replay import make_engine
@@ -263,18 +263,13 @@ class GradeTrainer(Trainer):
     # ---- data ----
     def _make_teacher(self, given: Any, args: GradeConfig, dataset: Any, texts: bool) -> Teacher | None:
         """The teacher, if there is one: it becomes one of the rewards."""
+        options = ("teacher_beta", "teacher_weight", "teacher_context", "teacher_dtype")
+        changed = {name: getattr(args, name) for name in options if getattr(args, name) != args.default_of(name)}
+        check_teacher(args.method, None if given is None else str(args.teacher or type(given).__name__), changed)
         if given is None:
-            for name in ("teacher_beta", "teacher_weight", "teacher_context", "teacher_dtype"):
-                if getattr(args, name) != args.default_of(name):
-                    raise InputError(name, getattr(args, name), f"{args.default_of(name)!r}, or a value with a teacher")
-            if args.method == TEACHER:
-                raise InputError("teacher", None, f"a model to learn from, with method {TEACHER}")
             return None
         if args.method == TEACHER and texts == (args.lmbda == 1):
             raise InputError("lmbda", args.lmbda, "below 1 with texts" if texts else "1 without texts")
-        if not reads(args.method, "teacher_beta"):
-            allowed = f"none with {args.method}; with {', '.join(OPTIONS['teacher_beta'])}"
-            raise InputError("teacher", str(args.teacher or type(given).__name__), allowed)
         if args.method == TEACHER and self.rewards is not None:
             raise InputError(
                 "method", TEACHER, f"{DISTILLED} or a policy gradient beside rewards, of which it has none"
