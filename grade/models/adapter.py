@@ -166,7 +166,9 @@ def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tenso
     """The parameters of a saved adapter of the same base, layers, ranks and scale as the active one's, in its order."""
     _check_files(model.get_base_model(), folder, field)
     _check_tensors(model, folder, field)
-    here, there = model.peft_config[model.active_adapter], PeftConfig.from_pretrained(str(folder))
+    here = model.peft_config[model.active_adapter]
+    with reading(field, folder, _FITS, Exception):  # as in `load_adapter`
+        there = PeftConfig.from_pretrained(str(folder))
     for name in ("lora_alpha", "alpha_pattern", "use_rslora"):
         if getattr(there, name, None) != getattr(here, name):
             raise InputError(f"{field}: {name}", getattr(there, name, None), f"{getattr(here, name)}, as the policy's")

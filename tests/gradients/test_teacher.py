@@ -147,10 +147,13 @@ def test_an_adapter_on_the_same_base_is_a_teacher_without_another_copy(tmp_path)
     backbone.save_adapter(tmp_path / "own")
     own = make_teacher(tmp_path / "own", backbone)
     assert own.divergence(hidden, own.hidden(prompts, ids), torch.ones_like(ids)).abs().max() == 0
-    with pytest.raises(InputError, match="adapter: got .*; allowed: an adapter that fits this model"):
+    with pytest.raises(InputError, match="teacher: got .*; allowed: an adapter that fits this model"):
         make_teacher(tmp_path, make_backbone(target_modules=["q_proj"]))
     backbone.peft.peft_config["default"].lora_alpha = 8
     with pytest.raises(InputError, match="teacher: lora_alpha: got 4; allowed: 8, as the policy's"):
+        make_teacher(tmp_path, backbone)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(InputError, match="teacher: got .*; allowed: an adapter that fits this model"):
         make_teacher(tmp_path, backbone)
 
 
@@ -164,6 +167,12 @@ def test_the_base_is_a_teacher_and_what_it_is_depends_on_weights_context_and_div
     others = [dataclasses.replace(base, context="x"), dataclasses.replace(base, beta=0.5),
               dataclasses.replace(base, own=FrozenBase(make_backbone(seed=4).peft.unload()))]  # fmt: skip
     assert len({each.fingerprint() for each in (base, *others)}) == 4
+    perturb_adapter(make_backbone(), seed=4).save_adapter(tmp_path)
+    adapter = make_teacher(tmp_path, backbone)
+    values = [value.clone() for value in adapter.adapter]
+    assert dataclasses.replace(adapter, adapter=values).fingerprint() == adapter.fingerprint() != base.fingerprint()
+    values[-1].view(-1)[3].nextafter_(torch.tensor(9.0, dtype=values[-1].dtype))
+    assert dataclasses.replace(adapter, adapter=values).fingerprint() != adapter.fingerprint()
 
 
 @pytest.mark.parametrize("of", [lambda backbone: backbone.model, lambda backbone: backbone.peft, lambda _: 3])

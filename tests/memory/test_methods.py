@@ -120,7 +120,6 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
             dict(method="auto"),
             "method: got 'auto'; allowed: the method itself, as auto depends on the reward: gumbel, ",
         ),
-        (dict(method="teacher"), "method: got 'teacher'; allowed: one without a teacher: gumbel, "),
         (dict(method="gropo"), "method: got 'gropo'; .*did you mean 'grpo'"),
     ],
     ids=str,

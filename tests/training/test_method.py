@@ -20,7 +20,8 @@ def chosen(task, caplog, reward=None, **settings):
     rows = [{"prompt": text} for text in task.train_prompts[:8]]
     made = GradeTrainer(task.backbone, reward or task.reward_model, config, rows)
     assert config.method == "auto", "the user's settings are left as they are"
-    method, _, why = caplog.records[-1].message.removeprefix("method: ").partition(": ")
+    said = [record.message for record in caplog.records if record.message.startswith("method: ")]
+    method, _, why = said[-1].removeprefix("method: ").partition(": ")
     assert made.args.method == method
     return method, why
 
@@ -47,6 +48,15 @@ def test_settings_of_grpo_mean_grpo_as_in_a_script_for_trl(task, caplog):
     assert chosen(task, caplog, judge, scale_rewards="group") == ("grpo", "scale_rewards is a setting of grpo")
     assert chosen(task, caplog, judge, self_certainty_reward=True)[0] == "grpo"
     assert chosen(task, caplog, judge, num_generations=4, residual_weight=0.3)[0] == "distilled"
+
+
+def test_beside_a_teacher_any_reward_is_distilled_unless_a_setting_means_grpo(task, caplog):
+    why = "beside a teacher the reward's values are enough"
+    for reward in (None, judge, ToyReward(task.backbone.hidden_size)):
+        assert chosen(task, caplog, reward, teacher="base", teacher_context="x ") == ("distilled", why)
+    assert chosen(task, caplog, judge, teacher="base", scale_rewards="group")[0] == "grpo"
+    alone = GradeTrainer(task.backbone, [], GradeConfig(use_cpu=True, teacher="base", report_to="none"))
+    assert alone.args.method == "teacher"
 
 
 def test_settings_of_both_or_of_others_are_one_line(task, caplog):
