@@ -91,6 +91,7 @@ def taught_steps(model: str = "tiny", teacher: str = "tiny") -> dict[str, StepCo
     steps = {f"beta {beta:g}": other | dict(teacher_beta=beta) for beta in (0.0, 0.5, 1.0)} | {
         "in bfloat16": other | dict(teacher_dtype="bfloat16"),
         "layers recomputed": other | dict(gradient_checkpointing=True),
+        "autocast": other | dict(autocast=True),
         "base with a context": base | dict(method="teacher"),
         "beside a reward, rloo": groups | dict(method="rloo"),
         "beside a reward, rloo, base with a context": base | dict(method="rloo", num_generations=2),

@@ -218,6 +218,8 @@ class StepConfig(TracedConfig):
             how = f"G={self.trainer.group}, {updates} update{'s' if updates > 1 else ''}"
         elif how == "replay":
             how = f"replay, {self.hops} hops"
+        taught = f"teacher {self.teacher} ({self.teacher_dtype or self.dtype}, beta {self.teacher_beta:g}"
+        taught += f", context of {self.teacher_context_tokens})" if self.teacher_context_tokens else ")"
         parts = [
             f"{self.model}, {self.method} ({how}): B={self.batch_size} P={self.prompt_tokens} "
             f"T={self.max_new_tokens}, {self.dtype}, {self.adapter}, {self.attention}",
@@ -227,9 +229,6 @@ class StepConfig(TracedConfig):
             "autocast" if self.autocast else "",
             f"{self.base_copies} copies of the base" if self.base_copies > 1 else "",
             f"reward {self.reward}" if self.reward.startswith(CLASSIFIER) else "",
-            f"teacher {self.teacher} ({self.teacher_dtype or self.dtype}, beta {self.teacher_beta:g}, "
-            f"{self.teacher_context_tokens} tokens of its own)"
-            if self.teacher
-            else "",
+            taught if self.teacher else "",
         ]
         return ", ".join(part for part in parts if part)
