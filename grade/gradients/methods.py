@@ -74,6 +74,8 @@ AUTO = "auto"
 """The trainer chooses the method from the reward (`grade.training.trainer`)."""
 FAMILIES = ("counts", "bag")
 """What a distilled reward may be linear in, unless the settings say otherwise."""
+HINTED = "hinted"
+"""The family of what a teacher would rather say (`grade.gradients.distilled.families`)."""
 METHODS: tuple[str, ...] = (*RELAXED, *POLICY_GRADIENTS, DISTILLED)
 """Methods that take any reward and sample; `OFFLINE` does not, `TEACHER` has none."""
 GROUPED: tuple[str, ...] = (
@@ -219,7 +221,7 @@ class MethodConfig(Settings):
     distil_families: Annotated[list[str], Field(min_length=1)] | None = setting(
         None,
         "distilled: what the reward may be linear in, the best of which is taken: counts, bag, ngrams, values, "
-        f"trunk, trunk<layers>; null: {', '.join(FAMILIES)}",
+        f"trunk, trunk<layers>, {HINTED} by a teacher; null: {', '.join(FAMILIES)}",
     )
     own_completions: Annotated[int, Field(ge=16, le=2**16)] = setting(
         64,
@@ -255,11 +257,21 @@ class MethodConfig(Settings):
         if self.value_fit == "closed_form" and self.kl_estimator != "exact":
             allowed = "exact with value_fit = closed_form, which reads the reference's hidden states"
             raise InputError("kl_estimator", self.kl_estimator, allowed)
+        if self.hinted:
+            for option in ("teacher_beta", "teacher_weight"):
+                if getattr(self, option) != self.default_of(option):
+                    allowed = f"{self.default_of(option)} with family {HINTED}: the teacher is no reward then"
+                    raise InputError(option, getattr(self, option), allowed)
         if self.method in (*GROUPED, AUTO) and self.group == 1:
             raise InputError("num_generations", 1, f"at least 2 for {self.method}: the baseline comes from the group")
         if self.method in (DISTILLED, AUTO) and self.distil_window < 2 * self.group:
             allowed = f"at least {2 * self.group}: two groups of {self.group}, as each is judged by the others"
             raise InputError("distil_window", self.distil_window, allowed)
+
+    @property
+    def hinted(self) -> bool:
+        """Whether a teacher predicts rewards instead of being one."""
+        return HINTED in (self.distil_families or ())
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
         """Refuse a step that no machine can hold: ``sizes`` are of the batch and the completion, by their names."""

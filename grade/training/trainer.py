@@ -57,7 +57,7 @@ from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
 from grade.gradients.losses import importance_weights
-from grade.gradients.methods import AUTO, DISTILLED, OFFLINE, OPTIONS, RELAXED, TEACHER, check_teacher, reads
+from grade.gradients.methods import AUTO, DISTILLED, HINTED, OFFLINE, OPTIONS, RELAXED, TEACHER, check_teacher, reads
 from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
 from grade.gradients.replay import make_engine
@@ -183,13 +183,15 @@ class GradeTrainer(Trainer):
             args.method, why = _choose_method(args, self.rewards, texts is not None, teacher is not None)
             self._choose(args, "method", f"{args.method}: {why}")
             args.check_groups()
-        teacher = self._make_teacher(teacher, args, train_dataset, texts is not None)
-        self.objective = Objective(self.rewards, args.beta, args.reward_scope, teacher)
+        self.teacher = self._make_teacher(teacher, args, train_dataset, texts is not None)
+        of_rewards = None if args.hinted else self.teacher
+        self.objective = Objective(self.rewards, args.beta, args.reward_scope, of_rewards)
         if args.relaxed:
             args.relaxation().check(self.backbone.vocab_size)
             self.objective.require_gradient(args.method)
         else:
-            learners = {DISTILLED: DistilledGradient, OFFLINE: OfflineGradient, TEACHER: TeacherGradient}
+            distilled = partial(DistilledGradient, teacher=self.teacher)
+            learners = {DISTILLED: distilled, OFFLINE: OfflineGradient, TEACHER: TeacherGradient}
             self.learner = learners.get(args.method, PolicyGradient)(args, self.backbone)
         self.sampler = None
         if args.sampler != "own":
@@ -262,7 +264,10 @@ class GradeTrainer(Trainer):
 
     # ---- data ----
     def _make_teacher(self, given: Any, args: GradeConfig, dataset: Any, texts: bool) -> Teacher | None:
-        """The teacher, if there is one: it becomes one of the rewards."""
+        """The teacher, if there is one: it becomes one of the rewards, or what predicts them."""
+        if args.hinted and (given is None or self.rewards is None):
+            missing, allowed = ("teacher", "base, or another model,") if given is None else ("reward", "a reward")
+            raise InputError(missing, None, f"{allowed} with family {HINTED}, which predicts rewards by a teacher")
         options = ("teacher_beta", "teacher_weight", "teacher_context", "teacher_dtype")
         changed = {name: getattr(args, name) for name in options if getattr(args, name) != args.default_of(name)}
         check_teacher(args.method, None if given is None else str(args.teacher or type(given).__name__), changed)
@@ -274,7 +279,7 @@ class GradeTrainer(Trainer):
             raise InputError(
                 "method", TEACHER, f"{DISTILLED} or a policy gradient beside rewards, of which it has none"
             )
-        if texts and args.method != TEACHER:
+        if texts and args.method != TEACHER and not args.hinted:
             raise InputError(
                 "texts", "given", "none beside a teacher and rewards: a divergence is not one of the text's"
             )
@@ -283,6 +288,9 @@ class GradeTrainer(Trainer):
             given, self.backbone, weight=args.teacher_weight, beta=args.teacher_beta, context=args.teacher_context,
             dtype=args.teacher_dtype, rows=dataset or (), encode=partial(encode_examples, **reading),
         )  # fmt: skip
+        if args.hinted:
+            self._choose(args, "teacher", f"{teacher.name}: its log-ratios predict rewards")
+            return teacher
         kind = {0: "forward KL", 1: "reverse KL"}.get(teacher.beta, f"Jensen-Shannon divergence, beta {teacher.beta:g}")
         self._choose(args, "teacher", f"{teacher.name}: {kind}")
         self.rewards = beside(self.rewards, teacher, args.reward_scope, wide(self.backbone.dtype))
@@ -888,7 +896,7 @@ class GradeTrainer(Trainer):
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def _settings(self) -> dict[str, Any]:
-        teacher = self.objective.teacher and self.objective.teacher.fingerprint()
+        teacher = self.teacher and self.teacher.fingerprint()
         return {"reward": self.rewards.names} | settings_of(self.args) | {"teacher's weights": teacher}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

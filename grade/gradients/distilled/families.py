@@ -9,7 +9,15 @@ every token v at every position t, from which the all-action gradient is made (`
 | `bag` | sum of the tokens' frozen embeddings [D] | ``<w, E_v>`` |
 | `ngrams` | hashed single tokens and pairs | ``w_h(v) + w_h(y_{t-1}, v)`` |
 | `values` | ``sum_t (A h_t) * (B E_{y_t})``, a sketch of ``sum_t h_t x E_{y_t}`` | ``<B^T (w * A h_t), E_v>`` |
+| `hinted` | ``exp L_T`` and ``sum_t l_t(y_t)``, of a teacher | ``w (exp(L_{t-1} + l_t(v)) - exp L_{t-1}) + w' l_t(v)`` |
 | `trunk<d>` | mean hidden state of the frozen base after d layers [D] | to first order, ``<dR/de_t, E_v>`` |
+
+`hinted` reads completions as a teacher q does, usually the base p itself with a hint in front of the prompt x: the
+answer, a worked example, an instruction. With ``l_t(v) = log q(v | hint, x, y_<t) - log p(v | x, y_<t)`` and
+``L_t = l_1(y_1) + ... + l_t(y_t)``, Bayes' rule says ``exp L_t = p(hint | x, y_<=t) / p(hint | x)``: how much more
+probable the text has made the hint. Where a hint means success this is the value of a prefix, up to a factor. Others
+learn ``sum_t l_t`` itself, with weight 1 (Huebotter et al. 2026, arXiv:2601.20802); here rewards decide the weights, and
+a hint that says nothing of them gets none. L and l are cut at `MOST_NATS`: a few tokens would decide the fit.
 
 All but `trunk<d>` are additive: the sum of the completion's own values is the distilled reward itself, and values at t
 depend on what stands before t only (``h_t`` is the base's hidden state there). That makes the corrected gradient
@@ -33,16 +41,21 @@ from torch import Tensor
 
 from grade.errors import InputError
 from grade.gradients.all_action import Values, embedding_values
+from grade.gradients.methods import HINTED
 from grade.models.backbone import Backbone
-from grade.models.head import wide
+from grade.models.head import chunk_rows, wide
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import completion_states, layer_states, pool
+from grade.models.teacher import Teacher
 
 SKETCH = 2048
 """Features of `values`."""
 BUCKETS = 2**15
 """Features of `ngrams`."""
+MOST_NATS = 1.0
+"""Where L, from above, and l of `hinted` are cut."""
 ADDITIVE = ("counts", "bag", "ngrams", "values")
+"""Additive families that need nothing but the policy."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,8 @@ class Observed:
     mask: Tensor  # [B, T]
     predicting: Tensor  # the frozen base's hidden states that predict each token [B, T, D]
     pooled: dict[int, Tensor]  # its pooled states [B, D] by depth
+    hinted: Tensor | None = None  # a teacher's hidden states that predict each token [B, T, D_q]
+    told: Tensor | None = None  # its log-probability of each token less the base's [B, T]
 
     @classmethod
     def of(
@@ -61,7 +76,12 @@ class Observed:
     ) -> Observed:
         """Completions with the states that these families need."""
         depths = sorted({family.depth for family in families if family.depth is not None})
-        return cls(prompts, ids, mask, *completion_states(backbone, prompts, ids, mask, depths))
+        states, pooled = completion_states(backbone, prompts, ids, mask, depths)
+        for family in families:
+            if family.teacher is not None:
+                hinted = family.teacher.hidden(prompts, ids)
+                return cls(prompts, ids, mask, states, pooled, hinted, family.told_by(states, hinted, ids, mask))
+        return cls(prompts, ids, mask, states, pooled)
 
     @property
     def tokens(self) -> Tensor:
@@ -71,7 +91,8 @@ class Observed:
     def __getitem__(self, rows: slice) -> Observed:
         """The selected completions."""
         pooled = {depth: states[rows] for depth, states in self.pooled.items()}
-        return Observed(self.prompts[rows], self.ids[rows], self.mask[rows], self.predicting[rows], pooled)
+        told = (each if each is None else each[rows] for each in (self.hinted, self.told))
+        return Observed(self.prompts[rows], self.ids[rows], self.mask[rows], self.predicting[rows], pooled, *told)
 
     def fit_numbers(self, fits: int) -> Tensor:
         """Which of k fits each completion belongs to [B]: they lie in k equal runs, one for each fit."""
@@ -92,11 +113,13 @@ class Family:
         additive: See the module.
         reads_states: Whether values depend on the base's hidden states.
         depth: The depth whose pooled states it needs; None: none.
+        teacher: The teacher whose states it needs; None: none.
     """
 
     additive: bool = True
     reads_states: bool = False
     depth: int | None = None
+    teacher: Teacher | None = None
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
@@ -304,13 +327,75 @@ class _Trunk(_Linear):
         return pool(states[self.depth][:, prompts.ids.shape[1] :], mask)
 
 
+class _Hinted(Family):
+    """What a teacher's reading tells of the hint."""
+
+    reads_states = True
+
+    def __init__(self, backbone: Backbone, teacher: Teacher) -> None:
+        super().__init__(backbone)
+        self.teacher = teacher
+
+    def rows(self, seen: Observed) -> Tensor:  # noqa: D102
+        return self._own(seen).sum(1)
+
+    def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
+        fit, length, before = seen.fit_numbers(len(weights)), seen.ids.shape[1], _earlier(seen.told).flatten()
+
+        def values(positions: Tensor) -> Tensor:
+            told = self.told(seen.predicting, seen.hinted, positions)
+            each = weights[fit[positions // length]]
+            return sum(each[:, i, None] * x for i, x in enumerate(_parts(told, before[positions, None])))
+
+        return values
+
+    def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        return (weights[seen.fit_numbers(len(weights))].unsqueeze(1) * self._own(seen)).sum(2)
+
+    def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
+        kept, values = seen.mask.flatten().nonzero().flatten(), self.values(weights, seen)
+        rows = kept.split(chunk_rows(self.backbone.vocab_size, len(kept)))
+        return sum(values(each).sum(0) for each in rows) / len(kept)
+
+    def _own(self, seen: Observed) -> Tensor:
+        """Both features of the completions' own tokens [B, T, 2]."""
+        return torch.stack(_parts(seen.told, _earlier(seen.told)), 2) * seen.mask.unsqueeze(2)
+
+    @torch.no_grad()
+    def told(self, base: Tensor, teacher: Tensor, rows: Tensor) -> Tensor:
+        """L of all tokens at some places [n, V], from hidden states [B, T, D]; 0 where the teacher has no such token."""
+        heads = (self.teacher.head, teacher), (self.backbone.head, base)
+        q, p = (head(states.flatten(0, 1)[rows]).to(self.dtype).log_softmax(-1) for head, states in heads)
+        shared = min(q.shape[-1], p.shape[-1])
+        return F.pad(q[:, :shared] - p[:, :shared], (0, p.shape[-1] - shared))
+
+    def told_by(self, base: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """L of completions' own tokens [B, T], 0 where masked."""
+        rows = torch.arange(ids.numel(), device=ids.device).split(chunk_rows(self.backbone.vocab_size, ids.numel()))
+        each = [self.told(base, teacher, some).gather(1, ids.flatten()[some].unsqueeze(1)) for some in rows]
+        return torch.cat(each).view(ids.shape) * mask
+
+
+def _earlier(told: Tensor) -> Tensor:
+    """The sum of what the tokens before each one told [B, T]."""
+    return told.cumsum(1) - told
+
+
+def _parts(told: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """What a token changes in the two features, from its own l and the sum L of those before it."""
+    later, earlier = ((each.clamp(max=MOST_NATS)).exp() for each in (before + told, before))
+    return later - earlier, told.clamp(-MOST_NATS, MOST_NATS)
+
+
 def layers_of(backbone: Backbone) -> int:
     """Number of layers of the base."""
     return int(backbone.model.config.get_text_config().num_hidden_layers)
 
 
-def make_family(name: str, backbone: Backbone) -> Family:
-    """A family by name: ``counts``, ``bag``, ``ngrams``, ``values``, ``trunk`` (all layers) or ``trunk<d>``."""
+def make_family(name: str, backbone: Backbone, teacher: Teacher | None = None) -> Family:
+    """A family by name: those of the module's table, or ``trunk`` for all layers; `hinted` needs a teacher."""
+    if name == HINTED and teacher is not None:
+        return _Hinted(backbone, teacher)
     kinds = {"counts": _Counts, "bag": _Bag, "ngrams": _NGrams, "values": _TokenValues}
     if name in kinds:
         return kinds[name](backbone)

@@ -60,6 +60,7 @@ from grade.models.parameters import flatten, split_vector
 from grade.models.prompts import ScoredTexts
 from grade.models.sampling import early_rows
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
+from grade.models.teacher import Teacher
 
 DECAY = 0.7
 """Of the averages over earlier measurements."""
@@ -155,12 +156,12 @@ class DistilledGradient(Learner):
         store: Completions, rewards, fits.
     """
 
-    def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
+    def __init__(self, config: MethodConfig, backbone: Backbone, teacher: Teacher | None = None) -> None:
         super().__init__(config, backbone)
         names = config.distil_families or FAMILIES
-        self.families: dict[str, Family] = {name: make_family(name, backbone) for name in names}
+        self.families: dict[str, Family] = {name: make_family(name, backbone, teacher) for name in names}
         for name, family in self.families.items():
-            if config.substitutions and not family.additive:
+            if config.substitutions and name not in ADDITIVE:
                 raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with substitutions")
         if config.substitutions and backbone.shards is not None:  # processes would score unequally often
             raise InputError("substitutions", config.substitutions, "0 where the base is divided among processes")
