@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 
 collect_ignore = [f"training/{name}.py" for name in ("interrupted", "processes", "runs", "trl_script")]
@@ -91,6 +92,17 @@ def save_toy_base(folder):
     return task
 
 
+def gradient(backbone: Backbone) -> torch.Tensor:
+    """What the last backward pass left at the adapter, flattened."""
+    return flatten(p.grad for p in backbone.trainable_parameters())
+
+
+def flat_grad(value: torch.Tensor, backbone: Backbone) -> torch.Tensor:
+    """The gradient of a value by the adapter; 0 where it does not depend on it."""
+    grads = torch.autograd.grad(value, backbone.trainable_parameters(), retain_graph=True, materialize_grads=True)
+    return flatten(grads)
+
+
 def save_texts(file):
     """Texts whose words are short to a different degree, in place of reviews."""
     words = "so we saw the film and it was bad thoroughly entertaining wonderful characters".split()
@@ -123,6 +135,14 @@ class ToyReward(nn.Module):
         position = torch.linspace(0.5, 1.5, embeds.shape[1], dtype=embeds.dtype)
         value = torch.tanh(3 * embeds @ self.w) * position * mask
         return torch.sigmoid(value.sum(1) / mask.sum(1))
+
+
+@pytest.fixture(scope="session")
+def toy_base(tmp_path_factory):
+    """A folder with the toy task's base, and its reward in a folder `bag`."""
+    folder = tmp_path_factory.mktemp("base")
+    save_toy_base(folder).reward_model.save(folder / "bag")
+    return folder
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ToyReward, make_backbone
+from conftest import ToyReward, flat_grad, gradient, make_backbone
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config
 
@@ -50,15 +50,6 @@ def objective():
 def learner(backbone, method, **options):
     values = dict(max_completion_length=T, num_generations=2 if method in GROUPED else 1)
     return PolicyGradient(MethodConfig(method=method, **{**values, **options}), backbone)
-
-
-def gradient(backbone):
-    return torch.cat([p.grad.flatten() for p in backbone.trainable_parameters()])
-
-
-def flat_grad(value, backbone):
-    grads = torch.autograd.grad(value, backbone.trainable_parameters(), retain_graph=True)
-    return torch.cat([g.flatten() for g in grads])
 
 
 def enumerated(backbone, least=0, length=T, kind="exact"):
