@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
+from conftest import VOCAB, ToyReward, flat_grad, gradient, make_backbone, make_prompts
 
 from grade.errors import InputError
 from grade.gradients.distilled.learner import DECAY, EVERY, HORIZON, Blend, DistilledGradient, Sample
@@ -14,7 +14,6 @@ from grade.gradients.distilled.store import Fit
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
-from grade.models.parameters import flatten
 from grade.models.scoring import predicting_hidden
 from grade.rewards.base import Reward
 
@@ -40,12 +39,6 @@ class Broken(Constant):
         return reward
 
 
-@pytest.fixture(scope="module")
-def policy():
-    """A GPT-2, whose layer norms are float64 in a float64 model."""
-    return make_backbone(tiny_gpt2(), target_modules=["c_attn"])
-
-
 def objective(beta=BETA):
     return Objective(ToyReward(16), beta)
 
@@ -65,16 +58,6 @@ def choose_always(monkeypatch, choice):
 
 def microbatches(count=1, prompts=4, seed=0):
     return [(make_prompts(prompts, seed=seed + n), torch.Generator().manual_seed(seed + n)) for n in range(count)]
-
-
-def gradient(backbone):
-    return flatten(p.grad for p in backbone.trainable_parameters())
-
-
-def flat_grad(value, backbone):
-    grads = torch.autograd.grad(value, backbone.trainable_parameters(), retain_graph=True, allow_unused=True)
-    pairs = zip(grads, backbone.trainable_parameters(), strict=True)
-    return flatten([torch.zeros_like(p) if g is None else g for g, p in pairs])
 
 
 def take(own, batches, objective):
@@ -364,22 +347,6 @@ def test_a_window_smaller_than_a_step_is_enough(policy, prompts):
         assert found.isfinite().all() and len(own.store) == 2 * GROUP
         assert len(own.fit.weights) == 1 + prompts
         torch.testing.assert_close(own.fit.without(0, prompts - 2), own.fit.all.expand(prompts - 2, -1))
-
-
-@pytest.mark.parametrize("prompts", [1, 4])  # with one group, the blend compares a step with the one before
-def test_a_learner_that_was_restored_takes_the_same_steps(policy, monkeypatch, prompts):
-    choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))
-    own = learner(policy, "auto", ALL)
-    for seed in range(EVERY):
-        take(own, microbatches(prompts=prompts, seed=seed), objective())
-    again = learner(policy, "auto", ALL)
-    again.load_tensors({name: value.clone() for name, value in own.tensors().items()})
-    for seed in (EVERY, EVERY + 1):  # measures the blend, and uses it
-        first, second = (take(each, microbatches(prompts=prompts, seed=seed), objective())[0] for each in (own, again))
-        assert torch.equal(first, second)
-        assert own.figures.keys() == again.figures.keys() and float(own.figures["residual_weight"][0]) < 1
-        for name in set(own.figures) - {"distilled/seconds"}:
-            assert torch.equal(own.figures[name][0], again.figures[name][0]), name
 
 
 @pytest.mark.parametrize("weight", [0.0, "auto"])
