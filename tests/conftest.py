@@ -138,7 +138,7 @@ class ToyReward(nn.Module):
 
 
 @pytest.fixture(scope="session")
-def toy_base(tmp_path_factory):
+def base(tmp_path_factory):
     """A folder with the toy task's base, and its reward in a folder `bag`."""
     folder = tmp_path_factory.mktemp("base")
     save_toy_base(folder).reward_model.save(folder / "bag")

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from completions_server import serving
-from conftest import save_toy_base
 from datasets import Dataset
 from safetensors.torch import load_file
 
@@ -34,14 +33,6 @@ COMMON = dict(
     disable_tqdm=True, seed=0, save_strategy="no",
 )  # fmt: skip
 OWN = {"ste": dict(gumbel_topk=8), "rloo": dict(num_generations=2), "distilled": dict(num_generations=2)}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    task = save_toy_base(folder)
-    task.reward_model.save(folder / "bag")
-    return folder
 
 
 @pytest.fixture(scope="module")

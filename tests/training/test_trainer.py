@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import save_toy_base
 from datasets import Dataset, DatasetDict
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from torch.optim.lr_scheduler import LambdaLR
@@ -34,11 +33,9 @@ SMALL = dict(
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {i}", "number": i} for i in range(10)])
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    save_toy_base(folder)
-    return str(folder)
+@pytest.fixture
+def base(base):
+    return str(base)
 
 
 def length(completions, **_):
@@ -100,19 +97,6 @@ def test_a_run_without_an_end_begins_at_once(base, tmp_path):
     assert made.state.global_step == 1
     with pytest.raises(InputError, match="max_steps: got"):
         trainer(base, tmp_path, max_steps=-1, num_train_epochs=1e15)
-
-
-def test_rows_may_be_read_by_number_alone(base, tmp_path):
-    class Rows:
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, row):
-            return {"prompt": f"a{row}"}  # never an IndexError
-
-    made = trainer(base, tmp_path, dataset=Rows(), save_strategy="no")
-    made.train()
-    assert made.state.global_step == 2
 
 
 def test_other_columns_reach_the_reward(base, tmp_path):
@@ -544,7 +528,8 @@ def test_completions_end_with_the_given_tokenizers_end(base, tmp_path):
     assert any(end in ids for ids in seen) and not any(end in ids[:-1] for ids in seen)
 
 
-def test_weights_without_a_gradient_stay_where_they_are(tmp_path):
+@pytest.mark.parametrize("changes", [{}, dict(method="distilled"), dict(method="distilled", residual_weight=0.3)])
+def test_weights_without_a_gradient_stay_where_they_are(tmp_path, changes):
     """Those of a vision tower, which text does not reach."""
     text = dict(
         vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -557,7 +542,7 @@ def test_weights_without_a_gradient_stay_where_they_are(tmp_path):
     made = Backbone(Gemma3ForConditionalGeneration(config), toy_task().backbone.tokenizer,
                     LoraSettings(r=2, alpha=4, target_modules=["q_proj"]))  # fmt: skip
     before = {name: p.clone() for name, p in made.peft.named_parameters() if p.requires_grad}
-    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no").train()
+    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no", **changes).train()
     moved = {name for name, p in made.peft.named_parameters() if name in before and not p.equal(before[name])}
     assert moved and not any("vision" in name for name in moved) and any("vision" in name for name in before)
 
