@@ -21,8 +21,6 @@ from grade.models.sampling import generate
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 UNTIED = {"tie_word_embeddings": False}
-ROUNDED = 1e-5
-"""Llama's norms round to float32, whatever the type: logits of order 10 agree to 1e-6; a part left out is 1e-1."""
 EXPERTS = MixtralConfig(
     vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, num_local_experts=4, eos_token_id=2, initializer_range=0.3,
@@ -184,11 +182,6 @@ def test_a_base_can_be_used_again_after_an_adapter_was_refused(tmp_path):
             Backbone(model, **refused)
         assert not any(isinstance(module, LoraLayer) for module in model.modules())
     Backbone(model, lora=lora(target_modules=["v_proj"]))
-
-
-def test_all_linear_layers_leave_the_head_out():
-    backbone = Backbone(base(tiny_config(**UNTIED)), lora=lora(target_modules="all-linear"))
-    assert sum(isinstance(m, LoraLayer) for m in backbone.model.modules()) == 2 * 7
 
 
 def test_fused_experts_are_refused(tmp_path):
