@@ -182,12 +182,6 @@ def test_an_input_error_of_a_function_stays_as_it_is():
         call(reward)
 
 
-@pytest.mark.parametrize(("function", "match"), [(3, "got 3"), (None, "got None"), (dict, "got <class 'dict'>")])
-def test_what_is_no_function_is_refused(function, match):
-    with pytest.raises(InputError, match=f"reward: {match}"):
-        FunctionReward(function)
-
-
 def test_the_fingerprint_of_an_object_is_that_of_its_name(tmp_path, monkeypatch):
     """Also of what wraps a function; a class's code is its object's. Code of this package and built-ins have none."""
     (tmp_path / "beside.py").write_text("weight = 2\n")
