@@ -2,13 +2,12 @@
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from training.runs import settings, toy_project
 
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
@@ -18,9 +17,6 @@ from grade.training.kl_budget import LONGEST, SHARE, TOLERANCE, BatchKL, KLBudge
 from grade.training.load import load_task
 from grade.training.run import run_training, train
 from grade.training.toy import toy_task
-
-sys.path.insert(0, str(Path(__file__).parent))
-from runs import settings, toy_project  # noqa: E402
 
 OWN = {
     "ste": {"gumbel_topk": 16}, "rloo": {"num_generations": 4}, "distilled": {"num_generations": 4},
