@@ -24,13 +24,6 @@ def hand_trace(timeline=(), layers=2, traced_layers=2, **parts):
     return Trace(sum(parts.values()), categories, {}, "forward", [], list(timeline), layers, traced_layers, 0, 0.0)
 
 
-def test_a_short_timeline_is_kept_whole():
-    timeline = [("forward", 1), ("forward", 3), ("backward", 2), ("forward", 1)]
-    table = timelines_table({"x": hand_trace(timeline)})
-    assert list(table.columns) == ["configuration", "phase", "bytes"]
-    assert list(zip(table.phase, table["bytes"], strict=True)) == timeline
-
-
 def test_the_timeline_of_an_extrapolated_trace_is_refused():
     with pytest.raises(ValueError, match="'deep' is extrapolated from 3"):
         timelines_table({"deep": hand_trace([("forward", 1)], layers=5, traced_layers=3)})
