@@ -86,25 +86,6 @@ def test_what_a_choice_keeps_of_its_slope_by_hand():
     assert Choice(0.1, -0.4, -2.0, 0.1).explained == 0.0
 
 
-def test_a_reward_that_is_linear_is_explained_and_one_at_random_is_not():
-    x, y = data(groups=40, noise=0.0)
-    found = choose(Spectrum.of(x @ x.T), y, GROUP)
-    assert found.r2 > 0.999 and found.slope == pytest.approx(1, abs=0.01)  # penalty 0.01 shrinks by less than 1 %
-    other = centred(torch.randn(len(y), generator=torch.Generator().manual_seed(5), dtype=torch.float64), GROUP)
-    assert abs(choose(Spectrum.of(x @ x.T), other, GROUP).r2) < 0.05
-
-
-@pytest.mark.parametrize("what", ["constant rewards", "constant features", "one group", "nothing at all"])
-def test_nothing_to_explain_or_to_explain_it_with(what):
-    x, y = data()
-    x, y = {
-        "constant rewards": (x, 0 * y), "constant features": (0 * x, y), "one group": (x[:GROUP], y[:GROUP]),
-        "nothing at all": (x[:0], y[:0]),
-    }[what]  # fmt: skip
-    choice = choose(Spectrum.of(x @ x.T), y, GROUP)
-    assert (choice.r2, choice.slope, choice.explained) == (0.0, 0.0, 0.0) and choice.penalty > 0
-
-
 def test_groups_without_a_token_in_common_predict_nothing():
     """What is left of their predictions is rounding, which is not to be divided by."""
     x = centred(torch.eye(8, dtype=torch.float64).repeat(1, 3) * torch.linspace(0.1, 7, 24), 4)
