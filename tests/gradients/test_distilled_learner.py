@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import VOCAB, ToyReward, flat_grad, gradient, make_backbone, make_prompts
+from conftest import VOCAB, ToyReward, flat_grad, gradient, make_prompts
 
 from grade.errors import InputError
 from grade.gradients.distilled.learner import DECAY, EVERY, HORIZON, Blend, DistilledGradient, Sample
@@ -329,13 +329,6 @@ def test_two_microbatches_are_one_of_their_size(policy, monkeypatch, weight, fam
 
 
 # ---- the rest ----
-@pytest.mark.parametrize("weight", [0.3, "auto"])
-def test_a_half_precision_base_takes_steps(weight):
-    backbone = make_backbone(dtype=torch.bfloat16)
-    own = learner(backbone, weight, ALL)
-    for seed in range(3):
-        found, _ = take(own, microbatches(seed=seed), Objective(ToyReward(16, torch.bfloat16), BETA))
-        assert found.isfinite().all() and found.any()
 
 
 @pytest.mark.parametrize("prompts", [3, 8])
