@@ -40,18 +40,6 @@ def raises(completions, **columns):
 def nan(completions, **columns):
     return [float("nan")] * len(completions)
 
-def short(completions, **columns):
-    return [1.0]
-
-def none(completions, **columns):
-    return None
-
-def words(completions, **columns):
-    return ["good"] * len(completions)
-
-def needs_more(completions, missing):
-    return [1.0] * len(completions)
-
 def leaves(completions, **columns):
     raise SystemExit(3)
 
@@ -182,12 +170,12 @@ def cases():
     for text in ("train_dataset=nowhere.jsonl", "gold=nowhere.npz", "gold=base", "eval_dataset=rewards.py",
                  "max_completion_length=100000"):  # fmt: skip
         yield "train", f"--set {text}", "" if text.endswith("0") else text.partition("=")[2], {}
-    for name in ("raises", "nan", "short", "none", "words", "needs_more", "leaves", "late", "number", "nothing", ""):
+    for name in ("raises", "nan", "leaves", "late", "number", "nothing", ""):
         yield "train", f"--reward rewards.py:{name}", "", {}
     for name, says in {
         "raises": "rewards.py, line 9",
-        "late": "rewards.py, line 30",
-        "inside_a_library": "rewards.py, line 33",
+        "late": "rewards.py, line 18",
+        "inside_a_library": "rewards.py, line 21",
         "stops": "cancelled",
         "cancels": "cancelled",
         "wordless": "Wordless",
@@ -213,6 +201,7 @@ def cases():
         ("--train_dataset nowhere.jsonl", "train_dataset: got"), ("--eval_dataset a.txt", "eval_dataset: got"),
         ("--learning_rate -1.0", "learning_rate: got -1.0"), ("--learning-rate=1e30", "learning_rate: got 1e+30"),
         ("--lora.r 0", "lora.r: got 0"), ("--beta 1e38", "overflows"), ("--learning_rte 1", "unrecognized"),
+        ("--lora.dropout 0.05", "lora.dropout: got 0.05"),
         ("--per_device_train_batch_size 100000", "less than or equal to 65536"),
         ("--max_completion_length 100000000000", "would need"), ("--eval_prompts 41", "eval_prompts: got 41"),
         ("--gradient_accumulation_steps 1000000000", "gradient_accumulation_steps"),
@@ -270,8 +259,7 @@ def cases():
         ("data", "--set test_size=100000"), ("pretrain", "--set heads=3"), ("backbone", "--set source=nowhere"),
         ("reward", "--set bag.epochs=0"), ("probe", "--set reward=nowhere"), ("bench", "--set steps=[99]"),
         ("peers", "--set methods=[ste]"), ("text-peers", "--set reward=x"),
-        ("measure", "--set repetitions=1"), ("notebook", "--set rate=x"),
-        ("notebook", "--set no=1"), ("notebook", "--set names=[1]"), ("notebook", "--params nowhere.yaml"),
+        ("measure", "--set repetitions=1"), ("notebook", "--set rate=x"), ("notebook", "--params nowhere.yaml"),
     ):  # fmt: skip
         yield command, text, "", {}
     yield "data", "# two columns", "", {"reviews.csv": "text\na\n"}
