@@ -170,19 +170,6 @@ def test_a_request_has_one_prompt_its_tokens_and_every_setting(served):
         assert (body["max_tokens"], body["min_tokens"], body["temperature"], body["top_p"]) == (4, 1, 1.0, 1.0)
 
 
-def test_adapters_come_and_go_by_folder(served, tmp_path):
-    backbone, server, _ = served
-    sampler = make_sampler(server.address, 300.0, tmp_path / "adapters")
-    names = []
-    for _ in range(3):
-        names.append(sampler.publish(backbone))
-        assert len(list((tmp_path / "adapters").iterdir())) == 1 and sampler.model == names[-1]
-        assert set(names) & set(server.adapters) == {names[-1]}
-    assert len(set(names)) == 3
-    sampler.close()
-    assert not set(names) & set(server.adapters) and not list((tmp_path / "adapters").iterdir())
-
-
 # ---- what it may get wrong ----
 def choices(change):
     """Change every choice of an answer."""
