@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from completions_server import serving
@@ -16,15 +15,12 @@ from safetensors.torch import load_file
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
-from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.policy_gradient import Completions, StepContext
 from grade.gradients.replay import replay
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.samplers import Sampler, make_sampler, seed_of
 from grade.rewards.model import load_reward
-from grade.training.config import TrainConfig
-from grade.training.run import train
 
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {word}"} for word in ("a", "so", "not", "it", "all", "bad")])
 COMMON = dict(
@@ -123,25 +119,6 @@ def test_a_step_is_the_methods_gradient_of_those_completions(method, microbatche
     torch.testing.assert_close(adapter(made), start - 0.5 * gradient)
 
 
-def test_distilled_learns_from_given_completions_what_it_learns_from_its_own(base, tmp_path):
-    """Bit for bit, with the same tokens."""
-    made = trainer(base, tmp_path, "distilled")
-    prompts = made.encode([PROMPTS[0], PROMPTS[1]])
-    gradients = []
-    for given in (False, True):
-        learner = DistilledGradient(made.args, made.backbone)
-        made.backbone.zero_grad(set_to_none=True)
-        for step in range(2):
-            generator = torch.Generator().manual_seed(step)
-            microbatch = (prompts, generator)
-            if given:
-                samples = make_sampler("own").sample(made.backbone, prompts.repeat(2), 5, generator, 1)
-                microbatch = Completions(prompts.repeat(2), samples.ids, samples.mask)
-            learner.step([microbatch], made.objective, StepContext(1, lambda: None))
-        gradients.append(torch.cat([p.grad.flatten() for p in made.backbone.trainable_parameters()]))
-    assert torch.equal(*gradients) and gradients[0].norm() > 1e-4
-
-
 def test_a_resumed_run_asks_for_the_same(base, server, tmp_path):
     options = dict(sampler=server.address, max_steps=4, save_strategy="steps", save_steps=2)
     asked = []
@@ -237,17 +214,3 @@ def test_importance_weights_reach_the_gradient(base, tmp_path):
 def test_settings_that_do_not_fit(values, says, tmp_path):
     with pytest.raises(InputError, match=says):
         GradeConfig(output_dir=str(tmp_path), **{"sampler": "http://a:1", "report_to": "none", **values})
-
-
-def test_another_sampler_leaves_its_mismatch_in_the_history(base, tmp_path):
-    """`grade train`'s way: settings in, history with the mismatch out."""
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    values = COMMON | OWN["rloo"] | {
-        "sampler": "shared", "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
-        "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4}, "method": "rloo",
-        "max_steps": 1, "gradient_accumulation_steps": 1, "output_dir": str(tmp_path / "run"),
-    }  # fmt: skip
-    train(TrainConfig.parse(values), lambda line: None)
-    history = pd.read_csv(tmp_path / "run" / "history.csv")
-    assert history["train/sampler_largest_difference"][0] < 1e-4  # float32
-    assert history["train/sampler_mean_ratio"][0] == pytest.approx(1, abs=1e-4)
