@@ -84,16 +84,6 @@ def test_weights_are_those_of_ridge_on_the_features(name):
     torch.testing.assert_close(fit.without(0, 2), fit.weights[1:] * fit.choice.slope)
 
 
-def test_the_family_that_explains_most_is_taken_and_the_first_of_equals():
-    store = filled()
-    assert store.fit(1).family == store.best_of(["counts", "dense"]) == "dense"
-    assert store.best_of(["counts"]) == "counts" and store.best_of(["other"]) is None
-    tied = Store({"first": Family(Base()), "second": Family(Base())}, GROUP, 100)
-    rows, rewards, tokens = batch(4)
-    tied.add({"first": rows["dense"], "second": rows["dense"]}, rewards, tokens)
-    assert tied.fit(1).family == "first"
-
-
 # ---- completions that wait ----
 @pytest.mark.parametrize("window", [1000, 12])
 def test_what_waited_is_in_the_next_fit_as_if_it_had_not_waited(window):
