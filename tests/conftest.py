@@ -57,12 +57,13 @@ def tiny_config(**changes):
     return LlamaConfig(**{**values, **changes})
 
 
-def tiny_gpt2():
+def tiny_gpt2(**changes):
     """A GPT-2 of the same size: absolute positions, layer norms that are exact in float64."""
-    return GPT2Config(
+    values = dict(
         vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=EOS,
         initializer_range=0.3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
+    return GPT2Config(**{**values, **changes})
 
 
 def perturb_adapter(backbone: Backbone, seed: int = 0, scale: float = 0.3) -> Backbone:

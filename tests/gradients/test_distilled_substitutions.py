@@ -220,9 +220,7 @@ def test_the_corrected_gradient_is_unbiased_over_all_pairs_of_completions(monkey
     """Every pair of one prompt's completions, with its fit and its own substitutions, weighted by its probability."""
     monkeypatch.setattr("grade.gradients.distilled.store.LARGE", 100)  # the second step makes a fit, but no choice
     monkeypatch.setattr("grade.gradients.distilled.store.choose", lambda *_: Choice(1.0, -9.0, 0.0, np.inf))
-    config = tiny_gpt2()
-    config.vocab_size, config.eos_token_id = 4, 2
-    backbone = make_backbone(config, target_modules=["c_attn"])
+    backbone = make_backbone(tiny_gpt2(vocab_size=4, eos_token_id=2), target_modules=["c_attn"])
     table = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     completions = [(2, -1)] + [(a, b) for a in (0, 1, 3) for b in range(4)]
     tokens = torch.tensor(completions)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from conftest import ToyReward, make_backbone, make_prompts, tiny_config
-from transformers import GPT2Config
+from gradients.test_policy_gradient import policy as tiny_policy
 
 from grade.experiments.enumeration import every_completion
 from grade.gradients.distilled.learner import DistilledGradient
@@ -115,11 +115,7 @@ def test_predictions_that_are_rounding_are_no_evidence():
 @pytest.mark.parametrize("prior", [False, True])
 def test_residual_weight_1_is_unbiased(prior):
     """Enumerated: every pair of completions by its probability, after 18 completions, with a refit on the pair."""
-    config = GPT2Config(
-        vocab_size=3, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1,
-        initializer_range=0.5, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    backbone, length = make_backbone(config, target_modules=["c_attn"]), 2
+    backbone, length = tiny_policy(), 2
     ids, mask = every_completion(3, length, backbone.eos_token_ids)
     prompts = PromptBatch(torch.tensor([[0, 2, 0]]), torch.ones(1, 3, dtype=torch.long))
     every = Completions(prompts.repeat(len(ids)), ids, mask)

@@ -4,9 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ToyReward, flat_grad, gradient, make_backbone
+from conftest import ToyReward, flat_grad, gradient, make_backbone, tiny_gpt2
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config
 
 from grade.errors import InputError
 from grade.experiments.enumeration import every_completion
@@ -31,10 +30,8 @@ class Reward(ToyReward):
 
 def policy(vocab=3, eos=1):
     """A tiny GPT-2, whose layer norms are float64 in a float64 model; with 3 tokens, 7 completions of at most 2."""
-    config = GPT2Config(
-        vocab_size=vocab, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=eos,
-        initializer_range=0.5, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+    sizes = dict(n_layer=1, n_head=2, n_positions=32, initializer_range=0.5)
+    config = tiny_gpt2(vocab_size=vocab, bos_token_id=0, eos_token_id=eos, **sizes)
     return make_backbone(config, target_modules=["c_attn"])
 
 
