@@ -1,7 +1,6 @@
 """Reward models: one score for ids, soft tokens and padded input; frozen base; honest loading; training that learns."""
 
 import json
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from grade.data.reviews import Review
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
@@ -23,11 +23,6 @@ CASES = [
     ("bag", HeadSettings(hidden=5, pooling="root")),
     ("trunk", HeadSettings(hidden=8)),
 ]
-
-
-class Review(NamedTuple):
-    text: str
-    label: int
 
 
 def word_tokenizer(words=WORDS):
