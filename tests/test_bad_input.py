@@ -409,7 +409,8 @@ def test_a_line_separator_in_a_text_ends_no_line_of_json(tmp_path):
     assert [review.text for review in load_reviews(tmp_path, "gold")] == [text]
 
 
-def test_an_error_reaches_the_parent_of_a_worker_process():
-    error = InputError("tau", -1.0, "above 0")
+def test_an_error_is_one_line_and_reaches_the_parent_of_a_worker_process():
+    error = InputError("tau", -1.0, "above\n0")
+    assert "\n" not in str(error), "one line, whatever is in it"
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.field, again.value) == (str(error), "tau", -1.0)

@@ -173,9 +173,8 @@ BAD = {
 def test_bad_files(tmp_path, name, content, message):
     if content is not None:
         write(tmp_path / name, content)
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         load_prompts(tmp_path / name)
-    assert "\n" not in str(error.value)
 
 
 def test_bad_folders_and_splits_of_files(tmp_path):

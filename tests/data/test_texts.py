@@ -236,6 +236,5 @@ BAD = {
 
 @pytest.mark.parametrize(("rows", "message"), BAD.values(), ids=BAD)
 def test_bad_texts(score, rows, message):
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         score(rows)
-    assert "\n" not in str(error.value)

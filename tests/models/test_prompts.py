@@ -189,9 +189,8 @@ BAD_MESSAGES = {
 @pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
 def test_a_bad_row_is_named(row, message):
     rows = [{"prompt": "a"}, row]
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         encode_examples(word_tokenizer("<s> $A"), rows, 4, rows=[3, 7])
-    assert "\n" not in str(error.value)
     with pytest.raises(InputError, match=message):
         check_prompts(word_tokenizer("<s> $A"), [rows[0]] * 7 + rows[1:], 4, batch_size=2)
 

@@ -144,6 +144,5 @@ def fewer_layers(folder, policy, tokenizer):
 )
 def test_what_is_no_classifier_is_refused(tmp_path, write, match, policy, tokenizer):
     write(tmp_path, policy, tokenizer)
-    with pytest.raises(InputError, match=match) as error:
+    with pytest.raises(InputError, match=match):
         load_classifier(str(tmp_path))
-    assert "\n" not in str(error.value)
