@@ -1,62 +1,11 @@
-"""Ridge on groups against fits that are really made again without each group, and numbers by hand."""
+"""Slope, R2 and what is kept of them, by hand."""
 
 import math
 
 import pytest
 import torch
 
-from grade.gradients.distilled.ridge import Choice, Spectrum, calibrated, centred, choose, coefficients, left_out
-
-GROUP = 3
-
-
-def data(groups=7, size=5, group=GROUP, seed=0, noise=0.3):
-    """Centred features [n, F] and rewards [n] that are partly linear in them."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(groups * group, size, generator=generator, dtype=torch.float64)
-    y = x @ torch.randn(size, generator=generator, dtype=torch.float64)
-    y = y + noise * torch.randn(len(x), generator=generator, dtype=torch.float64)
-    return centred(x, group), centred(y, group)
-
-
-def refit(x, y, penalty):
-    """Weights of ridge regression by its normal equations in the features, not in the completions."""
-    return torch.linalg.solve(x.T @ x + penalty * torch.eye(x.shape[1], dtype=x.dtype), x.T @ y)
-
-
-def without(n, number, group=GROUP):
-    """Rows of all groups but one."""
-    return [i for i in range(n) if i // group != number]
-
-
-@pytest.mark.parametrize("group", [2, 3, 4])
-@pytest.mark.parametrize("penalty", [0.01, 3.0])
-def test_predictions_are_those_of_fits_made_again_without_each_group(group, penalty):
-    x, y = data(group=group)
-    want = torch.zeros(len(y), dtype=torch.float64)
-    for number in range(len(y) // group):
-        rest = without(len(y), number, group)
-        own = slice(number * group, (number + 1) * group)
-        want[own] = x[own] @ refit(x[rest], y[rest], penalty)
-    got = left_out(Spectrum.of(x @ x.T), y, group, penalty)
-    assert (got - want).abs().max() <= 1e-10 * want.abs().max()
-    seen = x @ refit(x, y, penalty)
-    assert (got - seen).abs().max() > 1e-3 * want.abs().max(), "a fit that has seen the group says something else"
-
-
-def test_coefficients_are_those_of_fits_made_again():
-    x, y = data()
-    gram, penalty, numbers = x @ x.T, 0.3, (6, 0, 3)  # one penalty, also for the fits that have fewer rows
-    got = coefficients(gram, y, GROUP, penalty, numbers)
-    assert got.shape == (4, len(y))
-    for row, rest in zip(got, [list(range(len(y))), *(without(len(y), number) for number in numbers)], strict=True):
-        weights = refit(x[rest], y[rest], penalty)
-        assert (row @ x - weights).abs().max() <= 1e-10 * weights.abs().max()
-        alpha = torch.linalg.solve(gram[rest][:, rest] + penalty * torch.eye(len(rest), dtype=x.dtype), y[rest])
-        assert (row[rest] - alpha).abs().max() <= 1e-10 * alpha.abs().max()
-        left = [i for i in range(len(y)) if i not in rest]
-        assert not row[left].any(), "exactly 0: what the fit has not seen must not enter by rounding"
-    assert torch.equal(coefficients(gram, y, GROUP, penalty, ()), got[:1])
+from grade.gradients.distilled.ridge import Choice, Spectrum, calibrated, centred, choose
 
 
 def test_slope_and_r2_by_hand():
