@@ -313,15 +313,6 @@ def test_weights_of_prefixes_are_unbiased_with_their_control_variate():
     assert abs(truth) > 0.01 and expected == pytest.approx(truth, rel=1e-9)
 
 
-def test_weights_of_prefixes_by_hand():
-    """Two completions of two tokens: w = 2 and 0.5 before the second token; its own weight must not count."""
-    ratios = torch.tensor([[[2.0, 5.0], [0.5, 7.0]]])
-    before, after = torch.ones(1, 2, 2), torch.tensor([[[1.5, 3.0], [1.0, 2.0]]])
-    estimate = prefix_change(SampleScores(torch.zeros(1, 2, 2), before), SampleScores(ratios.log(), after))
-    # first token: h' - h; second: (w - 1)(h' - others) + h' - h
-    assert estimate.tolist() == [[pytest.approx(0.5 + (2 - 1) * (3 - 2) + 2), pytest.approx((0.5 - 1) * (2 - 3) + 1)]]
-
-
 def test_linearity_error_is_a_ratio_and_its_jackknife():
     change, linear = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[1.5], [2.0], [3.0], [4.0]])
     value, stderr = linearity_error(linear, change)
