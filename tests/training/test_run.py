@@ -44,11 +44,6 @@ def test_every_adapter_parameter_moves_and_nothing_else_does():
         assert torch.equal(p, before[name]) == ("lora_" not in name), name
 
 
-def test_kl_holds_the_policy_back():
-    kls = [run(max_steps=15, beta=beta)[2].after.kl.mean() for beta in (0.0, 1.0)]
-    assert kls[1] < kls[0] / 3
-
-
 def test_warm_up_and_tau_schedule_reach_the_history():
     _, _, result = run(max_steps=4, lr_scheduler_type="constant_with_warmup", warmup_steps=2,
                        tau_start=2.0, tau_end=1.0, tau_anneal_steps=2)  # fmt: skip
