@@ -138,12 +138,32 @@ class ToyReward(nn.Module):
         return torch.sigmoid(value.sum(1) / mask.sum(1))
 
 
+def save_toy_files(root):
+    """The toy task's base, its reward `bag`, its gold judge and 40 reviews of every split, in a folder."""
+    from grade.data.reviews import prompt_text
+    from grade.training.toy import toy_reviews
+
+    task = save_toy_base(root / "base")
+    task.reward_model.save(root / "bag")
+    task.judge.save(root / "judge.npz")
+    (root / "reviews").mkdir()
+    for seed, split in enumerate(("policy", "validation", "reward", "test", "gold")):
+        rows = [review._asdict() | {"prompt": prompt_text(review.text)} for review in toy_reviews(40, seed)]
+        (root / "reviews" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture(scope="session")
-def base(tmp_path_factory):
-    """A folder with the toy task's base, and its reward in a folder `bag`."""
-    folder = tmp_path_factory.mktemp("base")
-    save_toy_base(folder).reward_model.save(folder / "bag")
-    return folder
+def toy(tmp_path_factory):
+    """What `save_toy_files` writes; tests leave it as it is."""
+    root = tmp_path_factory.mktemp("toy")
+    save_toy_files(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def base(toy):
+    """A folder with a tiny model and its tokenizer."""
+    return toy / "base"
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ import stat
 from pathlib import Path
 
 import pytest
-from conftest import save_toy_base
+from conftest import save_toy_files
 
 from grade.cli.main import COMMANDS, main
 from grade.config import parse_yaml
 from grade.data.prompts import load_prompts
-from grade.data.reviews import load_reviews, prompt_text
+from grade.data.reviews import load_reviews
 from grade.errors import FILE_ERRORS, InputError, file_error, is_file_error, require_file
 from grade.training.toy import toy_reviews
 
@@ -280,13 +280,7 @@ def project(tmp_path_factory):
     """A small project on which every command can run."""
     root = tmp_path_factory.mktemp("bad_input") / "project"
     root.mkdir()
-    task = save_toy_base(root / "base")
-    task.reward_model.save(root / "bag")
-    task.judge.save(root / "judge.npz")
-    (root / "reviews").mkdir()
-    for seed, split in enumerate(("reward", "policy", "validation", "test", "gold")):
-        rows = [review._asdict() | {"prompt": prompt_text(review.text)} for review in toy_reviews(40, seed)]
-        (root / f"reviews/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_toy_files(root)
     for name in ("prompts", "held_out"):
         rows = [{"prompt": f"The film {i} was", "answer": "x"} for i in range(8)]
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

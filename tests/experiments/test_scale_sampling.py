@@ -25,7 +25,7 @@ def test_training_on_samples_of_two_samplers(base, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     data = {name: str(tmp_path / "prompts.jsonl") for name in ("train_dataset", "eval_dataset")}
     table = training_table(
-        (0, 1), ("own", "shared"), max_steps=1, eval_prompts=8, model=str(base), reward=str(base / "bag"),
+        (0, 1), ("own", "shared"), max_steps=1, eval_prompts=8, model=str(base), reward=str(base.parent / "bag"),
         per_device_train_batch_size=8, max_completion_length=4, min_completion_length=0, lora={"r": 2, "alpha": 4},
         **data,
     )  # fmt: skip

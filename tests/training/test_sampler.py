@@ -58,7 +58,7 @@ def trainer(base, output, method="rloo", replaced=None, **changes):
     """A trainer of the toy policy; its sampler may be replaced."""
     backbone = Backbone.load(base, lora=LoraSettings(r=2, alpha=4))
     args = GradeConfig(output_dir=str(output), method=method, **{**COMMON, **OWN.get(method, {}), **changes})
-    made = GradeTrainer(backbone, load_reward(base / "bag", backbone), args, PROMPTS)
+    made = GradeTrainer(backbone, load_reward(base.parent / "bag", backbone), args, PROMPTS)
     if replaced is not None:
         made.sampler = replaced
     return made
@@ -139,9 +139,9 @@ def test_two_processes_ask_for_what_one_asks_for(base, server, tmp_path):
     """Each for its own prompts; one of them hands over the adapter."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     values = COMMON | OWN["rloo"] | {
-        "sampler": server.address, "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
-        "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4}, "method": "rloo",
-        "save_strategy": "steps",
+        "sampler": server.address, "model": str(base), "reward": str(base.parent / "bag"), "gold": "",
+        "eval_dataset": "", "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4},
+        "method": "rloo", "save_strategy": "steps",
     }  # fmt: skip
     del server.requests[:]
     here = Path(__file__).parent
