@@ -347,10 +347,8 @@ def test_a_bad_setting_is_one_line(name, tmp_path):
 
 BAD_RUNS = {
     "weights of another number": (dict(reward_weights=[1.0, 2.0]), {}, "reward_weights"),
-    "a prompt that is too long": (dict(max_prompt_length=2), {}, "row 0.*at most 2"),
     "a prompt longer than the context": (
         {}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": "a " * 999}])), "row 1: got .* context of"),
-    "no prompt column": ({}, dict(dataset=Dataset.from_list([{"text": "a"}])), "prompt"),
     "an empty prompt": ({}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": " "}])), "row 1"),
     "a picture": (
         {}, dict(dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": [
@@ -364,8 +362,6 @@ BAD_RUNS = {
     "a name": ({}, dict(dataset="reviews"), "dataset: got 'reviews'"),
     "a column that functions get": (
         {}, dict(dataset=PROMPTS.add_column("completions", range(10))), "column of the dataset: got 'completions'"),
-    "messages without a template": (
-        {}, dict(dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}])), "chat template"),
     "a text reward for a relaxed method": (dict(method="ste", num_generations=None), {}, "ste.*rloo"),
     "no reward": ({}, dict(reward=[]), "at least one reward"),
     "a reward that is no function": ({}, dict(reward=3), "reward"),
