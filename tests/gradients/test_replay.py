@@ -154,13 +154,6 @@ def test_accumulated_microbatches_equal_one_big_batch(backbone, reward, engine):
     torch.testing.assert_close(got, big)
 
 
-def test_min_new_tokens_forbids_an_early_end(backbone, reward):
-    prompts, cfg, objective = make_prompts(3), config(min_new_tokens=4, gumbel_topk=0), Objective(reward, beta=0.3)
-    step, want = gradient(unrolled, backbone, prompts, objective, cfg)
-    assert not torch.isin(step.completion_ids[:, :4], torch.tensor(EOS)).any()
-    assert relative_error(gradient(replay, backbone, prompts, objective, cfg, hops=T)[1], want) <= 1e-6
-
-
 @pytest.mark.parametrize("engine", [unrolled, checkpointed, replay])
 def test_a_reward_that_is_not_finite_updates_nothing(backbone, prompts, engine):
     class Broken(ToyReward):
