@@ -1,7 +1,6 @@
 """A base in pieces: rows of a table on several processes, operators that read them, and a model sharded by layer."""
 
 import contextlib
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -168,21 +167,3 @@ def test_a_process_of_two_holds_half_the_base_and_all_of_the_adapter():
         assert held_bytes(backbone) == adapter + (total - adapter - table) // 2 + 12 * 16 * 4
         assert backbone.anywhere(False) is False and backbone.anywhere(True) is True
         assert fingerprint(backbone.decoder) and fingerprint(backbone.embedding)
-
-
-def test_recorded_states_are_found_in_a_sharded_decoder():
-    backbone, prompts = make_backbone(), make_prompts()
-    embeds = backbone.embed(prompts.ids).detach()
-
-    def states():
-        result = backbone.decoder(inputs_embeds=embeds, attention_mask=prompts.mask, output_hidden_states=True)
-        return result.hidden_states
-
-    want = states()
-    with processes(1, "gloo"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        backbone.shard(CPU)
-        got = states()
-    assert len(got) == len(want) == 3
-    for one, two in zip(got, want, strict=True):
-        torch.testing.assert_close(one, two)
