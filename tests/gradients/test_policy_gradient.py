@@ -163,29 +163,6 @@ def test_microbatches_add_up_to_one_big_batch(case):
     assert means == pytest.approx(mean)
 
 
-@pytest.mark.parametrize("method", ["reinforce", "ppo"])
-def test_processes_add_up_to_one_big_batch(method):
-    """Each process knows only its half and what `total` sums: moments of rewards and advantages, the mean return."""
-    backbone = policy(vocab=7)
-    own = learner(backbone, method, max_completion_length=5, **({"passes_per_step": 1} if method == "ppo" else {}))
-    every, sums = sampled(backbone, own), []
-
-    def run(part, total=lambda x: x, microbatches=1):
-        backbone.zero_grad(set_to_none=True)
-        own.means = []
-        own.step([part], objective(), StepContext(microbatches, lambda: None, total))
-        return gradient(backbone)
-
-    want = run(every, lambda x: sums.append(x.clone()) or x)
-    mean = own.means
-    halves = []
-    for rows in (slice(0, 2), slice(2, 4)):
-        known = iter(sums)
-        halves.append(run(every.rows(rows), lambda x, known=known: next(known), 2))
-    torch.testing.assert_close(halves[0] + halves[1], want)
-    assert own.means == mean and len(sums) == (2 if method == "ppo" else 1)
-
-
 def test_one_pass_and_scoring_first_give_one_gradient():
     """grpo's clipped ratio against log-probabilities scored before, rloo's score function: equal without moves."""
     backbone = policy()
