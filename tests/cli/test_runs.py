@@ -267,6 +267,13 @@ def test_a_manifest_that_omits_a_file_is_damaged(place, tmp_path, capsys):
     assert "manifest.json is damaged" in error(capsys, "merge", tmp_path / "run", tmp_path / "out")
 
 
+def test_of_several_processes_each_says_which_one_it_is(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["show", "nowhere"]) == 2 and capsys.readouterr().err.startswith("grade show (process 1): RUN")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["show", "nowhere"]) == 2 and capsys.readouterr().err.startswith("grade show: RUN")
+
+
 @torch.no_grad()
 def test_the_adapter_loads_from_any_folder_and_merges_to_the_same_logits(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # the run named its base "base", from its own folder

@@ -342,6 +342,22 @@ def test_a_window_smaller_than_a_step_is_enough(policy, prompts):
         torch.testing.assert_close(own.fit.without(0, prompts - 2), own.fit.all.expand(prompts - 2, -1))
 
 
+@pytest.mark.parametrize("prompts", [1, 4])  # with one group, the blend compares a step with the one before
+def test_a_learner_that_was_restored_takes_the_same_steps(policy, monkeypatch, prompts):
+    choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))
+    own = learner(policy, "auto", ALL)
+    for seed in range(EVERY):
+        take(own, microbatches(prompts=prompts, seed=seed), objective())
+    again = learner(policy, "auto", ALL)
+    again.load_tensors({name: value.clone() for name, value in own.tensors().items()})
+    for seed in (EVERY, EVERY + 1):  # measures the blend, and uses it
+        first, second = (take(each, microbatches(prompts=prompts, seed=seed), objective())[0] for each in (own, again))
+        assert torch.equal(first, second)
+        assert own.figures.keys() == again.figures.keys() and float(own.figures["residual_weight"][0]) < 1
+        for name in set(own.figures) - {"distilled/seconds"}:
+            assert torch.equal(own.figures[name][0], again.figures[name][0]), name
+
+
 @pytest.mark.parametrize("weight", [0.0, "auto"])
 def test_the_gradient_is_added_to_what_is_there(policy, monkeypatch, weight):
     choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))  # with a value from the first step, auto blends parts

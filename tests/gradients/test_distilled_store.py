@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from grade.gradients.distilled.families import Family, make_family
 from grade.gradients.distilled.ridge import Spectrum, centred, choose
@@ -117,3 +118,28 @@ def test_trust_by_hand():
     silent = Evidence()
     silent.add(0 * p, y, 2)
     assert silent.trust == 1.0, "nothing was predicted yet"
+
+
+@pytest.mark.parametrize("window", [1000, 15])
+def test_a_store_that_was_restored_makes_the_same_fits(window, tmp_path):
+    whole = filled(window)
+    whole.fit(2)
+    whole.add(*batch(seed=8, length=9))  # new since the choice
+    whole.append(*batch(seed=11, length=7))
+    whole.append(*batch(seed=12, length=8))
+    save_file(whole.state(), tmp_path / "state.safetensors")
+    again = Store(families(), GROUP, window)
+    again.restore(load_file(tmp_path / "state.safetensors"))
+    assert (again.since_choice, again.dropped, len(again)) == (whole.since_choice, whole.dropped, len(whole))
+    assert again.choices == whole.choices
+    for seed in (9, 10):
+        fits = []
+        for store in (whole, again):
+            store.add(*batch(seed=seed, length=6))
+            fits.append(store.fit(2))
+        assert fits[0].family == fits[1].family and fits[0].choice == fits[1].choice
+        assert torch.equal(fits[0].weights, fits[1].weights)
+    for name in whole.families:
+        assert torch.equal(whole.kept[name], again.kept[name])
+        assert torch.equal(whole.grams[name], again.grams[name])
+    assert torch.equal(whole.token_counts(TOKENS), again.token_counts(TOKENS))

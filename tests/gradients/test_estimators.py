@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
+from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, Estimator, RelaxationConfig, relax
 from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
@@ -158,6 +159,13 @@ def test_reinmax_by_hand():
     q = (1 + 1 / (1 + math.sqrt(3))) / 2
     want = 2 * q * (1 - q) - 0.5 * 0.25 * 0.75  # J of two classes is +-p(1-p)
     torch.testing.assert_close(got, torch.tensor([want, -want], dtype=torch.float64))
+
+
+def test_a_support_larger_than_the_vocabulary_is_refused():
+    with pytest.raises(InputError, match="gumbel_topk: got 51; allowed: 0 .* to 50"):
+        RelaxationConfig(gumbel_topk=51).check(50)
+    with pytest.raises(InputError, match="min_new_tokens: got 9"):
+        RelaxationConfig(min_new_tokens=9, max_new_tokens=8, gumbel_topk=0).check(50)
 
 
 class Plain(Estimator):
