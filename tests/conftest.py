@@ -66,6 +66,11 @@ def tiny_gpt2(**changes):
     return GPT2Config(**{**values, **changes})
 
 
+def generator(seed=0):
+    """One with a seed of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
 def perturb_adapter(backbone: Backbone, seed: int = 0, scale: float = 0.3) -> Backbone:
     """Make LoRA's B non-zero, so that the policy differs from the reference."""
     generator = torch.Generator().manual_seed(seed)

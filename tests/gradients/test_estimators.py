@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import generator
 from scipy import stats
 
 from grade.errors import InputError
@@ -12,10 +13,6 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.noise import gumbel_noise
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def draw_given(logits, token, config, generator):

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from conftest import make_backbone, make_prompts
+from conftest import generator, make_backbone, make_prompts
 
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.rollout import sample
 from grade.models.sampling import generate
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("least", [0, 3])

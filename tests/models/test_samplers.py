@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from completions_server import serving
-from conftest import EOS, VOCAB, make_backbone, make_prompts, tiny_config
+from conftest import EOS, VOCAB, generator, make_backbone, make_prompts, tiny_config
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
@@ -54,10 +54,6 @@ def honest(served):
 
 def the(name, served):
     return served[2] if name == "server" else make_sampler(name)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def one_prompt(times):

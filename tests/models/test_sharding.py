@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import make_backbone, make_prompts, tiny_config, tiny_gpt2
+from models.test_backbone import COMMON
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -108,10 +109,6 @@ def processes(size, backend):
         dist.destroy_process_group()
 
 
-COMMON = dict(
-    vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.3,
-)  # fmt: skip
 MODELS = {
     "tied": (tiny_config(), {}),
     "untied": (tiny_config(tie_word_embeddings=False), {}),

@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 import torch
+from conftest import perturb_adapter
 
 from grade import GradeConfig, GradeTrainer, encode_prompts, evaluate, generate
 from grade.gradients.objective import sequence_mean
@@ -17,10 +18,7 @@ SIZES = dict(max_new_tokens=5, max_prompt_tokens=6)
 def task():
     """A policy that is not the reference."""
     task = toy_task()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in task.backbone.trainable_parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    perturb_adapter(task.backbone)
     return task
 
 
