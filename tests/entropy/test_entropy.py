@@ -16,7 +16,6 @@ from grade.entropy.samples import (
     prompt_gradients,
     scores_at,
     sequence_logps,
-    two_batch,
 )
 from grade.entropy.update import adamw_update, preconditioner
 from grade.errors import InputError
@@ -51,14 +50,6 @@ def drawn(backbone, batch=3, group=4, seed=0, temperature=1.0):
 def direction(backbone, seed=0):
     size = sum(p.numel() for p in trained_parameters(backbone))
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_two_batches_by_hand():
-    x, y = (torch.tensor(v, dtype=torch.float64) for v in ([[1, 0], [3, 2]], [[2, 1], [4, 0], [0, 5]]))
-    value, stderr = two_batch(x, y)  # means (2, 1) and (2, 2)
-    assert value == pytest.approx(6)
-    along_x, along_y = np.var([2, 10], ddof=1) / 2, np.var([5, 8, 5], ddof=1) / 3
-    assert stderr == pytest.approx(math.sqrt(along_x + along_y))
 
 
 # --- enumeration ---

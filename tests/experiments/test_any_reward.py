@@ -45,15 +45,6 @@ def table(*curves):
 # --- statistics ---
 
 
-def test_a_goal_is_reached_where_reward_and_kl_are_both_in_bounds():
-    run = table(curve("auto", 0, [0.0, 0.5, 1.0, 0.75], [0.0, 4.0, 8.0, 2.0]))
-    # At 0.75 on the way up KL is 6; it comes down to 5 a half of the last segment later, at 0.875 and 16 + 4 samples.
-    assert learning.first_reach(run, 0.75, 6.0) == pytest.approx((12.0, 6.0))
-    assert learning.first_reach(run, 0.75, 5.0) == pytest.approx((20.0, 5.0))
-    assert learning.first_reach(run, 0.75, 1.0) is None and learning.first_reach(run, 1.01, 99.0) is None
-    assert learning.first_reach(run, 0.0, 0.0) == (0.0, 0.0)
-
-
 def test_samples_to_the_baselines_final_reward_by_hand():
     runs = table(
         curve("rloo", 0, [0.2, 0.4, 0.6, 0.6, 0.6], [0.0, 2.0, 4.0, 5.0, 5.0]),  # goal 0.6 at KL <= 5.5: from 16 on

@@ -8,7 +8,7 @@ import torch
 from conftest import VOCAB, ToyReward, flat_grad, gradient, make_prompts
 
 from grade.errors import InputError
-from grade.gradients.distilled.learner import DECAY, EVERY, HORIZON, Blend, DistilledGradient, Sample
+from grade.gradients.distilled.learner import DECAY, EVERY, DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.distilled.store import Fit
 from grade.gradients.methods import MethodConfig
@@ -205,25 +205,6 @@ def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch
         assert (found - want).norm() <= 1e-10 * want.norm()
         assert float(own.figures["residual_weight"][0]) == pytest.approx(weight, rel=1e-6)  # float32
         assert 0 < own.reliability < 1 and 1 - own.reliability < weight < 1
-
-
-def test_the_blend_by_hand():
-    """Equal parts (2, 1) and (1, -1) of d = (3, 0): |d|^2 = 9, their squares 7, so signal (9 - 7) / (1 - 1/2), noise 5.
-
-    With |a|^2 = 4 and half the reward explained, E = 4 and V = 5 / 10.
-    """
-    blend = Blend()
-    assert blend.weight(0.5, 1.0) == 1.0, "nothing is known yet"
-    plug, parts = torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 1.0], [1.0, -1.0]])
-    blend.add(plug, parts.sum(0), (parts * parts).sum(), 0.5, 0.5)  # a has the factor 1/2: |a|^2 = 4 without it
-    assert blend.moments.tolist() == [4.0, 5.0, 1.0]
-    weight = 4 / (4 + 5 / HORIZON)
-    assert blend.weight(0.5, 1.0) == pytest.approx(weight)
-    assert blend.weight(0.5, 0.25) == pytest.approx(1 - 0.25 * (1 - weight))
-    blend.add(plug, parts.sum(0), (parts * parts).sum(), 0.5, 0.5)
-    assert blend.moments.tolist() == pytest.approx([4 * (1 + DECAY), 5 * (1 + DECAY), 1 + DECAY])
-    assert blend.weight(1.0, 1.0) == 0.0, "nothing is missing"
-    assert blend.weight(0.0, 0.0) == blend.weight(-0.1, 0.0) == 1.0
 
 
 # ---- without values it is rloo ----

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
-from grade.models.head import certainty_of_logits, entropy, self_certainty
+from grade.models.head import entropy, self_certainty
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, completion_states, predicting_hidden
 
@@ -53,13 +53,6 @@ def test_what_does_not_fit_is_refused(batch, temperature, error, named):
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions(batch)
     with pytest.raises(error, match=named):
         completion_logps(backbone, prompts, ids, mask, temperature=temperature)
-
-
-def test_self_certainty_by_hand():
-    # p = (1/2, 1/4, 1/4): KL(U || p) = log(1/3) - mean(log p) = -1.0986 + (0.6931 + 2 * 1.3863) / 3
-    logits = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()
-    want = -math.log(3) + (math.log(2) + 2 * math.log(4)) / 3
-    assert float(certainty_of_logits(logits)) == pytest.approx(want, abs=1e-15)
 
 
 LENGTH = 5
