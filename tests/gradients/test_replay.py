@@ -61,7 +61,7 @@ def test_unrolled_gumbel_matches_finite_differences(prompts, reward, estimator):
     GPT-2, because its layer norm is float64 in a float64 model; Llama's is not, and too coarse for a difference.
 
     The reference is a constant of the loss, so its inputs are frozen at the unperturbed soft tokens by beta = 0 here;
-    KL's own gradient is checked in test_vocab. A straight-through gradient is not a derivative, so it must differ.
+    KL's own gradient is checked in test_head.py. A straight-through gradient is not a derivative, so it must differ.
     """
     backbone = make_backbone(tiny_gpt2(), target_modules=["c_attn"])
     cfg = config(estimator=estimator, gumbel_topk=0)
