@@ -165,22 +165,6 @@ def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
         assert [row[name] for row in rows[2]] == pytest.approx(pairs.tolist(), rel=1e-6)
 
 
-@pytest.mark.parametrize("method", ["rloo", "distilled", "auto"])
-def test_a_run_resumed_between_two_rows_writes_the_same_row(base, tmp_path, method):
-    changes = dict(method=method, max_steps=4, logging_steps=4, save_steps=3)
-    whole = trainer(base, tmp_path / "whole", **changes)
-    whole.train()
-    again = trainer(base, tmp_path / "whole", **changes)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    timed = ("seconds", "step_time", "epoch")  # also a fit's seconds
-    first, second = (
-        {k: v for k, v in made.state.log_history[0].items() if not any(part in k for part in timed)}
-        for made in (whole, again)
-    )
-    assert first == second and first["step"] == 4
-    assert ("distilled/reward" in first) == (method != "rloo")
-
-
 def test_early_stopping_and_the_best_model(base, tmp_path):
     made = trainer(
         base, tmp_path, held_out=PROMPTS.select(range(4)), callbacks=[EarlyStoppingCallback(1)], max_steps=6,
