@@ -84,21 +84,6 @@ def test_gradient_by_embeddings_is_exact(kind, settings):
     assert (norms[mask[:, 1:6] == 0] == 0).all() and (norms[mask[:, 1:6] == 1] > 0).all()
 
 
-def test_trunk_ignores_the_adapter_and_leaves_it_on():
-    model = build("trunk", HeadSettings(hidden=8))
-    ids, mask, _ = batch()
-    backbone = model.backbone
-    embeds = backbone.embed(ids)
-    policy = backbone.hidden(embeds, mask)
-    before = model(embeds, mask)
-    with torch.no_grad():
-        for p in backbone.trainable_parameters():
-            p.add_(1.0)
-    assert_close(model(embeds, mask), before)
-    after = backbone.hidden(embeds, mask)
-    assert (after - policy).abs().max() > 1e-3 and after.requires_grad
-
-
 def test_trunk_head_is_the_documents_head_by_hand():
     """P = sigmoid(w2 . tanh(W1 mean + b1) + b2) of the mean hidden state of the bare base."""
     model = build("trunk", HeadSettings(hidden=8))
