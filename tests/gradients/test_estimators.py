@@ -108,23 +108,6 @@ def test_supports_given_a_token_hold_it_on_top(support, k, estimator):
             assert torch.equal(ids[:, draw].gather(1, z.argmax(1, keepdim=True)).squeeze(1), token)
 
 
-def test_supports_given_the_token_have_the_law_of_supports_drawn_with_it():
-    """Chi-squared over which tokens are in the perturbed support, and the mean softmax weights, K < V."""
-    n, logits = 40_000, torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0]).expand(40_000, 5)
-    config = RelaxationConfig(gumbel_topk=3)
-    drawn, noise = Estimator().draw(logits, config, generator())
-    token = drawn[:, 0]
-    given, given_noise = draw_given(logits, token, config, generator(1))
-    code = [ids.sort(1).values @ torch.tensor([25, 5, 1]) for ids in (drawn, given)]
-    kinds, inverse = torch.cat(code).unique(return_inverse=True)
-    counts = torch.stack([torch.bincount(part, minlength=len(kinds)) for part in inverse.split(n)])
-    assert len(kinds) == 10 and stats.chi2_contingency(counts.numpy()).pvalue > 1e-3
-    weights = [torch.zeros(n, 5).scatter(1, ids, relax(logits.gather(1, ids) + g, 0.7, "gumbel"))
-               for ids, g in ((drawn, noise), (given, given_noise))]  # fmt: skip
-    difference = weights[0] - weights[1]
-    assert (difference.mean(0).abs() < 4 * difference.std(0) / n**0.5).all()
-
-
 def quadratic(seed, v=5):
     """A quadratic function of a token's embedding, its exact gradient at logits, and one straight-through gradient."""
     a = torch.randn(v, v, dtype=torch.float64, generator=generator(seed))
