@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.parameters import flatten
 from grade.models.prompts import PromptBatch
 
 collect_ignore = [f"training/{name}.py" for name in ("interrupted", "processes", "runs", "trl_script")]
@@ -56,12 +57,18 @@ def tiny_config(**changes):
     return LlamaConfig(**{**values, **changes})
 
 
-def tiny_gpt2():
+def tiny_gpt2(**changes):
     """A GPT-2 of the same size: absolute positions, layer norms that are exact in float64."""
-    return GPT2Config(
+    values = dict(
         vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=EOS,
         initializer_range=0.3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
+    return GPT2Config(**{**values, **changes})
+
+
+def generator(seed=0):
+    """One with a seed of its own."""
+    return torch.Generator().manual_seed(seed)
 
 
 def perturb_adapter(backbone: Backbone, seed: int = 0, scale: float = 0.3) -> Backbone:
@@ -89,6 +96,17 @@ def save_toy_base(folder):
     task.backbone.peft.unload().save_pretrained(folder)
     task.backbone.tokenizer.save_pretrained(folder)
     return task
+
+
+def gradient(backbone: Backbone) -> torch.Tensor:
+    """What the last backward pass left at the adapter, flattened."""
+    return flatten(p.grad for p in backbone.trainable_parameters())
+
+
+def flat_grad(value: torch.Tensor, backbone: Backbone) -> torch.Tensor:
+    """The gradient of a value by the adapter; 0 where it does not depend on it."""
+    grads = torch.autograd.grad(value, backbone.trainable_parameters(), retain_graph=True, materialize_grads=True)
+    return flatten(grads)
 
 
 def save_texts(file):
@@ -123,6 +141,34 @@ class ToyReward(nn.Module):
         position = torch.linspace(0.5, 1.5, embeds.shape[1], dtype=embeds.dtype)
         value = torch.tanh(3 * embeds @ self.w) * position * mask
         return torch.sigmoid(value.sum(1) / mask.sum(1))
+
+
+def save_toy_files(root):
+    """The toy task's base, its reward `bag`, its gold judge and 40 reviews of every split, in a folder."""
+    from grade.data.reviews import prompt_text
+    from grade.training.toy import toy_reviews
+
+    task = save_toy_base(root / "base")
+    task.reward_model.save(root / "bag")
+    task.judge.save(root / "judge.npz")
+    (root / "reviews").mkdir()
+    for seed, split in enumerate(("policy", "validation", "reward", "test", "gold")):
+        rows = [review._asdict() | {"prompt": prompt_text(review.text)} for review in toy_reviews(40, seed)]
+        (root / "reviews" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """What `save_toy_files` writes; tests leave it as it is."""
+    root = tmp_path_factory.mktemp("toy")
+    save_toy_files(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def base(toy):
+    """A folder with a tiny model and its tokenizer."""
+    return toy / "base"
 
 
 @pytest.fixture

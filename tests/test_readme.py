@@ -19,7 +19,6 @@ from grade.cli import main as command_line
 from grade.config import read_yaml
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 PROGRAMS = ("grade", "make", "dvc", "pytest", "nbstripout", "source")
 SECONDS = ("grade memory", "grade notebook")  # commands of the README that take seconds, and are run as they stand

@@ -1,15 +1,10 @@
-"""The tutorial: short, every figure says its point, and its tiny model writes text that a person can read."""
+"""The tutorial's tiny model writes text that a person can read."""
 
 import re
-from pathlib import Path
 
-import nbformat
 import torch
 
 from grade import decode, encode_prompts, generate, toy_task
-
-NOTEBOOK = nbformat.read(Path(__file__).parents[1] / "notebooks/tutorial.ipynb", as_version=4)
-CODE = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
 
 
 def test_the_tiny_writer_writes_words_of_the_reviews():

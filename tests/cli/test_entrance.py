@@ -16,11 +16,6 @@ import grade
 from grade.cli.main import entry, main, parse
 
 
-@pytest.mark.parametrize("name", grade.__all__)
-def test_a_public_name_imports_and_is_listed(name):
-    assert getattr(grade, name) is not None and name in dir(grade)
-
-
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         grade.nothing  # noqa: B018

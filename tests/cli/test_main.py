@@ -6,16 +6,14 @@ import shutil
 import pandas as pd
 import pytest
 import torch
-from conftest import save_toy_base
+from conftest import save_toy_files
 from safetensors.torch import load_file
 
 from grade.cli.main import COMMANDS, main
 from grade.config import own_fields
-from grade.data.reviews import prompt_text
 from grade.gradients.methods import METHODS, POLICY_GRADIENTS
 from grade.results import read_metrics
 from grade.training.config import TrainConfig
-from grade.training.toy import toy_reviews
 
 SMALL = {
     "method": "ste", "max_steps": 3, "max_prompt_length": 6, "truncation": "right", "max_completion_length": 6,
@@ -29,14 +27,7 @@ SMALL = {
 def project(tmp_path_factory):
     """Base, reward model, judge, reviews and a config, as the pipeline's stages leave them."""
     root = tmp_path_factory.mktemp("project")
-    task = save_toy_base(root / "base")
-    task.reward_model.save(root / "bag")
-    task.judge.save(root / "judge.npz")
-    (root / "reviews").mkdir()
-    for seed, split in enumerate(("policy", "validation")):
-        lines = [json.dumps(r._asdict() | {"prompt": prompt_text(r.text)}) for r in toy_reviews(40, seed)]
-        (root / "reviews" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    (root / "splits.json").write_text("{}")
+    save_toy_files(root)
     places = {"model": "base", "reward": "bag", "gold": "judge.npz", "train_dataset": "reviews/policy.jsonl",
               "eval_dataset": "reviews/validation.jsonl"}  # fmt: skip
     values = SMALL | {k: str(root / v) for k, v in places.items()} | {"lora": {"r": 2, "alpha": 4}}

@@ -4,8 +4,6 @@ import io
 import json
 import sys
 
-from transformers import BertConfig
-
 from grade.cli.main import main
 from grade.experiments import bench
 from grade.gradients.methods import METHODS
@@ -75,20 +73,6 @@ def test_tracing_shows_on_a_terminal_how_far_it_is(monkeypatch, capsys):
         assert main(TINY) == 0
         assert ("steps traced" in sys.stderr.getvalue() and "ste B=" in sys.stderr.getvalue()) == (quiet != "0")
     assert "steps traced" not in capsys.readouterr().out
-
-
-def test_a_classifier_counts_as_reward(tmp_path, capsys):
-    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    BertConfig(vocab_size=512, **sizes).save_pretrained(tmp_path / "bert")
-    peaks = []
-    for reward in ("bag", f"hf:{tmp_path / 'bert'}"):
-        assert main([*TINY, "--json", "--reward", reward]) == 0
-        peaks.append(json.loads(capsys.readouterr().out)["categories"]["weights"])
-    assert peaks[1] - peaks[0] > 512 * 64 * 4  # at least its table
-    BertConfig(vocab_size=600, **sizes).save_pretrained(tmp_path / "other")
-    assert main([*TINY, "--reward", f"hf:{tmp_path / 'other'}"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "other'; allowed: a classifier with the policy's vocabulary of 512 tokens, not 600: ste needs" in line
 
 
 def test_bench_writes_every_step_and_the_headline_figures(tmp_path, capsys):

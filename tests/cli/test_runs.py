@@ -127,18 +127,6 @@ def test_step_rows_and_columns_choose(place, capsys):
     assert title == "completions, step 1: 1 of 4 completions" and head.split() == ["vowels", "length", "completion"]
 
 
-def test_columns_of_one_table_leave_out_the_other_and_a_part_may_be_called_reward(copied, capsys):
-    tables = show(capsys, copied, "--columns", "kl,gold").split("\n\n")[2:]
-    assert [table.splitlines()[0][:4] for table in tables] == ["eval"]
-    path = copied / "completions" / "completions_00009.parquet"
-    row = {"prompt": "a", "completion": "b", "reward": 3.0, "rewards/reward": 1.0, "rewards/other": 2.0}
-    pd.DataFrame([row]).to_parquet(path)
-    assert [line.split() for line in show(capsys, copied).splitlines()[-2:]] == [
-        ["prompt", "completion", "reward", "rewards/reward", "other"], ["a", "b", "3", "1", "2"]]  # fmt: skip
-    out = show(capsys, copied, "--columns", "rewards/reward,rewards/other,reward")
-    assert [line.split() for line in out.splitlines()[-2:]] == [["rewards/reward", "other", "reward"], ["1", "2", "3"]]
-
-
 def test_a_long_history_keeps_its_evaluations_and_its_end(copied, capsys):
     steps = range(2001)
     pd.DataFrame({"step": steps, "train/reward": 0.5, "train/kl": 0.1,
@@ -223,17 +211,6 @@ def test_a_page_shows_what_the_reward_likes_and_escapes_all_that_the_run_wrote(c
     assert likes == "&#39;&lt;b&gt;&#39; +0.5" and dislikes == "&#39;&amp;&#39; -0.25"
 
 
-def test_a_page_of_a_run_that_was_killed_or_has_only_begun(unfinished, tmp_path, capsys):
-    show(capsys, unfinished, "--html", tmp_path / "run.html")
-    page = (tmp_path / "run.html").read_text()
-    assert "step 2 of 4, not finished" in page and "<svg" in page and "<th>step 0</th>" in page
-    assert "<td>learning_rate</td><td>0.1</td>" in page and "<th>step 4</th>" not in page
-    shutil.rmtree(unfinished / "checkpoint-2")
-    shutil.rmtree(unfinished / "completions")
-    show(capsys, unfinished, "--html", tmp_path / "run.html")
-    assert "Nothing is logged yet." in (tmp_path / "run.html").read_text()
-
-
 def test_a_page_of_a_run_from_python_has_the_fit_of_the_distilled_reward(tmp_path, capsys):
     task = toy_task()
     prompts = [{"prompt": text} for text in task.train_prompts[:4]]
@@ -278,17 +255,6 @@ def test_what_another_run_wrote_is_one_line(place, copied, capsys, monkeypatch):
     assert "eval_00004.parquet'; allowed: a table of this run and step" in error(capsys, "show", copied)
     shutil.copytree(other / "checkpoint-2", copied / "checkpoint-8")
     assert "checkpoint-8'; allowed: a checkpoint of this run" in error(capsys, "show", copied)
-
-
-def test_an_adapter_of_another_run_is_one_line(place, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(place)
-    shutil.copytree(place / "run", tmp_path / "run")
-    assert main(["train", "--config", "train.yaml", "--method", "rloo", "--reward", "rewards.py:length", "--set",
-                 "max_steps=1", "--output-dir", str(tmp_path / "other")]) == 0  # fmt: skip
-    shutil.rmtree(tmp_path / "run" / "adapter")
-    shutil.copytree(tmp_path / "other" / "adapter", tmp_path / "run" / "adapter")
-    capsys.readouterr()
-    assert "adapter/manifest.json is damaged" in error(capsys, "merge", tmp_path / "run", tmp_path / "out")
 
 
 def test_a_manifest_that_omits_a_file_is_damaged(place, tmp_path, capsys):

@@ -1,16 +1,13 @@
 """Datasets of prompts: every kind of source gives the same rows, and every bad one is one line."""
 
 import json
-import re
 
 import datasets
 import pytest
 from datasets import Dataset, DatasetDict
 
 from grade.data.prompts import load_prompts
-from grade.data.reviews import load_reviews
 from grade.errors import InputError
-from grade.experiments.reviews import DataConfig, prepare_reviews
 
 ROWS = [
     {"prompt": "7 plus 4,\ncats?", "answer": 11, "source": None},
@@ -173,9 +170,8 @@ BAD = {
 def test_bad_files(tmp_path, name, content, message):
     if content is not None:
         write(tmp_path / name, content)
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         load_prompts(tmp_path / name)
-    assert "\n" not in str(error.value)
 
 
 def test_bad_folders_and_splits_of_files(tmp_path):
@@ -196,13 +192,3 @@ def test_bad_folders_and_splits_of_files(tmp_path):
             load_prompts(tmp_path / name)
     with pytest.raises(InputError, match="split: got 'test'; allowed: one of train, which .*rows.jsonl has"):
         load_prompts(write(tmp_path / "rows.jsonl", GOOD), "test")
-
-
-def test_reviews_are_a_dataset_of_prompts(tmp_path):
-    lines = "".join(f"review number {i}. Good. Or bad,{i % 2}\n" for i in range(200))
-    write(tmp_path / "own.csv", "text,label\n" + lines)
-    sizes = {"reward_size": 20, "policy_size": 30, "validation_size": 10, "test_size": 10}
-    prepare_reviews(DataConfig(source=str(tmp_path / "own.csv"), **sizes), tmp_path, tmp_path / "out")
-    dataset = load_prompts(tmp_path / "out" / "policy.jsonl")
-    assert dataset["text"][:] == [review.text for review in load_reviews(tmp_path / "out", "policy")]
-    assert dataset["prompt"][:] == [re.sub(r"\. Or bad$", "", text) for text in dataset["text"]]

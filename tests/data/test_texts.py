@@ -1,6 +1,5 @@
 """Texts as a source of a reward: what is read and cut, that each is scored once, and what is refused."""
 
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -237,12 +236,5 @@ BAD = {
 
 @pytest.mark.parametrize(("rows", "message"), BAD.values(), ids=BAD)
 def test_bad_texts(score, rows, message):
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         score(rows)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("source", ["reference:", "reference:3", "reference:many"])
-def test_a_number_of_completions_that_is_none(source):
-    with pytest.raises(InputError, match=re.escape(f"texts: got '{source}'; allowed: reference:N")):
-        reference_number(source)

@@ -1,7 +1,6 @@
 """The probe as a whole: it leaves everything as it was, agrees with itself, and with the truth by enumeration."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -68,19 +67,6 @@ def test_policy_optimizer_and_random_state_are_as_before_and_two_runs_are_equal(
     assert timeless[0] == timeless[1] and torch.equal(first.sequences, second.sequences)
 
 
-def test_bars_show_on_a_terminal_how_far_it_is(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    for stream, seen in ((Terminal(), True), (io.StringIO(), False)):
-        monkeypatch.delenv("GRADE_PROGRESS", raising=False)
-        monkeypatch.setattr("sys.stderr", stream)
-        a_probe().run(prompts(), reward)
-        for title in ("sampling", "gradients", "forward mode", "scores"):
-            assert (title in stream.getvalue()) == seen
-
-
 def test_parts_sum_to_the_whole():
     report = a_probe().run(prompts(), reward)
     f = report.figures
@@ -89,6 +75,9 @@ def test_parts_sum_to_the_whole():
     assert parts == pytest.approx(f["delta_h1"], rel=1e-9)
     assert float(report.sequences.mean()) == pytest.approx(f["delta_h1_forward"], rel=1e-9)
     assert report.sequences.shape == (4, 8)
+    layers = report.layers()
+    assert list(layers) == [0, 1] and sum(layers.values()) == pytest.approx(f["delta_h1"], rel=1e-9)
+    assert layers[0] == pytest.approx(sum(v for k, v in report.modules.items() if ".layers.0." in k), rel=1e-12)
     text = report.as_text()
     assert "predicted change" in text and "q_proj" in text
 
@@ -179,15 +168,6 @@ def test_any_loss_can_be_the_update():
     for both in ({}, {"reward": reward, "gradient": gradient}):
         with pytest.raises(ValueError, match="one of them"):
             probe.run(prompts(), **both)
-
-
-def test_layers_sum_modules():
-    report = a_probe().run(prompts(), reward)
-    layers = report.layers()
-    assert set(report.as_dict()) == {"figures", "warnings", "notes", "modules", "sequences", "sweep"}
-    assert list(layers) == [0, 1] and sum(layers.values()) == pytest.approx(report.figures["delta_h1"], rel=1e-9)
-    first = sum(v for k, v in report.modules.items() if ".layers.0." in k)
-    assert layers[0] == pytest.approx(first, rel=1e-12)
 
 
 def test_a_step_that_is_too_large_is_said_to_be():

@@ -5,7 +5,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import save_toy_base
 
 from grade.entropy.run import ProbeRunConfig, probe_adapter
 from grade.entropy.samples import Samples
@@ -30,12 +29,6 @@ class OneDigit:
     def score_answer(self, answer, entry):
         self.asked.append((answer, entry))
         return 1.0 if answer == entry["answer"] else 0.1 if answer else 0.0
-
-
-@pytest.fixture
-def base(tmp_path):
-    save_toy_base(tmp_path / "base")
-    return tmp_path / "base"
 
 
 def probe(base, **changes):

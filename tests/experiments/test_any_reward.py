@@ -1,8 +1,7 @@
-"""Any reward: statistics of training runs by hand, runs on the toy task, and the experiment from end to end."""
+"""Any reward: statistics of training runs by hand, and runs on the toy task."""
 
 import math
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,19 +9,15 @@ import pytest
 from grade.errors import InputError
 from grade.experiments import learning
 from grade.experiments import reward_runs as training
-from grade.experiments.any_reward import figures
-from grade.experiments.any_reward.measure import tables as experiment
 from grade.experiments.any_reward.measure.tables import Settings
-from grade.experiments.any_reward.metrics import best_worths, metrics, timed_metrics
-from grade.experiments.measured import Tables, measure_all
-from grade.experiments.reward_runs import COLUMNS, NAMES, Grid, Rewards, make_run, run_all
+from grade.experiments.any_reward.metrics import best_worths
+from grade.experiments.reward_runs import COLUMNS, Grid, Rewards, make_run, run_all
 from grade.experiments.rewards import Models
 from grade.experiments.sums import build_sums
 from grade.gradients.methods import FAMILIES
 from grade.training.toy import toy_task
 
 SMALL = Models(prompt_tokens=6, new_tokens=6)
-SETTINGS = Settings.parse({"critics": {"fitted": 64}})  # of 32 no fit of an additive family explains anything
 METHODS = ["rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto"]
 NONE = pd.DataFrame(columns=list(COLUMNS))
 
@@ -48,15 +43,6 @@ def table(*curves):
 
 
 # --- statistics ---
-
-
-def test_a_goal_is_reached_where_reward_and_kl_are_both_in_bounds():
-    run = table(curve("auto", 0, [0.0, 0.5, 1.0, 0.75], [0.0, 4.0, 8.0, 2.0]))
-    # At 0.75 on the way up KL is 6; it comes down to 5 a half of the last segment later, at 0.875 and 16 + 4 samples.
-    assert learning.first_reach(run, 0.75, 6.0) == pytest.approx((12.0, 6.0))
-    assert learning.first_reach(run, 0.75, 5.0) == pytest.approx((20.0, 5.0))
-    assert learning.first_reach(run, 0.75, 1.0) is None and learning.first_reach(run, 1.01, 99.0) is None
-    assert learning.first_reach(run, 0.0, 0.0) == (0.0, 0.0)
 
 
 def test_samples_to_the_baselines_final_reward_by_hand():
@@ -180,63 +166,6 @@ def test_learning_rates_are_not_chosen_on_the_prompts_of_the_evaluation():
     search, usual = bench(on_search_prompts=True).task(toy_run()), bench().task(toy_run())
     assert usual.validation_prompts == toy_task().validation_prompts
     assert search.train_prompts == usual.train_prompts and search.validation_prompts == toy_task().train_prompts[-100:]
-
-
-# --- the experiment ---
-
-
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory):
-    """Tables that were written and read again."""
-    folder = tmp_path_factory.mktemp("any_reward")
-    measure_all(experiment, SETTINGS, folder, log=lambda line: None)
-    return Tables(experiment, SETTINGS, str(folder / "measured"))
-
-
-def test_written_tables_give_every_kind_of_figure(tables):
-    found, timed = metrics(tables, SETTINGS), timed_metrics(tables, SETTINGS)
-    expected = """bias/corrected_worst_in_stderr bias/n bias/exact_worst bias/values/corrected/mse law/best_gain
-        explained/tiny_trunk/bag_32 explained/tiny_trunk/bag_32_stderr explained/rule/from_n
-        worth/tiny_trunk/plugin_16 worth/tiny_trunk/plugin_16_low worth_at_64/tiny_trunk/plugin_16_high
-        worth/tiny_trunk/corrected_16 worth/tiny_trunk/st worth/tiny_trunk/ste_tau2_hops1
-        samples_over_rloo/tiny_trunk_n samples_over_rloo/rule_n plug_in/samples_over_rloo/rule_n
-        end/tiny_trunk/auto/reward end/tiny_trunk/auto/kl reward_at_kl/tiny_trunk/0.5/auto
-        paired/tiny_trunk/auto_minus_ste paired/tiny_trunk/auto_minus_ste_stderr paired/rule/auto_minus_rloo_n"""
-    assert [key for key in expected.split() if key not in found] == []
-    assert all(value is None or math.isfinite(value) for value in (found | timed).values())
-    assert not any("second" in key for key in found)
-    assert 0 < timed["cost/fit_share"] < 1 and timed["cost/completions"] >= Settings().cost_completions
-    assert found["bias/exact_worst"] < 1e-9 and found["bias/p"] > 1e-4
-
-
-def test_every_figure_is_drawn(tables, tmp_path):
-    runs = tables["runs"]
-    sizes = pd.DataFrame({"subject": ["rule"] * 2, "method": ["auto"] * 2, "completions": [4, 8], "ratio": [0.5, 0.7],
-                          "low": [0.1, 0.6], "high": [9.0, 0.8], "n": [2, 2]})  # fmt: skip
-    drawn = [
-        figures.law_figure(tables["law"]), figures.explained_figure(tables["explained"], "tiny"),
-        figures.worth_figure(tables["worth"]), figures.learning_figure(runs, "tiny", 2.0),
-        figures.learning_figure(runs.merge(tables["run_seconds"]), "tiny", 2.0, "seconds"),
-        figures.frontier_figure(runs, [0.5, 1.0]), figures.tokens_figure(tables["tokens"]),
-        figures.batches_figure(sizes),
-    ]  # fmt: skip
-    for fig, panels in zip(drawn, (1, 2, 2, 4, 4, 2, 1, 1), strict=True):
-        assert len(fig.axes) == panels
-        fig.savefig(tmp_path / "figure.png")
-    plt.close("all")
-    assert figures.batches_figure(sizes[:1]) is None and figures.tokens_figure(tables["tokens"][:0]) is None
-    assert figures.frontier_figure(runs[runs["seed"] == 0], [1.0]) is None
-
-
-def test_what_the_profile_publishes_is_not_trained_again(monkeypatch):
-    published = table(curve("rloo", 1, [0.5] * 3, [0] * 3)).drop(columns="seconds")
-    texts = {"here/measured/runs.csv": published.to_csv(index=False)}
-    monkeypatch.setattr(training, "kept_text", lambda path: texts.get(path, ""))
-    grid = Grid(rewards=["gold"], methods=["rloo"], target_kls=[10.0], seeds=[1], completions=8, steps=2)
-    settings = Settings(grids=[grid], chosen_rates={"rloo": 1e-2}, headline_kl=10.0, published="here")
-    monkeypatch.setattr(training, "train_all", lambda *_: pytest.fail("a run was started"))
-    assert settings.trained_runs["reward"].tolist() == [0.5] * 3
-    assert set(experiment.TIMED["run_seconds"](settings)) == {*NAMES, "step", "seconds"}
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,6 @@ def test_functions_of_text_read_what_they_should(policy, batch, tmp_path):
     assert rule.tolist() == pytest.approx(length_and_format(decode_texts(policy.tokenizer, *batch).completions))
 
 
-def test_the_rule_counts_short_words_and_finished_sentences():
-    # 3 of 5 words have at most four letters; the last full stop is the 11th of 24 characters.
-    texts = ["It was fun. Great acting", "  It was fun. Great acting \n", "So it is!", "wonderful", "", "!!!", "a? b"]
-    expected = [(3 / 5 + 11 / 24) / 2] * 2 + [1.0, 0.0, 0.0, 0.5, 0.75]
-    assert length_and_format(texts) == pytest.approx(expected)
-
-
 def test_a_verifier_of_sums_knows_the_answer():
     prompts = ["12+7=", "12+7=", "1+1=", "40+9=", "9+9="]
     assert right_sum(prompts, ["19", "91", "2", "4", ""]) == [1, 0, 1, 0, 0]

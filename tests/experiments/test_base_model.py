@@ -1,29 +1,19 @@
 """The tiny language model: windows, loss and folder."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from grade.cli.main import main
+from grade.data.reviews import load_reviews
 from grade.data.tiny_lm import PretrainConfig, text_windows, train_tokenizer
 from grade.errors import InputError
 from grade.experiments.base_model import pretrain
 from grade.models.backbone import Backbone
 from grade.results import read_metrics
-from grade.training.toy import toy_reviews
 
 TINY = dict(vocab_size=300, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=32, context=8,
             batch_size=4, steps=30, warmup_steps=2, eval_windows=16)  # fmt: skip
-
-
-@pytest.fixture
-def reviews(tmp_path):
-    for i, split in enumerate(("policy", "test")):
-        lines = [json.dumps(r._asdict()) for r in toy_reviews(40, seed=i)]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    return tmp_path
 
 
 def test_windows_are_a_stream_that_overlaps_by_the_target():
@@ -35,7 +25,8 @@ def test_windows_are_a_stream_that_overlaps_by_the_target():
         text_windows(tokenizer, ["abc"], 9)
 
 
-def test_the_command_learns_writes_a_loadable_folder_and_repeats_itself(reviews, tmp_path, capsys):
+def test_the_command_learns_writes_a_loadable_folder_and_repeats_itself(toy, tmp_path, capsys):
+    reviews = toy / "reviews"
     config = tmp_path / "pretrain.yaml"
     config.write_text("".join(f"{k}: {v}\n" for k, v in TINY.items()))
     out = tmp_path / "model"
@@ -45,7 +36,7 @@ def test_the_command_learns_writes_a_loadable_folder_and_repeats_itself(reviews,
     assert metrics["test/nats_per_token"] < 0.9 * np.log(300)
     backbone = Backbone.load(out)
     # 16 windows of the test split, and as many nats in all over characters instead of tokens.
-    windows = text_windows(backbone.tokenizer, [r.text for r in toy_reviews(40, seed=1)], 8)
+    windows = text_windows(backbone.tokenizer, [review.text for review in load_reviews(reviews, "test")], 8)
     windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[:16]]
     with torch.no_grad():
         nats = np.mean([backbone.model(input_ids=w[None], labels=w[None]).loss.item() for w in windows])
@@ -61,7 +52,7 @@ def test_the_command_learns_writes_a_loadable_folder_and_repeats_itself(reviews,
     ("changes", "field"),
     [({"heads": 3}, "heads"), ({"context": 32}, "context"), ({"warmup_steps": 30}, "warmup_steps")],
 )
-def test_impossible_shapes_are_refused_before_anything_is_written(reviews, tmp_path, changes, field):
+def test_impossible_shapes_are_refused_before_anything_is_written(toy, tmp_path, changes, field):
     with pytest.raises(InputError, match=field):
-        pretrain(PretrainConfig(**TINY | changes), reviews, tmp_path / "model")
+        pretrain(PretrainConfig(**TINY | changes), toy / "reviews", tmp_path / "model")
     assert not (tmp_path / "model").exists()

@@ -6,9 +6,9 @@ from conftest import make_backbone, make_prompts
 
 from grade.errors import InputError
 from grade.experiments.caching.measure import tables as experiment
-from grade.experiments.caching.metrics import caching_claims, layer_parts, metrics, timed_metrics
+from grade.experiments.caching.metrics import caching_claims
 from grade.experiments.claims import to_markdown
-from grade.experiments.measured import Tables, measure_all
+from grade.experiments.measured import Tables
 from grade.experiments.setting import load_policy, text_sequences
 from grade.memory.shapes import QWEN25_3B
 
@@ -89,17 +89,6 @@ def test_document_002_has_its_verdicts():
 @pytest.fixture(scope="module")
 def settings():
     return experiment.Settings()
-
-
-def test_tables_read_again_give_the_same_metrics(settings, tmp_path):
-    measure_all(experiment, settings, tmp_path, log=lambda _: None)
-    read, live = Tables(experiment, settings, str(tmp_path / "measured")), Tables(experiment, settings)
-    figures = metrics(read, settings)
-    assert figures == metrics(live, settings)
-    assert timed_metrics(read)["caching/measured_selected_over_selected_seconds"] == 1
-    assert not any("seconds" in name for name in figures)
-    parts = layer_parts(read["layer"], "sdpa")
-    assert figures["caching/layer_bytes"] == parts.sum() < figures["caching/layer_eager_bytes"]
 
 
 def test_each_table_is_the_same_when_it_is_measured_alone(settings):

@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,13 +11,9 @@ from hypothesis import strategies as st
 
 from grade.errors import InputError
 from grade.experiments import frontier
-from grade.experiments.compare import figures
 from grade.experiments.compare import metrics as stats
-from grade.experiments.compare.measure import tables as experiment
 from grade.experiments.compare.measure.runs import CURVES, FINALS, Comparison, make_run, search
 from grade.experiments.compare.measure.tables import Settings
-from grade.experiments.compare.metrics import metrics, on_reward, run_seconds, timed_metrics
-from grade.experiments.measured import Tables, measure_all
 from grade.experiments.text_quality import reference_nats
 from grade.experiments.training_runs import FIXED, train_all
 from grade.gradients.methods import METHODS
@@ -81,17 +76,6 @@ def test_policies_are_chosen_on_the_other_seeds():
         frontier.reward_at_kl(lucky[lucky.seed == 0], 2.0)
     with pytest.raises(InputError, match="above 0"):
         frontier.reward_at_kl(lucky, 0.0)
-
-
-def test_the_frontiers_line_goes_through_the_tables_values():
-    table = curves(*(curve("ste", 0.1, seed, [0, 4, 8], [0.5, 0.7, 0.8]) for seed in (0, 1)))
-    levels = figures.frontier_levels([2.0, 6.0], n=4)
-    line = frontier.frontier_table(table, levels)
-    assert line["kl"].tolist() == [0.0, *levels] and set(levels) >= {2.0, 6.0} and max(levels) == pytest.approx(7.2)
-    assert line.set_index("kl")["reward"][[0.0, 2.0, 6.0]].tolist() == pytest.approx([0.5, 0.6, 0.75])
-    for level in (2.0, 6.0):
-        values = list(frontier.reward_at_kl(table, level)["ste"].values())
-        assert line.set_index("kl")["reward"][level] == pytest.approx(np.mean(values))
 
 
 def test_the_frontiers_line_never_falls():
@@ -195,40 +179,6 @@ def test_a_learning_rate_is_chosen_by_the_objective_on_prompts_of_its_own():
 # --- tables, figures ---
 
 
-def test_what_is_read_gives_the_same_figures_as_what_is_measured(tmp_path):
-    sizes = dict(methods=["ste", "rloo"], second_reward_dir="other", second_methods=["ste"], max_steps=2,
-                 eval_prompts=8, final_eval_prompts=8, gradient_repetitions=2, learning_rates=[1e-3, 1e-2],
-                 chosen_rates={"rloo": 3e-3})  # fmt: skip
-    chosen = Settings.parse(sizes)
-    measure_all(experiment, chosen, tmp_path, log=lambda line: None)
-    measured, read = Tables(experiment, chosen), Tables(experiment, chosen, str(tmp_path / "measured"))
-    assert "seconds" not in read["curves"] and "seconds" not in read["finals"]
-    found = metrics(read, chosen)
-    assert found == metrics(measured, chosen) and not any("seconds" in name for name in found)
-    timed = timed_metrics(read, chosen)
-    ends = run_seconds(read["seconds"], "toy", chosen.headline_beta)
-    assert timed["final/ste/seconds"] == ends[ends.method == "ste"].seconds.mean() > 0
-    assert {"second/final/ste/seconds", "final/rloo/seconds_n"} <= set(timed)
-    assert on_reward(read["rates"], "toy").set_index("method").learning_rate["rloo"] == 3e-3
-    assert sorted(set(read["searched"].trained_on)) == ["other", "toy"]  # only ste, whose rate was not given
-    assert set(read["searched"].method) == {"ste"} and len(read["searched"]) == 4
-    (tmp_path / "measured" / "finals.csv").unlink()
-    assert "finals" not in read and {"curves", "seconds"} <= {name for name in read if name in read}
-    assert all(name in measured for name in measured)
-
-
-def test_ends_and_differences_are_shown_from_the_figures():
-    figures = {"gain/ste": 0.25, "gain/ste_n": 2, "gain/ste_stderr": 0.0125, "final/ste/kl": 2.0, "gain/ppo": 0.5,
-               "gain/ppo_n": 2, "final/ste/samples": 16, "final/ppo/samples": 16, "paired/ppo_minus_ste/gain": 0.25,
-               "paired/ppo_minus_ste/gain_stderr": 0.01, "paired/ppo_minus_ste/gain_p": 0.03,
-               "paired/ste_minus_ppo/kl2": -0.1, "paired/ste_minus_ppo/kl2_stderr": 0.02}  # fmt: skip
-    ends = stats.final_table(figures, ["ste", "ppo"])
-    assert ends.loc["ste", ["gain", "kl", "completions", "seeds"]].tolist() == ["0.25 ± 0.013", "2 ± nan", 16, 2]
-    assert stats.pair_table(figures, ["ste", "ppo"], ["kl2"]).loc[("ste", "ppo"), "kl2"] == "-0.100 ± 0.020, p = nan"
-    (pair,) = stats.pair_table(figures, ["ste", "ppo"], ["gain"]).itertuples()
-    assert pair.Index == ("ppo", "ste") and pair.gain == "+0.250 ± 0.010, p = 0.03"
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -242,17 +192,3 @@ def test_ends_and_differences_are_shown_from_the_figures():
 def test_settings_that_contradict_each_other_are_refused(values, message):
     with pytest.raises(InputError, match=message):
         Settings.parse(values)
-
-
-def test_figures_draw_tables():
-    runs = [curve(m, 0.1, seed, [0, 2 + seed, 5], [0.5, 0.7, 0.8], [0.5, 0.55, 0.6])
-            for m in ("ste", "ppo") for seed in (0, 1)]  # fmt: skip
-    table = curves(*runs)
-    for fig in (figures.frontier_figure(table, [2.0]), figures.gold_figure(table, 0.1)):
-        assert [ax.get_title() for ax in fig.axes] == ["relaxed gradients", "policy gradients"]
-        assert sorted(text.get_text() for text in fig.legends[0].get_texts()) == ["ppo", "ste"]
-    assert figures.learning_figure(table, 0.1).axes[0].get_xlabel() == "completions generated"
-    gains = {"gain/ste": 0.1, "gain/ppo": 0.2, "gain/ppo_stderr": 0.01, "final/ste/kl": 2.0, "final/ppo/kl": 3.14159}
-    ax = figures.gains_figure(gains, ["ste", "ppo", "grpo"]).axes[0]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["ppo, KL 3.14", "ste, KL 2"]
-    plt.close("all")

@@ -1,6 +1,5 @@
 """The peer: its settings, its figures, and that its absence is one line."""
 
-import json
 import math
 
 import pandas as pd
@@ -16,7 +15,6 @@ from grade.experiments.training_runs import FIXED, Bench
 from grade.gradients.objective import Objective
 from grade.models.prompts import PromptBatch, ScoredTexts
 from grade.results import read_metrics
-from grade.training.toy import toy_reviews, toy_task
 
 VALUES = dict(
     FIXED, max_steps=2, max_prompt_length=6, max_completion_length=10, min_completion_length=10,
@@ -32,30 +30,15 @@ def test_the_peer_has_the_settings_of_our_run():
     assert (theirs["learning_rate"], theirs["seed"], theirs["scale_rewards"]) == (2e-3, 3, "group")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The toy task as files."""
-    path, task = tmp_path_factory.mktemp("peers"), toy_task(lora=None)
-    with task.backbone.reference():
-        task.backbone.peft.unload().save_pretrained(path / "base")
-    task.backbone.tokenizer.save_pretrained(path / "base")
-    task.reward_model.save(path / "bag")
-    task.judge.save(path / "judge.npz")
-    for seed, split in enumerate(("policy", "validation")):
-        lines = [json.dumps(r._asdict()) for r in toy_reviews(40, seed)]
-        (path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-    return path
-
-
 def contestants(kind, folder, method, reward="bag"):
     sizes = {"eval_prompts": 8, "final_eval_prompts": 8, "kl_eval_prompts": 8, "gumbel_topk": 16}
-    bench = kind({"policy": str(folder / "base")}, "", str(folder))
+    bench = kind({"policy": str(folder / "base")}, "", str(folder / "reviews"))
     return bench, make_run(method, 0.1, 0, 1e-2, VALUES | sizes, str(folder / reward))
 
 
-def test_the_peer_learns_from_the_same_start_on_the_same_prompts(folder):
+def test_the_peer_learns_from_the_same_start_on_the_same_prompts(toy):
     pytest.importorskip("trl")
-    bench, run = contestants(Bench, folder, "grpo")
+    bench, run = contestants(Bench, toy, "grpo")
     ours, theirs = peers.train_once(bench, run)[0], peers.train_peer(bench, run)
     assert [row["step"] for row in theirs] == [row["step"] for row in ours] == [0, 1, 2]
     assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["samples"] == ours[-1]["samples"] == 16
@@ -63,17 +46,17 @@ def test_the_peer_learns_from_the_same_start_on_the_same_prompts(folder):
 
 
 @pytest.mark.parametrize("reward", ["bag", "judge.npz"])
-def test_a_black_box_is_the_same_function_for_both(folder, reward):
-    bench, run = contestants(peers.FunctionBench, folder, "distilled", reward)
+def test_a_black_box_is_the_same_function_for_both(toy, reward):
+    bench, run = contestants(peers.FunctionBench, toy, "distilled", reward)
     with pytest.raises(InputError, match="no gradient"):
         Objective(bench.task(run).reward_model).require_gradient("ste")
     ours = peers.train_once(bench, run)[0]
     assert ours[-1]["samples"] == 16 and ours[-1]["kl"] > 1e-5
     if reward == "bag":  # the model's own rewards, though it is asked through a function
-        own = peers.train_once(*contestants(Bench, folder, "distilled"))[0]
+        own = peers.train_once(*contestants(Bench, toy, "distilled"))[0]
         assert ours[0]["reward"] == pytest.approx(own[0]["reward"])
     if peers.have_peer():
-        theirs = peers.train_peer(*contestants(peers.FunctionBench, folder, "grpo", reward))
+        theirs = peers.train_peer(*contestants(peers.FunctionBench, toy, "grpo", reward))
         assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["kl"] > 1e-5
 
 

@@ -2,18 +2,14 @@
 
 import math
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
 from conftest import make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
-from grade.experiments.estimators.figures import bias_variance_figure, cosine_figure, hybrid_figure, worth_figure
 from grade.experiments.estimators.measure import tables as experiment
 from grade.experiments.estimators.measure.rows import Variant, gradient_rows
-from grade.experiments.estimators.metrics import metrics
-from grade.experiments.measured import Tables, measure_all
 from grade.experiments.shallow import ShallowReward, first_layers
 from grade.training.toy import toy_reviews, toy_task
 
@@ -31,16 +27,6 @@ def rows(alone):
     return alone.gradients["before"]
 
 
-@pytest.fixture(scope="module")
-def settings():
-    return experiment.Settings(tiny_rows=3, tiny_group=4, tiny_draws=[2], depth_reviews=40, hops=[0])
-
-
-@pytest.fixture(scope="module")
-def tables(settings):
-    return Tables(experiment, settings)
-
-
 def test_policies_are_those_before_and_after_training():
     after = experiment.Settings(policies=["after"], runs_dir="runs", trained_run="ste-1")
     assert after.adapters == {"after": "runs/ste-1/adapter"} and experiment.Settings().adapters == {"before": ""}
@@ -50,25 +36,6 @@ def test_policies_are_those_before_and_after_training():
     # Without a folder, a fresh adapter would pass for a trained one.
     with pytest.raises(InputError, match="^runs_dir"):
         _ = experiment.Settings(policies=["before", "after"]).adapters
-
-
-def test_written_tables_give_the_metrics_and_figures_of_measured_ones(settings, tables, tmp_path):
-    measured = metrics(tables, settings)
-    for reward in ("bag", "trunk", "trunk1"):
-        for key in ("worth/{}", "worth/{}_low", "crossover/{}", "hybrid/{}/8", "hybrid/{}/64_high"):
-            assert key.format(reward) in measured
-    assert all(value is None or math.isfinite(value) for value in measured.values())
-    assert measured["bias/samples"] == 3 * 8 and measured["worth/samples"] == 12 * 8
-    measure_all(experiment, settings, tmp_path, log=lambda line: None)
-    read = Tables(experiment, settings, str(tmp_path / "measured"))
-    assert metrics(read, settings) == measured
-    drawn = [bias_variance_figure(read["quality"], ["bag", "trunk"], 16), worth_figure(read["worth"], settings.rewards),
-             cosine_figure(read["cosine"], settings.rewards, {("before", "bag"): 30.0}),
-             hybrid_figure(read["hybrid"], settings.rewards)]  # fmt: skip
-    for fig, panels in zip(drawn, (2, 1, 3, 1), strict=True):
-        assert len(fig.axes) == panels and fig.get_suptitle()
-        fig.savefig(tmp_path / "figure.png")
-    plt.close("all")
 
 
 def test_rows_are_of_every_reward_and_reproducible(alone, rows):

@@ -2,8 +2,7 @@
 
 from grade.experiments.claims import to_markdown
 from grade.experiments.exp4.measure import tables as experiment
-from grade.experiments.exp4.metrics import GIB, exp4_claims, metrics, timed_metrics
-from grade.experiments.measured import Tables, measure_all
+from grade.experiments.exp4.metrics import exp4_claims
 
 SETTINGS = experiment.Settings(prompt_tokens=3)
 
@@ -41,14 +40,3 @@ def test_every_claim_of_the_document_has_a_verdict_that_follows_its_figure():
     fat = table.set_index("configuration")
     fat.loc["start", "weights_bytes"], fat.loc["all_six", "weights_bytes"] = 48_300_000_000, 24_100_000_000
     assert {c.claim: c.verdict for c in exp4_claims(fat.reset_index())}[claim] == "confirmed"
-
-
-def test_tables_read_again_give_the_same_metrics(tmp_path):
-    measure_all(experiment, SETTINGS, tmp_path, log=lambda _: None)
-    read, live = Tables(experiment, SETTINGS, str(tmp_path / "measured")), Tables(experiment, SETTINGS)
-    assert metrics(read, SETTINGS) == metrics(live, SETTINGS)
-    assert timed_metrics(read) == timed_metrics(live)
-    for name in experiment.TABLES:
-        assert read[name].equals(live[name]), name
-    start = read["configurations"].set_index("configuration").loc["start"]
-    assert metrics(read, SETTINGS)["exp4/legacy_fp32_peak_gib"] == start.peak_bytes / GIB

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from grade.experiments.intuitor.measure import tables as experiment
-from grade.experiments.intuitor.metrics import intuitor_claims, metrics, peaks_by_length
+from grade.experiments.intuitor.metrics import intuitor_claims
 from grade.experiments.measured import Tables
 from grade.experiments.traced import zero3_share
 from grade.memory.shapes import QWEN25_1_5B
@@ -72,14 +72,3 @@ def test_document_004_has_its_verdicts():
 @pytest.fixture(scope="module")
 def tables():
     return Tables(experiment, experiment.Settings())
-
-
-def test_the_tables_hold_every_figure(tables):
-    settings = experiment.Settings()
-    figures = metrics(tables, settings)
-    assert figures["intuitor/completions"] == settings.measured_prompts * settings.group == len(tables["scores"])
-    assert figures["intuitor/aggressive_fits_chunked"] == 32
-    peaks = peaks_by_length(tables["lengths"])[96]
-    assert peaks["Intuitor, dense logits"] == figures["intuitor/peak_gb_96_intuitor_dense_logits"]
-    at_peak = tables["categories"].groupby("configuration")["bytes"].sum() / 1e9
-    assert at_peak.to_dict() == pytest.approx(peaks)

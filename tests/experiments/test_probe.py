@@ -8,7 +8,6 @@ from grade.entropy.run import ProbeRunConfig
 from grade.entropy.samples import draw, entropy_coefficients, prompt_gradients, sequence_logps
 from grade.errors import InputError
 from grade.experiments.bench import measure
-from grade.experiments.measured import Tables, read_table, write_table
 from grade.experiments.probe.measure import tables as experiment
 from grade.experiments.probe.measure.proposals import (
     ProbeStepConfig,
@@ -19,7 +18,7 @@ from grade.experiments.probe.measure.proposals import (
     restore_errors,
     saved_by_log_probabilities,
 )
-from grade.experiments.probe.metrics import metrics, probe_claims, timed_metrics
+from grade.experiments.probe.metrics import probe_claims
 from grade.memory.shapes import QWEN25_1_5B
 from grade.memory.trace import trace
 from grade.models.prompts import PromptBatch
@@ -90,35 +89,6 @@ def test_document_003_has_its_verdicts():
     assert claims[name].verdict == "refuted"
     lower = {c.claim: c.verdict for c in probe_claims(QWEN25_1_5B, figures | {"probe/traced_chunked_peak_gb": 5.0})}
     assert lower[name] == "confirmed"
-
-
-@pytest.fixture(scope="module")
-def tables():
-    return Tables(experiment, experiment.Settings())
-
-
-def test_parts_sum_to_the_prediction_also_after_a_table_is_written_and_read(tables, tmp_path):
-    for name in ("predictions", "layers", "sequences", "extremes"):
-        write_table(tmp_path / name, tables[name])
-    step, layers, parts = (read_table(tmp_path / name) for name in ("predictions", "layers", "sequences"))
-    assert layers.part.sum() == pytest.approx(step.delta_h1.item(), rel=1e-9)
-    assert parts.part.mean() == pytest.approx(step.delta_h1_forward.item(), rel=1e-9)
-    assert read_table(tmp_path / "extremes").part.tolist() == sorted(parts.part)[:2] + sorted(parts.part)[-2:]
-
-
-def test_the_tables_hold_every_figure_and_seconds_stand_apart(tables):
-    settings = experiment.Settings()
-    figures = metrics(tables, settings)
-    assert figures["study/samples"] == 16 == len(tables["sequences"])
-    assert figures["probe/large_over_small"] == pytest.approx(1, abs=0.05)
-    assert figures["study/step0/x0.1/delta_h"] == tables["sweep"].delta_h.iloc[0]
-    assert not any("seconds" in name for name in figures)
-    assert set(timed_metrics(tables)) == {
-        f"study/seconds/{phase.replace(' ', '_')}" for phase in tables["phases"].phase
-    }
-    assert set(tables["timelines"].configuration) == {"chunked: B=2, G=3", "streamed: B=2, G=3"}
-    peaks = tables["timelines"].groupby("configuration")["bytes"].max() / 1e9
-    assert peaks["chunked: B=2, G=3"] == figures["probe/traced_chunked_peak_gb"]
 
 
 def test_a_trained_policy_needs_a_run_that_kept_its_optimizer(tmp_path):

@@ -1,39 +1,9 @@
 """Figures of the experiment on scale, by hand."""
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from grade.experiments.measured import Tables, measure_all
-from grade.experiments.scale.figures import gpus_figure, sampling_figure
-from grade.experiments.scale.measure import tables as experiment
-from grade.experiments.scale.metrics import GIB, metrics, timed_metrics
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scale")
-    settings = experiment.Settings()
-    measure_all(experiment, settings, folder, log=lambda _: None)
-    return Tables(experiment, settings, str(folder / "measured"))
-
-
-def test_a_smoke_test_traces_and_leaves_the_rest_out(smoke):
-    found = metrics(smoke)
-    assert set(found) == {
-        "lean/step_gib",
-        *(f"gpus/{s}_{n}/{what}_gib" for s in ("fsdp2", "ddp") for n in (1, 2) for what in ("peak", "received")),
-    }  # fmt: skip
-    assert found["gpus/fsdp2_1/peak_gib"] == found["gpus/ddp_1/peak_gib"]  # one GPU holds everything either way
-    assert found["gpus/fsdp2_1/received_gib"] == 0 < found["gpus/fsdp2_2/received_gib"]
-    assert timed_metrics(smoke) == {}
-    gpus = smoke["gpus"]
-    fig = gpus_figure(gpus)
-    for ax, sharding in zip(fig.axes, ("ddp", "fsdp2"), strict=True):
-        tops = {round(p.get_x(), 2): p.get_y() + p.get_height() for p in ax.patches}  # of each bar its last part
-        assert list(tops.values()) == pytest.approx(gpus[gpus["sharding"] == sharding].peak / GIB)
-    assert sampling_figure(smoke["sampling"]) is None
-    plt.close(fig)
+from grade.experiments.scale.metrics import GIB, metrics
 
 
 def test_figures_by_hand():

@@ -6,20 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from completions_server import serving
-from conftest import save_toy_base
 
 from grade.experiments.scale.measure.sampling import law_table, sampling_ratios, training_differences, training_table
 
 TEXTS = [f"The film was {word}" for word in ("a", "so", "not", "it", "all", "bad", "good", "new")]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    task = save_toy_base(folder)
-    task.reward_model.save(folder / "bag")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    return folder
 
 
 def test_the_law_of_samplers_of_this_process_and_of_a_server(base):
@@ -31,10 +21,11 @@ def test_the_law_of_samplers_of_this_process_and_of_a_server(base):
     assert np.allclose(table["mean_ratio"], 1, atol=1e-4)
 
 
-def test_training_on_samples_of_two_samplers(base):
-    data = {name: str(base / "prompts.jsonl") for name in ("train_dataset", "eval_dataset")}
+def test_training_on_samples_of_two_samplers(base, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    data = {name: str(tmp_path / "prompts.jsonl") for name in ("train_dataset", "eval_dataset")}
     table = training_table(
-        (0, 1), ("own", "shared"), max_steps=1, eval_prompts=8, model=str(base), reward=str(base / "bag"),
+        (0, 1), ("own", "shared"), max_steps=1, eval_prompts=8, model=str(base), reward=str(base.parent / "bag"),
         per_device_train_batch_size=8, max_completion_length=4, min_completion_length=0, lora={"r": 2, "alpha": 4},
         **data,
     )  # fmt: skip

@@ -1,18 +1,14 @@
 """Text first: runs with and without scored text on the toy task, what is kept of them, statistics by hand."""
 
-import math
-
-import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
 from grade.errors import InputError
 from grade.experiments import reward_runs
-from grade.experiments.measured import Tables, measure_all, read_table
-from grade.experiments.text_first import figures
+from grade.experiments.measured import measure_all, read_table
 from grade.experiments.text_first.measure import tables as experiment
 from grade.experiments.text_first.measure.tables import SMOKE, Settings
-from grade.experiments.text_first.metrics import contest_curves, metrics, reach_table, shown_texts, timed_metrics
+from grade.experiments.text_first.metrics import contest_curves, reach_table
 
 
 @pytest.fixture(scope="module")
@@ -93,34 +89,3 @@ def test_other_methods_count_with_their_best_strength():
                           for strength in (0.1, 0.3) for step in (0, 1)])  # fmt: skip
     curves = contest_curves(peers)
     assert curves.reward.tolist() == [0.0, 0.3] and set(curves.subject) == {"tiny_gold"}
-
-
-def test_written_tables_give_every_kind_of_figure(results, tmp_path):
-    settings = Settings()
-    tables = Tables(experiment, settings, str(results / "measured"))
-    found, timed = metrics(tables, settings), timed_metrics(tables, settings)
-    expected = """offline/tiny_bag/reward_at_1_over_rloo offline/tiny_bag/reward_at_1_over_rloo_low
-        offline/tiny_bag/policy_samples offline/tiny_bag/steering_samples samples_over_rloo/tiny_bag
-        offline/samples_over_rloo/tiny_bag_censored reward_at_kl/tiny_bag/0.5/rloo end/tiny_bag/auto_texts/outside
-        budget/worst_rel_error budget/tiny_bag/offline"""
-    assert [key for key in expected.split() if key not in found] == []
-    assert found["offline/tiny_bag/policy_samples"] == 0 and found["offline/tiny_bag/steering_samples"] == 32
-    assert all(value is None or math.isfinite(value) for value in (found | timed).values())
-    assert not any("second" in key for key in found) and timed["seconds/tiny_bag/rloo"] > 0
-    runs = tables["runs"]
-    texts = shown_texts(runs, "tiny_bag", "offline")
-    assert len(texts) == 6 and (texts["text before"] != texts["text after"]).any()
-    fits = pd.DataFrame({"subject": "a", "family": "bag", "texts": [64, 128], "held_out": 0.1, "r2": [0.1, 0.2]})
-    sources = runs.assign(subject="sources")
-    row = {"policy": "tiny", "reward_name": "gold", "method": "awr", "source": "human", "strength": 1.0, "seed": 0}
-    peers = pd.DataFrame([row | {"step": 1, "kl": 1.0, "reward": 0.5, "samples": 0}])
-    drawn = [
-        figures.frontier_figure(runs, ["tiny_bag"], [0.5, 1.0]), figures.subjects_figure(runs, 1.0),
-        figures.quality_figure(runs, ["tiny_bag"]), figures.explained_figure(fits), figures.sources_figure(sources),
-        figures.peers_figure(peers),
-    ]  # fmt: skip
-    for fig, panels in zip(drawn, (1, 1, 5, 1, 1, 1), strict=True):
-        assert len(fig.axes) == panels
-        fig.savefig(tmp_path / "figure.png")
-    plt.close("all")
-    assert figures.peers_figure(None) is None and figures.sources_figure(runs) is None

@@ -24,13 +24,6 @@ def hand_trace(timeline=(), layers=2, traced_layers=2, **parts):
     return Trace(sum(parts.values()), categories, {}, "forward", [], list(timeline), layers, traced_layers, 0, 0.0)
 
 
-def test_a_short_timeline_is_kept_whole():
-    timeline = [("forward", 1), ("forward", 3), ("backward", 2), ("forward", 1)]
-    table = timelines_table({"x": hand_trace(timeline)})
-    assert list(table.columns) == ["configuration", "phase", "bytes"]
-    assert list(zip(table.phase, table["bytes"], strict=True)) == timeline
-
-
 def test_the_timeline_of_an_extrapolated_trace_is_refused():
     with pytest.raises(ValueError, match="'deep' is extrapolated from 3"):
         timelines_table({"deep": hand_trace([("forward", 1)], layers=5, traced_layers=3)})
@@ -41,25 +34,19 @@ def test_a_timeline_of_all_layers_reaches_the_peak():
     assert timelines_table({"tiny": whole})["bytes"].max() == whole.peak
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"logits": "completion", "self_certainty": True},
-        {"logits": "all", "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
-        {"adapter": "full", "base_copies": 2, "gradient_checkpointing": True, "self_certainty": True},
-        {"dtype": "bfloat16", "attention": "eager", "reference": False},
-    ],
-    ids=str,
-)
-def test_a_traced_policy_step_has_the_peak_of_the_real_one(options):
-    config = PolicyStepConfig(**TINY | options)
-    assert trace(config, device="cpu").peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
+STEPS = [
+    {},
+    {"logits": "completion", "self_certainty": True},
+    {"logits": "all", "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+    {"adapter": "full", "base_copies": 2, "gradient_checkpointing": True, "self_certainty": True},
+    {"dtype": "bfloat16", "attention": "eager", "reference": False},
+    *({"option": option} for option in OPTIONS),
+]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_a_traced_caching_option_has_the_peak_of_the_real_one(option):
-    config = CachingConfig(**TINY, option=option)
+@pytest.mark.parametrize("options", STEPS, ids=str)
+def test_a_traced_step_has_the_peak_of_the_real_one(options):
+    config = (CachingConfig if "option" in options else PolicyStepConfig)(**TINY | options)
     assert trace(config, device="cpu").peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
 
 

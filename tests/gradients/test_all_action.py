@@ -3,32 +3,20 @@
 import pytest
 import torch
 from conftest import EOS, VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
+from models.test_head import HEADS, D, N, V, make_head
 
 from grade.experiments.enumeration import completion_logps, every_completion
-from grade.experiments.traced import saved_bytes
 from grade.gradients.all_action import embedding_values, expected_values
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
 from grade.gradients.replay import ReplayGraph, replay
 from grade.gradients.rollout import sample
 from grade.models import head as head_module
-from grade.models.head import Head
 from grade.models.parameters import flatten
-
-N, D, V = 9, 5, 130  # V is not a multiple of anything convenient
-HEADS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "soft cap and temperature": {"softcap": 2.0, "scale": 1.3, "temperature": 0.7, "bias": True},
-}
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def make_head(bias=False, v=V, dtype=torch.float64, **options):
-    return Head(randn(v, D, seed=1, dtype=dtype), randn(v, seed=2, dtype=dtype) if bias else None, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +52,6 @@ def test_a_half_precision_model_has_float32_expectations():
     p, s = head(h).softmax(-1).double(), values(torch.arange(N)).double()
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), (p * s).sum(-1))  # float32 rounding only: same logits, same values
-
-
-def test_one_hidden_state_a_row_is_kept():
-    head, h, s = make_head(v=3000, dtype=torch.float32), randn(N, D, dtype=torch.float32).requires_grad_(), randn(3000)
-    assert saved_bytes(lambda: expected_values(head, h, lambda rows: s), exclude=[h, head.weight]) == N * D * 4
 
 
 class Linear(ToyReward):

@@ -1,13 +1,11 @@
 """What is kept of scored completions: Gram matrices by rows, a window, and whether predictions came true."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grade.gradients.distilled import store as store_module
 from grade.gradients.distilled.families import Family, make_family
 from grade.gradients.distilled.ridge import Spectrum, centred, choose
 from grade.gradients.distilled.store import Evidence, Store
@@ -87,27 +85,6 @@ def test_weights_are_those_of_ridge_on_the_features(name):
     torch.testing.assert_close(fit.without(0, 2), fit.weights[1:] * fit.choice.slope)
 
 
-def test_the_family_that_explains_most_is_taken_and_the_first_of_equals():
-    store = filled()
-    assert store.fit(1).family == store.best_of(["counts", "dense"]) == "dense"
-    assert store.best_of(["counts"]) == "counts" and store.best_of(["other"]) is None
-    tied = Store({"first": Family(Base()), "second": Family(Base())}, GROUP, 100)
-    rows, rewards, tokens = batch(4)
-    tied.add({"first": rows["dense"], "second": rows["dense"]}, rewards, tokens)
-    assert tied.fit(1).family == "first"
-
-
-def test_a_batch_is_fitted_with_what_the_batches_before_it_chose(monkeypatch):
-    """Its own rewards choose for the next: a choice that has seen a group would bias its gradient."""
-    monkeypatch.setattr(store_module, "LARGE", 10**6)
-    store, known = filled(batches=2), []
-    for seed in (7, 8, 9):
-        store.fit(1)
-        known.append(dict(store.choices))
-        store.add(*batch(seed=seed, noise=3.0))
-        assert store.fit(2).choice == known[-1]["dense"] != store.choices["dense"]
-
-
 # ---- completions that wait ----
 @pytest.mark.parametrize("window", [1000, 12])
 def test_what_waited_is_in_the_next_fit_as_if_it_had_not_waited(window):
@@ -119,14 +96,6 @@ def test_what_waited_is_in_the_next_fit_as_if_it_had_not_waited(window):
     torch.testing.assert_close(fits[0].weights, fits[1].weights, rtol=1e-12, atol=1e-12)
     assert (len(late), late.dropped, late.waiting) == (len(eager), eager.dropped, [])
     assert all(torch.equal(late.kept[name], eager.kept[name]) for name in ("tokens", "rewards"))
-
-
-def test_an_older_fit_has_seen_no_group_of_the_step():
-    store = filled()
-    fit = store.fit(2)
-    assert torch.equal(fit.without(1, 1), fit.weights[2:] * fit.choice.slope)
-    older = replace(fit, weights=fit.weights[:1])
-    assert torch.equal(older.without(1, 1), fit.all)
 
 
 # ---- predictions made in advance ----
@@ -151,7 +120,6 @@ def test_trust_by_hand():
     assert silent.trust == 1.0, "nothing was predicted yet"
 
 
-# ---- checkpoints ----
 @pytest.mark.parametrize("window", [1000, 15])
 def test_a_store_that_was_restored_makes_the_same_fits(window, tmp_path):
     whole = filled(window)

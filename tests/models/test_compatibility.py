@@ -20,9 +20,8 @@ def tiny(config=None, dtype=torch.float32):
 
 
 def refused(model, reason, tokenizer=None):
-    with pytest.raises(InputError, match=reason) as caught:
+    with pytest.raises(InputError, match=reason):
         Backbone(model, tokenizer)
-    assert "\n" not in str(caught.value)
 
 
 def change(module, function):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grade.experiments.traced import kept_bytes, saved_bytes
+from grade.gradients.all_action import expected_values
 from grade.models import head as vocab
 from grade.models.head import (
     Head,
@@ -124,7 +125,9 @@ def test_what_support_and_embedding_keep_is_proportional_to_k_and_independent_of
 @pytest.mark.parametrize("vocab", [1000, 3000])
 def test_a_row_function_keeps_one_hidden_state_per_row_and_nothing_without_gradient(vocab):
     head, h, ref = make_head(v=vocab, dtype=torch.float32), hidden(dtype=torch.float32), hidden(seed=3).float().detach()
-    for function in (self_certainty, entropy, lambda *given: kl_divergence(*given, ref)):
+    values = torch.rand(vocab)
+    expected = lambda *given: expected_values(*given, lambda rows: values)  # noqa: E731
+    for function in (self_certainty, entropy, expected, lambda *given: kl_divergence(*given, ref)):
         assert saved_bytes(lambda function=function: function(head, h), exclude=[h, head.weight]) == N * D * 4
         with torch.no_grad():
             assert saved_bytes(lambda function=function: function(head, h)) == 0

@@ -29,13 +29,6 @@ def word_tokenizer(template: str = "$A", **special: str) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(special or SPECIAL))
 
 
-def test_prompts_are_padded_on_the_left():
-    batch = encode_prompts(word_tokenizer(), ["a b c", "c", "b a"], max_prompt_tokens=8)
-    assert batch.ids.tolist() == [[A, B, C], [PAD, PAD, C], [PAD, B, A]]
-    assert batch.mask.tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
-    assert batch.ids.dtype == batch.mask.dtype == torch.int64 and len(batch) == 3
-
-
 @pytest.mark.parametrize(("template", "row"), [("<s> $A", [BOS, A]), ("$A </s>", [A, B]), ("<s> $A </s>", [BOS, A])])
 def test_bos_is_the_tokenizers_choice_and_eos_never_ends_a_prompt(template, row):
     assert encode_prompts(word_tokenizer(template), ["a b"], max_prompt_tokens=2).ids.tolist() == [row]
@@ -189,9 +182,8 @@ BAD_MESSAGES = {
 @pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
 def test_a_bad_row_is_named(row, message):
     rows = [{"prompt": "a"}, row]
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         encode_examples(word_tokenizer("<s> $A"), rows, 4, rows=[3, 7])
-    assert "\n" not in str(error.value)
     with pytest.raises(InputError, match=message):
         check_prompts(word_tokenizer("<s> $A"), [rows[0]] * 7 + rows[1:], 4, batch_size=2)
 

@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grade.errors import InputError
-from grade.models.head import CHUNK_ROWS, Head, certainty_of_logits, entropy, self_certainty
+from grade.models.head import entropy, self_certainty
 from grade.models.sampling import generate
-from grade.models.scoring import completion_certainty, completion_logps, completion_states, pool, predicting_hidden
+from grade.models.scoring import completion_logps, completion_states, predicting_hidden
 
 
 def completions(batch=3, new=4):
@@ -47,15 +45,6 @@ def test_scores_are_those_of_the_distribution_that_predicts_the_token(temperatur
         torch.testing.assert_close(*grads)
 
 
-def test_the_first_token_is_predicted_by_the_last_of_the_prompt():
-    backbone, prompts, (ids, _) = make_backbone(), make_prompts(), completions()
-    other = ids.clone()
-    other[:, -1] = 3 + (other[:, -1] - 2) % (VOCAB - 3)  # the last token predicts nothing
-    first = backbone.hidden(backbone.embed(prompts.ids), prompts.mask)[:, -1]
-    torch.testing.assert_close(predicting_hidden(backbone, prompts, ids)[:, 0], first)
-    torch.testing.assert_close(predicting_hidden(backbone, prompts, ids), predicting_hidden(backbone, prompts, other))
-
-
 @pytest.mark.parametrize(
     ("batch", "temperature", "error", "named"),
     [(2, 1.0, ValueError, "completions"), (3, 0.0, InputError, "temperature")],
@@ -64,39 +53,6 @@ def test_what_does_not_fit_is_refused(batch, temperature, error, named):
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions(batch)
     with pytest.raises(error, match=named):
         completion_logps(backbone, prompts, ids, mask, temperature=temperature)
-
-
-def a_head(vocab=50, dim=6, softcap=None, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(vocab, dim, generator=generator, dtype=dtype)
-    return Head(weight, torch.randn(vocab, generator=generator, dtype=dtype), 0.5, softcap)
-
-
-def a_hidden(n=CHUNK_ROWS + 3, dim=6, dtype=torch.float64):
-    return torch.randn(n, dim, generator=torch.Generator().manual_seed(1), dtype=dtype)
-
-
-def test_self_certainty_by_hand():
-    # p = (1/2, 1/4, 1/4): KL(U || p) = log(1/3) - mean(log p) = -1.0986 + (0.6931 + 2 * 1.3863) / 3
-    logits = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()
-    want = -math.log(3) + (math.log(2) + 2 * math.log(4)) / 3
-    assert float(certainty_of_logits(logits)) == pytest.approx(want, abs=1e-15)
-
-
-@given(st.lists(st.floats(-20, 20), min_size=2, max_size=30), st.floats(-5, 5))
-@settings(max_examples=50, deadline=None)
-def test_self_certainty_is_never_negative_and_does_not_see_a_shift(values, shift):
-    logits = torch.tensor(values, dtype=torch.float64)
-    assert float(certainty_of_logits(logits)) >= -1e-12
-    assert torch.allclose(certainty_of_logits(logits + shift), certainty_of_logits(logits), atol=1e-12)
-
-
-def test_a_completion_scores_its_own_tokens():
-    values = torch.tensor([[1.0, 3.0, 100.0], [2.0, 100.0, 100.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert completion_certainty(values, mask).tolist() == [2.0, 2.0]
-    with pytest.raises(ValueError, match="at least one token"):
-        completion_certainty(values, torch.zeros_like(mask))
 
 
 LENGTH = 5
@@ -128,9 +84,3 @@ def test_states_are_the_bases_without_adapter_padding_or_other_rows(policy, samp
             states = layers.hidden_states[depth][0, first:]
             torch.testing.assert_close(pooled[row], F.layer_norm(states, states.shape[-1:]).mean(0))
     assert predicting.shape == (3, LENGTH, policy.hidden_size) and not predicting.requires_grad
-
-
-def test_a_mean_is_over_the_valid_positions_of_normalised_states():
-    states, mask = torch.tensor([[[1.0, 3.0], [7.0, 5.0], [1e6, 0.0]]]), torch.tensor([[1, 1, 0]])
-    torch.testing.assert_close(pool(states, mask), torch.tensor([[0.0, 0.0]]), atol=1e-4, rtol=0)  # (-1, 1) and (1, -1)
-    torch.testing.assert_close(pool(states, torch.tensor([[1, 0, 0]])), torch.tensor([[-1.0, 1.0]]), atol=1e-4, rtol=0)

@@ -126,12 +126,6 @@ def test_a_stage_depends_on_the_wings_that_it_imports_and_a_family_on_no_other(d
         assert not needless, family
 
 
-def test_the_dependencies_of_a_command_are_those_of_its_functions(default):
-    assert "grade/experiments/fetch.py" in needed_code(default["fetch"])
-    assert not any("models" in file for file in needed_code(default["fetch"]) | needed_code(default["data"]))
-    assert {"grade/gradients/replay.py", "grade/rewards/gold.py"} <= needed_code(default["train@ste-0"])
-
-
 def test_a_drawing_never_costs_a_measurement(default):
     for name, stage in default.items():
         if name.startswith("measure"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import perturb_adapter
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, GPT2Config, LlamaConfig
 
 from grade.data.tiny_lm import train_tokenizer
@@ -32,11 +33,7 @@ def make_policy(tokenizer):
             AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer,
             LoraSettings(r=2, alpha=4, target_modules=["c_attn"]),
         )  # fmt: skip
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for p in backbone.trainable_parameters():
-                p.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
-        return backbone
+        return perturb_adapter(backbone, seed=1)
 
     return make
 

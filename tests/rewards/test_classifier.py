@@ -103,14 +103,6 @@ def test_too_long_a_text_is_refused_with_its_row(limit, make_classifier, policy,
         TextClassifier(model, own).score(policy, *batch)
 
 
-def test_a_saved_classifier_is_loaded(tmp_path, make_classifier, policy, tokenizer, batch):
-    model = make_classifier("bert", dtype=torch.float32)
-    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    loaded, own = load_classifier(str(tmp_path))
-    want = TextClassifier(model, tokenizer).score(policy, *batch)
-    assert_close(TextClassifier(loaded, own).score(policy, *batch), want)
-
-
 def base_model(folder, policy, tokenizer):
     policy.model.config.save_pretrained(folder)
     policy.peft.unload().save_pretrained(folder)
@@ -152,6 +144,5 @@ def fewer_layers(folder, policy, tokenizer):
 )
 def test_what_is_no_classifier_is_refused(tmp_path, write, match, policy, tokenizer):
     write(tmp_path, policy, tokenizer)
-    with pytest.raises(InputError, match=match) as error:
+    with pytest.raises(InputError, match=match):
         load_classifier(str(tmp_path))
-    assert "\n" not in str(error.value)

@@ -2,19 +2,15 @@
 
 import math
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import make_backbone
 
+from grade.data.reviews import Review
 from grade.models.prompts import padded
 from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
 from grade.rewards.model import HeadSettings, RewardModel
-
-
-def review(text, label=1):
-    return SimpleNamespace(text=text, label=label)
 
 
 @cache
@@ -29,7 +25,7 @@ def backbone():
     return made
 
 
-REVIEWS = [review("abcdefghijkl", 1), review("klmno", 0), review("aaab", 1), review("ponmlkjih", 0)]
+REVIEWS = [Review("abcdefghijkl", 1), Review("klmno", 0), Review("aaab", 1), Review("ponmlkjih", 0)]
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("bag", {}), ("bag", {"pooling": "root"}), ("trunk", {})])
@@ -51,7 +47,7 @@ def test_measures_on_held_out_reviews_are_those_of_the_cut_texts(kind, settings)
 
 
 def test_the_report_counts_the_reviews_that_were_read():
-    more = [*REVIEWS, review("a" * 9, 2)]  # one that may not be read: its label is neither 0 nor 1
+    more = [*REVIEWS, Review("a" * 9, 2)]  # one that may not be read: its label is neither 0 nor 1
     fit = dict(train_size=4, validation_size=2, epochs=1, min_tokens=4, max_tokens=4)  # one length is a range too
     config = RewardConfig.parse({"bag": fit, "eval_tokens": [4]})
     model, report = train_reward("bag", config, backbone(), more, [*REVIEWS[:2], more[-1]])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from grade.data.reviews import Review
 from grade.data.tiny_lm import tiny_model
 from grade.errors import InputError
 from grade.models.backbone import Backbone
@@ -15,11 +16,6 @@ from grade.rewards.model import load_reward
 GOOD, BAD = ("fine", "great", "lovely"), ("poor", "dull", "awful")
 
 
-class Text:
-    def __init__(self, text, label):
-        self.text, self.label = text, label
-
-
 def stars(n, seed, scale=1.0):
     """Texts of eight words whose label is the number of good words, times a scale, plus 100."""
     rng = np.random.default_rng(seed)
@@ -27,7 +23,7 @@ def stars(n, seed, scale=1.0):
     for _ in range(n):
         good = rng.random(8) < rng.random()
         words = [rng.choice(GOOD if g else BAD) for g in good]
-        rows.append(Text(" ".join(words), float(good.sum()) * scale + 100))
+        rows.append(Review(" ".join(words), float(good.sum()) * scale + 100))
     return rows
 
 
@@ -90,7 +86,7 @@ def test_r2_is_refused_where_it_is_not_defined(labels):
 @pytest.mark.parametrize("label", [float("nan"), float("inf"), "5", None, [1]])
 def test_a_label_that_is_no_number_is_refused(label, base):
     with pytest.raises(InputError, match="label: got .*; allowed: a finite number"):
-        train_reward("bag", config(), base, [*stars(20, 0), Text("fine", label)], stars(20, 1))
+        train_reward("bag", config(), base, [*stars(20, 0), Review("fine", label)], stars(20, 1))
 
 
 def test_labels_that_are_all_equal_teach_nothing(base):

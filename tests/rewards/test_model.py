@@ -1,7 +1,6 @@
 """Reward models: one score for ids, soft tokens and padded input; frozen base; honest loading; training that learns."""
 
 import json
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from grade.data.reviews import Review
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
@@ -23,11 +23,6 @@ CASES = [
     ("bag", HeadSettings(hidden=5, pooling="root")),
     ("trunk", HeadSettings(hidden=8)),
 ]
-
-
-class Review(NamedTuple):
-    text: str
-    label: int
 
 
 def word_tokenizer(words=WORDS):
@@ -87,47 +82,6 @@ def test_gradient_by_embeddings_is_exact(kind, settings):
     (grad,) = torch.autograd.grad(model(embeds, mask[:, 1:6]).sum(), embeds)
     norms = grad.norm(dim=-1)
     assert (norms[mask[:, 1:6] == 0] == 0).all() and (norms[mask[:, 1:6] == 1] > 0).all()
-
-
-def test_the_gradient_of_a_linear_bag_tells_what_another_token_would_score():
-    model = build("bag", HeadSettings())
-    ids, mask, _ = batch()
-    embeds = model.backbone.embed(ids).detach().requires_grad_()
-    logits = model.logits(embeds, mask)
-    (grad,) = torch.autograd.grad(logits.sum(), embeds)
-    swapped = ids.clone()
-    swapped[:, 4] = torch.tensor([3, 4, 5])  # column 4 is valid in every row
-    step = model.backbone.embed(swapped) - embeds
-    predicted = (grad * step).sum((1, 2))
-    actual = model.logits(model.backbone.embed(swapped), mask) - logits
-    assert actual.abs().min() > 1e-3
-    assert_close(predicted, actual)
-
-
-@pytest.mark.parametrize(("kind", "settings"), CASES)
-def test_only_embeddings_and_head_get_gradient(kind, settings):
-    model = build(kind, settings)
-    ids, mask, _ = batch()
-    embeds = model.backbone.embed(ids).detach().requires_grad_()
-    model(embeds, mask).sum().backward()
-    assert embeds.grad is not None and all(p.grad is not None for p in model.parameters())
-    assert all(p.grad is None for p in model.backbone.parameters())
-    assert not set(map(id, model.parameters())) & set(map(id, model.backbone.parameters()))
-
-
-def test_trunk_ignores_the_adapter_and_leaves_it_on():
-    model = build("trunk", HeadSettings(hidden=8))
-    ids, mask, _ = batch()
-    backbone = model.backbone
-    embeds = backbone.embed(ids)
-    policy = backbone.hidden(embeds, mask)
-    before = model(embeds, mask)
-    with torch.no_grad():
-        for p in backbone.trainable_parameters():
-            p.add_(1.0)
-    assert_close(model(embeds, mask), before)
-    after = backbone.hidden(embeds, mask)
-    assert (after - policy).abs().max() > 1e-3 and after.requires_grad
 
 
 def test_trunk_head_is_the_documents_head_by_hand():
@@ -253,44 +207,41 @@ def test_an_adapter_on_the_base_does_not_change_its_fingerprint(tmp_path):
     load_reward(tmp_path, backbone)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: {k: v for k, v in t.items() if k != "head.1.bias"}, "Missing key.*bias"),
-        (lambda t: t | {"more": torch.ones(1)}, "Unexpected key.*more"),
-        (lambda t: t | {"head.1.bias": torch.ones(5)}, "size mismatch for head.1.bias"),
-        (lambda t: t | {"spread": t["spread"] * torch.nan}, "spread is not finite"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(tmp_path, change, message):
+def tensors(change):
+    """Change the weights in a folder."""
+
+    def spoil(folder):
+        save_file(change(load_file(folder / "reward.safetensors")), folder / "reward.safetensors")
+
+    return spoil
+
+
+def written(name, change):
+    """Change what a file in a folder holds."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+FITS = "reward model: got .*weights in reward.safetensors.*"
+SPOILT = {
+    "a tensor less": (tensors(lambda t: {k: v for k, v in t.items() if k != "head.1.bias"}), f"{FITS}Missing.*bias"),
+    "a tensor more": (tensors(lambda t: t | {"more": torch.ones(1)}), f"{FITS}Unexpected key.*more"),
+    "another shape": (tensors(lambda t: t | {"head.1.bias": torch.ones(5)}), f"{FITS}size mismatch for head.1.bias"),
+    "not finite": (tensors(lambda t: t | {"spread": t["spread"] * torch.nan}), f"{FITS}spread is not finite"),
+    "no settings": (lambda folder: (folder / "reward.json").unlink(), "reward model"),
+    "no weights": (lambda folder: (folder / "reward.safetensors").unlink(), "reward model"),
+    "bad settings": (written("reward.json", lambda text: text[:30]), "reward model"),
+    "no settings but a list": (written("reward.json", lambda text: b"[1]"), "reward model"),
+    "bad weights": (written("reward.safetensors", lambda content: content[:-10]), "reward model"),
+    "another size": (written("reward.json", lambda t: t.replace(b'"hidden": 0', b'"hidden": 5')), f"{FITS}head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT)
+def test_a_folder_that_does_not_fit_is_one_clear_error(tmp_path, spoil, message):
     RewardModel("bag", bare(), HeadSettings()).save(tmp_path)
-    path = tmp_path / "reward.safetensors"
-    save_file(change(load_file(path)), path)
-    with pytest.raises(InputError, match=f"reward model: got .*weights in reward.safetensors.*{message}"):
+    spoil(tmp_path)
+    with pytest.raises(InputError, match=message):
         load_reward(tmp_path, bare())
-
-
-@pytest.mark.parametrize("damage", ["missing", "no_weights", "bad_json", "bad_weights", "wrong_shapes", "not_a_dict"])
-def test_missing_and_corrupt_files_are_one_clear_error(tmp_path, damage):
-    backbone = bare()
-    RewardModel("bag", backbone, HeadSettings()).save(tmp_path)
-    config, weights = tmp_path / "reward.json", tmp_path / "reward.safetensors"
-    if damage == "missing":
-        config.unlink()
-    elif damage == "no_weights":
-        weights.unlink()
-    elif damage == "bad_json":
-        config.write_text(config.read_text()[:30])
-    elif damage == "bad_weights":
-        weights.write_bytes(weights.read_bytes()[:-10])
-    elif damage == "not_a_dict":
-        config.write_text("[1]")
-    else:
-        about = json.loads(config.read_text())
-        about["settings"]["hidden"] = 5
-        config.write_text(json.dumps(about))
-    with pytest.raises(InputError, match="reward model"):
-        load_reward(tmp_path, backbone)
 
 
 # --- training

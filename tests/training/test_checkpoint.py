@@ -2,10 +2,9 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
+from training.runs import settings, toy_project
 
 from grade.errors import InputError
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
@@ -14,21 +13,28 @@ from grade.training.load import load_task
 from grade.training.merge import merge
 from grade.training.run import run_training, train
 
-sys.path.insert(0, str(Path(__file__).parent))
-from runs import settings, toy_project  # noqa: E402
-
-
-def silent(_):
-    pass
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run with checkpoints, and its settings."""
     root = tmp_path_factory.mktemp("run")
     common = toy_project(root) | {"max_steps": 4, "save_steps": 2, "save_total_limit": None, "eval_strategy": "no"}
-    train(settings("ste", common, root / "run"), silent)
+    train(settings("ste", common, root / "run"), lambda line: None)
     return root / "run", common
+
+
+@pytest.fixture
+def copied(run, tmp_path):
+    """A copy of the run that a test may change."""
+    return shutil.copytree(run[0], tmp_path / "run")
+
+
+@pytest.fixture
+def again(run, copied):
+    """Trains once more in the copy."""
+    return lambda resume="no", overwrite=False, **changes: train(
+        settings("ste", run[1] | changes, copied), lambda line: None, resume, overwrite
+    )
 
 
 def test_every_saved_adapter_has_the_fingerprint_of_its_base_and_sorted_settings(run):
@@ -41,13 +47,18 @@ def test_every_saved_adapter_has_the_fingerprint_of_its_base_and_sorted_settings
         assert targets == sorted(targets) and len(targets) > 1
 
 
-def flipped(file, other):
+def contents(folder):
+    """Every file with its time of change."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def flipped(file, other=None):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def removed(file, other):
+def removed(file, other=None):
     file.unlink()
 
 
@@ -55,7 +66,7 @@ def of_another_step(file, other):
     shutil.copy2(other, file)
 
 
-def cut(file, other):
+def cut(file, other=None):
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -67,131 +78,99 @@ def cut(file, other):
         ("grade_state.json", cut), (BASE_FILE, cut), (ADAPTER_FILES[0], removed),
     ],
 )  # fmt: skip
-def test_a_damaged_checkpoint_is_passed_over_and_its_file_is_named(run, tmp_path, caplog, name, spoil):
-    folder, _ = run
-    shutil.copytree(folder, tmp_path / "run")
-    spoil(tmp_path / "run" / "checkpoint-4" / name, folder / "checkpoint-2" / name)
-    assert last_checkpoint(tmp_path / "run").name == "checkpoint-2"
+def test_a_damaged_checkpoint_is_passed_over_and_its_file_is_named(run, copied, caplog, name, spoil):
+    spoil(copied / "checkpoint-4" / name, run[0] / "checkpoint-2" / name)
+    assert last_checkpoint(copied).name == "checkpoint-2"
     assert [f"checkpoint-4/{name} is damaged" in record.message for record in caplog.records] == [True]
 
 
-def test_a_run_goes_on_from_its_newest_whole_checkpoint_to_the_same_bits(run, tmp_path):
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run")
-    damaged = tmp_path / "run" / "checkpoint-4"
-    flipped(damaged / "optimizer.pt", None)
-    config = settings("ste", common, tmp_path / "run")
+def test_a_run_goes_on_from_its_newest_whole_checkpoint_to_the_same_bits(run, copied, again):
+    damaged, config = copied / "checkpoint-4", settings("ste", run[1], copied)
+    flipped(damaged / "optimizer.pt")
     with pytest.raises(InputError, match="resume_from_checkpoint: got .* optimizer.pt is damaged"):
-        run_training(config, load_task(config), None, tmp_path / "run", damaged)
-    (tmp_path / "run" / "metrics.json").unlink()  # as if the run had been killed at the end
-    assert train(config, silent, "yes").step == 4
+        run_training(config, load_task(config), None, copied, damaged)
+    (copied / "metrics.json").unlink()  # as if the run had been killed at the end
+    assert again("yes").step == 4
     for file in ("adapter/adapter_model.safetensors", "adapter/optimizer.pt", "history.csv", "metrics.json"):
-        assert (tmp_path / "run" / file).read_bytes() == (folder / file).read_bytes(), file
+        assert (copied / file).read_bytes() == (run[0] / file).read_bytes(), file
 
 
-def test_a_damaged_adapter_is_not_exported(run, tmp_path):
-    folder, _ = run
-    for name in ADAPTER_FILES:
-        shutil.copytree(folder, tmp_path / name)
-        flipped(tmp_path / name / "adapter" / name, None)
-        with pytest.raises(InputError, match=f"adapter: got .* {name} is damaged"):
-            merge(tmp_path / name, tmp_path / "merged")
+@pytest.mark.parametrize("name", ADAPTER_FILES)
+def test_a_damaged_adapter_is_not_exported(copied, tmp_path, name):
+    flipped(copied / "adapter" / name)
+    with pytest.raises(InputError, match=f"adapter: got .* {name} is damaged"):
+        merge(copied, tmp_path / "merged")
 
 
-def test_an_unfinished_checkpoint_is_none(run, tmp_path):
+def test_an_unfinished_checkpoint_is_none(copied, again):
     """Its manifest is written last."""
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run")
-    (tmp_path / "run" / "metrics.json").unlink()
+    (copied / "metrics.json").unlink()
     for step in (2, 4):
         for name in ("manifest.json", "grade_state.json"):
-            (tmp_path / "run" / f"checkpoint-{step}" / name).unlink()
-    assert last_checkpoint(tmp_path / "run") is None
-    assert train(settings("ste", common, tmp_path / "run"), silent, "yes").step == 4
-    assert last_checkpoint(tmp_path / "run").name == "checkpoint-4"
+            (copied / f"checkpoint-{step}" / name).unlink()
+    assert last_checkpoint(copied) is None
+    assert again("yes").step == 4 and last_checkpoint(copied).name == "checkpoint-4"
 
 
-@pytest.mark.parametrize("resume", ["no", "yes", "auto"])
-@pytest.mark.parametrize("name", ["manifest.json", "adapter_model.safetensors"])
-def test_checkpoints_that_cannot_be_used_are_not_deleted(run, tmp_path, name, resume):
-    """Older code wrote none of the manifests; a disk may damage every checkpoint."""
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run")
-    (tmp_path / "run" / "metrics.json").unlink()
-    for step in (2, 4):
-        (tmp_path / "run" / f"checkpoint-{step}" / name).unlink()
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match="--overwrite to start over: checkpoint-4 .* nothing was deleted"):
-        train(settings("ste", common, tmp_path / "run"), silent, resume)
-    assert sorted(tmp_path.rglob("*")) == before
+@pytest.mark.parametrize(
+    ("name", "spoil", "says"),
+    [
+        # Older code wrote none of the manifests; a disk may damage every checkpoint.
+        ("checkpoint-*/manifest.json", removed, "--overwrite to start over: checkpoint-4 .* nothing was deleted"),
+        ("checkpoint-*/adapter_model.safetensors", removed, "--overwrite to start over: checkpoint-4 .* nothing was"),
+        ("run.json", cut, "output_dir: got .*run.json'; allowed: .*--overwrite"),
+        ("run.json", flipped, "output_dir: got .*run.json'; allowed: .*--overwrite"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_and_not_deleted(copied, again, name, spoil, says):
+    (copied / "metrics.json").unlink()
+    for path in copied.glob(name):
+        spoil(path)
+    before = contents(copied)
+    for resume in ("no", "yes", "auto"):
+        with pytest.raises(InputError, match=says):
+            again(resume)
+        assert contents(copied) == before
+    assert again(overwrite=True).step == 4
 
 
-def test_a_finished_run_needs_overwrite(run, tmp_path):
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match="this run has finished; --overwrite to start over"):
-        train(settings("ste", common | {"beta": 0.3}, tmp_path / "run"), silent)
-    assert before == {path: path.stat().st_mtime_ns for path in before}
-    stale = tmp_path / "run" / "completions" / "eval_00099.parquet"
+@pytest.mark.parametrize(
+    ("resume", "names", "says"),
+    [
+        ("no", (), "this run has finished; --overwrite to start over"),
+        ("yes", ("history.csv", "checkpoint-2", "checkpoint-4"), "start over: it has no checkpoint to go on from"),
+        ("no", ("run.json",), "output_dir: .* a run would replace: it has no run.json"),
+    ],
+)
+def test_results_are_replaced_only_when_that_is_asked_for(copied, again, resume, names, says):
+    for name in names:
+        shutil.rmtree(copied / name) if (copied / name).is_dir() else (copied / name).unlink()
+    stale = copied / "completions" / "eval_00099.parquet"
     stale.touch()
-    assert train(settings("ste", common, tmp_path / "run"), silent, overwrite=True).step == 4
-    assert not stale.exists()
-
-
-def test_damaged_results_without_a_checkpoint_are_not_replaced(run, tmp_path):
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
-    flipped(tmp_path / "run" / "history.csv", None)
-    with pytest.raises(InputError, match="--overwrite to start over: it has no checkpoint to go on from"):
-        train(settings("ste", common, tmp_path / "run"), silent, "yes")
-
-
-def test_a_run_without_its_note_is_not_replaced(run, tmp_path):
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run")
-    (tmp_path / "run" / "run.json").unlink()
-    with pytest.raises(InputError, match="output_dir: .* a run would replace: it has no run.json"):
-        train(settings("ste", common, tmp_path / "run"), silent, "no")
-    assert (tmp_path / "run" / "adapter").is_dir()
+    before = contents(copied)
+    with pytest.raises(InputError, match=says):
+        again(resume, beta=0.1 if names else 0.3)
+    assert contents(copied) == before
+    if not names:
+        assert again(overwrite=True).step == 4 and not stale.exists()
 
 
 @pytest.mark.parametrize("spoil", [flipped, removed])
-def test_an_evaluation_made_before_an_interruption_is_what_was_written_or_left_out(run, tmp_path, caplog, spoil):
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run")
-    (tmp_path / "run" / "metrics.json").unlink()
-    spoil(tmp_path / "run" / "completions" / "eval_00000.parquet", None)
-    config = settings("ste", common, tmp_path / "run")
+def test_an_evaluation_made_before_an_interruption_is_what_was_written_or_left_out(copied, again, caplog, spoil):
+    (copied / "metrics.json").unlink()
+    spoil(copied / "completions" / "eval_00000.parquet")
     if spoil is flipped:
         with pytest.raises(InputError, match="eval_00000.parquet'; allowed: the table as it was written"):
-            train(config, silent, "yes")
+            again("yes")
     else:
-        assert train(config, silent, "yes").before is None
-        assert "eval_00000.parquet is missing" in caplog.text
+        assert again("yes").before is None and "eval_00000.parquet is missing" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [("history.csv", removed), ("metrics.json", flipped), ("adapter/adapter_model.safetensors", flipped)],
 )
-def test_damaged_results_of_a_finished_run_are_written_again(run, tmp_path, name, spoil):
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run")
-    spoil(tmp_path / "run" / name, None)
-    config = settings("ste", common, tmp_path / "run")
-    assert train(config, silent, "yes").step == 4
-    assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()
-    assert train(config, silent, "yes") is None
-
-
-@pytest.mark.parametrize("spoil", [cut, flipped])
-def test_a_damaged_note_is_one_line_and_removes_no_checkpoint(run, tmp_path, spoil):
-    folder, common = run
-    shutil.copytree(folder, tmp_path / "run")
-    spoil(tmp_path / "run" / "run.json", None)
-    for resume in ("no", "yes", "auto"):
-        with pytest.raises(InputError, match="output_dir: got .*run.json'; allowed: .*--overwrite"):
-            train(settings("ste", common, tmp_path / "run"), silent, resume)
-    assert (tmp_path / "run" / "checkpoint-4" / "manifest.json").is_file()
-    assert train(settings("ste", common, tmp_path / "run"), silent, overwrite=True).step == 4
+def test_damaged_results_of_a_finished_run_are_written_again(run, copied, again, name, spoil):
+    spoil(copied / name)
+    assert again("yes").step == 4 and again("yes") is None
+    assert (copied / name).read_bytes() == (run[0] / name).read_bytes()

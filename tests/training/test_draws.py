@@ -1,7 +1,6 @@
 """What a run draws: every step and microbatch its own completions, and the prompts in a shuffled order."""
 
 import pytest
-from conftest import save_toy_base
 from datasets import Dataset
 
 from grade import GradeConfig, GradeTrainer
@@ -10,13 +9,6 @@ SMALL = dict(
     method="rloo", num_generations=2, per_device_train_batch_size=2, max_completion_length=4, report_to="none",
     use_cpu=True, disable_tqdm=True, save_strategy="no",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    save_toy_base(folder)
-    return str(folder)
 
 
 def seen_by_the_reward(base, output, rows, **changes):
@@ -28,7 +20,8 @@ def seen_by_the_reward(base, output, rows, **changes):
         return [0.0] * len(prompts)
 
     dataset = Dataset.from_list([{"prompt": "The film was", "number": i} for i in range(rows)])
-    GradeTrainer(base, reward, GradeConfig(output_dir=str(output), **SMALL | changes), train_dataset=dataset).train()
+    args = GradeConfig(output_dir=str(output), **SMALL | changes)
+    GradeTrainer(str(base), reward, args, train_dataset=dataset).train()
     return calls
 
 

@@ -1,15 +1,14 @@
 """An evaluation: the same prompts and noise for every policy, each value with its prompt."""
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
+from conftest import perturb_adapter
 
 from grade import GradeConfig, GradeTrainer, encode_prompts, evaluate, generate
 from grade.gradients.objective import sequence_mean
 from grade.models.prompts import decode
 from grade.models.scoring import sequence_kl
-from grade.training.evaluate import Evaluation
 from grade.training.toy import toy_task
 
 SIZES = dict(max_new_tokens=5, max_prompt_tokens=6)
@@ -19,10 +18,7 @@ SIZES = dict(max_new_tokens=5, max_prompt_tokens=6)
 def task():
     """A policy that is not the reference."""
     task = toy_task()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in task.backbone.trainable_parameters():
-            p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    perturb_adapter(task.backbone)
     return task
 
 
@@ -70,13 +66,3 @@ def test_a_policy_that_does_not_move_is_evaluated_on_the_same_completions_at_eve
     assert len(tables[0]) == 6
     for table in tables[1:]:
         pd.testing.assert_frame_equal(table, tables[0])
-
-
-def test_a_table_of_an_evaluation_gives_it_back():
-    parts = {"length": np.array([4.0, 5.0, 6.0])}
-    reward, gold, kl = np.array([1.0, 2.0, 3.0]), np.array([0.1, 0.2, 0.3]), np.array([0.5, 0.25])
-    made = Evaluation(list("abc"), list("def"), reward, gold, kl, 0.5, parts)
-    again = Evaluation.of_table(made.table())
-    assert again.kl.tolist() == [0.5, 0.25] and again.kl_max == 0.5 and again.parts["length"].tolist() == [4, 5, 6]
-    assert (again.reward.tolist(), again.gold.tolist()) == (made.reward.tolist(), made.gold.tolist())
-    assert (again.prompts, again.completions) == (made.prompts, made.completions)

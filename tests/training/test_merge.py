@@ -17,7 +17,6 @@ from grade.training.load import name_base
 from grade.training.merge import merge
 from grade.training.toy import toy_task
 
-IDS = torch.arange(3, 43).view(4, 10)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -44,11 +43,6 @@ def make_adapter(base, folder):
 @pytest.fixture(scope="module")
 def adapter(bases, tmp_path_factory):
     return make_adapter(bases / "float32", tmp_path_factory.mktemp("run") / "adapter")
-
-
-@torch.no_grad()
-def logits(model):
-    return model.eval()(IDS).logits
 
 
 def test_a_merged_folder_has_the_bases_settings_and_tokenizer_and_no_adapter(bases, adapter, tmp_path):
@@ -93,26 +87,12 @@ def change_config(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def change_tensors(folder, change):
-    path = folder / "adapter_model.safetensors"
-    save_file(change(load_file(path)), path)
-
-
-def moved(tensors):
-    return tensors | {n.replace("layers.0", "layers.9"): t.clone() for n, t in tensors.items() if "layers.0" in n}
-
-
 BAD = {
     "a base that is gone": (lambda f: change_config(f, base_model_name_or_path="/nowhere/base"),
                             "base_model_name_or_path: got '/nowhere/base'"),
     "no base": (lambda f: change_config(f, base_model_name_or_path=None), "base_model_name_or_path: got None"),
     "another kind": (lambda f: change_config(f, peft_type="PROMPT_TUNING", num_virtual_tokens=2), "PROMPT_TUNING"),
     "an unknown kind": (lambda f: change_config(f, peft_type="NEW"), "an adapter that fits.*NEW"),
-    "other layers": (lambda f: change_config(f, target_modules=["none"]), "an adapter that fits"),
-    "another width": (lambda f: change_tensors(f, lambda t: {n: v.repeat(2, 1) for n, v in t.items()}), "that fits"),
-    "too many layers": (lambda f: change_tensors(f, moved), r"layers\.9.*nothing in the model"),
-    "too few layers": (lambda f: change_tensors(f, lambda t: {n: v for n, v in t.items() if "layers.1" not in n}),
-                       r"layers\.1.*nothing in the file"),
     "damaged weights": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x"), "an adapter that fits"),
     "damaged settings": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json names its base"),
     "no run": (lambda f: (f / "adapter_config.json").unlink(), "RUN: got .* a finished run"),

@@ -55,14 +55,6 @@ def test_a_run_lands_on_its_kl_and_raises_the_reward_without_samples(tmp_path):
     assert float(kl.mean()) == pytest.approx(1.0, rel=0.25)  # of 40 completions, KL has an error of some 6 %
 
 
-def test_another_seed_calls_the_reward_for_own_completions_only(tmp_path):
-    trainer(tmp_path / "one", max_steps=4).train()
-    assert len(CALLS) > 400
-    run = trainer(tmp_path / "two", max_steps=4, seed=1)
-    run.train()
-    assert run.learner.texts.calls == 0 and len(CALLS) == 64
-
-
 @pytest.mark.parametrize(
     "changes, says",
     [
@@ -91,14 +83,6 @@ def test_a_reward_that_texts_do_not_explain_is_refused_before_the_first_step(tmp
     with pytest.raises(InputError, match="texts: got .* that explain -?0.* of the reward on other prompts"):
         run.train()
     assert run.state.global_step == 0
-
-
-def test_completions_of_the_reference_are_texts_too(tmp_path):
-    run = trainer(tmp_path, texts="reference:256", max_steps=8)
-    run.train()
-    assert len(run.learner.texts) == 256
-    samples = [row["num_samples"] for row in run.state.log_history if "num_samples" in row]
-    assert samples == [0, 8, 8, 16, 16, 24, 24, 64]
 
 
 def falls_once_training_began(completions, trainer_state=None, **_):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from training.runs import settings, toy_project
 
 from grade.cli.main import main
 from grade.errors import InputError
@@ -21,8 +22,6 @@ from grade.training.run import train
 from grade.training.trainer import GradeTrainer
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-from runs import settings, toy_project  # noqa: E402
 
 
 @pytest.fixture(scope="module")

