@@ -26,6 +26,8 @@ from grade.errors import InputError, reading, require_file
 
 MOST_KEYS = 60
 """Keys that an error lists."""
+MOST_VALUES = 10**6
+"""Values of a YAML file: a few lines of aliases can stand for billions."""
 SEEDS = 2**32
 """Seeds are below this: numpy takes no larger ones, and torch's generator on CPUs reads only their lower 32 bits."""
 
@@ -187,10 +189,17 @@ def parse_yaml(text: str) -> Any:
     {'a': [1, 0.002], 'b': True, 'c': '1:30'}
     """
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        content = YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:  # without its excerpts of the text
         mark = error.problem_mark or error.context_mark
         raise ValueError(f"{error.problem or error.context}, line {mark.line + 1}" if mark else str(error)) from None
+    left, values = MOST_VALUES, [content]
+    while values:
+        value, left = values.pop(), left - 1
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if left < 0:
+            raise ValueError(f"more than {MOST_VALUES} values, counted where aliases repeat them")
+    return content
 
 
 def parse_assignment(text: str, example: str) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ not maintained and knows no folders.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import json
 import os
@@ -68,6 +69,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
     try:
         yield staging
         if path.is_dir():
+            if not staging.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
             os.rename(path, old)
         os.replace(staging, path)
     except BaseException:
@@ -100,10 +103,7 @@ def damaged_file(folder: Path, names: Iterable[str] = ("*",)) -> str | None:
 
     ``names``: of these only, as patterns of `fnmatch`.
     """
-    try:
-        content = dict(json.loads(require_file(folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return MANIFEST
+    content = read_manifest(folder)
     if (own := content.pop(MANIFEST, None)) and own != hashed(content):  # earlier versions wrote none
         return MANIFEST
     for name, about in content.items():
@@ -112,9 +112,17 @@ def damaged_file(folder: Path, names: Iterable[str] = ("*",)) -> str | None:
     return None if content else MANIFEST
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a folder's manifest says; nothing where there is none that can be read."""
+    try:
+        return dict(json.loads(require_file(folder / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
 def check_whole(folder: Path, field: str, names: Iterable[str] = ("*",)) -> None:
     """Reject a folder with a file, of these or of all, that is not what its manifest says; others write no manifest."""
-    if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder, names)):
+    if (folder / MANIFEST).exists() and (damaged := damaged_file(folder, names)):
         raise InputError(field, str(folder), f"a folder that is what its {MANIFEST} says; {damaged} is damaged")
 
 
@@ -255,11 +263,19 @@ def claimed(
             lock.release()
 
 
-def check_file(path: str | Path, option: str) -> None:
-    """Reject a file that cannot be written, before anything is computed. What that needs is made and removed again."""
+def check_file(path: str | Path, option: str, ending: str = ".json") -> None:
+    """Reject a file that cannot be written, before anything is computed. What that needs is made and removed again.
+
+    So is a file that is no earlier result: one of another kind, or one that a manifest lists, as those of runs.
+    """
     target = _resolved(path, option)
     if target.exists() and not target.is_file():
         raise InputError(option, str(path), "a file: not a folder, a device or a pipe")
+    if target.exists() and target.suffix != ending:
+        raise InputError(option, str(path), f"a new file, or an earlier one whose name ends in {ending}")
+    for folder in target.parents:
+        if str(target.relative_to(folder)) in read_manifest(folder):
+            raise InputError(option, str(path), f"another file: {folder / MANIFEST} lists this one")
     with _made(target.parent, writing(path, option, "file")), writing(path, option, "file"):
         trial = target.with_name(f".{os.getpid()}.{target.name}")
         trial.touch()  # root may write anywhere, says os.access

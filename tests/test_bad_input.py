@@ -14,6 +14,7 @@ import signal
 import stat
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from conftest import save_toy_files
 
@@ -128,6 +129,7 @@ YAML = {
     "a list": "[1, 2]\n", "a text": "seed\n", "a number of thousands of digits": f"seed: {'1' * 5000}\n",
     "over a missing file": "over: nowhere.yaml\n", "over itself": "over: bad.yaml\n",
     "an infinite number": "beta: .inf\n",
+    "aliases for billions": "".join(f"a{i}: &{i} [{', '.join([f'*{i - 1}' if i else 'x'] * 9)}]\n" for i in range(11)),
 }  # fmt: skip
 STATES = {"missing": None, "empty": "", "a directory": DIRECTORY, "a FIFO": FIFO, "binary": BINARY}
 
@@ -256,6 +258,33 @@ def cases():
         ("measure", "--set repetitions=1"), ("notebook", "--set rate=x"), ("notebook", "--params nowhere.yaml"),
     ):  # fmt: skip
         yield command, text, "", {}
+    for command, text, says in (
+        ("evaluate", "--output run/metrics.json", "manifest.json lists this one"),
+        ("evaluate", "--output run/adapter/adapter_config.json", "another file"),
+        ("explained", "--json reviews/policy.jsonl", ".json"), ("show", "--html rewards.py", ".html"),
+        ("bench", "--metrics ''", "--metrics"), ("bench", "--metrics bench.json", "another file than --output"),
+        ("probe", "--set generation.temperature=1e-30", "temperature"), ("probe", "--weight_decay 1e17", "decay"),
+        ("probe", "--learning_rate 1e17", "learning_rate"), ("fetch", "--output-dir run", "lists"),
+        ("backbone", "--set layers=1000000", "layers"), ("backbone", "--set hidden_size=1000000", "TB"),
+        ("backbone", "--set vocab_size=1000000000", "vocab_size"), ("pretrain", "--set batch_size=1000000000", "TB"),
+        ("text-peers", "--set seeds=[-1]", "seeds"), ("results", "", "grade repro makes them"),
+        ("data", "--set source=reviews", "source"), ("measure", "--runs nowhere", "--runs"),
+        ("notebook", "--runs small.ipynb", "--runs"),
+    ):  # fmt: skip
+        yield command, text, says, {}
+    for command, name, row in (
+        ("gold", "test", {"text": "a film", "label": 7}), ("gold", "gold", {"text": " ", "label": 1}),
+        ("reward", "test", {"text": "a film", "label": 1}),
+    ):  # fmt: skip
+        yield command, f"# {row}", "", {f"reviews/{name}.jsonl": json.dumps(row) + "\n"}
+    for name, content in (
+        ("history.csv", "reward\n1\n"),
+        ("completions/eval_00001.parquet", pd.DataFrame({"prompt": ["a"]}).to_parquet),
+    ):
+        yield "show", f"# columns of {name}", name.split("/")[-1], {"run/manifest.json": None, f"run/{name}": content}
+    for content in ("", BINARY):
+        yield "repro", "# no pipeline", "dvc.yaml", {"dvc.yaml": content}
+    yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}
     yield "data", "# two columns", "", {"reviews.csv": "text\na\n"}
     yield "gold", "# a text of 3", "gold.jsonl", {"reviews/gold.jsonl": '{"text": 3, "label": 1}\n'}
     yield "train", "--set gold=judge.npz # a pickle", "judge.npz", {"judge.npz": pickle.dumps({"terms": 1})}

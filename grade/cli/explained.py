@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import pandas as pd
 from rich.console import Console
@@ -29,11 +30,12 @@ ENDINGS = (".png", ".svg", ".pdf")
 def _explained(args: argparse.Namespace) -> None:
     """Print what scored texts explain of a reward, and what that promises."""
     config = ExplainConfig.load(args.config, args.set)
-    for name in ("json", "figure"):
-        if getattr(args, name) is not None:
-            check_file(getattr(args, name), f"--{name}")
-    if args.figure is not None and not args.figure.lower().endswith(ENDINGS):
-        raise InputError("--figure", args.figure, f"a file whose name ends in {', '.join(ENDINGS)}")
+    if args.json is not None:
+        check_file(args.json, "--json")
+    if args.figure is not None:
+        if not args.figure.lower().endswith(ENDINGS):
+            raise InputError("--figure", args.figure, f"a file whose name ends in {', '.join(ENDINGS)}")
+        check_file(args.figure, "--figure", Path(args.figure).suffix)
     result = explain(config)
     _show(result, config)
     if args.json is not None:

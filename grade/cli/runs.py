@@ -64,13 +64,14 @@ def _show(args: argparse.Namespace) -> None:
     # The note says so itself; an earlier run's results may still be beside it.
     finished = bool(metrics) and bool(about.get("finished", not about))
     if args.html is not None:
-        check_file(args.html, "--html")
+        check_file(args.html, "--html", ".html")
     tables = _tables(run, args.step, mark)
     liked = [tables.pop(title) for title in list(tables) if title.startswith("tokens, ")]
     shown = _chosen(tables, args.columns)
     with reading("RUN", run, "the folder of a training run"):
         known = about.get("settings") or ours.get("settings", {})  # the latter of a run from Python
         settings = _settings(known, metrics if finished else {}, state)
+    with reading("RUN", run / "history.csv" if finished else newest / "trainer_state.json", WRITTEN):
         log = _log(run, state, finished)
         history = _history(log) if len(log) else log
     tokens = _liked(run, liked[-1], args.rows) if liked else []
@@ -150,7 +151,7 @@ def _log(run: Path, state: dict[str, Any], finished: bool) -> pd.DataFrame:
     """All rows of the history, with the names of `HISTORY`."""
     check_whole(run, "RUN", ("history.csv",))
     if finished and (run / "history.csv").exists():
-        rows = pd.read_csv(require_file(run / "history.csv"))
+        rows = pd.read_csv(require_file(run / "history.csv")).astype({"step": int})
     elif state:
         rows = pd.DataFrame(state["log_history"], columns=["step", "reward", *HISTORY]).groupby("step").first()
         rows = rows.dropna(how="all").dropna(axis=1, how="all").reset_index()
@@ -202,6 +203,8 @@ def _tables(run: Path, step: int | None, mark: str | None) -> dict[str, pd.DataF
         if its == step:
             with reading("RUN", path, "a table that a training run wrote"):
                 table = pd.read_parquet(require_file(path), page_checksum_verification=True)
+                texts, number = (["token"], "value") if kind == "tokens" else (["prompt", "completion"], "reward")
+                table[[*texts, number]].astype({number: float})
             if (written := f"{path.stem} of {mark}") != table.attrs.get("table", written):
                 raise InputError("RUN", str(path), "a table of this run and step: it is another's")
             names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}

@@ -40,7 +40,7 @@ def prompt_text(review: str) -> str:
 def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
     """Read one set, ``<split>.jsonl``, in the order of the file.
 
-    A line needs "text" and "label", a finite number; all else is ignored.
+    A line needs "text", not empty, and "label", a finite number; all else is ignored.
     """
     if split not in get_args(Split):
         raise InputError("split", split, f"one of {', '.join(get_args(Split))}")
@@ -54,6 +54,8 @@ def load_reviews(data_dir: str | Path, split: Split) -> list[Review]:
         with reading("reviews", f"{path}, line {number}", allowed):
             row = json.loads(line)
             row["text"].encode()  # half of a surrogate pair is no text
+            if not row["text"].strip():
+                raise ValueError("the text is empty")
             reviews.append(Review(row["text"], finite_number(row["label"])))
     return reviews
 

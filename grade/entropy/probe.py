@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 from torch import Tensor
 
 from grade.config import SEEDS, Config
@@ -33,6 +33,7 @@ from grade.entropy.samples import (
 )
 from grade.entropy.update import UpdateVector, adamw_update, preconditioner
 from grade.errors import InputError
+from grade.gradients.methods import Rate, Tau
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.parameters import moved, split_vector, trained_parameters
@@ -57,15 +58,13 @@ class _GenerationConfig(Config):
     """Sampling."""
 
     max_new_tokens: int = Field(24, ge=1, description="completion length T in tokens")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature, also of log-probabilities")
+    temperature: Tau = Field(1.0, description="sampling temperature, also of log-probabilities")
 
 
 class _EstimateConfig(Config):
     """What is estimated."""
 
-    multiples: list[PositiveFloat] = Field(
-        [], description="check steps of these multiples of the learning rate as well"
-    )
+    multiples: list[Rate] = Field([], description="check steps of these multiples of the learning rate as well")
 
 
 class _MemoryConfig(Config):

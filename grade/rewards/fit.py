@@ -142,6 +142,8 @@ def evaluate_reward(
 
     The length L is part of a measure's name, as in ``accuracy_L`` and ``accuracy_L_stderr``.
     """
+    if len(reviews) < 2:
+        raise InputError("reviews", len(reviews), "at least 2 that were held out, for a standard error")
     labels = _label_tensor(reviews, model)
     features = _prefix_means(model, encode(model.backbone, reviews, max(lengths)), lengths, batch_size)
     logits = model.pooled_logits(features)

@@ -95,6 +95,8 @@ class GoldJudge:
 
     def accuracy(self, texts: Sequence[str], labels: Sequence[int]) -> Estimate:
         """Share of texts whose more probable label is the given one, with its standard error and n."""
+        if not set(labels) <= {0, 1}:
+            raise InputError("labels", sorted(set(labels)), "0 (negative) and 1 (positive), nothing else")
         correct = (self.score(texts) > 0.5) == np.asarray(labels, dtype=bool)
         return Estimate.of(correct)
 

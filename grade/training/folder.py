@@ -154,7 +154,7 @@ class RunFolder:
     def _whole(self) -> bool:
         """Whether the results of a finished run are what was written; tables of completions are no longer needed."""
         for folder, names in ((self.path, (*RESULTS, ADAPTER_MANIFEST)), (self.path / "adapter", ("*",))):
-            if (folder / MANIFEST).is_file() and (damaged := damaged_file(folder, names)):
+            if (folder / MANIFEST).exists() and (damaged := damaged_file(folder, names)):
                 logger.warning(f"{folder / damaged} is damaged: the run's results are written again")
                 return False
         return True
@@ -171,7 +171,7 @@ class RunFolder:
         if not path.exists():
             return {}
         with reading("output_dir", path, "the note of a run, or --overwrite to start over"):
-            if (self.path / MANIFEST).is_file() and damaged_file(self.path, (RUN_FILE,)):
+            if (self.path / MANIFEST).exists() and damaged_file(self.path, (RUN_FILE,)):
                 raise ValueError(f"it is not what {MANIFEST} says")
             content = json.loads(require_file(path).read_text(encoding="utf-8"))
             return {name: dict(content[name]) for name in ("settings", "inputs")} | {"code": content["code"]} | content

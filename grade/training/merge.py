@@ -54,6 +54,9 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> t
             if model.dtype != torch.float64:
                 model.float()
             merged = load_adapter(model.eval(), adapter).merge_and_unload().to(kind)
+        for name, weight in merged.named_parameters():
+            if not weight.isfinite().all():
+                raise InputError("dtype", str(kind).removeprefix("torch."), f"a type in which {name} is finite")
         with folder.replacement() as staging, reading("OUT", output, "a folder that can be written"):
             merged.save_pretrained(staging)
             tokenizer.save_pretrained(staging)

@@ -28,10 +28,11 @@ import copy
 import json
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_check
 
 from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
-from grade.files import atomic, check_whole, remove, sha256_of, write_manifest, write_text
+from grade.files import atomic, check_whole, remove, sha256_of, write_manifest, write_text, writing
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
@@ -224,21 +225,23 @@ class GradeTrainer(Trainer):
         self._before: list[Tensor] = []  # with a budget for KL: the adapter at the step's start, and its completions
         self._completions: list[tuple[PromptBatch, Tensor, Tensor]] = []
         self._published = -1  # the step whose adapter the sampler has
+        self._passed = -1  # the last step that ended a pass with another after it
         self._check_optimizers(optimizers)
-        super().__init__(
-            model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer,
-            callbacks=callbacks and list(callbacks), optimizers=tuple(optimizers),
-        )  # fmt: skip
+        with writing(args.output_dir, "output_dir"):
+            super().__init__(
+                model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
+                eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer,
+                callbacks=callbacks and list(callbacks), optimizers=tuple(optimizers),
+            )  # fmt: skip
         for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(theirs)
         self.add_callback(Lines(self.evaluations))
         self.add_callback(_StepEnd(self))
 
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As ``Trainer.init_hf_repo``."""
         with reading("push_to_hub", self.args.hub_model_id or self.args.output_dir, "a repository of the hub"):
-            super().init_hf_repo(token)
+            super().init_hf_repo(*args, **kwargs)
 
     def _check_optimizers(self, optimizers: Any) -> None:
         """A given optimizer must have what is trained, and nothing else: the frozen base is also the reference."""
@@ -422,7 +425,7 @@ class GradeTrainer(Trainer):
             resume_from_checkpoint = self.args.resume_from_checkpoint
         if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
             resume_from_checkpoint = str(newest)
-        self._place, self._published = 0, -1
+        self._place, self._published, self._passed = 0, -1, -1
         self._pending.clear()
         if resume_from_checkpoint is True or not isinstance(resume_from_checkpoint, str | Path | bool | None):
             allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
@@ -433,6 +436,10 @@ class GradeTrainer(Trainer):
             if self._texts is not None:
                 self._distil_texts()
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            with suppress(OSError):  # the folder, which the Trainer made, where nothing was written
+                os.rmdir(self.args.output_dir)
+            raise
         finally:
             self.args.eval_on_start = eval_on_start
             if self.sampler is not None:
@@ -771,6 +778,33 @@ class GradeTrainer(Trainer):
         )  # fmt: skip
 
     # ---- log and evaluation ----
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer after a step; then, in its order, the end of a pass over the prompts and the next one's begin.
+
+        Steps may cross the end of a pass, so all passes are one epoch of the Trainer's loop, which reports the first
+        one's begin and the last one's end.
+        """
+        step, handler, after = self.state.global_step, self.callback_handler, self._passed
+        ended = step != after and int(self.passes(step)) > int(self.passes(step - 1))
+        if step != after:  # which a stop at the end of a pass calls again
+            self._log_save_evaluate(*args, **kwargs)
+        if self.control.should_training_stop or step >= self.state.max_steps:
+            return
+        if ended:
+            self._passed = step
+            self.control = handler.on_epoch_end(self.args, self.state, self.control)
+            self._log_save_evaluate(*args, **kwargs)
+            if not self.control.should_training_stop:
+                self.control = handler.on_epoch_begin(self.args, self.state, self.control)
+        elif self.control.should_epoch_stop:
+            allowed = f"should_training_stop: step {step} is within a pass, the rest of which cannot be left out"
+            raise InputError("control.should_epoch_stop", True, allowed)
+
+    def _log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # An evaluation without the step's own row would have no samples and seconds beside it.
+        self.control.should_log = self.control.should_log or self.control.should_evaluate
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _samples(self, step: int) -> int:
         """Completions of the policy that a run has drawn."""
         args = self.args
@@ -800,9 +834,20 @@ class GradeTrainer(Trainer):
         """As ``Trainer.evaluate``: on ``self.eval_dataset``, one of its sets by name, or other rows with a prompt."""
         if eval_dataset is None and self.eval_dataset is None:
             raise InputError("eval_dataset", None, "rows with a prompt")
-        if not isinstance(eval_dataset, str):
+        if isinstance(eval_dataset, str):
+            sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if eval_dataset not in sets:
+                raise InputError("eval_dataset", eval_dataset, f"one of the sets by name: {', '.join(sets) or 'none'}")
+        else:
             self._check_sets(eval_dataset, self.args)
         return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.predict``, on rows with a prompt: what `evaluate` measures, and no predictions."""
+        if test_dataset is None:
+            raise InputError("test_dataset", None, "rows with a prompt")
+        self._check_dataset(test_dataset, self.args)
+        return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_loop(
         self, dataloader: DataLoader, description: str, prediction_loss_only: bool | None = None,
@@ -872,6 +917,12 @@ class GradeTrainer(Trainer):
         finally:
             args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As ``Trainer.save_model``."""
+        folder = output_dir or self.args.output_dir
+        with nullcontext() if _internal_call else writing(folder, "output_dir"):
+            super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -977,11 +1028,7 @@ class GradeTrainer(Trainer):
 
 
 class _StepEnd(TrainerCallback):
-    """After each update and step what the trainer does then; after the last a row of the log, perhaps an evaluation.
-
-    Steps may cross the end of a pass over the prompts, so all passes are one epoch of the Trainer's loop, which reports
-    its begin and end; those of the passes in between are reported here.
-    """
+    """After each update and step what the trainer does then; after the last a row of the log, perhaps an evaluation."""
 
     def __init__(self, trainer: GradeTrainer) -> None:
         self.trainer = trainer
@@ -996,12 +1043,9 @@ class _StepEnd(TrainerCallback):
         self.trainer._step_ended()
         last = state.global_step >= state.max_steps
         state.epoch = self.trainer.passes(state.global_step)
-        if not last and int(state.epoch) > int(self.trainer.passes(state.global_step - 1)):
-            self.trainer.callback_handler.on_epoch_end(args, state, control)
-            self.trainer.callback_handler.on_epoch_begin(args, state, control)
-        control.should_evaluate = control.should_evaluate or (last and args.eval_on_end)
-        # An evaluation without the step's own row would have no samples and seconds beside it.
-        control.should_log = control.should_log or last or control.should_evaluate
+        follows = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch  # with the end of the last pass
+        control.should_evaluate = control.should_evaluate or (last and args.eval_on_end and not follows)
+        control.should_log = control.should_log or last
 
 
 def _choose_method(args: GradeConfig, rewards: Rewards | None, texts: bool, teacher: bool) -> tuple[str, str]:

@@ -293,6 +293,7 @@ FILES = {
                         r"extra.lora_A.weight: \[1\] in the file, nothing"),
     "another shape": (spoil_tensors(lambda t: t | {FIRST: torch.ones(2, 17)}), "size mismatch for .*q_proj"),
     "not finite": (spoil_tensors(lambda t: t | {FIRST: t[FIRST] * torch.nan}), f"{FIRST} is not finite"),
+    "whole numbers": (spoil_tensors(lambda t: t | {FIRST: t[FIRST].int()}), f"{FIRST} is not .* floating point"),
     "the last not finite": (spoil_tensors(lambda t: t | {max(t): t[max(t)] * torch.inf}),
                             r"layers.1.self_attn.v_proj.lora_B.weight is not finite"),
     "no tensors": (lambda f: (f / WEIGHTS).unlink(), f"a folder with {WEIGHTS} "),

@@ -147,6 +147,12 @@ class Epochs(TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         self.seen.append(("end", state.global_step))
 
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.seen.append(("evaluation", state.global_step))
+
+    def on_save(self, args, state, control, **kwargs):
+        self.seen.append(("checkpoint", state.global_step))
+
 
 def test_an_epoch_is_a_pass_over_the_prompts(tmp_path):
     task, seen = toy_task(), Epochs()
@@ -159,7 +165,8 @@ def test_an_epoch_is_a_pass_over_the_prompts(tmp_path):
     trainer = GradeTrainer(task.backbone, task.reward_model, args, rows, rows[:4], callbacks=[seen])
     trainer.train()
     assert trainer.state.num_train_epochs == 3
-    assert seen.seen == [(kind, step) for step in (0, 2, 4) for kind, step in (("begin", step), ("end", step + 2))]
+    order = [("begin", 0), ("end", 2), ("evaluation", 2), ("checkpoint", 2)]  # as transformers'
+    assert seen.seen == [(kind, step + after) for after in (0, 2, 4) for kind, step in order]
     history = trainer.state.log_history
     assert [(r["step"], r["epoch"]) for r in history if "eval_reward" in r] == [(2, 1), (4, 2), (6, 3)]
     assert [r["step"] for r in history if "loss" in r] == [2, 4, 6]

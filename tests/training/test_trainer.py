@@ -178,6 +178,36 @@ def test_early_stopping_and_the_best_model(base, tmp_path):
     assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
 
 
+def test_a_stop_after_a_pass_or_an_evaluation_at_the_end_evaluates_once(base, tmp_path):
+    rows, quiet = PROMPTS.select(range(4)), dict(save_strategy="no", learning_rate=1e-9, eval_strategy="epoch")
+    made = trainer(base, tmp_path, dataset=rows, held_out=rows, callbacks=[EarlyStoppingCallback(1)], max_steps=8,
+                   metric_for_best_model="eval_reward", **quiet)  # fmt: skip
+    made.train()
+    assert [row["step"] for row in made.state.log_history if "eval_reward" in row] == [2, 4]
+    made = trainer(base, tmp_path, dataset=rows, held_out=rows, max_steps=3, eval_on_end=True, **quiet)
+    made.train()
+    assert [row["step"] for row in made.state.log_history if "eval_reward" in row] == [2, 3]
+
+
+class EndsPass(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == self.step
+
+
+def test_the_rest_of_a_pass_is_not_left_out_and_a_run_that_wrote_nothing_leaves_no_folder(base, tmp_path):
+    def made(step):
+        return trainer(base, tmp_path / "run", dataset=PROMPTS.select(range(4)), callbacks=[EndsPass(step)],
+                       max_steps=3, save_strategy="no")  # fmt: skip
+
+    with pytest.raises(InputError, match="control.should_epoch_stop: got True; .*step 1 is within a pass"):
+        made(1).train()
+    assert not (tmp_path / "run").exists()
+    assert made(2).train().global_step == 3
+
+
 @pytest.mark.parametrize(
     "changes", [{}, dict(method="distilled", substitutions=9, temperature=0.1, gradient_accumulation_steps=2)]
 )
@@ -450,6 +480,11 @@ def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
         (lambda: made.train(resume_from_checkpoint=True), "resume_from_checkpoint: got True; .*True where a whole one"),
         (made.evaluate, "eval_dataset: got None"),
         (lambda: made.evaluate(PROMPTS.to_pandas()), "dataset: got 'DataFrame'"),
+        (lambda: made.predict(PROMPTS.to_pandas()), "dataset: got 'DataFrame'"),
+        (lambda: made.save_model(__file__), "output_dir: got .*a folder that can be written"),
+        (lambda: trainer(base, __file__), "output_dir: got .*a folder that can be written"),
+        (made.push_to_hub, "push_to_hub: got"),
+        (lambda: made.evaluate("test"), "eval_dataset: got 'test'; allowed: one of the sets by name: none"),
     ):
         with pytest.raises(InputError, match=message):
             call()

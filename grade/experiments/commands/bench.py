@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from grade.cli.options import command, option
+from grade.errors import InputError
 from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
 from grade.files import check_file, write_text
 from grade.results import environment, write_results
@@ -27,8 +28,10 @@ def _bench(args: argparse.Namespace) -> None:
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
     target = Path(f"outputs/{name}/memory.json" if args.output is None else args.output)
     check_file(target, "--output")
-    if args.metrics:
+    if args.metrics is not None:
         check_file(args.metrics, "--metrics")
+        if Path(args.metrics).resolve() == target.resolve():
+            raise InputError("--metrics", args.metrics, "another file than --output")
     target.parent.mkdir(parents=True, exist_ok=True)
     rows = compare_with_real(steps, args.device)
     content = {"environment": about, "steps": rows}

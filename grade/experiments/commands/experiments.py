@@ -27,13 +27,14 @@ RUNS = "folder of training runs, for an experiment that reads them (its paramete
 )
 def _notebook(args: argparse.Namespace) -> None:
     """Execute the notebook; an unknown parameter is an error."""
+    _check_runs(args)
     parameters = {}
     for path in args.params:
         parameters |= read_yaml(path)
     parameters |= dict(parse_assignment(text, "NAME=VALUE") for text in args.set)
     if args.runs and "runs_dir" in default_parameters(args.notebook):
         parameters["runs_dir"] = args.runs
-    check_file(args.output, "output")
+    check_file(args.output, "output", ".ipynb")
     if os.path.realpath(args.output) == os.path.realpath(args.notebook):
         raise InputError("output", args.output, "another file than the source notebook")
     try:
@@ -42,6 +43,11 @@ def _notebook(args: argparse.Namespace) -> None:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
     print(f"wrote {args.output}")
+
+
+def _check_runs(args: argparse.Namespace) -> None:
+    if args.runs is not None and not os.path.isdir(args.runs):
+        raise InputError("--runs", args.runs, "a folder of training runs")
 
 
 @command(
@@ -53,6 +59,7 @@ def _notebook(args: argparse.Namespace) -> None:
 )
 def _measure(args: argparse.Namespace) -> None:
     """Measure every table of an experiment."""
+    _check_runs(args)
     name = f"grade.experiments.{args.experiment}.measure.tables"
     try:
         experiment = import_module(name)

@@ -48,6 +48,8 @@ def _results(args: argparse.Namespace) -> None:
     """Write a profile's README.md, claims.csv, claims.md and headline.json in the working folder."""
     suite = suite_values(Path(), args.profile)
     outputs, notebooks = Path(suite["outputs"]), suite["alone"] | suite["experiments"]
+    if not outputs.is_dir():
+        raise InputError("--profile", args.profile, f"a profile with results in {outputs}: grade repro makes them")
     rows = report.join_claims(outputs, notebooks)
     counts = claims.verdict_counts(rows)
     title = "# Claims of the source documents and verdicts"

@@ -63,6 +63,7 @@ from grade.models.samplers import make_sampler
 from grade.models.sampling import generate
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
 from grade.rewards.rewards import make_rewards
+from grade.training.config import Seed
 from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 from grade.training.run import evaluate_task
@@ -97,7 +98,7 @@ class TextPeersConfig(Models):
         [Contestant(method="prompted", strengths=["A good film."])], min_length=1,
         description="method, texts (N or reference:N), strengths, learning_rate, batch, steps, eval_every",
     )  # fmt: skip
-    seeds: list[int] = Field([0], min_length=1, description="of texts, adapter, order and noise; one run each")
+    seeds: list[Seed] = Field([0], min_length=1, description="of texts, adapter, order and noise; one run each")
     eval_prompts: int = Field(64, ge=2, description="held-out prompts of an evaluation")
 
 
