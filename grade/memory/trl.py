@@ -191,12 +191,12 @@ def load_trl(files: Sequence[str], values: Mapping[str, Any]) -> tuple[TrlStep, 
     *trainer, path = files
     if len(trainer) > 1:
         raise InputError("--trl", " ".join(files), "a file, the trainer's name before it if needed")
+    for other in values.keys() - {"model", "prompt_tokens"}:
+        raise InputError(other, values[other], "model and prompt_tokens only, with --trl: the file has the settings")
     name, settings, unread = read_trl(path, *trainer)
     own = dict(values)
     if "model" in own:
         settings["model_name_or_path"] = own.pop("model")
-    for other in own.keys() - {"prompt_tokens"}:
-        raise InputError(other, own[other], "model and prompt_tokens only, with --trl: the file has the settings")
     step = TrlStep.parse({"trainer": name, "values": settings} | own)
     return step, [*unread, *step.notes()]
 
@@ -345,6 +345,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 class _Completed:
     """In place of vLLM: completions of full length."""
+
+    vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}})
 
     def __init__(self, *, max_completion_length: int, **_: Any) -> None:
         self.length = max_completion_length
