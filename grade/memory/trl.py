@@ -57,7 +57,7 @@ _TRACED = {
 _REFUSED = {
     "load_in_4bit": "no quantized base", "load_in_8bit": "no quantized base", "deepspeed": "one GPU",
     "parallelism_config": "one GPU", "fsdp": "one GPU", "activation_offloading": "activations on the GPU",
-    "precompute_ref_log_probs": "false: a pass over the data is not traced", "use_dora": "LoRA",
+    "precompute_ref_log_probs": "false: a pass over the data is not traced", 
     "reward_model_name_or_path": "reward functions: a reward model's memory is not traced",
     "use_transformers_continuous_batching": "generate, or vLLM", "auto_find_batch_size": "a batch size",
 }  # fmt: skip
@@ -363,7 +363,9 @@ class _Completed:
 def _few_passes(trainer: Any, tracker: LiveTracker) -> Iterator[None]:
     """Within this context ``generate`` runs its first and last two passes; between them the key-value cache grows."""
     generate, update = trainer._generate_single_turn, GenerationMixin._update_model_kwargs_for_generation
-    skipped = max(trainer.args.max_completion_length - 2 * AT_EACH_END, 0)
+    config, whole = trainer.model.config, {"full_attention"}  # a sliding window's cache does not grow
+    windows = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or whole) - whole
+    skipped = 0 if windows else max(trainer.args.max_completion_length - 2 * AT_EACH_END, 0)
     flops: list[int] = []
 
     def grown(model: Any, outputs: Any, inputs: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -417,15 +419,11 @@ def _in_place(tracker: LiveTracker) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Within this context neither a trainer's warnings nor its progress are shown."""
-    from datasets.utils import logging as datasets_logging
-
     before = logging.root.manager.disable
-    datasets_logging.disable_progress_bar()
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()) as nowhere:
+            with contextlib.redirect_stderr(nowhere):
+                yield
     finally:
         logging.disable(before)
-        datasets_logging.enable_progress_bar()

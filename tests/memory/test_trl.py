@@ -88,7 +88,7 @@ def test_a_colocated_vllm_takes_its_share_of_the_card(tmp_path, capsys):
     "text, files, named",
     [
         (SFT + "assistant_only_loss: false\nmax_lenth: 9\n", [], "max_lenth: got 9; allowed: a setting of trl sft ("),
-        (SFT, [], "the trainer before the file, as its settings are of sft and dpo"),
+        (SFT, [], "sft or dpo before the file"),
         (SFT, ["kto"], "--trl: got 'kto'; allowed: grpo, sft, dpo"),
         (SFT + "load_in_4bit: true\n", ["sft"], "load_in_4bit: got True"),
         (SFT + "per_device_train_batch_size_: [\n", ["sft"], "a readable YAML file"),
