@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 from grade.cli.options import command, option
 from grade.config import read_values
@@ -51,6 +51,8 @@ def _within(seconds: float) -> Iterator[None]:
 
 @command(
     "memory",
+    option("--trl", nargs="+", metavar="FILE",
+           help="a run of TRL's instead: [grpo|sft|dpo] and its YAML or Python file"),
     option("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most"),
     option("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added"),
     option("--gpus", type=int, default=1, metavar="N", help="GPUs that train together, each a batch"),
@@ -89,6 +91,9 @@ def _memory(args: argparse.Namespace) -> None:
         def tracer(step: StepConfig, gpus: int = args.gpus, way: plan.Way = args.shard) -> Trace:
             return known(step, gpus, "none" if gpus == 1 else way)
 
+        if args.trl:
+            _trl(args, values, budget, overhead, bar)
+            return
         if values.get("method") == ALL:
             if args.fits is not None:
                 raise InputError("fits", args.fits, f"none with --method {ALL}: a budget is for one method")
@@ -107,3 +112,32 @@ def _memory(args: argparse.Namespace) -> None:
             more["reserved"] = reserved_by(config, args.gpus, args.shard)
     data = report(config, traced, gpus=args.gpus, overhead=overhead, **more)
     print(json.dumps(data, indent=1) if args.json else text(config.headline, data, budget))
+
+
+def _trl(args: argparse.Namespace, values: dict[str, Any], budget: int | None, overhead: int, bar: Any) -> None:
+    """Trace a step of TRL's trainer and say the same of it."""
+    from grade.memory import plan
+    from grade.memory.report import report, text
+    from grade.memory.trace import Trace
+    from grade.memory.trl import TrlStep, load_trl, trace_trl
+
+    if args.gpus != 1:
+        raise InputError("--gpus", args.gpus, "1 with --trl")
+    step, notes = load_trl(args.trl, values)
+
+    @plan.remembering
+    def tracer(step: TrlStep) -> Trace:
+        bar.set_postfix_str(f"{step.trainer} B={step.batch_size} T={step.max_new_tokens}")
+        traced = trace_trl(step, device=args.device, all_layers=args.all_layers)
+        bar.update()
+        return traced
+
+    more, traced = {}, tracer(step)
+    if budget is not None:
+        overhead += round(step.vllm_share * budget)
+        fits = plan.plan(step, budget, overhead, ("batch_size", "max_new_tokens"), tracer)
+        more["ways"] = plan.ways_to_run(step, budget - overhead, lambda step, *_: tracer(step), (1,))
+        more["changes"] = plan.changes_that_save(step, traced, tracer, step.options())
+        more["fits"] = [plan.Fit(*step.named(f.quantity, f.value or 0).popitem(), f.peak) for f in fits]
+    data = report(step, traced, overhead=overhead, **more) | {"notes": notes}
+    print(json.dumps(data, indent=1) if args.json else "\n".join([text(step.headline, data, budget), "", *notes]))

@@ -15,11 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grade.memory.tracker import tensors_in
 from grade.models.sharding import ShardedTable
 
+FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""What fake tensors raise where a value is needed."""
 _COMMUNICATION = ("c10d", "fsdp")
 """Namespaces of operators that do more than their outputs show: never cached."""
 _MOST = 200_000
@@ -58,6 +67,58 @@ class NoData(TorchDispatchMode):
         if leaves and args[0].device.type == "meta":
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         return call_on_meta(func, args, kwargs)
+
+
+class FakeFloats(TorchDispatchMode):
+    """Lets code of others run with fake numbers but real integers: token ids, masks, lengths, permutations.
+
+    What is computed from real tensors alone and is neither floating-point nor larger than `_MOST_INTEGERS` is computed.
+    So a step's shapes follow from its texts as in training. Of fake values: a drawn token is 0, a number read from a
+    tensor is 1, a check (``if nan``) is false, and a mask selects everything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `grade.memory.tracker.MemoryTracker`
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
+        kwargs = kwargs or {}
+        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors_in((*args, *kwargs.values())))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return (args[0].dtype != torch.bool and 1.0) if fake else func(*args)
+        if func is torch.ops.aten.index.Tensor and fake:
+            args = (args[0], [place for index in args[1] for place in _places(index)])
+        try:
+            with self.fake:
+                result = func(*args, **kwargs)
+        except FAKE_ERRORS:
+            if fake:
+                raise
+            return func(*args, **kwargs)
+        made = [tensor for tensor in tensors_in((result,)) if tensor.dtype.is_floating_point or _is_large(tensor)]
+        if not fake and not made:
+            return func(*args, **kwargs)
+        return torch.zeros(result.shape, dtype=result.dtype) if func in _DRAWS else result
+
+
+_DRAWS = (torch.ops.aten.multinomial.default, torch.ops.aten.argmax.default)
+_MOST_INTEGERS = 2**22
+"""Elements of a tensor that is computed; a mask of positions by positions may be larger."""
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() > _MOST_INTEGERS
+
+
+def _places(index: Tensor | None) -> Iterable[Tensor | None]:
+    """A mask as the indices that it selects, one tensor for each of its dimensions; another index as it is."""
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    return (torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index).nonzero().unbind(1)
 
 
 def call_on_meta(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:

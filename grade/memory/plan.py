@@ -306,6 +306,13 @@ def single_changes(config: StepConfig, base: Trace, tracer: Callable[[StepConfig
         "half the batch": dict(batch_size=config.batch_size // 2),
         "half the completion": dict(max_new_tokens=config.max_new_tokens // 2),
     }
+    return changes_that_save(config, base, tracer, options)
+
+
+def changes_that_save(
+    config: Any, base: Trace, tracer: Callable[[Any], Trace], options: Mapping[str, dict[str, Any]]
+) -> list[Change]:
+    """Those of the named changes that a step can have and that save memory, the largest saving first."""
     changes = []
     for name, update in options.items():
         try:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
 Device = Literal["cpu", "cuda"]
+TrlName = Literal["grpo", "sft", "dpo"]
+"""Trainers of TRL's that are traced, by the names of its command line."""
 Sharding = Literal["fsdp2", "ddp"]
 """How processes share a base: each has a part, or each has a copy."""
 CLASSIFIER = "hf:"

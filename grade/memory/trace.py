@@ -25,27 +25,19 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from grade.errors import InputError
 from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
-from grade.memory.meta import NoData
+from grade.memory.meta import FAKE_ERRORS, NoData
 from grade.memory.models import model_config, with_layers
 from grade.memory.records import CATEGORIES, SHARDED, Category, LiveTracker
 from grade.memory.settings import Device, Sharding, TracedConfig
 from grade.memory.step import Step, build, make_step
-from grade.models.backbone import Backbone
 from grade.models.base import FrozenBase
 from grade.models.sampling import Decoder
-
-_FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 FIXED: tuple[Category, ...] = ("weights", "adapter", "optimizer")
 """What is there before the step and after it."""
@@ -135,7 +127,7 @@ def trace(
     numbers = [layers] if all_layers or layers <= max(BASE_LAYERS) + 1 else list(BASE_LAYERS)
     with contextlib.nullcontext() if all_passes else few_passes(config.max_new_tokens):
         trackers = [trace_layers(config, with_layers(model, n), device, processes, sharding) for n in numbers]
-    return _assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
+    return assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
 
 
 def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> LiveTracker:
@@ -160,14 +152,14 @@ def trace_layers(
     if config.autocast:  # autocast depends on the device, and meta has none; fake CPU tensors do, at twice the time
         counted = None
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        _to_fake(backbone, mode, *others)
+        to_fake(mode, backbone, *others)
     try:
         with mode, NoData(), kernels_of(device), alone_among(processes):
             if processes > 1 and sharding == "fsdp2":
                 divide(backbone)
             return run_tracked(make_step(config, backbone, others), device=counted)
-    except (*_FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
-        if not isinstance(error, _FAKE_ERRORS) and "meta" not in str(error).lower():
+    except (*FAKE_ERRORS, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        if not isinstance(error, FAKE_ERRORS) and "meta" not in str(error).lower():
             raise
         frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
         path, last = [(p, f) for p, f in frames if "torch" not in p.parts and p.parent != Path(__file__).parent][-1]
@@ -176,14 +168,14 @@ def trace_layers(
         raise InputError("traced step", where, allowed) from error
 
 
-def _to_fake(backbone: Backbone, mode: FakeTensorMode, *others: nn.Module) -> None:
+def to_fake(mode: FakeTensorMode, *roots: nn.Module) -> None:
     """Replace every parameter and buffer on ``meta`` by an empty fake CPU tensor, tied ones once.
 
     PEFT cannot be built inside a `FakeTensorMode`, and operators do not accept meta and fake tensors together.
     """
     fakes: dict[int, torch.Tensor] = {}
     with mode:
-        for module in (m for root in (backbone, *others) for m in root.modules()):
+        for module in (m for root in roots for m in root.modules()):
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():
                     if tensor is None:
@@ -193,7 +185,7 @@ def _to_fake(backbone: Backbone, mode: FakeTensorMode, *others: nn.Module) -> No
                         is_parameter = isinstance(tensor, nn.Parameter)
                         fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                     store[name] = fakes[id(tensor)]
-    for base in (each for each in (backbone, *others) if isinstance(each, FrozenBase)):
+    for base in (root for root in roots if isinstance(root, FrozenBase)):
         layer = base.model.get_output_embeddings()
         base.head = replace(base.head, weight=layer.weight, bias=getattr(layer, "bias", None))
 
@@ -246,7 +238,7 @@ def _grow(decoder: Decoder, positions: int) -> None:
             decoder.backbone._watcher.tag([getattr(layer, name)], "kv cache")
 
 
-def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:
+def assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:
     """Peaks by phase, extrapolated in layers from the last two traces if there are two."""
 
     def at(*values: int) -> int:
