@@ -4,6 +4,7 @@ VENV ?= .venv
 
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
+ENGINES ?= .engines
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # For what the recipes start in turn: pipeline stages call `python`, dvc is found by name.
 export PATH := $(BIN):$(PATH)
@@ -12,7 +13,7 @@ export PATH := $(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env repro check publish test test-all hashes smoke full h100 lab docs clean
+.PHONY: help env repro check publish test test-all engines hashes smoke full h100 lab docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/'
@@ -64,6 +65,21 @@ test: env ## lint, unit tests, doctests, notebooks, and the smoke pipeline besid
 test-all: export GRADE_ALL_CASES := 1
 test-all: test ## the same with every case of the tables of which make test runs a sample
 
+# vLLM pins another transformers than ours, so it has an environment of its own. Only what it imports is installed: its
+# wheel also asks for packages of images and sound.
+$(ENGINES)/.installed: tests/engines/requirements.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	@touch $@
+
+engines: export GRADE_ENGINE := $(abspath $(ENGINES))/bin/python
+engines: export HF_HUB_OFFLINE := 1
+engines: export OMP_NUM_THREADS := 1
+engines: export GRADE_PROGRESS := 0
+engines: env $(ENGINES)/.installed ## vLLM in an environment of its own, and the tests that need it: 15 minutes
+	$(BIN)/python -m pytest tests/engines --durations=10
+
 hashes: env ## write requirements.txt anew, after a change of pyproject.toml or constraints.txt
 	$(INSTALL) -c constraints.txt pip-tools
 	CUSTOM_COMPILE_COMMAND="make hashes" $(BIN)/pip-compile --quiet --generate-hashes --extra test --constraint constraints.txt \
@@ -86,5 +102,5 @@ docs: env ## the documentation as a site, .workspaces/site/docs/gallery.html; ex
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove the environment, caches and the smoke workspace; never results
-	rm -rf $(VENV) .workspaces/smoke .pytest_cache .ruff_cache .hypothesis .cache *.egg-info
+	rm -rf $(VENV) $(ENGINES) .workspaces/smoke .pytest_cache .ruff_cache .hypothesis .cache *.egg-info
 	find grade tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

@@ -27,7 +27,6 @@ LARGEST = 49
 """Largest summand: a sum has two digits at most."""
 WRONG = 0.7
 """Share of lines with a wrong answer."""
-OFFSETS = (-10, -1, 1, 10)
 HELD_OUT = 0.2
 """Share of the pairs that are neither learned nor trained on."""
 STEPS, BATCH = 400, 128
@@ -58,16 +57,16 @@ def sums_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
-def build_sums(folder: str | Path, steps: int = STEPS, hint: str = "") -> None:
-    """Train the policy and write its folder; with a ``hint`` half of the lines begin with it (see `_lines`)."""
+def build_sums(folder: str | Path, steps: int = STEPS) -> None:
+    """Train the policy and write its folder."""
     tokenizer = sums_tokenizer()
-    width = len(f"{LARGEST}+{LARGEST}=") + ANSWER_TOKENS + len(hint.format(answer=2 * LARGEST))
+    width = len(f"{LARGEST}+{LARGEST}=") + ANSWER_TOKENS
     settings = PretrainConfig(
         hidden_size=64, intermediate_size=128, layers=2, max_positions=4 * width, context=width - 1, batch_size=BATCH,
         steps=steps, muon_lr=0.02, adamw_lr=0.01, warmup_steps=min(20, steps - 1), seed=0,
     )  # fmt: skip
     # Every line is seen once: what is learned is the share of right answers, not which lines are wrong.
-    rows = tokenizer(_lines(_pairs()[0], steps * BATCH, hint))["input_ids"]
+    rows = tokenizer(_lines(_pairs()[0], steps * BATCH))["input_ids"]
     windows = torch.tensor([row + [tokenizer.eos_token_id] * (width - len(row)) for row in rows])
     with torch.random.fork_rng(devices=[]):  # the global state is the caller's
         model = new_model(settings, len(tokenizer))
@@ -77,19 +76,11 @@ def build_sums(folder: str | Path, steps: int = STEPS, hint: str = "") -> None:
         tokenizer.save_pretrained(staging)
 
 
-def _lines(pairs: Sequence[tuple[int, int]], n: int, hint: str = "") -> list[str]:
-    """N lines "a+b=c" of random pairs; c is wrong in a share of them: the sum plus or minus 1 or 10, never negative.
-
-    A ``hint`` with ``{answer}`` stands before every second line, with the sum as answer: c is wrong half as often there.
-    """
+def _lines(pairs: Sequence[tuple[int, int]], n: int) -> list[str]:
+    """N lines "a+b=c" of random pairs; c is wrong in a share of them: the sum plus or minus 1 or 10, never negative."""
     rng = np.random.default_rng((0, 1))  # not the split's
     a, b = np.array(pairs)[rng.integers(len(pairs), size=n)].T
     wrong = rng.random(n) < WRONG
-    offsets = rng.choice(OFFSETS, n) * wrong
+    offsets = rng.choice((-10, -1, 1, 10), n) * wrong
     answers = a + b + np.where(a + b + offsets >= 0, offsets, -offsets)
-    if not hint:
-        return [f"{a}+{b}={c}" for a, b, c in zip(a, b, answers, strict=True)]
-    hinted = np.arange(n) % 2 == 0
-    answers = np.where(hinted & (rng.random(n) < 0.5), a + b, answers)
-    return [(hint.format(answer=a + b) if h else "") + f"{a}+{b}={c}"
-            for a, b, c, h in zip(a, b, answers, hinted, strict=True)]  # fmt: skip
+    return [f"{a}+{b}={c}" for a, b, c in zip(a, b, answers, strict=True)]

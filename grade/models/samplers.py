@@ -59,6 +59,8 @@ COMPLETIONS, CONNECTIONS = 128, 64
 """Most completions of a prompt in one request to a server, and requests under way at the same time; it batches them."""
 MOST_BYTES = 2**28
 """Of an answer."""
+SAID = 400
+"""Characters of an error that are shown."""
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer later."""
 WAITS = (0.5, 2.0)
@@ -231,7 +233,8 @@ class ServerSampler(Sampler):
     def post(self, path: str, body: dict[str, Any], needs: str = "an answer with status 200") -> str:
         """The text of an answer with status 200. After a time-out, which was all the time there is, nobody asks again.
 
-        `InputError` has the address and the last failure: its kind, or the status and the beginning of the answer.
+        `InputError` has the address and the last failure: its kind, or the status and the beginning of the answer. That
+        stands last, where it is not shortened: vLLM's reason comes late in it.
         """
         field, key = f"sampler: POST {self.name}{path}", os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -240,16 +243,17 @@ class ServerSampler(Sampler):
                 status, content = wait_for(self._answer(path, body, headers))
                 if status == 200:
                     return content
-                failure, again = f"status {status}: {content}", status in BUSY
+                failure, again = f"status {status}", status in BUSY
+                said = f"; the server said: {content[:SAID]}"
             except TimeoutError:
                 failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
                 raise InputError(field, failure, allowed) from None
             except Exception as error:  # httpx alone has three families
-                failure, again = f"{type(error).__name__}: {error}", True
+                failure, again, said = f"{type(error).__name__}: {error}", True, ""
             if wait is None or not again:
                 break
             time.sleep(wait)
-        raise InputError(field, failure[:300], needs)
+        raise InputError(field, failure, needs + said)
 
     def publish(self, backbone: Backbone) -> str:  # noqa: D102
         # A name of its own each time: a server may keep what it has loaded under a name, or an earlier run its own.

@@ -9,15 +9,15 @@ every token v at every position t, from which the all-action gradient is made (`
 | `bag` | sum of the tokens' frozen embeddings [D] | ``<w, E_v>`` |
 | `ngrams` | hashed single tokens and pairs | ``w_h(v) + w_h(y_{t-1}, v)`` |
 | `values` | ``sum_t (A h_t) * (B E_{y_t})``, a sketch of ``sum_t h_t x E_{y_t}`` | ``<B^T (w * A h_t), E_v>`` |
-| `hinted` | ``exp L_T`` and ``sum_t l_t(y_t)``, of a teacher | ``w (exp(L_{t-1} + l_t(v)) - exp L_{t-1}) + w' l_t(v)`` |
+| `hinted` | ``exp L_T``, ``sum_t l_t(y_t)``; see below | ``w (exp(L_{t-1} + l_t(v)) - exp L_{t-1}) + w' l_t(v)`` |
 | `trunk<d>` | mean hidden state of the frozen base after d layers [D] | to first order, ``<dR/de_t, E_v>`` |
 
 `hinted` reads completions as a teacher q does, usually the base p itself with a hint in front of the prompt x: the
 answer, a worked example, an instruction. With ``l_t(v) = log q(v | hint, x, y_<t) - log p(v | x, y_<t)`` and
 ``L_t = l_1(y_1) + ... + l_t(y_t)``, Bayes' rule says ``exp L_t = p(hint | x, y_<=t) / p(hint | x)``: how much more
-probable the text has made the hint. Where a hint means success this is the value of a prefix, up to a factor. Others
-learn ``sum_t l_t`` itself, with weight 1 (Huebotter et al. 2026, arXiv:2601.20802); here rewards decide the weights, and
-a hint that says nothing of them gets none. L and l are cut at `MOST_NATS`: a few tokens would decide the fit.
+probable the text has made the hint. Where a hint means success this is the value of a prefix, up to a factor. Methods
+of self-distillation learn ``sum_t l_t`` with weight 1; here rewards decide both weights, and a hint that says nothing
+of them gets none. L and l are cut at `MOST_NATS`: a few tokens would decide the fit.
 
 All but `trunk<d>` are additive: the sum of the completion's own values is the distilled reward itself, and values at t
 depend on what stands before t only (``h_t`` is the base's hidden state there). That makes the corrected gradient
@@ -363,14 +363,14 @@ class _Hinted(Family):
 
     @torch.no_grad()
     def told(self, base: Tensor, teacher: Tensor, rows: Tensor) -> Tensor:
-        """L of all tokens at some places [n, V], from hidden states [B, T, D]; 0 where the teacher has no such token."""
+        """Log-ratios l of all tokens at places [n, V], from hidden states [B, T, D]; 0 for what the teacher lacks."""
         heads = (self.teacher.head, teacher), (self.backbone.head, base)
         q, p = (head(states.flatten(0, 1)[rows]).to(self.dtype).log_softmax(-1) for head, states in heads)
         shared = min(q.shape[-1], p.shape[-1])
         return F.pad(q[:, :shared] - p[:, :shared], (0, p.shape[-1] - shared))
 
     def told_by(self, base: Tensor, teacher: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """L of completions' own tokens [B, T], 0 where masked."""
+        """The log-ratios l of completions' own tokens [B, T], 0 where masked."""
         rows = torch.arange(ids.numel(), device=ids.device).split(chunk_rows(self.backbone.vocab_size, ids.numel()))
         each = [self.told(base, teacher, some).gather(1, ids.flatten()[some].unsqueeze(1)) for some in rows]
         return torch.cat(each).view(ids.shape) * mask

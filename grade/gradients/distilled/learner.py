@@ -160,7 +160,7 @@ class DistilledGradient(Learner):
         super().__init__(config, backbone)
         names = config.distil_families or FAMILIES
         self.families: dict[str, Family] = {name: make_family(name, backbone, teacher) for name in names}
-        for name, family in self.families.items():
+        for name in names:
             if config.substitutions and name not in ADDITIVE:
                 raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with substitutions")
         if config.substitutions and backbone.shards is not None:  # processes would score unequally often
