@@ -7,10 +7,12 @@ import torch
 from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
 
 from grade.errors import InputError
-from grade.gradients.distilled.families import ADDITIVE, SKETCH, Observed, _hash, make_family
+from grade.gradients.distilled.families import ADDITIVE, MOST_NATS, SKETCH, Observed, _hash, make_family
+from grade.gradients.methods import HINTED
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_states
+from grade.models.teacher import Teacher
 
 GROUP, LENGTH = 2, 6
 MODELS = {"llama": lambda: make_backbone(), "gpt2": lambda: make_backbone(tiny_gpt2(), target_modules=["c_attn"])}
@@ -179,3 +181,31 @@ def test_what_it_likes_is_the_mean_of_its_values(backbone, seen, name):
 def test_a_family_that_there_is_not(backbone, name):
     with pytest.raises(InputError, match="distil_families: got .*counts, bag, ngrams, values, trunk, or trunk1 to tr"):
         make_family(name, backbone)
+
+
+def test_hinted_is_what_a_teachers_reading_tells_of_the_hint_by_the_dense_formula(backbone, seen):
+    """An adapter as teacher, whose log-probabilities differ from the base's as those behind a hint do."""
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(p.shape, generator=generator).to(p) for p in backbone.trainable_parameters()]
+    teacher = Teacher(backbone, "adapter", adapter=values)
+    family = make_family(HINTED, backbone, teacher)
+    seen = Observed.of(backbone, [family], seen.prompts, seen.ids, seen.mask)
+    states = teacher.hidden(seen.prompts, seen.ids), seen.predicting
+    q, p = (backbone.head(each).log_softmax(-1) for each in states)
+    told = (q - p).double()
+    assert told.abs().max() > 2 * MOST_NATS, "both cuts are reached"
+    own = told.gather(2, seen.ids.unsqueeze(2)).squeeze(2) * seen.mask
+    before = (own.cumsum(1) - own).unsqueeze(2)
+    growth = (before + told).clamp(max=MOST_NATS).exp() - before.clamp(max=MOST_NATS).exp()
+    weights = fitted(family, seen)
+    w = weights[seen.fit_numbers(len(weights))].double()
+    want = w[:, 0, None, None] * growth + w[:, 1, None, None] * told.clamp(-MOST_NATS, MOST_NATS)
+    got = every_value(family, weights, seen)
+    assert torch.allclose(got.double(), want, atol=1e-4 * float(want.abs().max()))  # Llama's norms are float32
+    of_own = want.gather(2, seen.ids.unsqueeze(2)).squeeze(2) * seen.mask
+    assert torch.allclose(family.own(weights, seen).double(), of_own, atol=1e-4 * float(want.abs().max()))
+    sums = torch.stack([family.predict(weights[b // GROUP], row[None])[0] for b, row in enumerate(family.rows(seen))])
+    assert torch.allclose(sums.double(), of_own.sum(1), atol=1e-4 * float(want.abs().max()))
+    assert torch.allclose(family.typical(weights[:1], seen[:GROUP]).double(),
+                          (want[:GROUP] * seen.mask[:GROUP, :, None]).sum((0, 1)) / seen.mask[:GROUP].sum(),
+                          atol=1e-4 * float(want.abs().max()))  # fmt: skip

@@ -72,6 +72,19 @@ def test_a_context_is_for_the_teacher_alone_and_a_run_goes_on_where_it_was(tmp_p
         other.train(str(tmp_path / "one" / "checkpoint-2"))
 
 
+def test_with_the_family_hinted_it_predicts_rewards_and_is_none(tmp_path, taught):
+    hinted = dict(distil_families=["counts", "hinted"], num_generations=4, residual_weight=1.0, save_strategy="steps")
+    settings = dict(teacher=taught, max_steps=6, save_steps=3, logging_steps=1) | hinted
+    run = trainer(tmp_path, more_w_than_s, **settings)
+    run.train()
+    rows = [row for row in run.state.log_history if "reward" in row]
+    assert run.args.method == "distilled" and "predict rewards" in run.chosen["teacher"]
+    assert run.rewards.names == ["more_w_than_s"] and rows[-1]["distilled/r2/hinted"] > 0
+    again = trainer(tmp_path, more_w_than_s, **settings)
+    again.train(str(tmp_path / "checkpoint-3"))
+    assert [row["reward"] for row in again.state.log_history if "reward" in row] == [row["reward"] for row in rows]
+
+
 def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     common = {name: value for name, value in toy_project(tmp_path).items() if name not in ("reward", "gold")}
@@ -98,6 +111,11 @@ def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):
         ({"teacher": "base", "texts": TEXTS, "reward": more_w_than_s}, "texts: got 'given'; allowed: none beside a"),
         ({"teacher_context": "x", "reward": more_w_than_s}, "teacher_context: got 'x'; allowed: .* with a teacher"),
         ({"method": "teacher", "reward": more_w_than_s}, "teacher: got None; allowed: a model"),
+        ({"distil_families": ["hinted"], "reward": more_w_than_s}, "teacher: got None; allowed: base, or another"),
+        ({"distil_families": ["hinted"], "method": "distilled", "teacher": "base"}, "reward: got None; allowed: a rew"),
+        ({"distil_families": ["hinted"], "teacher_weight": 2.0, "teacher": "base"}, "teacher_weight: got 2.0; allowed"),
+        ({"distil_families": ["hinted"], "teacher": "base", "substitutions": 1, "reward": more_w_than_s},
+         "distil_families: got 'hinted'; allowed: counts, bag, ngrams, values with substitutions"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, changes, says):
