@@ -57,7 +57,7 @@ _TRACED = {
 _REFUSED = {
     "load_in_4bit": "no quantized base", "load_in_8bit": "no quantized base", "deepspeed": "one GPU",
     "parallelism_config": "one GPU", "fsdp": "one GPU", "activation_offloading": "activations on the GPU",
-    "precompute_ref_log_probs": "false: a pass over the data is not traced", 
+    "precompute_ref_log_probs": "false: a pass over the data is not traced",
     "reward_model_name_or_path": "reward functions: a reward model's memory is not traced",
     "use_transformers_continuous_batching": "generate, or vLLM", "auto_find_batch_size": "a batch size",
 }  # fmt: skip
