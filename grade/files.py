@@ -7,7 +7,6 @@ not maintained and knows no folders.
 from __future__ import annotations
 
 import difflib
-import errno
 import hashlib
 import json
 import os
@@ -69,8 +68,6 @@ def atomic(path: str | Path) -> Iterator[Path]:
     try:
         yield staging
         if path.is_dir():
-            if not staging.is_dir():
-                raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
             os.rename(path, old)
         os.replace(staging, path)
     except BaseException:

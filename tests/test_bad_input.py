@@ -269,7 +269,7 @@ def cases():
         ("backbone", "--set vocab_size=1000000000", "vocab_size"), ("pretrain", "--set batch_size=1000000000", "TB"),
         ("text-peers", "--set seeds=[-1]", "seeds"), ("results", "", "grade repro makes them"),
         ("data", "--set source=reviews", "source"), ("measure", "--runs nowhere", "--runs"),
-        ("notebook", "--runs small.ipynb", "--runs"),
+        ("notebook", "--runs small.ipynb", "--runs"), ("gold", "--metrics made", "--output-dir"),
     ):  # fmt: skip
         yield command, text, says, {}
     for command, name, row in (
@@ -282,6 +282,8 @@ def cases():
         ("completions/eval_00001.parquet", pd.DataFrame({"prompt": ["a"]}).to_parquet),
     ):
         yield "show", f"# columns of {name}", name.split("/")[-1], {"run/manifest.json": None, f"run/{name}": content}
+    for key in ("jobs", "experiments"):
+        yield "repro", f"# {key}", key, {"params/cpu/suite.yaml": f"profile: cpu\noutputs: outputs\n{key}: x\n"}
     for content in ("", BINARY):
         yield "repro", "# no pipeline", "dvc.yaml", {"dvc.yaml": content}
     yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}

@@ -379,9 +379,3 @@ def test_a_device_or_pipe_is_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="not a device or a pipe"), atomic(tmp_path / "pipe"):
         pass
-
-
-def test_a_file_never_takes_the_place_of_a_folder(tmp_path):
-    with pytest.raises(IsADirectoryError, match="it is a folder"), atomic(tmp_path) as staging:
-        staging.write_text("")
-    assert tmp_path.is_dir()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import pydantic
 
 from grade.config import Config, Settings, own_fields
+from grade.errors import InputError
 
 ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
 """By command, what adds its options and the function that executes them."""
@@ -40,6 +42,11 @@ def command(
     """
 
     def registered(execute: Callable) -> Callable:
+        def apart(args: argparse.Namespace) -> None:
+            if os.path.realpath(args.metrics) == os.path.realpath(args.output_dir):
+                raise InputError("--metrics", args.metrics, "another place than --output-dir")
+            execute(args)
+
         def add(parser: argparse.ArgumentParser) -> None:
             required = [option(f"--{key.replace('_', '-')}", required=True, help=text,
                                metavar="FILE" if key == "metrics" else "DIR")
@@ -52,7 +59,7 @@ def command(
             if config:
                 lines = [*_describe(config), *([f"  ... {others}"] if others else [])]
                 parser.epilog = "config keys (--set KEY=VALUE, or --KEY VALUE; default): meaning\n" + "\n".join(lines)
-            parser.set_defaults(execute=execute)
+            parser.set_defaults(execute=apart if paths.keys() >= {"output_dir", "metrics"} else execute)
 
         ADD[name] = add
         return execute

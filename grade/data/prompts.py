@@ -49,7 +49,7 @@ def load_rows(source: str | Path, split: str | None = None, field: str = "prompt
         path = Path(source)
         folder, reader = path.is_dir(), _READERS.get(path.suffix.lower())
     if folder:
-        with reading(field, path, "a folder that save_to_disk wrote, or a file in it"), without_progress_bars():
+        with reading(field, path, "a folder that save_to_disk wrote, or a file in it"), _without_progress_bars():
             loaded = datasets.load_from_disk(path)
     elif path.is_file() and reader:
         loaded = reader(path, field)
@@ -152,7 +152,7 @@ def _from_hub(
     place = ":".join(filter(None, (name, config, split)))
     allowed = "a file or folder that exists, or a dataset on the hub that can be loaded"
     require_source(field, name, allowed)
-    with reading(field, place, allowed), without_progress_bars():
+    with reading(field, place, allowed), _without_progress_bars():
         loaded = datasets.load_dataset(name, config, split=split)
     return ({split: loaded} if split else loaded), split
 
@@ -168,8 +168,7 @@ def _chosen(loaded: Dataset | dict[str, Dataset], split: str | None, source: str
 
 
 @contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Within this context `datasets` shows no bars."""
+def _without_progress_bars() -> Iterator[None]:
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

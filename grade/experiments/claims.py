@@ -178,7 +178,7 @@ def read_claims(path: str | Path) -> list[Claim]:
     """Read a file that `write_claims` wrote; figures stay the text that is in the file."""
     with reading("claims", path, "a file of claims"):
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
-        return [Claim(**row) for row in table.to_dict("records")]
+        return [Claim(**row) for row in table[list(COLUMNS)].to_dict("records")]
 
 
 def verdict_counts(claims: Iterable[Claim]) -> str:

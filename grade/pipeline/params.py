@@ -42,6 +42,9 @@ def suite_values(root: Path, profile: str) -> dict[str, Any]:
     for key, allowed in own.items():
         if values.get(key) != allowed:
             raise InputError(f"params/{profile}/suite.yaml: {key}", values.get(key), f"{allowed!r}, the profile's own")
+    for key, default in {"alone": {}, "experiments": {}, "jobs": 1}.items():
+        if type(values.setdefault(key, default)) is not type(default):
+            raise InputError(f"params/{profile}/suite.yaml: {key}", values[key], f"a value such as {default}")
     return values
 
 

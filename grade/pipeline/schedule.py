@@ -62,7 +62,7 @@ def run(
     are stages at once (default: what ``suite.yaml`` says, at most the processor's cores); ``dry`` only lists stages.
     """
     suite, started = suite_values(root, profile), time.monotonic()
-    jobs = min(suite.get("jobs", 1), os.cpu_count() or 1) if jobs is None else jobs
+    jobs = min(suite["jobs"], os.cpu_count() or 1) if jobs is None else jobs
     if jobs < 1:
         raise InputError("jobs", jobs, "at least 1")
     place = prepare_workspace(root, profile)

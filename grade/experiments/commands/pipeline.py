@@ -52,11 +52,12 @@ def _results(args: argparse.Namespace) -> None:
         raise InputError("--profile", args.profile, f"a profile with results in {outputs}: grade repro makes them")
     rows = report.join_claims(outputs, notebooks)
     counts = claims.verdict_counts(rows)
+    page, figures = report.report(outputs, args.profile, notebooks), headline.headline(outputs)
     title = "# Claims of the source documents and verdicts"
     claims.write_claims(outputs / "claims.csv", rows)
     write_text(outputs / "claims.md", f"{title}\n\n{counts}\n{claims.to_markdown(rows)}")
-    write_text(outputs / "README.md", report.report(outputs, args.profile, notebooks))
-    write_metrics(outputs / "headline.json", headline.headline(outputs))
+    write_text(outputs / "README.md", page)
+    write_metrics(outputs / "headline.json", figures)
     print(counts, end="")
 
 
