@@ -77,7 +77,7 @@ engines: export GRADE_ENGINE := $(abspath $(ENGINES))/bin/python
 engines: export HF_HUB_OFFLINE := 1
 engines: export OMP_NUM_THREADS := 1
 engines: export GRADE_PROGRESS := 0
-engines: env $(ENGINES)/.installed ## vLLM in an environment of its own, and the tests that need it: 15 minutes
+engines: env $(ENGINES)/.installed ## vLLM in an environment of its own, and the tests that need it
 	$(BIN)/python -m pytest tests/engines --durations=10
 
 hashes: env ## write requirements.txt anew, after a change of pyproject.toml or constraints.txt
