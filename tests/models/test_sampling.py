@@ -52,7 +52,7 @@ def test_a_completion_ends_with_its_first_end_of_sequence(backbone):
     [
         (dict(max_new_tokens=0), "max_new_tokens: got 0; allowed: at least 1"), (dict(temperature=-0.1), "temperature"),
         (dict(temperature=math.inf), "temperature: got inf"), (dict(temperature=math.nan), "temperature"),
-        (dict(max_new_tokens=60), r"max_prompt_tokens \+ max_new_tokens: got 65; allowed: at most 64 "),
+        (dict(max_new_tokens=60), "tokens of a prompt and its completion: got 65; allowed: at most 64 "),
     ],
 )  # fmt: skip
 def test_lengths_and_temperatures_that_do_not_fit(backbone, settings, message):
