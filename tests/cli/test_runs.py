@@ -211,6 +211,17 @@ def test_a_page_shows_what_the_reward_likes_and_escapes_all_that_the_run_wrote(c
     assert likes == "&#39;&lt;b&gt;&#39; +0.5" and dislikes == "&#39;&amp;&#39; -0.25"
 
 
+def test_a_page_of_a_run_that_was_killed_or_has_only_begun(unfinished, tmp_path, capsys):
+    show(capsys, unfinished, "--html", tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert "step 2 of 4, not finished" in page and "<svg" in page and "<th>step 0</th>" in page
+    assert "<td>learning_rate</td><td>0.1</td>" in page and "<th>step 4</th>" not in page
+    shutil.rmtree(unfinished / "checkpoint-2")
+    shutil.rmtree(unfinished / "completions")
+    show(capsys, unfinished, "--html", tmp_path / "run.html")
+    assert "Nothing is logged yet." in (tmp_path / "run.html").read_text()
+
+
 def test_a_page_of_a_run_from_python_has_the_fit_of_the_distilled_reward(tmp_path, capsys):
     task = toy_task()
     prompts = [{"prompt": text} for text in task.train_prompts[:4]]

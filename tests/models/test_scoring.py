@@ -10,7 +10,7 @@ from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
 from grade.errors import InputError
 from grade.models.head import entropy, self_certainty
 from grade.models.sampling import generate
-from grade.models.scoring import completion_logps, completion_states, predicting_hidden
+from grade.models.scoring import completion_certainty, completion_logps, completion_states, predicting_hidden
 
 
 def completions(batch=3, new=4):
@@ -53,6 +53,14 @@ def test_what_does_not_fit_is_refused(batch, temperature, error, named):
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions(batch)
     with pytest.raises(error, match=named):
         completion_logps(backbone, prompts, ids, mask, temperature=temperature)
+
+
+def test_a_completion_scores_its_own_tokens():
+    values = torch.tensor([[1.0, 3.0, 100.0], [2.0, 100.0, 100.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert completion_certainty(values, mask).tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="at least one token"):
+        completion_certainty(values, torch.zeros_like(mask))
 
 
 LENGTH = 5
