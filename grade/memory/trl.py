@@ -138,7 +138,8 @@ class TrlStep(Config):
         for quantity in {"batch_size", "max_new_tokens"} & values.keys():
             values |= self.named(quantity, values.pop(quantity))
         step = type(self).parse(self.model_dump() | {"values": self.values | values})
-        return step if step.arguments else step  # refuses what TRL does
+        _ = step.arguments  # refuses what TRL does
+        return step
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Single changes that may save memory, by what they are."""
