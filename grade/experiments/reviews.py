@@ -150,6 +150,7 @@ def _read(config: DataConfig, raw_dir: Path) -> pd.DataFrame:
         raise InputError("source", config.source, allowed)
     import datasets  # takes a second, which the other sources need not wait
 
+    datasets.disable_progress_bars()  # they would stand beside an error's one line
     place = f"{config.source}, split {config.dataset_split}"
     with reading("source", place, "a Hugging Face data set that can be loaded"):
         return datasets.load_dataset(config.source, split=config.dataset_split).to_pandas()

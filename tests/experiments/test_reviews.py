@@ -1,7 +1,6 @@
 """Reviews: cleaning, deduplication, one split into disjoint sets, and every way in which the input can be wrong."""
 
 import json
-import sys
 import types
 
 import pandas as pd
@@ -108,7 +107,7 @@ def test_a_hugging_face_data_set(tmp_path, monkeypatch):
         frame = pd.DataFrame(make_rows()).rename(columns={"text": "sentence"})
         return types.SimpleNamespace(to_pandas=lambda: frame)
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     config = DataConfig(source="owner/name", dataset_split="dev", text_column="sentence", **SMALL)
     assert prepare_reviews(config, tmp_path, tmp_path / "out")["rows"] == 200
     assert asked == [("owner/name", "dev")]
