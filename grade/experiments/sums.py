@@ -6,6 +6,9 @@ probable answer is right nine times of ten, but its samples are right only two t
 learn from most prompts.
 
 A prompt is "a+b=" and a completion has `ANSWER_TOKENS` tokens at most: the digits of the answer, then the end.
+
+A policy that reads hints (``hinted``) has learned lines of which half begin with the sum, "19=12+7=19", and are wrong
+half as often.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ HELD_OUT = 0.2
 """Share of the pairs that are neither learned nor trained on."""
 STEPS, BATCH = 400, 128
 """Optimizer steps, and lines per step: about ten seconds on one core."""
+OFFSETS = (-10, -1, 1, 10)
+"""What a wrong answer is off by."""
+HINTED_WRONG, HINTED_STEPS, HINTED_OFFSETS = 0.75, 1000, (-20, -10, -2, -1, 1, 2, 10, 20)
+"""The same of lines with hints."""
 
 
 def _pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -57,16 +64,17 @@ def sums_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
-def build_sums(folder: str | Path, steps: int = STEPS) -> None:
-    """Train the policy and write its folder."""
+def build_sums(folder: str | Path, steps: int = STEPS, hinted: bool = False) -> None:
+    """Train the policy, with hints before half of its lines if asked, and write its folder."""
     tokenizer = sums_tokenizer()
-    width = len(f"{LARGEST}+{LARGEST}=") + ANSWER_TOKENS
+    width = len(f"{LARGEST}+{LARGEST}=") + ANSWER_TOKENS + (len(f"{2 * LARGEST}=") if hinted else 0)
     settings = PretrainConfig(
         hidden_size=64, intermediate_size=128, layers=2, max_positions=4 * width, context=width - 1, batch_size=BATCH,
         steps=steps, muon_lr=0.02, adamw_lr=0.01, warmup_steps=min(20, steps - 1), seed=0,
     )  # fmt: skip
     # Every line is seen once: what is learned is the share of right answers, not which lines are wrong.
-    rows = tokenizer(_lines(_pairs()[0], steps * BATCH))["input_ids"]
+    make_lines = _hinted_lines if hinted else _lines
+    rows = tokenizer(make_lines(_pairs()[0], steps * BATCH))["input_ids"]
     windows = torch.tensor([row + [tokenizer.eos_token_id] * (width - len(row)) for row in rows])
     with torch.random.fork_rng(devices=[]):  # the global state is the caller's
         model = new_model(settings, len(tokenizer))
@@ -77,10 +85,24 @@ def build_sums(folder: str | Path, steps: int = STEPS) -> None:
 
 
 def _lines(pairs: Sequence[tuple[int, int]], n: int) -> list[str]:
-    """N lines "a+b=c" of random pairs; c is wrong in a share of them: the sum plus or minus 1 or 10, never negative."""
+    """N lines "a+b=c" of random pairs; c is wrong in a share of them: the sum plus an offset, never negative."""
     rng = np.random.default_rng((0, 1))  # not the split's
     a, b = np.array(pairs)[rng.integers(len(pairs), size=n)].T
     wrong = rng.random(n) < WRONG
-    offsets = rng.choice((-10, -1, 1, 10), n) * wrong
-    answers = a + b + np.where(a + b + offsets >= 0, offsets, -offsets)
+    answers = _answers(a + b, rng.choice(OFFSETS, n) * wrong)
     return [f"{a}+{b}={c}" for a, b, c in zip(a, b, answers, strict=True)]
+
+
+def _hinted_lines(pairs: Sequence[tuple[int, int]], n: int) -> list[str]:
+    """The same, half of them with the sum and "=" in front and wrong half as often."""
+    rng = np.random.default_rng((0, 2))
+    a, b = np.array(pairs)[rng.integers(len(pairs), size=n)].T
+    hinted = rng.random(n) < 0.5
+    wrong = rng.random(n) < HINTED_WRONG * np.where(hinted, 0.5, 1.0)
+    answers = _answers(a + b, rng.choice(HINTED_OFFSETS, n) * wrong)
+    rows = zip(a, b, answers, hinted, strict=True)
+    return [f"{a + b}={a}+{b}={c}" if told else f"{a}+{b}={c}" for a, b, c, told in rows]
+
+
+def _answers(sums: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    return sums + np.where(sums + offsets >= 0, offsets, -offsets)

@@ -97,6 +97,10 @@ class Bench:
         """More columns of the end of a run."""
         return {}
 
+    def adapter(self, policy: str) -> LoraSettings:
+        """The adapter that a policy's runs train."""
+        return LoraSettings() if self.bases[policy] else LoraSettings(r=4, alpha=8)
+
     def load(self, policy: str) -> Task:
         """A policy with its judge and prompts; of the toy task with the reward too."""
         if not self.bases[policy]:
@@ -119,8 +123,7 @@ class Bench:
             self.loaded[run.policy] = self.load(run.policy)
         task = self.loaded[run.policy]
         task.backbone.peft.unload()
-        task.backbone.add_adapter(LoraSettings() if self.bases[run.policy] else LoraSettings(r=4, alpha=8),
-                                  run.values["seed"])  # fmt: skip
+        task.backbone.add_adapter(self.adapter(run.policy), run.values["seed"])
         return replace(task, reward_model=self.reward(run, task.backbone))
 
 

@@ -11,10 +11,11 @@ from grade.errors import InputError
 from grade.gradients.distilled.learner import DECAY, EVERY, DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.distilled.store import Fit
-from grade.gradients.methods import MethodConfig
+from grade.gradients.methods import HINTED, MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
 from grade.models.scoring import predicting_hidden
+from grade.models.teacher import Teacher
 from grade.rewards.base import Reward
 
 GROUP, LENGTH, EARLY, BETA = 4, 6, 2, 0.3
@@ -48,7 +49,12 @@ def learner(backbone, weight, families=("bag",), **changes):
         method="distilled", residual_weight=weight, distil_families=list(families), num_generations=GROUP,
         max_completion_length=LENGTH, min_completion_length=EARLY,
     )  # fmt: skip
-    return DistilledGradient(MethodConfig(**values | changes), backbone)
+    teacher = None
+    if HINTED in families:
+        generator = torch.Generator().manual_seed(3)
+        moved = [p.detach() + torch.randn(p.shape, generator=generator).to(p) for p in backbone.trainable_parameters()]
+        teacher = Teacher(backbone, "adapter", adapter=moved)
+    return DistilledGradient(MethodConfig(**values | changes), backbone, teacher)
 
 
 def choose_always(monkeypatch, choice):
@@ -181,9 +187,12 @@ def test_values_are_of_fits_without_the_prompts_own_completions(policy, monkeypa
 
 
 # ---- auto ----
-@pytest.mark.parametrize("family", ["values", "trunk1"])
+@pytest.mark.parametrize("family", ["values", "trunk1", HINTED])
 def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch, family):
-    """Of one microbatch the halves are the parts; they are measured now and then, and weigh the steps between."""
+    """Of one microbatch the halves are the parts; they are measured now and then, and weigh the steps between.
+
+    The share of the squared gradient is the root of R2; with `hinted` R2 itself, and KL is shortened as the reward is.
+    """
     choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))
     own, moments = learner(policy, "auto", [family]), torch.zeros(3, dtype=torch.float64)
     for number in range(EVERY + 1):
@@ -200,8 +209,10 @@ def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch
             size = float(plug @ plug) / own.reliability**2  # without the factor k t
             moments = DECAY * moments + torch.tensor([size, noise, 1.0], dtype=torch.float64)
         torch.testing.assert_close(own.blend.moments, moments, rtol=1e-9, atol=0)
-        weight = own.blend.weight(own.fit.choice.explained, own.reliability)
-        want = plug + weight * residual + penalty
+        share = 0.3 if family == HINTED else math.sqrt(0.3)
+        weight = own.blend.weight(share, own.reliability)
+        kept = own.reliability * share + weight * (1 - own.reliability * share) if family == HINTED else 1.0
+        want = plug + weight * residual + kept * penalty
         assert (found - want).norm() <= 1e-10 * want.norm()
         assert float(own.figures["residual_weight"][0]) == pytest.approx(weight, rel=1e-6)  # float32
         assert 0 < own.reliability < 1 and 1 - own.reliability < weight < 1

@@ -125,6 +125,15 @@ class Family:
         self.backbone = backbone
         self.dtype = wide(backbone.dtype)
 
+    def share(self, r2: float) -> float:
+        """Share f, in 0..1, of the reward's squared gradient that is taken to be the distilled one's: the root of R2.
+
+        A rough rule, and a cautious one, as part of the reward's variance is interactions that no gradient has. Token
+        counts with R2 of .07, .09, .53 and .68 had squared cosines to the gradient of .26, .58, .77 and .87, but token
+        values with R2 of .003 had .46.
+        """
+        return math.sqrt(min(max(r2, 0.0), 1.0))
+
     def gram(self, new: Tensor, rows: Tensor) -> Tensor:
         """Inner products [m, n] of rows, float64."""
         return (new @ rows.T).double()
@@ -335,6 +344,14 @@ class _Hinted(Family):
     def __init__(self, backbone: Backbone, teacher: Teacher) -> None:
         super().__init__(backbone)
         self.teacher = teacher
+
+    def share(self, r2: float) -> float:
+        """R2 itself: two features cannot have the gradient of what they do not explain.
+
+        Along a training on sums f was .78 to .88 where R2 was .82 to .86, and .02 to .05 for a hint at another number,
+        with R2 of .05 to .07 (`grade.experiments.sums`, 98,304 completions each).
+        """
+        return min(max(r2, 0.0), 1.0)
 
     def rows(self, seen: Observed) -> Tensor:  # noqa: D102
         return self._own(seen).sum(1)

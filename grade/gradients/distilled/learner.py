@@ -51,7 +51,7 @@ from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Evidence, Fit, Store, joined
 from grade.gradients.distilled.substitutions import Substituted, substitute
 from grade.gradients.losses import relative, rloo
-from grade.gradients.methods import FAMILIES, MethodConfig
+from grade.gradients.methods import FAMILIES, HINTED, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
 from grade.gradients.policy_gradient import Completions, Learner, Microbatch, StepContext, penalised, scored_rewards
 from grade.models.backbone import Backbone
@@ -81,10 +81,7 @@ class Blend:
     if the two parts are orthogonal (a Wiener filter). V is measured: parts of a step that share no completion differ by
     noise alone. It is divided by the `HORIZON` steps that the optimizer's momentum averages, for noise averages out
     over steps, and bias does not. E cannot be measured within a few steps, as noise hides it. It follows from the share
-    f of the squared gradient that is the plug-in's: ``E = |a|^2 (1 - f) / f``. For f the root of R2 is taken: a rough
-    rule, and a cautious one, as part of the reward's variance is interactions that no gradient has. Token counts with
-    R2 of .07, .09, .53 and .68 had squared cosines to mu of .26, .58, .77 and .87, but token values with R2 of .003 had
-    .46.
+    f of the squared gradient that is the plug-in's (`families.Family.share`): ``E = |a|^2 (1 - f) / f``.
 
     An uncertain fit counts for less. Its reliability is k t, with k the shrinkage of the slope (`ridge.Choice`) and t
     the trust (`store.Evidence`): the weight is ``1 - k t (1 - w)``, and a carries the factor k t, which E above does
@@ -320,7 +317,7 @@ class DistilledGradient(Learner):
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
-                    total = (plug + weight * residual + penalty) * share
+                    total = (plug + weight * residual + self._kept(weight) * penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
             loss = -penalised(sample.reward, kl, seen.mask, objective.beta).nanmean().nan_to_num(0.0)
             steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, loss))
@@ -345,7 +342,7 @@ class DistilledGradient(Learner):
         square, shares = context.total(torch.stack([square, shares])).tolist()
         self.blend.add(context.total(plug), context.total(residual), square, shares, self.reliability)
         weight = self._weight()
-        gradient = plug + weight * residual + penalty
+        gradient = plug + weight * residual + self._kept(weight) * penalty
         parameters = self.backbone.trainable_parameters()
         for p, g in zip(parameters, split_vector(self.backbone, gradient), strict=True):
             p.grad = g if p.grad is None else p.grad + g
@@ -361,8 +358,8 @@ class DistilledGradient(Learner):
         return own if self.prior is None else 1 - (1 - own) * (1 - self.store.prior_weight)
 
     def _explained(self) -> float:
-        """Share of the squared gradient that is taken to be the distilled reward's (`ridge.Choice.explained`)."""
-        own = 0.0 if self.fit is None else self.fit.choice.explained
+        """Share f of the squared gradient that is taken to be the distilled reward's."""
+        own = 0.0 if self.fit is None else self.families[self.fit.family].share(self.fit.choice.r2)
         if self.prior is None:
             return own
         weight = self.store.prior_weight
@@ -371,6 +368,17 @@ class DistilledGradient(Learner):
 
     def _weight(self) -> float:
         return self.blend.weight(self._explained(), self.reliability) if self.reliability > 0 else 1.0
+
+    def _kept(self, weight: float) -> float:
+        """How much of the reward's gradient is left, which KL's is shortened to as well; 1 where nothing tells.
+
+        With the share f of the squared gradient that is the plug-in's, ``1 - (1 - w) (1 - k t f)`` of its length is in
+        what is ascended. Only `hinted` has so few features that f is known (`families.Family.share`); for the others it
+        is a rough rule, with which KL would be weighed wrongly.
+        """
+        if self.fit is None or self.fit.family != HINTED:
+            return 1.0
+        return 1 - (1 - weight) * (1 - self.reliability * self._explained())
 
     def losses_from(
         self, hidden: Tensor, sample: Sample, first: int, objective: Objective

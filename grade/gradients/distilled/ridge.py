@@ -56,14 +56,6 @@ class Choice:
         """The shrunk slope, by which predictions are multiplied; 0 where it is not distinguishable from 0."""
         return self.raw_slope * self.shrinkage if self.shrinkage else 0.0
 
-    @property
-    def explained(self) -> float:
-        """Share of the squared gradient that is taken to be the distilled reward's, in 0..1: the root of R2.
-
-        See `grade.gradients.distilled.learner.Blend` for the root.
-        """
-        return math.sqrt(min(max(self.r2, 0.0), 1.0))
-
 
 def centred(values: Tensor, group: int) -> Tensor:
     """Values [n, ...] minus the mean of their group of G rows."""

@@ -1,0 +1,1 @@
+"""Measurements: tables from settings. Nothing here knows a figure or a claim."""

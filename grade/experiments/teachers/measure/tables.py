@@ -1,0 +1,53 @@
+"""The tables of the experiment on teachers, and the settings that they depend on.
+
+``python -m grade teacher-peers`` measures beside TRL, which needs its package, and writes a folder ``peers``.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+from pydantic import Field
+
+from grade.config import Config
+from grade.experiments.measured import Size, read_csv
+from grade.experiments.teachers.measure.divergences import divergence_table
+from grade.experiments.teachers.measure.hinted import NAMES, HintedBench, HintedRuns, hinted_base, hinted_runs
+from grade.experiments.traced import taught_steps, tracked_table
+from grade.experiments.training_runs import train_all
+
+
+class Settings(Config):
+    """Sizes."""
+
+    betas: list[float] = Field([0.0, 0.5, 1.0], min_length=1)  # divergences: 0 forward KL, 1 reverse KL
+    traced_model: str = "tiny"  # whose steps are traced and run, policy and teacher
+    runs: HintedRuns = HintedRuns()  # training runs with hints
+    peers: str = ""  # folder of what was measured beside TRL; empty: none
+    processes: Size = 1  # worker processes of one thread each, for training
+
+    @cached_property
+    def trained_runs(self) -> pd.DataFrame:
+        """All runs with hints."""
+        bench = HintedBench({"policy": hinted_base(self.runs.pretraining_steps).name}, runs=self.runs)
+        return train_all(bench, hinted_runs(self.runs), self.processes)[0]
+
+    def peer_table(self, name: str) -> pd.DataFrame | None:
+        """A table of what was measured beside TRL; None where there is none."""
+        file = Path(self.peers, name)
+        return read_csv(str(file)) if self.peers and file.is_file() else None
+
+
+TABLES = {
+    "divergence": lambda s: divergence_table(s.betas),
+    "traces": lambda s: tracked_table(taught_steps(s.traced_model, s.traced_model)),
+    "runs": lambda s: s.trained_runs.drop(columns="seconds"),
+    "peers": lambda s: s.peer_table("curves.csv"),
+    "trl_traces": lambda s: s.peer_table("trl_traces.csv"),
+}
+TIMED = {
+    "run_seconds": lambda s: s.trained_runs[[*NAMES, "step", "seconds"]],
+    "peer_costs": lambda s: s.peer_table("timings/costs.csv"),
+}
