@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-
-import numpy as np
 import pandas as pd
 from scipy.stats import t as student
 
 from grade.experiments.frontier import estimate_figures, paired_table, reward_at_kl
-from grade.experiments.intervals import Interval, interval
-from grade.experiments.learning import AGAINST, first_reach, several_seeds, subject_names
+from grade.experiments.learning import AGAINST, REACHED, reach_table, several_seeds, subject_names
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.rewards import number_of_texts
 from grade.experiments.text_first.measure.tables import Settings
@@ -133,48 +129,6 @@ def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     return table.assign(low=table["difference"] - reach, high=table["difference"] + reach)
 
 
-def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.DataFrame:
-    """What a method spends to reach the best reward of a baseline's whole run, at no more KL, over what that spends.
-
-    ``of``: ``samples`` or ``seconds``. Means over seeds, then their ratio, with a 95 % interval (jackknife over seeds):
-    a method that needs none has a ratio of 0. Of ``n`` seeds ``censored`` never reached it and count with their end, so
-    with any the ratio is a lower bound, without an interval if all are. Best is the best evaluation: its noise helps
-    the baseline.
-    """
-    table = []
-    curves = runs.sort_values("step", kind="stable").assign(samples=lambda rows: rows[of])
-    for subject, rows in curves.groupby("subject", sort=False):
-        base = {seed: run for seed, run in rows[rows["method"] == against].groupby("seed")}
-        for method, of_method in rows[rows["method"] != against].groupby("method", sort=False):
-            spent = [_spent(run, base[seed]) for seed, run in of_method.groupby("seed") if seed in base]
-            if not spent:
-                continue
-            ratio, censored = _ratio([pair[:2] for pair in spent]), sum(pair[2] for pair in spent)
-            if censored == len(spent):  # how far above the bound it is, nothing tells
-                ratio = ratio._replace(low=None, high=None)
-            table.append((subject, method, ratio.value, ratio.low, ratio.high, len(spent), censored))
-    return pd.DataFrame(table, columns=["subject", "method", "ratio", "low", "high", "n", "censored"])
-
-
-def _spent(run: pd.DataFrame, base: pd.DataFrame) -> tuple[float, float, bool]:
-    """What both spend to the base's best reward, and whether the run never reaches it."""
-    best = base.loc[base["reward"].idxmax()]
-    reached = first_reach(run, best["reward"], best["kl"])
-    return (run["samples"].max() if reached is None else reached[0]), best["samples"], reached is None
-
-
-def _ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
-    """The ratio of two means, with its interval, which does not go below 0; a baseline that gained nothing: NaN."""
-    own, base = np.array(pairs, float).reshape(-1, 2).T
-    if not base.sum() > 0:
-        return Interval(math.nan, None, None, None, len(own))
-    if len(own) < 2:
-        return Interval(float(own.sum() / base.sum()), None, None, None, len(own))
-    without = (own.sum() - own) / np.maximum(base.sum() - base, 1e-9)
-    found = interval(np.concatenate([[own.sum() / base.sum()], without]))
-    return found._replace(low=max(found.low, 0.0))
-
-
 def contest_curves(peers: pd.DataFrame) -> pd.DataFrame:
     """Curves of other methods by subject; of several sources and strengths a seed's run with the highest reward."""
     names = ["subject", "method", "seed"]
@@ -201,8 +155,7 @@ def shown_texts(runs: pd.DataFrame, subject: str, method: str) -> pd.DataFrame:
 
 def _ratios(table: pd.DataFrame, key: str) -> Values:
     prefixes = ["" if method == "auto_texts" else f"{method}/" for method in table["method"]]
-    columns = {"": "ratio", "_low": "low", "_high": "high", "_n": "n", "_censored": "censored"}
-    return figures_of(table.assign(prefix=prefixes), f"{{prefix}}{key}/{{subject}}", columns)
+    return figures_of(table.assign(prefix=prefixes), f"{{prefix}}{key}/{{subject}}", REACHED)
 
 
 def _budget(ends: pd.DataFrame) -> Values:

@@ -1,0 +1,64 @@
+"""Figures of the experiment on teachers, from its tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from grade.experiments.frontier import estimate_figures
+from grade.experiments.learning import AGAINST, REACHED, reach_table
+from grade.experiments.measured import Tables, figures_of, finite
+from grade.experiments.teachers.peers import teacher_peer_figures
+
+Values = dict[str, Any]
+
+
+def metrics(tables: Tables) -> Values:
+    """Every figure that is the same in every run; what does not exist is None.
+
+    - ``divergence/worst_error``: largest error of a divergence or gradient in float64; ``divergence/<check>/<beta>``.
+    - ``trace/teacher_rel_error``: largest relative error of traced peaks; ``trace/teacher_steps``.
+    - ``hinted/samples_over_rloo``, ``hinted/<method>_over_rloo``: samples to the best share of right sums of `rloo`'s
+      whole run, at no more KL, over `rloo`'s own (`learning.reach_table`).
+    - ``hinted/end/<method>/right``, ``kl``, ``r2``: at the end, mean over seeds.
+    - ``peers/...``, ``trl_trace/max_rel_error``: beside TRL, `teachers.peers.teacher_peer_figures`.
+    """
+    errors, traces = tables["divergence"], tables["traces"]
+    worst = errors[["value", "gradient"]].max(axis=1)
+    figures: Values = {"divergence/worst_error": worst.max()}
+    figures |= figures_of(errors.assign(worst=worst), "divergence/{check}/{beta:g}", {"": "worst"})
+    figures |= {"trace/teacher_rel_error": traces["rel_error"].abs().max(), "trace/teacher_steps": len(traces)}
+    runs = right_sums(tables["runs"])
+    names = reach_table(runs, AGAINST).replace({"method": {"hinted": "samples"}})
+    figures |= figures_of(names, "hinted/{method}_over_rloo", REACHED)
+    for method, rows in ends(runs).groupby("method", sort=False):
+        for name, values in {"right": rows["reward"], "kl": rows["kl"], "r2": rows["r2"].dropna()}.items():
+            figures |= estimate_figures(f"hinted/end/{method}/{name}", values) if len(values) else {}
+    return finite(figures | _peers(tables, timed=False))
+
+
+def timed_metrics(tables: Tables) -> Values:
+    """Figures of seconds and of the memory of processes: ``over_trl/...``, ``hinted/seconds/<method>`` of a run."""
+    runs = ends(tables["run_seconds"])
+    figures: Values = {}
+    for method, rows in runs.groupby("method", sort=False):
+        figures |= estimate_figures(f"hinted/seconds/{method}", rows["seconds"])
+    return finite(figures | _peers(tables, timed=True))
+
+
+def right_sums(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs with the share of right sums as ``reward`` of all methods, one of which learns no reward."""
+    return runs.assign(reward=runs["gold"], subject="sums")
+
+
+def ends(runs: pd.DataFrame) -> pd.DataFrame:
+    """The last evaluation of each run."""
+    return runs.sort_values("step", kind="stable").groupby(["method", "seed"], sort=False).tail(1).sort_index()
+
+
+def _peers(tables: Tables, timed: bool) -> Values:
+    if "peers" not in tables or tables["peers"] is None:
+        return {}
+    figures = teacher_peer_figures(tables["peers"], tables["peer_costs"], tables["trl_traces"])
+    return {name: value for name, value in figures.items() if ("over_trl/" in name) == timed}
