@@ -1,0 +1,1 @@
+"""Students of a teacher: divergence by method, beside rewards and beside TRL."""

@@ -1,0 +1,1 @@
+"""What the experiment measures; nothing here knows a figure."""
