@@ -91,7 +91,8 @@ def run_config(config: TeacherPeersConfig, seed: int, **values: Any) -> TrainCon
         "max_completion_length": config.new_tokens, "min_completion_length": config.new_tokens,
         "per_device_train_batch_size": config.batch, "max_steps": config.steps, "eval_steps": config.eval_every,
         "learning_rate": config.learning_rate, "gradient_checkpointing": config.gradient_checkpointing,
-        "eval_strategy": "no", "eval_on_start": False, "eval_on_end": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "eval_strategy": "no", "eval_on_start": False, "eval_on_end": False, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True,
     }  # fmt: skip
     return TrainConfig.parse(given | values)
 
