@@ -327,12 +327,14 @@ class GradeConfig(MethodConfig, TrainingArguments):
     def from_trl(cls, config: Any, **changes: Any) -> Self:
         """The settings of a TRL config: ``GradeConfig.from_trl(GRPOConfig(...))``.
 
-        The method is TRL's own, `grpo` or `rloo`, unless ``changes`` name another. ``beta`` is multiplied by
-        ``max_completion_length``. A line is logged for each setting that is translated, or dropped because it changes
-        no objective here. TRL need not be installed.
+        The method is TRL's own, `grpo` or `rloo`, unless ``changes`` name another; of a config with
+        ``teacher_model_name_or_path`` it is `teacher`. ``beta`` is multiplied by ``max_completion_length``; beside a
+        teacher it is ``teacher_beta``, of the same meaning. A line is logged for each setting that is translated, or
+        dropped because it changes no objective here. TRL need not be installed.
 
         Args:
-            config: TRL's ``GRPOConfig`` or ``RLOOConfig``, or a mapping with their names.
+            config: TRL's ``GRPOConfig``, ``RLOOConfig``, ``DistillationConfig`` or ``GKDConfig``, or a mapping with
+                their names.
             changes: Settings of ours, which come last.
 
         Returns:

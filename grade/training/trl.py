@@ -1,4 +1,4 @@
-"""TRL's settings: what does here what ``GRPOConfig`` and ``RLOOConfig`` ask for, and how such a config becomes ours."""
+"""TRL's settings: what does here what its configs ask for, and how the config of a sampling trainer becomes ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grade.errors import InputError
-from grade.gradients.methods import reads
+from grade.gradients.methods import TEACHER, reads
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +19,7 @@ _PACKING = "per_device_train_batch_size and gradient_accumulation_steps: a step 
 _SERVER = "sampler: http://host:port, a server that is started by itself"
 _TABLES = "log_completions, which writes them as tables"
 _CLIPPING = "nothing without a second pass: a step updates once"
+_OF_TEACHERS, _LENGTH = "teacher_model_name_or_path", "max_completion_length"
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 DROPPED = {
     "loss_type": "method: the loss is a mean over sequences of a sum over tokens",
@@ -52,6 +53,8 @@ REFUSED = {
     "generation_kwargs": (None, "temperature, max_completion_length, min_completion_length"),
     "multi_objective_aggregation": ("sum_then_normalize", "reward_weights: rewards are added up"),
     "normalize_advantages": (False, "nothing: advantages are not divided; method = grpo has scale_rewards"),
+    "teacher_model_revision": (None, "teacher: a folder, or a hub id without a revision"),
+    "teacher_model_init_kwargs": (None, "teacher_dtype"), "seq_kd": (False, "texts, with lmbda"),
     "reward_clip_range": (None, "the reward function, which can clip what it returns"),
     "top_entropy_quantile": (1.0, _NONE), "entropy_coef": (0.0, _NONE), "router_aux_loss_coef": (None, _NONE),
     **dict.fromkeys((
@@ -105,11 +108,11 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
         given, theirs = dict(config if isinstance(config, Mapping) else vars(config)), {}
         _say("defaults", f"what is not given is as here: scale_rewards {ours.scale_rewards}, learning_rate "
              f"{ours.learning_rate:g}, logging_steps {ours.logging_steps}")  # fmt: skip
-    if "teacher_model_name_or_path" in given:
-        allowed = "GRPOConfig or RLOOConfig; of a distillation: GradeConfig(teacher=, teacher_beta=, lmbda=)"
-        raise InputError("config", type(config).__name__, allowed)
-    given = {name: getattr(value, "value", value) for name, value in given.items()}
-    method = method or ("rloo" if "RLOO" in type(config).__name__.upper() else "grpo")
+    given, distils = {name: getattr(value, "value", value) for name, value in given.items()}, _OF_TEACHERS in given
+    theirs_alone = TEACHER if distils else "rloo" if "RLOO" in type(config).__name__.upper() else "grpo"
+    method = method or theirs_alone
+    if distils:
+        _distillation(given)
     values: dict[str, Any] = {"method": method}
     _packing(given, ours)
     given = _generation(given)
@@ -137,6 +140,20 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
     if values.get("bf16"):
         _say("bf16", "the frozen base is held in bfloat16; the adapter keeps its own type")
     return values
+
+
+def _distillation(given: dict[str, Any]) -> None:
+    """Settings of ``DistillationConfig`` or ``GKDConfig`` by our names."""
+    given.pop("loss_type", None)  # GKDConfig has it from SFTConfig, and its trainer does not read it
+    for theirs, ours in ((_OF_TEACHERS, "teacher"), ("beta", "teacher_beta"), ("max_new_tokens", _LENGTH)):
+        if theirs in given:
+            given[ours] = given.pop(theirs)
+            _say(theirs, f"{ours} = {given[ours]!r}")
+    options = dict(given.pop("teacher_model_init_kwargs", None) or {})
+    for name in options.keys() & {"dtype", "torch_dtype"}:
+        given["teacher_dtype"] = str(options.pop(name)).removeprefix("torch.")
+    given["teacher_model_init_kwargs"] = options or None
+    _say("loss", "a mean over sequences of a mean over their tokens; TRL's is one over all tokens")
 
 
 def _packing(given: dict[str, Any], ours: Any) -> None:

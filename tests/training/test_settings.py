@@ -1,5 +1,6 @@
 """Settings are honoured or refused by name; an epoch is a pass over the prompts."""
 
+import importlib.util
 from dataclasses import dataclass
 
 import pytest
@@ -117,6 +118,28 @@ def test_a_config_of_trls_becomes_ours(caplog):
     assert sorted(said) == ["beta", "epsilon_high", "generation_kwargs", "loss_type"]
     assert GradeConfig.from_trl(RLOOConfig(scale_rewards="none")).method == "rloo"
     assert GradeConfig.from_trl({"max_prompt_length": 9}, method="distilled").truncation == "left"
+
+
+def test_a_distillation_of_trls_becomes_ours(caplog):
+    kwargs = {"dtype": "bfloat16"}
+    theirs = {"teacher_model_name_or_path": "big", "beta": 0.5, "lmbda": 0.25, "max_new_tokens": 9, "loss_type": "nll",
+              "temperature": 0.9, "teacher_model_init_kwargs": kwargs, "seq_kd": False}  # fmt: skip
+    ours = GradeConfig.from_trl(theirs)
+    wanted = dict(method="teacher", teacher="big", teacher_beta=0.5, beta=0, lmbda=0.25, max_completion_length=9,
+                  temperature=0.9, teacher_dtype="bfloat16", learning_rate=2e-4)  # fmt: skip
+    assert {name: getattr(ours, name) for name in wanted} == wanted and kwargs == {"dtype": "bfloat16"}
+    said = [record.getMessage().split(": ")[1] for record in caplog.records if "from_trl" in record.getMessage()]
+    assert said == ["defaults", "teacher_model_name_or_path", "beta", "max_new_tokens", "loss"]
+    for name, value in (("seq_kd", True), ("teacher_model_revision", "v2")):
+        with pytest.raises(InputError, match=f"^{name}: got"):
+            GradeConfig.from_trl(theirs | {name: value})
+    if importlib.util.find_spec("trl"):
+        from trl import DistillationConfig
+
+        same = GradeConfig.from_trl(DistillationConfig("out", teacher_model_name_or_path="big", bf16=False))
+        assert (same.method, same.teacher, same.teacher_beta, same.lmbda) == ("teacher", "big", 1.0, 1.0)
+        assert (same.learning_rate, same.logging_steps, same.max_completion_length) == (1e-6, 10, 512)
+        assert same.gradient_checkpointing and same.beta == 0
 
 
 @pytest.mark.parametrize(

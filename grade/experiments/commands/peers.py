@@ -8,6 +8,9 @@ from grade.cli.options import command, print_metrics
 from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
 from grade.experiments.compare.measure.text_peers import TextPeersConfig, compare_text_peers
 from grade.experiments.compare.peers import peer_figures, text_peer_figures, write_peers, write_text_peers
+from grade.experiments.teachers.measure.peers import TeacherPeersConfig, measure_teacher_peers
+from grade.experiments.teachers.peers import teacher_peer_figures, write_teacher_peers
+from grade.experiments.trl_traces import trl_traces
 from grade.files import claimed
 
 
@@ -30,4 +33,16 @@ def _text_peers(args: argparse.Namespace) -> None:
         for rows in compare_text_peers(config):
             figures = text_peer_figures(rows)
             write_text_peers(args.output_dir, rows, figures)
+    print_metrics(figures)
+
+
+@command("teacher-peers", output_dir="curves.csv, metrics.json and environment.json go here", config=TeacherPeersConfig)
+def _teacher_peers(args: argparse.Namespace) -> None:
+    """Distil a teacher beside TRL's DistillationTrainer, each in a process of its own."""
+    config = TeacherPeersConfig.load(args.config, args.set)
+    with claimed(args.output_dir, (), shared=True):
+        curves, costs = measure_teacher_peers(config)
+        traces = trl_traces(layers=config.trace_layers) if config.trace_layers else None
+        figures = teacher_peer_figures(curves, costs, traces)
+        write_teacher_peers(args.output_dir, curves, costs, traces, figures)
     print_metrics(figures)

@@ -12,10 +12,11 @@ from typing import Any
 
 import pandas as pd
 
-from grade.experiments.compare.measure.peers import PEER, have_peer
+from grade.experiments.compare.measure.peers import PEER
 from grade.experiments.frontier import estimate_figures
 from grade.experiments.learning import first_reach
 from grade.experiments.measured import figures_of, write_environment, write_table
+from grade.experiments.trl_runs import have_peer
 from grade.results import environment, write_history, write_metrics
 
 TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",

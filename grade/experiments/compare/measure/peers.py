@@ -1,9 +1,8 @@
 """A peer on the same task: TRL's GRPOTrainer, with this project's model, prompts, reward, evaluation and sizes.
 
 Its code path is its own (tokenising, generating with transformers, loss, optimizer loop); its arguments are in
-`settings`. With ``black_box`` both trainers get the same reward function, of which only values can be seen. TRL is an
-optional extra: ``pip install -e ".[peers]"``. Each contestant runs in a fresh process of one thread, so that seconds
-and peak memory are its own; evaluations do not count.
+`settings`. With ``black_box`` both trainers get the same reward function, of which only values can be seen. Each
+contestant runs in a fresh process of one thread, so that seconds and peak memory are its own; evaluations do not count.
 
 What cannot be made equal: TRL estimates KL from the sampled token (k3) where ours is exact, and its advantages are of
 the reward alone where ours are of the penalised return. Its loss is a mean over tokens where ours is a sum, so its
@@ -12,28 +11,25 @@ beta is ours divided by T (AdamW does not see the common factor).
 
 from __future__ import annotations
 
-import importlib.util
-import multiprocessing
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import pandas as pd
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import set_peft_model_state_dict
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.experiments.compare.measure.runs import make_run
 from grade.experiments.training_runs import FIXED, Bench, Run, judged_by, train_once
+from grade.experiments.trl_runs import Clock, alone, require_peer, same_settings, train_trl
 from grade.gradients.methods import MethodName
 from grade.gradients.objective import Objective
-from grade.models.backbone import Backbone, load_pretrained
+from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts, padded
 from grade.results import peak_memory
 from grade.rewards.base import Reward
@@ -46,12 +42,6 @@ from grade.training.run import evaluate_task
 
 PEER = "trl_grpo"
 """The peer's name in the tables."""
-SAME = (
-    "learning_rate", "weight_decay", "max_grad_norm", "max_steps", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "max_completion_length", "temperature", "top_p", "top_k", "epsilon", "scale_rewards",
-    "gradient_checkpointing", "bf16", "use_cpu", "seed",
-)  # fmt: skip
-"""Settings of `TrainConfig` that TRL's GRPOConfig has by the same name."""
 
 
 class PeersConfig(Config):
@@ -111,24 +101,15 @@ def _scored_by(reward: Reward, backbone: Backbone, prompt_length: int) -> Callab
     return score
 
 
-def have_peer() -> bool:
-    """Whether TRL is installed."""
-    return importlib.util.find_spec("trl") is not None
-
-
 def settings(config: TrainConfig) -> dict[str, Any]:
     """Every setting that TRL's GRPOConfig is given, for a run of our `grpo`; all others keep TRL's defaults."""
-    return {name: getattr(config, name) for name in SAME} | {
-        "lr_scheduler_type": config.lr_scheduler_type.value,
+    return same_settings(config) | {
+        "epsilon": config.epsilon,
+        "scale_rewards": config.scale_rewards,
         "num_generations": config.group,
         "num_iterations": config.passes,
-        "generation_kwargs": {"min_new_tokens": config.min_completion_length},
         "beta": config.beta / config.max_completion_length,
         "loss_type": "grpo",
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "disable_tqdm": True,
     }
 
 
@@ -154,46 +135,23 @@ def train_grpo(bench: Bench, run: Run, evaluate: Evaluate) -> None:
     tokens = encode_prompts(task.backbone.tokenizer, task.train_prompts, config.max_prompt_length)
     prompts = task.backbone.tokenizer.batch_decode(tokens.rows(), skip_special_tokens=True)
     make = partial(GRPOTrainer, reward_funcs=reward.function)
-    train_trl(bench, run, task, make, partial(GRPOConfig, **settings(config)), {"prompt": prompts}, evaluate)
+    train_beside(bench, run, task, make, partial(GRPOConfig, **settings(config)), {"prompt": prompts}, evaluate)
 
 
-def train_trl(
+def train_beside(
     bench: Bench, run: Run, task: Task, trainer: Callable[..., Any], arguments: Callable[..., Any],
     columns: Mapping[str, Sequence[Any]], evaluate: Evaluate,
 ) -> None:  # fmt: skip
     """Train one of TRL's trainers on a dataset of these columns; `evaluate` sees the untrained policy first."""
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-    from transformers import TrainerCallback
 
-    config = run.config
-    # A copy of the base: two adapters on one base would wrap each other's layers.
-    model, tokenizer = load_pretrained(bench.bases[run.policy], task.backbone.dtype)
-    tokenizer.padding_side = "left"
-    lora = LoraConfig(r=config.lora.r, lora_alpha=config.lora.alpha, lora_dropout=0.0,
-                      target_modules=config.lora.target_modules, task_type="CAUSAL_LM")  # fmt: skip
-    clock = {"seconds": 0.0, "start": 0.0}
+    def observe(values: Mapping[str, Tensor], step: int, seconds: float) -> None:
+        set_peft_model_state_dict(task.backbone.peft, dict(values))
+        evaluate(task, step, seconds)
 
-    class Evaluator(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            clock["start"] = time.perf_counter()
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            clock["seconds"] += time.perf_counter() - clock["start"]
-            if state.global_step % config.eval_steps == 0 or state.global_step == config.max_steps:
-                set_peft_model_state_dict(task.backbone.peft, get_peft_model_state_dict(model))
-                with torch.random.fork_rng(devices=[]):  # a Trainer seeds torch, whose generator the peer samples with
-                    evaluate(task, state.global_step, clock["seconds"])
-
-    # Named, because hashing the table's content fails with some versions of pyarrow.
-    dataset = Dataset(InMemoryTable.from_pydict(dict(columns)), fingerprint="prompts")
     with torch.random.fork_rng(devices=[]):
         evaluate(task, 0, 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer(
-            model=model, args=arguments(output_dir=folder), train_dataset=dataset, processing_class=tokenizer,
-            peft_config=lora, callbacks=[Evaluator()],
-        ).train()  # fmt: skip
+    # A copy of the base: two adapters on one base would wrap each other's layers.
+    train_trl(bench.bases[run.policy], task.backbone.dtype, trainer, arguments, columns, Clock(run.config, observe))
 
 
 def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -> dict[str, Any]:
@@ -220,8 +178,7 @@ def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict
     ``peak_bytes`` of the process and ``start_bytes``, its memory before training; and TRL's settings as metrics
     ``peer/settings/...``.
     """
-    if not have_peer():
-        raise InputError("peer", PEER, "the package trl, installed: pip install -e '.[peers]'")
+    require_peer(PEER)
     names = ("max_prompt_length", "max_completion_length", "gumbel_topk", "per_device_train_batch_size", "max_steps",
              "eval_steps", "eval_prompts")  # fmt: skip
     values = FIXED | {name: getattr(config, name) for name in names}
@@ -232,8 +189,7 @@ def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict
             for method, rate in zip(config.methods, config.learning_rates, strict=True)]  # fmt: skip
     curves, costs = [], []
     for run, peer in [*((run, False) for run in runs), (runs[0], True)]:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            rows, start, peak = pool.submit(_alone, bench, run, peer).result()
+        rows, start, peak = alone(_contestant, bench, run, peer)
         curves += rows
         costs.append((rows[-1]["method"], rows[-1]["seconds"] / rows[-1]["samples"], peak, start))
     columns = ["method", "seconds_per_sample", "peak_bytes", "start_bytes"]
@@ -242,8 +198,7 @@ def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict
     return pd.DataFrame(curves), pd.DataFrame(costs, columns=columns), theirs
 
 
-def _alone(bench: Bench, run: Run, peer: bool) -> tuple[list[dict[str, Any]], int, int]:
-    torch.set_num_threads(1)
+def _contestant(bench: Bench, run: Run, peer: bool) -> tuple[list[dict[str, Any]], int, int]:
     if peer:
         import trl.trainer.grpo_trainer  # noqa: F401  its imports are not training
     bench.task(run)

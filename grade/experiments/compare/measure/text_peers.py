@@ -50,12 +50,13 @@ from transformers import TrainerCallback, get_linear_schedule_with_warmup
 from grade.config import Config
 from grade.data.texts import read_texts, reference_texts, score_texts
 from grade.errors import InputError
-from grade.experiments.compare.measure.peers import have_peer, train_grpo, train_trl
+from grade.experiments.compare.measure.peers import train_beside, train_grpo
 from grade.experiments.measured import Several, Size
 from grade.experiments.reward_runs import Grid, Rewards, make_run
 from grade.experiments.rewards import BATCH_ROWS, GROUP, OWN, Models, RewardName, number_of_texts, source_values
 from grade.experiments.text_quality import distinct_n, outside
 from grade.experiments.training_runs import Run
+from grade.experiments.trl_runs import have_peer
 from grade.gradients.objective import Objective, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples, encode_prompts, padded
@@ -241,8 +242,8 @@ class _Contest:
             per_device_train_batch_size=c.batch, weight_decay=0.0, use_cpu=True, bf16=False, disable_tqdm=True,
             gradient_checkpointing=False, report_to="none", save_strategy="no", logging_strategy="no",
         )  # fmt: skip
-        train_trl(self.bench, run, self.bench.task(run), OnTokens, arguments, preference_pairs(texts),
-                  partial(self._evaluate, beta, 0, before))  # fmt: skip
+        train_beside(self.bench, run, self.bench.task(run), OnTokens, arguments, preference_pairs(texts),
+                     partial(self._evaluate, beta, 0, before))  # fmt: skip
 
     def grpo(self, beta: float) -> None:
         run = self._run(beta=float(beta))

@@ -1,0 +1,59 @@
+"""Figures of the contest with TRL (`grade.experiments.teachers.measure.peers`), and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from grade.experiments.frontier import estimate_figures
+from grade.experiments.measured import write_table
+from grade.experiments.teachers.measure.peers import ADAPTER, OURS, PEER
+from grade.results import environment, write_metrics
+
+
+def teacher_peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, traces: pd.DataFrame | None) -> dict[str, Any]:
+    """Metrics of the contest.
+
+    ``over_trl/<cost>`` is ours over TRL's in the same run, the mean over teachers and seeds: ``seconds`` and
+    ``cpu_seconds`` of a step, ``peak`` of the process, and ``peak_beyond_start``, without the libraries;
+    ``adapter_over_trl/...`` is the same where ours reads the teacher as an adapter. ``divergence/<teacher>/<trainer>``
+    is that at the end, the mean over seeds, ``divergence/<teacher>/start`` that of the untrained policy, and
+    ``divergence/<teacher>/difference`` ours less TRL's, paired by seed. ``trl_trace/max_rel_error`` is the largest
+    relative error of `grade.experiments.trl_traces`.
+    """
+    columns = {"seconds": "seconds_per_step", "cpu_seconds": "cpu_seconds_per_step", "peak": "peak_bytes",
+               "peak_beyond_start": "beyond"}  # fmt: skip
+    costs = costs.assign(beyond=costs["peak_bytes"] - costs["start_bytes"])
+    each = costs.set_index(["trainer", "teacher", "seed"])[list(columns.values())]
+    figures: dict[str, Any] = {}
+    for ours, key in ((OURS, "over_trl"), (ADAPTER, "adapter_over_trl")):
+        ratios = (each.loc[ours] / each.loc[PEER]).dropna()
+        for name, column in columns.items():
+            figures |= estimate_figures(f"{key}/{name}", ratios[column])
+    for teacher, rows in curves.groupby("teacher", sort=False):
+        last = rows[rows["step"] == rows["step"].max()].set_index(["trainer", "seed"])["divergence"]
+        untrained = rows[(rows["step"] == 0) & (rows["trainer"] == OURS)]
+        parts = {"start": untrained["divergence"], OURS: last[OURS], PEER: last[PEER],
+                 "difference": last[OURS] - last[PEER]}  # fmt: skip
+        for name, values in parts.items():
+            figures |= estimate_figures(f"divergence/{teacher}/{name}", values)
+    if traces is not None:
+        figures["trl_trace/max_rel_error"] = float(traces["rel_error"].abs().max())
+    return figures
+
+
+def write_teacher_peers(
+    folder: str | Path, curves: pd.DataFrame, costs: pd.DataFrame, traces: pd.DataFrame | None,
+    figures: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Write ``curves.csv``, ``trl_traces.csv``, ``metrics.json``, ``timings/costs.csv`` and ``environment.json``."""
+    write_table(Path(folder, "curves"), curves)
+    write_table(Path(folder, "timings", "costs"), costs)
+    if traces is not None:
+        write_table(Path(folder, "trl_traces"), traces)
+    write_metrics(Path(folder, "metrics.json"), figures)
+    write_table(Path(folder, "environment"), environment() | {"trl": version("trl"), "threads": 1})
