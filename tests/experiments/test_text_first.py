@@ -5,10 +5,10 @@ import pytest
 
 from grade.errors import InputError
 from grade.experiments import reward_runs
+from grade.experiments.learning import reach_table
 from grade.experiments.measured import measure_all, read_table
 from grade.experiments.text_first.measure import tables as experiment
 from grade.experiments.text_first.measure.tables import SMOKE, Settings
-from grade.experiments.learning import reach_table
 from grade.experiments.text_first.metrics import contest_curves
 
 

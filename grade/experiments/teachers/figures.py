@@ -42,8 +42,9 @@ def distilled_figure(curves: pd.DataFrame) -> Figure:
     table = curves[curves["trainer"].isin(_TRAINERS)].replace({"trainer": _TRAINERS})
     table = table.assign(low=table["divergence"] - table["divergence_stderr"],
                          high=table["divergence"] + table["divergence_stderr"])  # fmt: skip
-    grid = panels(sns.relplot, with_ends(table, "divergence"), "Divergence from the teacher along training", x="samples",
-                  y="divergence", hue="trainer", style="trainer", col="teacher", palette=SERIES[:2], kind="line",
+    title = "Divergence from the teacher along training"
+    grid = panels(sns.relplot, with_ends(table, "divergence"), title, x="samples", y="divergence",
+                  hue="trainer", style="trainer", col="teacher", palette=SERIES[:2], kind="line",
                   err_style="bars", height=3.4, aspect=1.3, **INTERVAL)  # fmt: skip
     grid.set_axis_labels("completions sampled", "KL(policy || teacher), nats per token").set(ylim=(0, None))
     return grid.figure
@@ -56,9 +57,9 @@ def traced_figure(traces: pd.DataFrame, trl: pd.DataFrame | None) -> Figure:
         parts["TRL's trainers"] = trl
     table = pd.concat({name: part[["setting", "traced", "tracked"]] for name, part in parts.items()}, names=["of"])
     table = table.reset_index().assign(ratio=lambda rows: rows["traced"] / rows["tracked"])
+    height = 0.27 * len(table) + 1.4
     grid = panels(sns.catplot, table, "Traced peak over the peak of the step", kind="strip", x="ratio", y="setting",
-                  hue="of", palette=SERIES[:2], size=7, height=0.3 * len(table) + 1, aspect=1)  # fmt: skip
-    grid.figure.set_size_inches(8.5, 0.27 * len(table) + 1.4)
+                  hue="of", palette=SERIES[: len(parts)], size=7, height=height, aspect=8.5 / height)  # fmt: skip
     reach = max(0.02, 1.2 * (table["ratio"] - 1).abs().max())
     grid.set(xlim=(1 - reach, 1 + reach)).set_axis_labels("traced / measured", "")
     grid.ax.axvline(1, color=color("line"), linewidth=1, linestyle="--")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from grade.experiments.frontier import estimate_figures
+from grade.experiments.frontier import estimate_figures, mixed_reward
 from grade.experiments.learning import AGAINST, REACHED, reach_table
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.teachers.peers import teacher_peer_figures
@@ -20,7 +20,8 @@ def metrics(tables: Tables) -> Values:
     - ``divergence/worst_error``: largest error of a divergence or gradient in float64; ``divergence/<check>/<beta>``.
     - ``trace/teacher_rel_error``: largest relative error of traced peaks; ``trace/teacher_steps``.
     - ``hinted/samples_over_rloo``, ``hinted/<method>_over_rloo``: samples to the best share of right sums of `rloo`'s
-      whole run, at no more KL, over `rloo`'s own (`learning.reach_table`).
+      whole run, at no more KL, over `rloo`'s own (`learning.reach_table`), of mixtures of a run's policies (`mixed`);
+      ``hinted/unmixed/...`` without mixtures.
     - ``hinted/end/<method>/right``, ``kl``, ``r2``: at the end, mean over seeds.
     - ``peers/...``, ``trl_trace/max_rel_error``: beside TRL, `teachers.peers.teacher_peer_figures`.
     """
@@ -30,8 +31,9 @@ def metrics(tables: Tables) -> Values:
     figures |= figures_of(errors.assign(worst=worst), "divergence/{check}/{beta:g}", {"": "worst"})
     figures |= {"trace/teacher_rel_error": traces["rel_error"].abs().max(), "trace/teacher_steps": len(traces)}
     runs = right_sums(tables["runs"])
-    names = reach_table(runs, AGAINST).replace({"method": {"hinted": "samples"}})
-    figures |= figures_of(names, "hinted/{method}_over_rloo", REACHED)
+    for curves, key in ((mixed(runs), "hinted"), (runs, "hinted/unmixed")):
+        names = reach_table(curves, AGAINST).replace({"method": {"hinted": "samples"}})
+        figures |= figures_of(names, f"{key}/{{method}}_over_rloo", REACHED)
     for method, rows in ends(runs).groupby("method", sort=False):
         for name, values in {"right": rows["reward"], "kl": rows["kl"], "r2": rows["r2"].dropna()}.items():
             figures |= estimate_figures(f"hinted/end/{method}/{name}", values) if len(values) else {}
@@ -50,6 +52,21 @@ def timed_metrics(tables: Tables) -> Values:
 def right_sums(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs with the share of right sums as ``reward`` of all methods, one of which learns no reward."""
     return runs.assign(reward=runs["gold"], subject="sums")
+
+
+def mixed(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs with the highest reward, by mixing their policies, at the KL of `rloo`'s best evaluation of their seed.
+
+    Of two policies that were evaluated so far, and what a mixture has see `grade.experiments.frontier`. Without, a
+    method that is better at equal KL may never have both the reward and the KL of a single evaluation of another.
+    """
+    base, parts = runs[runs["method"] == AGAINST], []
+    levels = base.loc[base.groupby("seed")["reward"].idxmax()].set_index("seed")["kl"]
+    for (_, seed), run in runs.sort_values("step", kind="stable").groupby(["method", "seed"], sort=False):
+        kl, reward = run["kl"].tolist(), run["reward"].tolist()
+        best = [mixed_reward(kl[:n], reward[:n], levels[seed]) for n in range(1, len(run) + 1)]
+        parts.append(run.assign(reward=best, kl=levels[seed]))
+    return pd.concat(parts)
 
 
 def ends(runs: pd.DataFrame) -> pd.DataFrame:

@@ -6,7 +6,7 @@ A seed decides adapter, prompts and noise of every method alike, so methods are 
 from __future__ import annotations
 
 import json
-import math
+
 import pandas as pd
 from scipy.stats import t as student
 

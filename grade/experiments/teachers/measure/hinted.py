@@ -4,7 +4,7 @@
 |---|---|
 | ``rloo`` | the baseline |
 | ``auto`` | the distilled reward without a teacher |
-| ``hinted`` | with family `hinted`: the base that has read the sum predicts the reward, rewards decide how much it counts |
+| ``hinted`` | with family `hinted`: the base that has read the sum predicts the reward, and rewards weigh it |
 | ``nonsense`` | the same with another number as hint |
 | ``weight_1`` | method `teacher`: the base that has read the sum is learned, whatever the rewards |
 
@@ -127,8 +127,8 @@ def hinted_runs(runs: HintedRuns) -> list[Run]:
         values = FIXED | {
             "lr_scheduler_type": "linear", "max_completion_length": ANSWER_TOKENS,
             "num_generations": 2, "per_device_train_batch_size": runs.completions, "max_steps": runs.steps,
-            "learning_rate": runs.learning_rate, "beta": runs.beta, "eval_steps": runs.eval_every, "eval_on_start": True,
-            "eval_prompts": None, "final_eval_prompts": None, "kl_eval_prompts": 500,
+            "learning_rate": runs.learning_rate, "beta": runs.beta, "eval_steps": runs.eval_every,
+            "eval_on_start": True, "eval_prompts": None, "final_eval_prompts": None, "kl_eval_prompts": 500,
             "per_device_eval_batch_size": 500, "seed": seed,
         } | METHODS[method] | own  # fmt: skip
         names = (method, seed, values["beta"], values["learning_rate"], values["per_device_train_batch_size"])
