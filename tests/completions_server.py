@@ -1,7 +1,7 @@
 """A server of the OpenAI completions protocol with token ids on the loopback address, for tests.
 
 It shares no code with the package: it loads adapters with PEFT and samples with whole forward passes of transformers.
-Of the base it tells ``prompt_logprobs``, and the tokens of texts if there is a ``tokenizer``. ``spoil`` may change an
+It tells ``prompt_logprobs``, and the tokens of texts if there is a ``tokenizer``. ``spoil`` may change an
 answer before it is sent; ``requests`` are all bodies that came, with their paths.
 """
 

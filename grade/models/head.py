@@ -279,6 +279,8 @@ def coarse_jensen_shannon(
 ) -> tuple[Tensor, Tensor]:
     """`jensen_shannon` of which the teacher is known at a support only: a lower bound, with its exact gradient.
 
+    It is [N] in nats, differentiable in ``hidden`` [N, D]; beside it the policy's mass of the rest [N].
+
     Both distributions are coarsened to the same cells: each token of the row's support [N, K], and one for all others,
     the rest, which comes last in the teacher's log-probabilities ``logq`` [N, K + 1]. Coarsening lowers every such
     divergence (data-processing inequality), it is 0 for equal distributions, and with the whole vocabulary as support
@@ -291,9 +293,6 @@ def coarse_jensen_shannon(
     With D the coarse divergence and P_c the policy's mass of cell c,
     ``dD/dl_v = p_v (dD/dP_c(v) - sum_c P_c dD/dP_c)``: all tokens of the rest are moved alike. A cell whose ``logq`` is
     `NOTHING` is not there, whatever its token.
-
-    Returns:
-        Divergence [N] in nats, differentiable in ``hidden`` [N, D], and the policy's mass of the rest [N].
     """
     masses = []
 

@@ -146,7 +146,7 @@ class ServedModel:
         def tokens(text: str) -> list[int] | None:
             body = {"model": self.model, "prompt": text, "add_special_tokens": False}
             content = self.server.post("/tokenize", body, absent=(404, 405, 501))
-            return content and self.server.parsed(_Tokens, content, "tokens, as vLLM's").tokens
+            return None if content is None else self.server.parsed(_Tokens, content, "tokens, as vLLM's").tokens
 
         rows: list[Any] = self.server.each(tokens, texts)
         return None if None in rows else rows

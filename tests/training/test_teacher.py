@@ -110,7 +110,7 @@ def rewards(run):
 def test_a_server_that_tells_of_every_token_teaches_as_the_model_does_here(tmp_path, server, changes):
     """The policy's base, with a context. Both runs are in float32, through other passes of the same weights."""
     task = toy_task()
-    args = dict(max_steps=3, teacher_context="a {tone} film ") | changes
+    args = dict(max_steps=3, teacher_context="a sad film ") | changes
     here = trainer(tmp_path, task=task, teacher="base", **args)
     there = dict(teacher=server.address, teacher_topk=task.backbone.vocab_size)
     there = trainer(tmp_path, task=toy_task(), **there, **args)
