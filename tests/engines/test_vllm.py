@@ -151,32 +151,42 @@ def test_a_server_with_other_defaults(base, engine, sampler):
     assert mismatch(backbone, prompts, samples, 24).largest_difference < BOUND
 
 
-def test_a_teacher_behind_a_server(base, engine, sampler, tmp_path):
+@pytest.fixture(scope="module")
+def teacher(engines, base):
+    """A server of the base alone: with adapters vLLM 0.32 on a CPU scores the prompt of one request at a time."""
+    made = engines()
+    made.start(base, "--no-enable-lora")
+    yield made.address
+    made.kill()
+
+
+def test_a_teacher_behind_a_server(base, teacher, engine, sampler):
     """The base, and an adapter by its name: log-probabilities of the likeliest tokens and of the text's own."""
     backbone, prompts = policy(base), prompts_of(8, 7)
     sampler.publish(backbone)
     ids = torch.randint(2, VOCAB, (8, 9), generator=generator(1))
     mask = (torch.arange(9) < torch.tensor([9, 1, 2, 3, 4, 9, 9, 9]).unsqueeze(1)).long()
-    for address in (engine.address, f"{engine.address}#{sampler.model}"):
-        with torch.no_grad(), backbone.reference() if "#" not in address else nullcontext():
+    for address, rows in ((teacher, 8), (f"{engine.address}#{sampler.model}", 1)):
+        with torch.no_grad(), backbone.reference() if address == teacher else nullcontext():
             want = backbone.head(predicting_hidden(backbone, prompts, ids)).log_softmax(-1)
-        got = make_teacher(address, policy(base, 1), topk=20).hidden(prompts, ids, mask)
-        for place in mask.nonzero().tolist():
+        known = make_teacher(address, policy(base, 1), topk=20)
+        got = known.hidden(prompts[:rows], ids[:rows], mask[:rows])
+        for place in mask[:rows].nonzero().tolist():
             tokens, logq, real = got.ids[*place], got.logq[*place], want[*place]
             assert {ids[*place].item(), *real.topk(20).indices.tolist()} == set(tokens.tolist())
-            known = logq[:-1] > NOTHING
-            assert (logq[:-1] - real[tokens])[known].abs().max() < BOUND
+            assert (logq[:-1] - real[tokens])[logq[:-1] > NOTHING].abs().max() < BOUND
             assert (logq[-1] - real.index_fill(0, tokens, -torch.inf).logsumexp(0)).abs() < BOUND
     with pytest.raises(InputError, match="teacher: POST .*teacher_topk.*said: .*21.* greater than max allowed: 20"):
-        make_teacher(engine.address, backbone, topk=21).hidden(prompts, ids, mask)
+        make_teacher(teacher, backbone, topk=21).hidden(prompts, ids, mask)
+    longest, ids = make_teacher(teacher, backbone), ids[:1].repeat(1, 4)
+    longest.hidden(prompts_of(1, 100), ids[:, :27])
     with pytest.raises(
         InputError, match="teacher: got .*; allowed: at most 126 tokens, the teacher's context, not 127"
     ):
-        make_teacher(engine.address, backbone, topk=20).hidden(prompts_of(1, 100), ids[:1].repeat(1, 4)[:, :28])
-    make_teacher(engine.address, backbone, topk=20).hidden(prompts_of(1, 100), ids[:1].repeat(1, 4)[:, :27])
+        longest.hidden(prompts_of(1, 100), ids[:, :28])
 
 
-def test_training_from_a_teacher_behind_a_server_is_training_from_the_model(base, engine, tmp_path):
+def test_training_from_a_teacher_behind_a_server(base, teacher, tmp_path):
     """The base with a context, of all tokens the 20 likeliest; against the same model here, and what it learns."""
     rows = Dataset.from_list([{"prompt": f"w5 w9 w{number}"} for number in range(2, 10)])
     values = dict(
@@ -185,17 +195,13 @@ def test_training_from_a_teacher_behind_a_server_is_training_from_the_model(base
         lr_scheduler_type="constant",
     )  # fmt: skip
     logs = {}
-    for teacher in ("base", engine.address):
-        made = GradeTrainer(
-            Backbone.load(base, lora=LoraSettings(r=4, alpha=8)),
-            [],
-            GradeConfig(str(tmp_path), teacher=teacher, **values),
-            rows,
-        )
+    for name in ("base", teacher):
+        backbone = Backbone.load(base, lora=LoraSettings(r=4, alpha=8))
+        made = GradeTrainer(backbone, [], GradeConfig(str(tmp_path), teacher=name, **values), rows)
         made.train()
-        logs[teacher] = [row for row in made.state.log_history if "reward" in row]
-    served, here = logs[engine.address], logs["base"]
+        logs[name] = [row for row in made.state.log_history if "reward" in row]
+    served, here = logs[teacher], logs["base"]
     assert here[0]["reward"] < served[0]["reward"] < 0  # the same completions; a lower bound of the divergence
     assert served[-1]["reward"] > served[0]["reward"] / 2
     assert 0 < served[0]["teacher/rest_teacher"] < 1
-    assert httpx.get(engine.address + "/version").json()["version"].startswith("0.32.0")
+    assert httpx.get(teacher + "/version").json()["version"].startswith("0.32.0")
