@@ -102,7 +102,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps"), _NOISY),
     "gradient_checkpointing": (*_REPLAYED, *POLICY_GRADIENTS, DISTILLED, OFFLINE, TEACHER),
     **{option: (name,) for name, estimator in ESTIMATORS.items() for option in estimator.options},
-    **dict.fromkeys(("num_generations", "teacher_beta", "teacher_context"), (*POLICY_GRADIENTS, DISTILLED, TEACHER)),
+    **dict.fromkeys(
+        ("num_generations", "teacher_beta", "teacher_context", "teacher_topk"), (*POLICY_GRADIENTS, DISTILLED, TEACHER)
+    ),
     "teacher_weight": (*POLICY_GRADIENTS, DISTILLED),
     "lmbda": (TEACHER,),
     "kl_estimator": POLICY_GRADIENTS,
@@ -239,6 +241,9 @@ class MethodConfig(Settings):
     )  # fmt: skip
     teacher_weight: NonNegativeFloat = setting(1.0, "weight of the divergence beside rewards, per nat and token")
     teacher_context: str = setting("", "text that the teacher alone reads before the prompt; {column} is the row's")
+    teacher_topk: PositiveInt = setting(
+        20, "likeliest tokens at each position that a teacher behind a server tells of; its --max-logprobs at most"
+    )
     lmbda: Annotated[float, Field(ge=0, le=1)] = setting(
         1.0, "teacher: share of steps along own completions, as in TRL; the others are along texts"
     )

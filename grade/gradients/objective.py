@@ -96,7 +96,7 @@ class Objective:
         """``w D_bt`` of given completions [B, T], differentiable in hidden states [B, T, D]; None without a teacher."""
         if self.teacher is None:
             return None
-        return self.teacher.weight * self.teacher.divergence(hidden, self.teacher.hidden(prompts, ids), mask)
+        return self.teacher.weight * self.teacher.divergence(hidden, self.teacher.hidden(prompts, ids, mask), mask)
 
 
 @dataclass(frozen=True)

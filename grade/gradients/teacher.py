@@ -42,7 +42,7 @@ class TeacherGradient(Learner):
 
     def _accumulate(self, completions: Completions, objective: Objective, scale: float) -> GradientStep:
         (prompts, ids, mask), teacher, near = completions.text, objective.teacher, objective.beta > 0
-        states = teacher.hidden(prompts, ids)
+        states = teacher.hidden(prompts, ids, mask)
         with torch.no_grad(), self.backbone.reference():
             reference = predicting_hidden(self.backbone, prompts, ids) if near else None
         with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):

@@ -19,54 +19,36 @@ Every sampling parameter is sent, since a server may have other defaults. ``igno
 ``stop_token_ids`` makes the ends ours. A server gives all prompts of one request the same seed, and the n completions
 of a prompt seeds that it counts up; so a request has one prompt.
 
-Left out: streaming, and whole weights instead of an adapter. httpx's own retries are for connections only, so a busy
-server is asked again here.
+Left out: streaming, and whole weights instead of an adapter.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import secrets
 import shutil
-import ssl
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
-import httpx
 import torch
-from pydantic import BaseModel, Field, FiniteFloat, StrictInt, ValidationError
+from pydantic import BaseModel, StrictInt
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grade.errors import InputError
 from grade.files import writing
 from grade.models.backbone import Backbone
-from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, generate
+from grade.models.server import WAITS, Logprob, Server
 
-COMPLETIONS, CONNECTIONS = 128, 64
-"""Most completions of a prompt in one request to a server, and requests under way at the same time; it batches them."""
-MOST_BYTES = 2**28
-"""Of an answer."""
-SAID = 400
-"""Characters of an error that are shown."""
-BUSY = (429, 502, 503, 504)
-"""Statuses of a server that may answer later."""
-WAITS = (0.5, 2.0)
-"""Seconds before the second and the third attempt, the last one."""
-KEY = "VLLM_API_KEY"
-"""Environment variable with the key that the server was started with, if it asks for one."""
+COMPLETIONS = 128
+"""Most completions of a prompt in one request to a server, which batches them."""
 NEUTRAL = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True,
@@ -162,7 +144,7 @@ class Sampler:
 
 
 class _Logprobs(BaseModel):
-    token_logprobs: list[Annotated[FiniteFloat, Field(ge=-1e9, le=1)]]
+    token_logprobs: list[Logprob]
     tokens: list[str] | None = None
 
 
@@ -177,24 +159,7 @@ class _Answer(BaseModel):
     choices: list[_Choice]
 
 
-def _address_of(text: str) -> str:
-    """The address of a server without a slash or ``/v1`` at its end; one with a password is refused, as logs show it.
-
-    >>> _address_of("http://127.0.0.1:8000/v1/")
-    'http://127.0.0.1:8000'
-    """
-    try:
-        url = urlsplit(text)  # stricter than httpx.URL about ports and brackets
-        valid = url.scheme in ("http", "https") and url.hostname and url.port != 0 and "@" not in url.netloc
-        valid = valid and not (url.query or url.fragment) and text.isascii() and " " not in text and text.isprintable()
-    except ValueError:
-        valid = False
-    if not valid:
-        raise InputError("sampler", text, "own, shared, or the address of a server: http://host:port")
-    return text.rstrip("?#").rstrip("/").removesuffix("/v1")
-
-
-class ServerSampler(Sampler):
+class ServerSampler(Server, Sampler):
     """A server's completions. Its name is its address; it is asked up to three times.
 
     For each step the adapter is saved to a folder of its own, in ``folder`` or else a temporary one, that the server
@@ -204,56 +169,10 @@ class ServerSampler(Sampler):
     def __init__(
         self, address: str, timeout: float = 600.0, folder: str | Path | None = None, waits: tuple[float, ...] = WAITS
     ) -> None:
-        super().__init__(_address_of(address))
-        self.timeout, self.waits = timeout, waits
+        Server.__init__(self, "sampler", address, timeout, waits, "own, shared, or ")
         self.folder = None if folder is None else Path(folder).absolute()
         self.model: str | None = None
         self._loaded: tuple[str, Path] | None = None
-
-    @cached_property
-    def _client(self) -> httpx.AsyncClient:
-        # A transport of its own: no proxy of the environment, and no connection outlives its answer.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        transport = httpx.AsyncHTTPTransport(verify=ssl.create_default_context(), limits=limits)
-        return httpx.AsyncClient(transport=transport, timeout=None)
-
-    async def _answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, str]:
-        """Status and content, all of it within the time limit: httpx's own limits are for each part."""
-        content = b""
-        async with (
-            asyncio.timeout(self.timeout),
-            self._client.stream("POST", self.name + path, json=body, headers=headers) as answer,
-        ):
-            async for part in answer.aiter_bytes():
-                content += part
-                if len(content) > MOST_BYTES:
-                    raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
-        return answer.status_code, content.decode(errors="replace")
-
-    def post(self, path: str, body: dict[str, Any], needs: str = "an answer with status 200") -> str:
-        """The text of an answer with status 200. After a time-out, which was all the time there is, nobody asks again.
-
-        `InputError` has the address and the last failure: its kind, or the status and the beginning of the answer. That
-        stands last, where it is not shortened: vLLM's reason comes late in it.
-        """
-        field, key = f"sampler: POST {self.name}{path}", os.environ.get(KEY)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        for wait in (*self.waits, None):
-            try:
-                status, content = wait_for(self._answer(path, body, headers))
-                if status == 200:
-                    return content
-                failure, again = f"status {status}", status in BUSY
-                said = f"; the server said: {content[:SAID]}"
-            except TimeoutError:
-                failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
-                raise InputError(field, failure, allowed) from None
-            except Exception as error:  # httpx alone has three families
-                failure, again, said = f"{type(error).__name__}: {error}", True, ""
-            if wait is None or not again:
-                break
-            time.sleep(wait)
-        raise InputError(field, failure, needs + said)
 
     def publish(self, backbone: Backbone) -> str:  # noqa: D102
         # A name of its own each time: a server may keep what it has loaded under a name, or an earlier run its own.
@@ -302,11 +221,7 @@ class ServerSampler(Sampler):
             for start in range(0, count, COMPLETIONS):
                 n = min(COMPLETIONS, count - start)
                 requests.append(settings | {"prompt": prompt, "n": n, "seed": seed_of(generator)})
-        pool = ThreadPoolExecutor(min(len(requests), CONNECTIONS))
-        try:
-            rows = [row for rows in pool.map(partial(self._complete, backbone), requests) for row in rows]
-        finally:
-            pool.shutdown(cancel_futures=True)
+        rows = [row for rows in self.each(partial(self._complete, backbone), requests) for row in rows]
         ids = [torch.tensor(tokens) for tokens, _ in rows]
         columns = [ids, [torch.ones_like(tokens) for tokens in ids]]
         columns.append([torch.tensor(values, dtype=wide(backbone.dtype)) for _, values in rows])
@@ -314,14 +229,10 @@ class ServerSampler(Sampler):
 
     def _complete(self, backbone: Backbone, request: dict[str, Any]) -> list[Row]:
         """The ``n`` completions of a request, if the policy could have written them."""
-        content, n, field = self.post("/v1/completions", request), request["n"], f"sampler {self.name}"
-        try:
-            choices = sorted(_Answer.model_validate_json(content).choices, key=lambda choice: choice.index)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            allowed = f"{n} choices, each with token ids (vLLM >= 0.10.2) and log-probabilities ({reason})"
-            raise InputError(field, first["input"], allowed) from None
+        n, field = request["n"], f"sampler {self.name}"
+        needs = f"{n} choices, each with token ids (vLLM >= 0.10.2) and log-probabilities"
+        answer = self.parsed(_Answer, self.post("/v1/completions", request), needs)
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
         if [choice.index for choice in choices] != list(range(n)):
             raise InputError(field, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}")
         tokenizer, eos, rows = backbone.tokenizer, backbone.eos_token_ids, []

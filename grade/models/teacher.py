@@ -5,13 +5,15 @@
 | a folder or hub id | another model with the policy's vocabulary | its own |
 | a folder with an adapter | the policy's base with that adapter | the adapter's |
 | ``base`` | the policy's base | none |
+| ``http://host:port`` | what a server says of the likeliest tokens (`grade.models.served`) | elsewhere |
 
 ``context`` is text that only the teacher reads, in front of the prompt, with a row's columns in braces: a hint, an
 instruction, an example. With ``base`` this is context distillation (Snell et al. 2022, arXiv:2209.15189).
 
 The teacher reads the policy's own token ids, so both must turn text into the same ones: vocabulary and prompts are
 compared token by token before training. Rows of the head beyond the shorter vocabulary are padding (Qwen's 151,936 rows
-for 151,665 tokens) and are left out of the divergence.
+for 151,665 tokens) and are left out of the divergence. Of a server's vocabulary only the tokens of some prompts are
+compared, and those if it has ``/tokenize``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,12 @@ from grade.models.adapter import ADAPTER_FILES, saved_values
 from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_supported
-from grade.models.head import Head, jensen_shannon
+from grade.models.head import Head, coarse_jensen_shannon, jensen_shannon, wide
 from grade.models.parameters import fingerprint
 from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.scoring import predicting_hidden
+from grade.models.served import ServedModel, Support
+from grade.models.server import is_address
 
 BASE = "base"
 """The teacher that is the policy's own base."""
@@ -59,6 +63,9 @@ class Teacher:
         adapter: Values of an adapter on that base, in the order of the policy's; None: without one.
         context: Text in front of the prompt that only the teacher reads.
         encode: From rows to its prompts, where there is a context.
+        served: A model behind a server, in place of ``own``.
+        figures: Of each `divergence` from a served model: the mean mass of the tokens that the server does not tell of,
+            the teacher's and the policy's.
     """
 
     policy: Backbone
@@ -69,6 +76,8 @@ class Teacher:
     adapter: Sequence[Tensor] | None = None
     context: str = ""
     encode: Encode | None = None
+    served: ServedModel | None = None
+    figures: list[dict[str, Tensor]] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def head(self) -> Head:
@@ -77,10 +86,16 @@ class Teacher:
         return replace(head, temperature=self.policy.head.temperature)
 
     @torch.no_grad()
-    def hidden(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
-        """Hidden states [B, T, D_q] that predict the tokens of completions [B, T]."""
+    def hidden(self, prompts: PromptBatch, ids: Tensor, mask: Tensor | None = None) -> Tensor | Support:
+        """Hidden states [B, T, D_q] that predict the tokens of completions [B, T]; a server's are what it says of them.
+
+        A server is not sent what the mask leaves out.
+        """
         prompts = self.prompts(prompts)
         self._check_length(prompts.ids.shape[1] + ids.shape[1] - 1)
+        if self.served is not None:
+            mask = torch.ones_like(ids) if mask is None else mask
+            return self.served.support(prompts, ids, mask, wide(self.policy.dtype))
         with self.policy.phase("teacher"), self._in_role():
             return predicting_hidden(self.own or self.policy, prompts, ids)
 
@@ -91,24 +106,32 @@ class Teacher:
         rows = [with_context(row, self.context) for row in prompts.examples]
         return self.encode(self.policy.tokenizer, rows).to(prompts.ids.device)
 
-    def divergence(self, hidden: Tensor, teacher_hidden: Tensor, mask: Tensor) -> Tensor:
+    def divergence(self, hidden: Tensor, teacher_hidden: Tensor | Support, mask: Tensor) -> Tensor:
         """Divergence at each token [B, T] in nats, 0 where masked, from hidden states of policy and teacher.
 
-        Differentiable in the policy's [B, T, D].
+        Differentiable in the policy's [B, T, D]. From a server's support it is `coarse_jensen_shannon`.
         """
+        if isinstance(teacher_hidden, Support):
+            support, logq = (each.flatten(0, 1) for each in teacher_hidden)
+            each, rest = coarse_jensen_shannon(self.policy.head, hidden.flatten(0, 1), support, logq, self.beta)
+            masses, valid = {"teacher": logq[:, -1].exp(), "policy": rest}, mask.flatten().bool()
+            self.figures.append({f"teacher/rest_{name}": mass[valid].mean() for name, mass in masses.items()})
+            return each.view(mask.shape) * mask
         rows = (hidden.flatten(0, 1), teacher_hidden.flatten(0, 1))
         each = jensen_shannon(self.policy.head, rows[0], self.head, rows[1], self.beta)
         return each.view(mask.shape) * mask
 
     def fingerprint(self) -> str:
         """Hash of everything that the divergence depends on besides policy and text."""
+        if self.served is not None:  # whose weights nobody here sees
+            return hashed(self.served.model, self.served.topk, self.context, self.beta)
         weights = fingerprint((self.own or self.policy).model)
         adapter = [hashlib.sha256(value.double().cpu().numpy().tobytes()).hexdigest() for value in self.adapter or ()]
         return hashed(weights, adapter, self.context, self.beta)
 
     def _check_length(self, length: int) -> None:
         """Reject texts that are longer than the teacher's context, in tokens."""
-        most = (self.own or self.policy).max_positions
+        most = (self.served or self.own or self.policy).max_positions
         if length > most:
             field, value = ("teacher_context", self.context) if self.context else ("teacher", self.name)
             raise InputError(field, value, f"at most {most} tokens, the teacher's context, not {length}")
@@ -155,11 +178,13 @@ def with_context(row: Mapping[str, Any], context: str) -> dict[str, Any]:
 def make_teacher(
     given: str | Path | PreTrainedModel | Teacher, policy: Backbone, *, weight: float = 1.0, beta: float = 1.0,
     context: str = "", dtype: str | None = None, rows: Sequence[Mapping[str, Any]] = (), encode: Encode | None = None,
+    topk: int = 20, timeout: float = 600.0,
 ) -> Teacher:  # fmt: skip
     """The teacher of a policy, from a name or a model; see the module's table.
 
-    ``dtype`` is that of another model, by default the policy's. Prompts of the first ``rows`` are compared. A teacher
-    that cannot be read, has another vocabulary, or renders a prompt in other tokens is an `InputError`.
+    ``dtype`` is that of another model, by default the policy's. Prompts of the first ``rows`` are compared. A server is
+    asked for ``topk`` tokens, and waited for ``timeout`` seconds. A teacher that cannot be read, has another
+    vocabulary, or renders a prompt in other tokens is an `InputError`.
     """
     if isinstance(given, Teacher):
         return given
@@ -172,6 +197,13 @@ def make_teacher(
     elif not isinstance(given, str | Path):
         allowed = f"a name, a PreTrainedModel of its own, or {BASE!r}: the policy's base, which has its adapter by now"
         raise InputError("teacher", type(given).__name__, allowed)
+    elif is_address(given):
+        for name, value, only in (("temperature", policy.head.temperature, 1.0), ("teacher_dtype", dtype, None)):
+            if value != only:
+                raise InputError(name, value, f"{only} with a teacher behind a server: its distribution is its own")
+        if topk > policy.vocab_size:
+            raise InputError("teacher_topk", topk, f"at most the policy's {policy.vocab_size} tokens")
+        teacher = replace(teacher, served=ServedModel(given, topk, policy.vocab_size, timeout))
     elif given != BASE and (Path(given) / ADAPTER_FILES[0]).is_file():
         teacher = replace(teacher, adapter=saved_values(policy.peft, given, "teacher"))
     elif given != BASE:
@@ -183,6 +215,11 @@ def make_teacher(
     some = [rows[i] for i in range(min(COMPARED, len(rows)))]
     if tokenizer is not None:
         _check_tokens(teacher, policy.tokenizer, some)
+    elif teacher.served is not None and some:
+        read = [policy.tokenizer.decode(ids) for ids in encode(policy.tokenizer, some).rows()]  # special tokens, too
+        if (theirs := teacher.served.read(read)) is not None:
+            ours = policy.tokenizer(read, add_special_tokens=False)["input_ids"]
+            _compare(teacher.name, ours, theirs, str, str)
     if context and some:
         read = encode(policy.tokenizer, [with_context(row, context) for row in some])
         teacher._check_length(read.ids.shape[1] + 1)
@@ -198,13 +235,20 @@ def _check_tokens(teacher: Teacher, tokenizer: Any, rows: Sequence[Mapping[str, 
         i, token = different[0]
         found = f"token {i}, {token!r}, is not the same in both"
         raise InputError("teacher", teacher.name, f"a model with the policy's vocabulary: {found}")
-    if not rows:
-        return
-    both = zip(teacher.encode(tokenizer, rows).rows(), teacher.encode(theirs, rows).rows(), strict=True)
-    for number, (own, other) in enumerate(both):
+    if rows:
+        both = (teacher.encode(each, rows).rows() for each in (tokenizer, theirs))
+        _compare(teacher.name, *both, tokenizer.decode, theirs.decode)
+
+
+def _compare(
+    name: str, ours: list[list[int]], theirs: list[list[int]], here: Callable[[list[int]], str],
+    there: Callable[[list[int]], str],
+) -> None:  # fmt: skip
+    """Reject other tokens of prompts; ``here`` and ``there`` show those of the policy and of the teacher."""
+    for number, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         if own != other:
             place = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), len(own))
-            here, there = (each.decode(ids[place : place + 8]) for each, ids in ((tokenizer, own), (theirs, other)))
-            allowed = (f"a model that renders prompts as the policy does: row {number} goes on with {here!r} after "
-                       f"token {place} for the policy, with {there!r} for the teacher")  # fmt: skip
-            raise InputError("teacher", teacher.name, allowed)
+            policy, teacher = here(own[place : place + 8]), there(other[place : place + 8])
+            allowed = (f"a model that renders prompts as the policy does: row {number} goes on with {policy!r} after "
+                       f"token {place} for the policy, with {teacher!r} for the teacher")  # fmt: skip
+            raise InputError("teacher", name, allowed)

@@ -29,7 +29,8 @@ class TeacherReward(Reward):
     @torch.no_grad()
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Of completions [B, T] of the policy as it is now; see `Reward.score`."""
-        each = self.teacher.divergence(predicting_hidden(policy, prompts, ids), self.teacher.hidden(prompts, ids), mask)
+        states = self.teacher.hidden(prompts, ids, mask)
+        each = self.teacher.divergence(predicting_hidden(policy, prompts, ids), states, mask)
         return -each.sum(1) / mask.sum(1)
 
 

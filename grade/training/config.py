@@ -145,7 +145,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     teacher: str | None = setting(
         None, "a model whose distributions the policy learns, alone or beside rewards: a folder or hub id with the "
-        "policy's vocabulary, the folder of an adapter, or base, the policy without its adapter",
+        "policy's vocabulary, the folder of an adapter, base, the policy without its adapter, or http://host:port, a "
+        "server with prompt_logprobs, as vLLM",
     )  # fmt: skip
     teacher_dtype: Literal[tuple(DTYPES)] | None = setting(None, "type of another model; null: the policy's")
     reward_weights: list[float] | None = setting(None, "weight of each reward function; null: 1 each")

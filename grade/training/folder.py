@@ -33,6 +33,7 @@ from grade.files import (
     write_text,
     writing,
 )
+from grade.models.server import is_address
 from grade.rewards.identity import code_fingerprint
 from grade.training.card import command_of
 from grade.training.config import GradeConfig, TrainConfig
@@ -235,6 +236,8 @@ def settings_of(config: GradeConfig) -> dict[str, Any]:
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
     settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
+    if is_address(settings["teacher"]):  # its model is in the teacher's fingerprint
+        settings["teacher"] = "a server"
     settings["gradient_accumulation_steps"] *= config.world_size  # microbatches in a step, on however many processes
     return settings
 
@@ -243,6 +246,8 @@ def _inputs(config: TrainConfig) -> dict[str, str]:
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
     names = ("model", "train_dataset", "eval_dataset", "texts", "gold", "teacher")
     files = {name: getattr(config, name) or "" for name in names}
+    if is_address(config.teacher):
+        del files["teacher"]
     return files | {f"reward {i}": spec for i, spec in enumerate(rewards)}
 
 

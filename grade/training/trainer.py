@@ -271,7 +271,7 @@ class GradeTrainer(Trainer):
         if args.hinted and (given is None or self.rewards is None):
             missing, allowed = ("teacher", "base, or another model,") if given is None else ("reward", "a reward")
             raise InputError(missing, None, f"{allowed} with family {HINTED}, which predicts rewards by a teacher")
-        options = ("teacher_beta", "teacher_weight", "teacher_context", "teacher_dtype")
+        options = ("teacher_beta", "teacher_weight", "teacher_context", "teacher_dtype", "teacher_topk")
         changed = {name: getattr(args, name) for name in options if getattr(args, name) != args.default_of(name)}
         check_teacher(args.method, None if given is None else str(args.teacher or type(given).__name__), changed)
         if given is None:
@@ -290,11 +290,18 @@ class GradeTrainer(Trainer):
         teacher = make_teacher(
             given, self.backbone, weight=args.teacher_weight, beta=args.teacher_beta, context=args.teacher_context,
             dtype=args.teacher_dtype, rows=dataset or (), encode=partial(encode_examples, **reading),
+            topk=args.teacher_topk, timeout=args.sampler_timeout,
         )  # fmt: skip
+        if "teacher_topk" in changed and teacher.served is None:
+            raise InputError("teacher_topk", args.teacher_topk, "another value than the default only with a server")
+        if args.hinted and teacher.served is not None:
+            raise InputError("teacher", teacher.name, f"base or another model with {HINTED}, which needs every token")
         if args.hinted:
             self._choose(args, "teacher", f"{teacher.name}: its log-ratios predict rewards")
             return teacher
         kind = {0: "forward KL", 1: "reverse KL"}.get(teacher.beta, f"Jensen-Shannon divergence, beta {teacher.beta:g}")
+        if teacher.served is not None:
+            kind = f"{kind}, of {teacher.served.model}'s {args.teacher_topk} likeliest tokens and the rest as one"
         self._choose(args, "teacher", f"{teacher.name}: {kind}")
         self.rewards = beside(self.rewards, teacher, args.reward_scope, wide(self.backbone.dtype))
         return teacher
@@ -540,6 +547,8 @@ class GradeTrainer(Trainer):
                 self._clip_grad_norm(self.model)
                 self.optimizer.step()
 
+        taught = self.teacher.figures if self.teacher else []
+        taught.clear()  # what evaluations have left
         context = StepContext(microbatches, apply, self._sum, gather_object, self.args.process_index)
         learner = self.along if self._along_texts(self.state.global_step + 1) else self.learner
         parts = learner.step(pending, self.objective, context)
@@ -554,6 +563,8 @@ class GradeTrainer(Trainer):
         for name, values in learner.figures.items():
             for value in values:
                 self.log_buffer.add({name: value})
+        for figures in taught:
+            self.log_buffer.add(figures)
         return parts
 
     def _add_step(self, step: GradientStep, prompts: PromptBatch, scores: Scores | None) -> None:

@@ -5,22 +5,26 @@ above rounding (about 1e-5) and far below the effect of an adapter (nats).
 """
 
 import json
-import math
+from contextlib import nullcontext
 
 import httpx
 import pytest
 import torch
 from conftest import perturb_adapter
+from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
-from vllm_server import EOS, prompts_of, save_base
+from vllm_server import EOS, VOCAB, prompts_of, save_base
 
+from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.head import NOTHING
 from grade.models.samplers import make_sampler
-from grade.models.scoring import completion_logps
+from grade.models.scoring import completion_logps, predicting_hidden
+from grade.models.teacher import make_teacher
 
 BOUND = 1e-3
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -147,17 +151,57 @@ def test_a_server_with_other_defaults(base, engine, sampler):
     assert mismatch(backbone, prompts, samples, 24).largest_difference < BOUND
 
 
-def test_log_probabilities_of_given_tokens(base, sampler):
-    """What a teacher behind an address would say: `prompt_logprobs`, the token's own and the five likeliest."""
-    backbone, tokens = policy(base), prompts_of(1, 20).ids
+@pytest.fixture(scope="module")
+def teacher(engines, base):
+    """A server of the base alone: with adapters vLLM 0.32 on a CPU scores the prompt of one request at a time."""
+    made = engines()
+    made.start(base, "--no-enable-lora")
+    yield made.address
+    made.kill()
+
+
+def test_a_teacher_behind_a_server(base, teacher, engine, sampler):
+    """The base, and an adapter by its name: log-probabilities of the likeliest tokens and of the text's own."""
+    backbone, prompts = policy(base), prompts_of(8, 7)
     sampler.publish(backbone)
-    body = {"model": sampler.model, "prompt": tokens[0].tolist(), "max_tokens": 1, "prompt_logprobs": 5}
-    answer = json.loads(sampler.post("/v1/completions", body))["choices"][0]["prompt_logprobs"]
-    with torch.no_grad():
-        want = backbone.model(input_ids=tokens).logits[0].log_softmax(-1)
-    assert answer[0] is None and len(answer) == 20
-    for place, row in enumerate(answer[1:]):
-        assert {str(tokens[0, place + 1].item()), *map(str, want[place].topk(5).indices.tolist())} == set(row)
-        for token, value in row.items():
-            assert math.isclose(value["logprob"], want[place, int(token)], abs_tol=BOUND)
-    assert httpx.get(sampler.name + "/version").json()["version"].startswith("0.32.0")
+    ids = torch.randint(2, VOCAB, (8, 9), generator=generator(1))
+    mask = (torch.arange(9) < torch.tensor([9, 1, 2, 3, 4, 9, 9, 9]).unsqueeze(1)).long()
+    for address, rows in ((teacher, 8), (f"{engine.address}#{sampler.model}", 1)):
+        with torch.no_grad(), backbone.reference() if address == teacher else nullcontext():
+            want = backbone.head(predicting_hidden(backbone, prompts, ids)).log_softmax(-1)
+        known = make_teacher(address, policy(base, 1), topk=20)
+        got = known.hidden(prompts[:rows], ids[:rows], mask[:rows])
+        for place in mask[:rows].nonzero().tolist():
+            tokens, logq, real = got.ids[*place], got.logq[*place], want[*place]
+            assert {ids[*place].item(), *real.topk(20).indices.tolist()} == set(tokens.tolist())
+            assert (logq[:-1] - real[tokens])[logq[:-1] > NOTHING].abs().max() < BOUND
+            assert (logq[-1] - real.index_fill(0, tokens, -torch.inf).logsumexp(0)).abs() < BOUND
+    with pytest.raises(InputError, match="teacher: POST .*teacher_topk.*said: .*21.* greater than max allowed: 20"):
+        make_teacher(teacher, backbone, topk=21).hidden(prompts, ids, mask)
+    longest, ids = make_teacher(teacher, backbone), ids[:1].repeat(1, 4)
+    longest.hidden(prompts_of(1, 100), ids[:, :27])
+    with pytest.raises(
+        InputError, match="teacher: got .*; allowed: at most 126 tokens, the teacher's context, not 127"
+    ):
+        longest.hidden(prompts_of(1, 100), ids[:, :28])
+
+
+def test_training_from_a_teacher_behind_a_server(base, teacher, tmp_path):
+    """The base with a context, of all tokens the 20 likeliest; against the same model here, and what it learns."""
+    rows = Dataset.from_list([{"prompt": f"w5 w9 w{number}"} for number in range(2, 10)])
+    values = dict(
+        method="teacher", per_device_train_batch_size=8, max_steps=6, max_completion_length=8, learning_rate=3e-2,
+        report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", teacher_context="w7 w3 w8 w8 ",
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    logs = {}
+    for name in ("base", teacher):
+        backbone = Backbone.load(base, lora=LoraSettings(r=4, alpha=8))
+        made = GradeTrainer(backbone, [], GradeConfig(str(tmp_path), teacher=name, **values), rows)
+        made.train()
+        logs[name] = [row for row in made.state.log_history if "reward" in row]
+    served, here = logs[teacher], logs["base"]
+    assert here[0]["reward"] < served[0]["reward"] < 0  # the same completions; a lower bound of the divergence
+    assert served[-1]["reward"] > served[0]["reward"] / 2
+    assert 0 < served[0]["teacher/rest_teacher"] < 1
+    assert httpx.get(teacher + "/version").json()["version"].startswith("0.32.0")

@@ -17,7 +17,7 @@ from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, StepContext
 from grade.gradients.teacher import TeacherGradient
 from grade.models.base import FrozenBase
-from grade.models.head import jensen_shannon
+from grade.models.head import NOTHING, coarse_jensen_shannon, jensen_shannon
 from grade.models.scoring import predicting_hidden
 from grade.models.teacher import Teacher, make_teacher
 from grade.rewards.rewards import Rewards
@@ -55,6 +55,53 @@ def test_divergences_and_gradients_against_dense_logits(options, v, beta):
 def test_equal_distributions_do_not_diverge(beta):
     head, h = make_head(dtype=torch.float32), randn(N, 5, dtype=torch.float32)
     assert jensen_shannon(head, h, head, h, beta).abs().max() < 1e-6  # terms of 1e-2 with a rounding of 6e-8, V of them
+
+
+def coarse(p, tokens):
+    """Log-probabilities of tokens, and of all others as one, if there are others."""
+    rest = 1 - p[tokens].sum(0, keepdim=True)
+    return torch.cat([p[tokens], rest][: 1 + (len(tokens) < len(p))]).log()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("k", [1, 6, V])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_of_a_support_divergences_and_gradients_are_those_of_its_cells(options, k, beta):
+    """Some rows have a token less. Against the full divergence: the same of all tokens, and never more."""
+    head, other = make_head(**options), make_head()
+    h, states, weight = randn(N, 5, seed=3).requires_grad_(), randn(N, 5, seed=4), randn(N)
+    p, q = head(h).softmax(-1), other(states).softmax(-1)
+    support = [torch.randperm(V)[: k - (1 < k < V and row % 2)] for row in range(N)]
+    want = torch.stack([dense(coarse(p[n], s), coarse(q[n], s), beta) for n, s in enumerate(support)])
+    ids, logq = torch.zeros(N, k, dtype=torch.long), torch.full((N, k + 1), NOTHING, dtype=torch.float64)
+    for n, tokens in enumerate(support):
+        cells = coarse(q[n], tokens)
+        ids[n], logq[n, : len(tokens)] = tokens[0], cells[: len(tokens)]
+        ids[n, : len(tokens)] = tokens
+        if k < V:
+            logq[n, -1] = cells[-1]
+    got, rest = coarse_jensen_shannon(head, h, ids, logq, beta)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+    torch.testing.assert_close(rest, 1 - torch.stack([p[n, s].sum() for n, s in enumerate(support)]), atol=1e-9, rtol=0)
+    grads = (torch.autograd.grad(each, h, weight, retain_graph=True)[0] for each in (got, want))
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
+    missed = jensen_shannon(head, h, other, states, beta) - got
+    if k == V:
+        assert missed.abs().max() < 1e-9
+        return
+    for n, tokens in enumerate(support):  # the chain rule, and its bound
+        outside = torch.ones(V, dtype=torch.bool).index_fill(0, tokens, False)
+        p_r, q_r = p[n, outside].sum(), q[n, outside].sum()
+        m_r, within = beta * q_r + (1 - beta) * p_r, (p[n, outside] / p_r, q[n, outside] / q_r)
+        share = beta * q_r / m_r
+        conditional = (beta * q[n] + (1 - beta) * p[n])[outside] / m_r
+        kl = [(each * (each / conditional).log()).sum() for each in within]
+        if 0 < beta < 1:
+            torch.testing.assert_close(missed[n], m_r * ((1 - share) * kl[0] + share * kl[1]), rtol=0, atol=1e-9)
+            assert 0 < missed[n] <= m_r * -(share * share.log() + (1 - share) * (1 - share).log()) <= m_r * 0.6932
+        else:
+            of, to, mass = (*within, p_r) if beta else (*within[::-1], q_r)
+            torch.testing.assert_close(missed[n], mass * (of * (of / to).log()).sum(), rtol=0, atol=1e-9)
 
 
 def enumerated_divergence(backbone, teacher, completions):

@@ -4,6 +4,7 @@ import json
 
 import pandas as pd
 import pytest
+from completions_server import serving
 from conftest import save_toy_base
 from training.runs import toy_project
 from training.test_offline import TEXTS, more_w_than_s
@@ -83,6 +84,75 @@ def test_with_the_family_hinted_it_predicts_rewards_and_is_none(tmp_path, taught
     again = trainer(tmp_path, more_w_than_s, **settings)
     again.train(str(tmp_path / "checkpoint-3"))
     assert [row["reward"] for row in again.state.log_history if "reward" in row] == [row["reward"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server of the base of `toy_task`."""
+    folder = tmp_path_factory.mktemp("served")
+    save_toy_base(folder)
+    with serving(folder) as made:
+        made.tokenizer, made.longest = Backbone.load(folder).tokenizer, 512
+        yield made
+
+
+def rewards(run):
+    run.train()
+    return [row["reward"] for row in run.state.log_history if "reward" in row]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"teacher_beta": 0.5, "lmbda": 0.5, "texts": TEXTS},
+     {"method": "rloo", "num_generations": 8, "reward": more_w_than_s}],
+    ids=["alone", "along texts", "beside a reward"],
+)  # fmt: skip
+def test_a_server_that_tells_of_every_token_teaches_as_the_model_does_here(tmp_path, server, changes):
+    """The policy's base, with a context. Both runs are in float32, through other passes of the same weights."""
+    task = toy_task()
+    args = dict(max_steps=3, teacher_context="a sad film ") | changes
+    here = trainer(tmp_path, task=task, teacher="base", **args)
+    there = dict(teacher=server.address, teacher_topk=task.backbone.vocab_size)
+    there = trainer(tmp_path, task=toy_task(), **there, **args)
+    assert rewards(there) == pytest.approx(rewards(here), abs=1e-4)
+    assert there.state.log_history[0]["teacher/rest_policy"] == 0 != rewards(here)[0]
+
+
+def test_of_a_servers_likeliest_tokens_a_policy_learns_and_a_run_goes_on_at_another_address(tmp_path, server, caplog):
+    folder = str(tmp_path / "run")
+    settings = dict(teacher=server.address, teacher_context="a {tone} film ", teacher_topk=8, max_steps=12,
+                    save_strategy="steps", save_steps=6)  # fmt: skip
+    whole = trainer(folder, task=toy_task(), **settings)
+    assert "of base's 8 likeliest tokens and the rest as one" in whole.chosen["teacher"]
+    before = whole.evaluate()["eval_reward"]
+    want = rewards(whole)
+    assert before < 0 and whole.evaluate()["eval_reward"] > before / 2
+    row = whole.state.log_history[1]
+    assert 0 < row["teacher/rest_policy"] < 1 and 0 < row["teacher/rest_teacher"] < 1
+    with serving(server.folder) as other:
+        other.longest = 512
+        resumed = trainer(folder, task=toy_task(), **settings | {"teacher": other.address})
+        resumed.train(f"{folder}/checkpoint-6")
+        assert [row["reward"] for row in resumed.state.log_history if "reward" in row] == pytest.approx(want, rel=1e-5)
+        another = trainer(folder, task=toy_task(), **settings | {"teacher": other.address, "teacher_topk": 4})
+        with pytest.raises(InputError, match="teacher_topk: got 4"):
+            another.train(f"{folder}/checkpoint-6")
+        other.spoil = lambda path, status, answer: (status, answer) if "models" not in path else (
+            200, {"data": [{"id": "x"}]})  # fmt: skip
+        another = trainer(folder, task=toy_task(), **settings | {"teacher": other.address})
+        with pytest.raises(InputError, match="teacher's weights"):
+            another.train(f"{folder}/checkpoint-6")
+
+
+def test_what_a_server_is_refused_for(tmp_path, server):
+    for changes, says in (
+        ({"distil_families": ["hinted"], "reward": more_w_than_s}, "teacher: got .*; allowed: base or another model w"),
+        ({"temperature": 0.5}, "temperature: got 0.5; allowed: 1.0 with a teacher behind a server"),
+        ({"teacher": "base", "teacher_topk": 4}, "teacher_topk: got 4; allowed: another value .* only with a server"),
+        ({"teacher": None, "teacher_topk": 4, "reward": more_w_than_s}, "teacher_topk: got 4; allowed: .* a teacher"),
+    ):
+        with pytest.raises(InputError, match=says):
+            trainer(tmp_path, task=toy_task(), **{"teacher": server.address} | changes)
 
 
 def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):

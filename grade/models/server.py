@@ -1,0 +1,139 @@
+"""A server of the OpenAI protocol that is asked over HTTP.
+
+One client for samples (`grade.models.samplers`) and for a teacher (`grade.models.served`).
+httpx's own retries are for connections only, so a busy server is asked again here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+
+from grade.errors import InputError
+from grade.models.background import wait_for
+
+CONNECTIONS = 64
+"""Most requests under way at the same time."""
+MOST_BYTES = 2**28
+"""Of an answer."""
+SAID = 400
+"""Characters of an error that are shown."""
+BUSY = (429, 502, 503, 504)
+"""Statuses of a server that may answer later."""
+WAITS = (0.5, 2.0)
+"""Seconds before the second and the third attempt, the last one."""
+KEY = "VLLM_API_KEY"
+"""Environment variable with the key that the server was started with, if it asks for one."""
+
+Logprob = Annotated[FiniteFloat, Field(ge=-1e9, le=1)]
+"""A log-probability in nats as a server may write it: rounding may put it above 0."""
+Model = TypeVar("Model", bound=BaseModel)
+T, R = TypeVar("T"), TypeVar("R")
+
+
+def address_of(field: str, text: str, others: str = "") -> str:
+    """The address of a server without a slash or ``/v1`` at its end; one with a password is refused, as logs show it.
+
+    >>> address_of("sampler", "http://127.0.0.1:8000/v1/")
+    'http://127.0.0.1:8000'
+    """
+    try:
+        url = urlsplit(text)  # stricter than httpx.URL about ports and brackets
+        valid = url.scheme in ("http", "https") and url.hostname and url.port != 0 and "@" not in url.netloc
+        valid = valid and not (url.query or url.fragment) and text.isascii() and " " not in text and text.isprintable()
+    except ValueError:
+        valid = False
+    if not valid:
+        raise InputError(field, text, f"{others}the address of a server: http://host:port")
+    return text.rstrip("?#").rstrip("/").removesuffix("/v1")
+
+
+def is_address(name: object) -> bool:
+    """Whether a name means a server, well formed or not."""
+    return isinstance(name, str) and name.startswith(("http://", "https://"))
+
+
+class Server:
+    """What is asked at an address, up to three times; ``field`` is the setting, ``others`` what else it may be."""
+
+    def __init__(
+        self, field: str, address: str, timeout: float = 600.0, waits: tuple[float, ...] = WAITS, others: str = ""
+    ) -> None:
+        self.field, self.name = field, address_of(field, address, others)
+        self.timeout, self.waits = timeout, waits
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        # A transport of its own: no proxy of the environment, and no connection outlives its answer.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(verify=ssl.create_default_context(), limits=limits)
+        return httpx.AsyncClient(transport=transport, timeout=None)
+
+    async def _answer(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> tuple[int, str]:
+        """Status and content, all of it within the time limit: httpx's own limits are for each part."""
+        content, method = b"", "GET" if body is None else "POST"
+        async with (
+            asyncio.timeout(self.timeout),
+            self._client.stream(method, self.name + path, json=body, headers=headers) as answer,
+        ):
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+        return answer.status_code, content.decode(errors="replace")
+
+    def post(
+        self, path: str, body: dict[str, Any] | None, needs: str = "an answer with status 200",
+        absent: tuple[int, ...] = (),
+    ) -> str | None:  # fmt: skip
+        """The text of an answer with status 200, None for one that is ``absent``; GET where there is no ``body``.
+
+        After a time-out, which was all the time there is, nobody asks again. `InputError` has the address and the last
+        failure: its kind, or the status and the beginning of the answer. That stands last, where it is not shortened:
+        vLLM's reason comes late in it.
+        """
+        field, key = f"{self.field}: {'GET' if body is None else 'POST'} {self.name}{path}", os.environ.get(KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for wait in (*self.waits, None):
+            try:
+                status, content = wait_for(self._answer(path, body, headers))
+                if status == 200 or status in absent:
+                    return content if status == 200 else None
+                failure, again = f"status {status}", status in BUSY
+                said = f"; the server said: {content[:SAID]}"
+            except TimeoutError:
+                failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
+                raise InputError(field, failure, allowed) from None
+            except Exception as error:  # httpx alone has three families
+                failure, again, said = f"{type(error).__name__}: {error}", True, ""
+            if wait is None or not again:
+                break
+            time.sleep(wait)
+        raise InputError(field, failure, needs + said)
+
+    def parsed(self, kind: type[Model], content: str, needs: str) -> Model:
+        """An answer read as its kind; `InputError` has the first place where it is not one."""
+        try:
+            return kind.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise InputError(f"{self.field} {self.name}", first["input"], f"{needs} ({reason})") from None
+
+    def each(self, ask: Callable[[T], R], requests: Sequence[T]) -> list[R]:
+        """What each request gives, in order; many are under way at the same time, and the first error ends all."""
+        pool = ThreadPoolExecutor(max(1, min(len(requests), CONNECTIONS)))
+        try:
+            return list(pool.map(ask, requests))
+        finally:
+            pool.shutdown(cancel_futures=True)
