@@ -44,6 +44,8 @@ from grade.models.server import is_address
 
 BASE = "base"
 """The teacher that is the policy's own base."""
+SIBLING = "sibling"
+"""The column that `with_siblings` fills."""
 COMPARED = 64
 """Rows whose prompts are compared token by token."""
 Encode = Callable[[Any, Sequence[Mapping[str, Any]]], PromptBatch]
@@ -158,9 +160,15 @@ class Teacher:
 def with_context(row: Mapping[str, Any], context: str) -> dict[str, Any]:
     """A row whose prompt has the context in front: of text as it is, of messages as the system's.
 
+    Without one where the context names a sibling and there is none.
+
     >>> with_context({"prompt": "2+2=", "answer": 4}, "It is {answer}. ")["prompt"]
     'It is 4. 2+2='
+    >>> with_context({"prompt": "2+2="}, "It may be {sibling}. ")["prompt"]
+    '2+2='
     """
+    if names_sibling(context) and not row.get(SIBLING):
+        return dict(row)
     try:
         text = context.format_map(row)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -173,6 +181,26 @@ def with_context(row: Mapping[str, Any], context: str) -> dict[str, Any]:
     if first["role"] == "system":
         return {**row, "prompt": [{**first, "content": f"{text}\n\n{first['content']}"}, *others]}
     return {**row, "prompt": [{"role": "system", "content": text}, *prompt]}
+
+
+def names_sibling(context: str) -> bool:
+    """Whether a context has the column that is not the dataset's."""
+    return f"{{{SIBLING}}}" in context
+
+
+def with_siblings(prompts: PromptBatch, texts: Sequence[str], rewards: Tensor, group: int) -> PromptBatch:
+    """Prompts of completions whose rows have the text of the best other completion of the prompt as ``sibling``.
+
+    Groups of G follow each other. No text where the best is as bad as the worst of all G.
+    """
+    examples = []
+    for start in range(0, len(texts), group):
+        scores = rewards[start : start + group].nan_to_num(-torch.inf).tolist()
+        for number in range(group):
+            score, best = max((score, -other) for other, score in enumerate(scores) if other != number)
+            told = texts[start - best] if score > min(scores) else ""
+            examples.append({**prompts.examples[start + number], SIBLING: told})
+    return replace(prompts, examples=tuple(examples))
 
 
 def make_teacher(

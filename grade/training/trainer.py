@@ -70,7 +70,7 @@ from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode
 from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.sampling import check_room
 from grade.models.scoring import completion_logps, sequence_kl
-from grade.models.teacher import Teacher, make_teacher
+from grade.models.teacher import SIBLING, Teacher, make_teacher, names_sibling
 from grade.rewards.rewards import make_rewards
 from grade.rewards.teacher import beside
 from grade.training.card import model_card
@@ -286,6 +286,8 @@ class GradeTrainer(Trainer):
             raise InputError(
                 "texts", "given", "none beside a teacher and rewards: a divergence is not one of the text's"
             )
+        if names_sibling(args.teacher_context) and not args.hinted:
+            raise InputError("teacher_context", args.teacher_context, f"{{{SIBLING}}} with family {HINTED} alone")
         reading = _reading(args) | {"max_prompt_length": None}
         teacher = make_teacher(
             given, self.backbone, weight=args.teacher_weight, beta=args.teacher_beta, context=args.teacher_context,

@@ -34,5 +34,7 @@ def test_only_a_right_hint_is_the_answer_and_every_run_has_valid_settings():
     runs = hinted_runs(HintedRuns(methods=dict.fromkeys(METHODS, {}), seeds=[3]))
     found = {run.names["method"]: (run.config.method, run.config.teacher_context) for run in runs}
     reading = "{answer}="
-    assert found == {"rloo": ("rloo", ""), "auto": ("distilled", ""), "hinted": ("distilled", reading),
-                     "nonsense": ("distilled", "{other}="), "weight_1": ("teacher", reading)}  # fmt: skip
+    assert found == {
+        "rloo": ("rloo", ""), "auto": ("distilled", ""), "hinted": ("distilled", reading),
+        "sibling": ("distilled", "{sibling}="), "nonsense": ("distilled", "{other}="), "weight_1": ("teacher", reading),
+    }  # fmt: skip

@@ -19,7 +19,7 @@ from grade.gradients.teacher import TeacherGradient
 from grade.models.base import FrozenBase
 from grade.models.head import NOTHING, coarse_jensen_shannon, jensen_shannon
 from grade.models.scoring import predicting_hidden
-from grade.models.teacher import Teacher, make_teacher
+from grade.models.teacher import Teacher, make_teacher, with_context, with_siblings
 from grade.rewards.rewards import Rewards
 from grade.rewards.teacher import TeacherReward
 
@@ -177,6 +177,17 @@ def test_alone_it_descends_the_mean_divergence_along_what_it_is_given(near):
     torch.testing.assert_close(got, flat_grad((divergence + near * kl).mean(), backbone), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(step.reward, -divergence.detach())
     assert torch.allclose(objective.score(backbone, prompts, ids, mask), step.reward, rtol=1e-9)
+
+
+def test_a_completion_is_hinted_at_by_the_best_other_one_that_is_better_than_the_worst():
+    rows = tuple({"prompt": name} for name in "aaabbb")
+    prompts = dataclasses.replace(make_prompts(6), examples=rows)
+    rewards = torch.tensor([1.0, 0.0, 1.0, torch.nan, 0.5, 0.2])
+    told = with_siblings(prompts, list("uvwxyz"), rewards, 3)
+    assert [row["sibling"] for row in told.examples] == ["w", "u", "u", "y", "z", "y"]
+    assert [row["sibling"] for row in with_siblings(prompts, list("uvwxyz"), torch.ones(6), 3).examples] == [""] * 6
+    assert with_context(told.examples[4], "Like {sibling}: ")["prompt"] == "Like z: b"
+    assert "sibling" not in rows[0]
 
 
 def test_an_adapter_on_the_same_base_is_a_teacher_without_another_copy(tmp_path):

@@ -73,14 +73,18 @@ def test_a_context_is_for_the_teacher_alone_and_a_run_goes_on_where_it_was(tmp_p
         other.train(str(tmp_path / "one" / "checkpoint-2"))
 
 
-def test_with_the_family_hinted_it_predicts_rewards_and_is_none(tmp_path, taught):
+@pytest.mark.parametrize("by", ["teacher", "sibling"])
+def test_with_the_family_hinted_it_predicts_rewards_and_is_none(tmp_path, taught, by):
     hinted = dict(distil_families=["counts", "hinted"], num_generations=4, residual_weight=1.0, save_strategy="steps")
     settings = dict(teacher=taught, max_steps=6, save_steps=3, logging_steps=1) | hinted
+    if by == "sibling":
+        settings |= {"teacher": "base", "teacher_context": "{sibling} ", "residual_weight": "auto"}
     run = trainer(tmp_path, more_w_than_s, **settings)
     run.train()
     rows = [row for row in run.state.log_history if "reward" in row]
     assert run.args.method == "distilled" and "predict rewards" in run.chosen["teacher"]
-    assert run.rewards.names == ["more_w_than_s"] and rows[-1]["distilled/r2/hinted"] > 0
+    assert run.rewards.names == ["more_w_than_s"] and "distilled/r2/hinted" in rows[-1]
+    assert by == "sibling" or rows[-1]["distilled/r2/hinted"] > 0
     again = trainer(tmp_path, more_w_than_s, **settings)
     again.train(str(tmp_path / "checkpoint-3"))
     assert [row["reward"] for row in again.state.log_history if "reward" in row] == [row["reward"] for row in rows]
@@ -184,6 +188,9 @@ def test_a_run_from_files_needs_no_reward(tmp_path, monkeypatch):
         ({"distil_families": ["hinted"], "reward": more_w_than_s}, "teacher: got None; allowed: base, or another"),
         ({"distil_families": ["hinted"], "method": "distilled", "teacher": "base"}, "reward: got None; allowed: a rew"),
         ({"distil_families": ["hinted"], "teacher_weight": 2.0, "teacher": "base"}, "teacher_weight: got 2.0; allowed"),
+        ({"teacher": "base", "teacher_context": "{sibling}: "}, "teacher_context: got .*{sibling} with family hinted"),
+        ({"distil_families": ["hinted"], "teacher": "base", "teacher_context": "{sibling}: ", "residual_weight": 1,
+          "reward": more_w_than_s}, "residual_weight: got 1; allowed: auto or less with {sibling}"),
         ({"distil_families": ["hinted"], "teacher": "base", "substitutions": 1, "reward": more_w_than_s},
          "distil_families: got 'hinted'; allowed: counts, bag, ngrams, values with substitutions"),
     ],

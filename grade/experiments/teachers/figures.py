@@ -8,8 +8,10 @@ from matplotlib.figure import Figure
 
 from grade.experiments.plotting import GIB, INTERVAL, SERIES, color, panels, with_ends
 
-NAMES = {"rloo": "rloo", "auto": "auto, no hint", "hinted": "hinted", "nonsense": "hinted, nonsense",
-         "weight_1": "hint, weight 1"}  # fmt: skip
+NAMES = {
+    "rloo": "rloo", "auto": "auto, no hint", "hinted": "hinted", "sibling": "hinted by siblings",
+    "nonsense": "hinted, nonsense", "weight_1": "hint, weight 1",
+}  # fmt: skip
 """Methods for people, in order; colours follow."""
 _TRAINERS = {"grade": "grade", "trl_distillation": "TRL"}
 

@@ -57,10 +57,10 @@ from grade.gradients.policy_gradient import Completions, Learner, Microbatch, St
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
-from grade.models.prompts import ScoredTexts
+from grade.models.prompts import ScoredTexts, decode
 from grade.models.sampling import early_rows
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
-from grade.models.teacher import Teacher
+from grade.models.teacher import Teacher, names_sibling, with_siblings
 
 DECAY = 0.7
 """Of the averages over earlier measurements."""
@@ -162,6 +162,11 @@ class DistilledGradient(Learner):
                 raise InputError("distil_families", name, f"{', '.join(ADDITIVE)} with substitutions")
         if config.substitutions and backbone.shards is not None:  # processes would score unequally often
             raise InputError("substitutions", config.substitutions, "0 where the base is divided among processes")
+        self.siblings = teacher is not None and names_sibling(teacher.context)
+        if self.siblings and config.residual_weight == 1:
+            raise InputError(
+                "residual_weight", 1, "auto or less with {sibling}: such hints depend on other completions"
+            )
         self.store = Store(self.families, config.group, config.distil_window)
         self.prior: Fit | None = None
         self.transfer, self.evidence, self.blend = Evidence(), Evidence(), Blend()
@@ -224,6 +229,9 @@ class DistilledGradient(Learner):
         """Completions with rewards and features."""
         prompts, ids, mask = completions.text
         reward = scored_rewards(self.backbone, prompts, ids, mask, objective)
+        if self.siblings:
+            texts = [decode(self.backbone.tokenizer, *row) for row in zip(ids, mask, strict=True)]
+            prompts = with_siblings(prompts, texts, reward, self.config.group)
         seen, new = Observed.of(self.backbone, self.families.values(), prompts, ids, mask), None
         if number := self.config.substitutions:
             new = substitute(self.families, seen, reward, objective, number, self.config.min_completion_length)

@@ -5,6 +5,7 @@
 | ``rloo`` | the baseline |
 | ``auto`` | the distilled reward without a teacher |
 | ``hinted`` | with family `hinted`: the base that has read the sum predicts the reward, and rewards weigh it |
+| ``sibling`` | the same with the best other answer of the step as hint, if it is better than the worst |
 | ``nonsense`` | the same with another number as hint |
 | ``weight_1`` | method `teacher`: the base that has read the sum is learned, whatever the rewards |
 
@@ -35,13 +36,14 @@ from grade.rewards.functions import FunctionReward
 from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 
-HintMethod = Literal["rloo", "auto", "hinted", "nonsense", "weight_1"]
+HintMethod = Literal["rloo", "auto", "hinted", "sibling", "nonsense", "weight_1"]
 _READING = {"teacher": "base", "teacher_context": "{answer}="}
 _PREDICTING = {"method": "distilled", "distil_families": [*FAMILIES, HINTED]}
 METHODS: dict[HintMethod, dict[str, Any]] = {
     "rloo": {"method": "rloo"},
     "auto": {"method": "distilled"},
     "hinted": _PREDICTING | _READING,
+    "sibling": _PREDICTING | _READING | {"teacher_context": "{sibling}="},
     "nonsense": _PREDICTING | _READING | {"teacher_context": "{other}="},
     "weight_1": {"method": "teacher"} | _READING,
 }
