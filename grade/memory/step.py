@@ -61,6 +61,7 @@ class Step:
     program: Program
     others: list[nn.Module]  # further modules that stay in memory: a reward model, a teacher, a value head
     copies: list[Tensor]  # of the base, which only take up memory
+    kinds: int = 1  # of steps that a run has, run in turn: the largest counts, of operations and traffic the mean
 
     def run(self, tracker: LiveTracker | None = None) -> None:
         """Gradients, their sum over processes, clipping and the optimizer's updates, as in training."""
@@ -79,10 +80,13 @@ class Step:
             if tracker:
                 tracker.tag((p.grad for p in parameters), "gradients")
 
-        self.optimizer.zero_grad(set_to_none=True)
-        with self.backbone.watched_by(tracker):
-            self.program(apply)
-        self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(self.kinds):
+            self.optimizer.zero_grad(set_to_none=True)
+            with self.backbone.watched_by(tracker):
+                self.program(apply)
+            self.optimizer.zero_grad(set_to_none=True)
+        if tracker:
+            tracker.flops, tracker.received = tracker.flops // self.kinds, tracker.received // self.kinds
 
     def existing(self) -> dict[Category, list[Tensor]]:
         """Tensors that exist before the step, by category."""
@@ -146,7 +150,8 @@ def make_step(config: TracedConfig, backbone: Backbone, others: list[nn.Module])
     trained = {id(p) for p in groups[0]}
     base = [p for p in backbone.parameters() if config.adapter == "full" or id(p) not in trained]
     copies = [torch.empty_like(p, requires_grad=False) for _ in range(config.base_copies - 1) for p in base]
-    return Step(backbone, optimizer, program, [*others, *trained_too], copies)
+    kinds = 2 if isinstance(config, StepConfig) and config.method == DISTILLED else 1
+    return Step(backbone, optimizer, program, [*others, *trained_too], copies, kinds)
 
 
 def _accumulated(config: TracedConfig, microbatch: Microbatch) -> Program:
@@ -236,14 +241,15 @@ class _DistilledWithoutData(DistilledGradient):
 
     Included: sampling, scoring, features, the rows of all families of a full window and of as many completions as may
     wait, their copy when these are entered and the products with them, the weights of a fit without each of the step's
-    groups, and the gradient with the two parts apart, as in the steps that measure them. The last family is the one
-    used. Left out: what is on the CPU for any device, that is Gram matrices and factors (8 bytes times the square of
-    the window for each family) and lists of tokens.
+    groups, and the gradient, in turn with the two parts apart, as in every fourth step, and at once: the first divides
+    a microbatch, the second has one graph of both parts. The last family is the one used. Left out: what is on the CPU
+    for any device, that is Gram matrices and factors (8 bytes times the square of the window for each family) and lists
+    of tokens.
     """
 
     def __init__(self, config: MethodConfig, backbone: Backbone, prompts: PromptBatch) -> None:
         super().__init__(config, backbone)
-        self.kept = nn.Module()
+        self.kept, self.turn = nn.Module(), 0
         few, shape = prompts[:1], (1, config.max_completion_length)
         ids = torch.zeros(shape, dtype=torch.long, device=backbone.device)
         mask = torch.ones_like(ids)
@@ -259,7 +265,8 @@ class _DistilledWithoutData(DistilledGradient):
     @torch.no_grad()
     def update_fit(self, samples: list[Sample], context: StepContext) -> None:
         """Enter rows and make the weights of a fit."""
-        self.steps, groups = 0, sum(len(s.reward) for s in samples) // self.config.group
+        groups = sum(len(s.reward) for s in samples) // self.config.group
+        self.steps, self.turn = self.turn, 1 - self.turn
         for name, family in self.families.items():
             new = joined([getattr(self.kept, f"waiting_{name}"), *(s.rows[name] for s in samples)])
             rows = joined([getattr(self.kept, f"rows_{name}"), new])

@@ -73,6 +73,8 @@ def different(completions, **others):
         ("base", dict(method="teacher"), CONTEXT),
         ("teacher", dict(method="rloo", num_generations=2), 0),
         ("base", dict(method="grpo", num_generations=2, gradient_checkpointing=True), CONTEXT),
+        ("teacher", dict(method="distilled", num_generations=2, distil_window=16), 0),
+        ("teacher", dict(method="distilled", num_generations=2, distil_window=16, gradient_checkpointing=True), 0),
     ],
     ids=str,
 )
@@ -96,7 +98,9 @@ def test_a_trainers_own_step_needs_what_is_traced(name, values, context, saved, 
     trainer.train()
     step = dict(model=saved("policy"), batch_size=size, teacher_context_tokens=context)
     step = StepConfig(**STEP | step | values)
-    assert trace(step, device="cpu").peak == pytest.approx(callback.tracker.peak, rel=0.002)
+    # In the second step the window of `distilled` is half full, which here are some percent.
+    tolerance = 0.04 if step.method == "distilled" else 0.002
+    assert trace(step, device="cpu").peak == pytest.approx(callback.tracker.peak, rel=tolerance)
 
 
 def test_the_base_and_an_adapter_cost_no_second_copy_and_another_model_its_weights(saved):
