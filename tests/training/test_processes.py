@@ -14,7 +14,7 @@ from grade.results import read_metrics
 
 SCRIPT = Path(__file__).with_name("processes.py")
 ALL = os.environ.get("GRADE_ALL_CASES") == "1"
-CASES = (*METHODS, OFFLINE, AUTO) if ALL else ("gumbel", "reinforce", "grpo", "ppo", "distilled", "offline")
+CASES = (*METHODS, OFFLINE, AUTO) if ALL else ("gumbel", "reinforce", "grpo", "ppo", "distilled", "offline", "teacher")
 
 
 @pytest.fixture(scope="module")
