@@ -22,6 +22,8 @@ from itertools import product
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
+import torch
 from pydantic import Field
 
 from grade.config import Config
@@ -32,7 +34,11 @@ from grade.experiments.training_runs import FIXED, Bench, Run
 from grade.gradients.methods import FAMILIES, HINTED
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.prompts import encode_examples
+from grade.models.sampling import generate
+from grade.models.teacher import with_context
 from grade.rewards.functions import FunctionReward
+from grade.stats import Estimate
 from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 
@@ -136,6 +142,20 @@ def hinted_runs(runs: HintedRuns) -> list[Run]:
         names = (method, seed, values["beta"], values["learning_rate"], values["per_device_train_batch_size"])
         made.append(Run(dict(zip(NAMES, names, strict=True)), values))
     return made
+
+
+@torch.no_grad()
+def hint_table(folder: str, repeats: int) -> pd.DataFrame:
+    """Share of right sums that the base samples with each hint in front: columns hint, right, stderr and n."""
+    base, rows, table = Backbone.load(folder), sum_rows(sum_prompts()[1]) * repeats, []
+    for hint in ("none", "answer", "other"):
+        context = "" if hint == "none" else f"{{{hint}}}="
+        prompts = encode_examples(base.tokenizer, [with_context(row, context) for row in rows], warn_raw=False)
+        ids, _ = generate(base, prompts, ANSWER_TOKENS, torch.Generator().manual_seed(0))
+        texts = base.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        right = Estimate.of(right_sum([row["prompt"] for row in rows], texts))
+        table.append((hint, right.mean, right.stderr, len(rows)))
+    return pd.DataFrame(table, columns=["hint", "right", "stderr", "n"])
 
 
 @functools.cache

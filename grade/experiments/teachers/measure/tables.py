@@ -14,7 +14,14 @@ from pydantic import Field
 from grade.config import Config
 from grade.experiments.measured import Size, read_csv
 from grade.experiments.teachers.measure.divergences import divergence_table
-from grade.experiments.teachers.measure.hinted import NAMES, HintedBench, HintedRuns, hinted_base, hinted_runs
+from grade.experiments.teachers.measure.hinted import (
+    NAMES,
+    HintedBench,
+    HintedRuns,
+    hint_table,
+    hinted_base,
+    hinted_runs,
+)
 from grade.experiments.traced import taught_steps, tracked_table
 from grade.experiments.training_runs import train_all
 
@@ -28,10 +35,15 @@ class Settings(Config):
     peers: str = ""  # folder of what was measured beside TRL; empty: none
     processes: Size = 1  # worker processes of one thread each, for training
 
+    @property
+    def base(self) -> str:
+        """Folder of the base that reads hints."""
+        return hinted_base(self.runs.pretraining_steps).name
+
     @cached_property
     def trained_runs(self) -> pd.DataFrame:
         """All runs with hints."""
-        bench = HintedBench({"policy": hinted_base(self.runs.pretraining_steps).name}, runs=self.runs)
+        bench = HintedBench({"policy": self.base}, runs=self.runs)
         return train_all(bench, hinted_runs(self.runs), self.processes)[0]
 
     def peer_table(self, name: str) -> pd.DataFrame | None:
@@ -43,6 +55,7 @@ class Settings(Config):
 TABLES = {
     "divergence": lambda s: divergence_table(s.betas),
     "traces": lambda s: tracked_table(taught_steps(s.traced_model, s.traced_model)),
+    "hints": lambda s: hint_table(s.base, s.runs.eval_repeats),
     "runs": lambda s: s.trained_runs.drop(columns="seconds"),
     "peers": lambda s: s.peer_table("curves.csv"),
     "trl_traces": lambda s: s.peer_table("trl_traces.csv"),
