@@ -29,7 +29,7 @@ from grade.experiments.training_runs import train_all
 class Settings(Config):
     """Sizes."""
 
-    betas: list[float] = Field([0.0, 0.5, 1.0], min_length=1)  # divergences: 0 forward KL, 1 reverse KL
+    betas: list[float] = Field([0.5], min_length=1)  # divergences: 0 forward KL, 1 reverse KL
     traced_model: str = "tiny"  # whose steps are traced and run, policy and teacher
     runs: HintedRuns = HintedRuns()  # training runs with hints
     peers: str = ""  # folder of what was measured beside TRL; empty: none
