@@ -248,17 +248,17 @@ def jensen_shannon(head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Te
         logq = teacher(others[0])[:, :shared].log_softmax(-1).to(logp.dtype)
         p, q = logp.exp(), logq.exp()
         if beta == 0:
-            value = (q * (logq - logp) - q + p).sum(-1)
+            value = logq.sub_(logp).mul_(q).sub_(q).add_(p).sum(-1)
             grad = p.sub_(q)
         elif beta == 1:
-            g = logp - logq
-            value = (p * g - p + q).sum(-1)
-            grad = p.mul_(g - value.unsqueeze(-1))
+            g = logp.sub_(logq)
+            value = torch.mul(p, g, out=logq).sub_(p).add_(q).sum(-1)
+            grad = p.mul_(g.sub_(value.unsqueeze(-1)))
         else:
             logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
-            m, g = logm.exp(), logp - logm
-            value = (beta * (q * (logq - logm) - q + m) + (1 - beta) * (p * g - p + m)).sum(-1)
-            grad = p.mul_(g - (p * g).sum(-1, keepdim=True)).mul_(1 - beta)
+            m, g = logm.exp(), logp.sub_(logm)
+            value = (beta * (q * logq.sub_(logm) - q + m) + (1 - beta) * (p * g - p + m)).sum(-1)
+            grad = p.mul_(g.sub_((p * g).sum(-1, keepdim=True))).mul_(1 - beta)
         return value, F.pad(grad, (0, missing)) if needed else None
 
     of_logits.reads = () if teacher.weight is head.weight else (teacher.weight,)
