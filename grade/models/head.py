@@ -257,20 +257,23 @@ def jensen_shannon(head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Te
 
 
 def _divergence(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """`jensen_shannon` [n] of log-probabilities [n, C], and its gradient in the logits that those of p are made of."""
+    """`jensen_shannon` [n] of log-probabilities [n, C], and its gradient in the logits that those of p are made of.
+
+    Both arguments are overwritten.
+    """
     p, q = logp.exp(), logq.exp()
     if beta == 0:
-        value = (q * (logq - logp) - q + p).sum(-1)
+        value = logq.sub_(logp).mul_(q).sub_(q).add_(p).sum(-1)
         grad = p.sub_(q)
     elif beta == 1:
-        g = logp - logq
-        value = (p * g - p + q).sum(-1)
-        grad = p.mul_(g - value.unsqueeze(-1))
+        g = logp.sub_(logq)
+        value = torch.mul(p, g, out=logq).sub_(p).add_(q).sum(-1)
+        grad = p.mul_(g.sub_(value.unsqueeze(-1)))
     else:
         logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
-        m, g = logm.exp(), logp - logm
-        value = (beta * (q * (logq - logm) - q + m) + (1 - beta) * (p * g - p + m)).sum(-1)
-        grad = p.mul_(g - (p * g).sum(-1, keepdim=True)).mul_(1 - beta)
+        m, g = logm.exp(), logp.sub_(logm)
+        value = (beta * (q * logq.sub_(logm) - q + m) + (1 - beta) * (p * g - p + m)).sum(-1)
+        grad = p.mul_(g.sub_((p * g).sum(-1, keepdim=True))).mul_(1 - beta)
     return value, grad
 
 
@@ -303,7 +306,7 @@ def coarse_jensen_shannon(
         rest = logp.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
         masses.append(rest.exp().squeeze(1))
         cells = torch.cat([logp.gather(1, ids), rest], 1).clamp(min=NOTHING)
-        value, grad = _divergence(cells.masked_fill(logq <= NOTHING, NOTHING), logq, beta)
+        value, grad = _divergence(cells.masked_fill(logq <= NOTHING, NOTHING), logq.clone(), beta)
         if not needed:
             return value, None
         outside = logp.sub_(rest.clamp(min=NOTHING)).exp_().mul_(grad[:, -1:])
