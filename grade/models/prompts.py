@@ -45,16 +45,11 @@ def decode(tokenizer: Any, ids: Tensor, mask: Tensor) -> str:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """A batch of tokenised prompts, padded on the left.
+    """A batch of tokenised prompts, padded on the left."""
 
-    Attributes:
-        ids: Token ids, int64 [B, P]. At padding they are valid ids without meaning.
-        mask: 1 at a token, 0 at padding, int64 [B, P].
-        examples: The dataset's row of each prompt, B of them; None if the ids were not made from rows.
-    """
-
-    ids: Tensor
-    mask: Tensor
+    ids: Tensor  # token ids, int64 [B, P]. At padding they are valid ids without meaning.
+    mask: Tensor  # 1 at a token, 0 at padding, int64 [B, P]
+    # the dataset's row of each prompt, B of them; None if the ids were not made from rows
     examples: tuple[Mapping[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:

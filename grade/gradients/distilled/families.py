@@ -108,18 +108,12 @@ class Family:
     - ``values(weights, seen)``: values of all tokens at positions (`all_action.Values`);
     - ``own(weights, seen)``: values [B, T] of the completions' own tokens, 0 where masked;
     - ``typical(weights, seen)``: values [V] of tokens by weights [1, F], averaged over positions.
-
-    Attributes:
-        additive: See the module.
-        reads_states: Whether values depend on the base's hidden states.
-        depth: The depth whose pooled states it needs; None: none.
-        teacher: The teacher whose states it needs; None: none.
     """
 
-    additive: bool = True
-    reads_states: bool = False
-    depth: int | None = None
-    teacher: Teacher | None = None
+    additive: bool = True  # see the module
+    reads_states: bool = False  # whether values depend on the base's hidden states
+    depth: int | None = None  # the depth whose pooled states it needs
+    teacher: Teacher | None = None  # the teacher whose states it needs
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone

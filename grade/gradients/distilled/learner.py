@@ -150,11 +150,7 @@ class Sample:
 
 
 class DistilledGradient(Learner):
-    """The method, with everything that it has seen.
-
-    Attributes:
-        store: Completions, rewards, fits.
-    """
+    """The method, with everything that it has seen."""
 
     def __init__(self, config: MethodConfig, backbone: Backbone, teacher: Teacher | None = None) -> None:
         super().__init__(config, backbone)

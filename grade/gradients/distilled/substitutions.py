@@ -177,11 +177,7 @@ class Stack:
 
 
 class Substitutions:
-    """The newest substitutions of a run.
-
-    Attributes:
-        calls: How many were scored so far.
-    """
+    """The newest substitutions of a run; ``calls`` were scored so far."""
 
     def __init__(self, families: Mapping[str, Family], group: int) -> None:
         self.families, self.group, self.calls = families, group, 0
