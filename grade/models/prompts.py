@@ -173,9 +173,7 @@ def encode_examples(
             encoded[place], examples[place] = ids, {**examples[place], "prompt": text}
     padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     # Not `tokenizer.pad`, which needs a padding token.
-    ids = pad_sequence([torch.tensor(row) for row in encoded], True, padding, padding_side="left")
-    mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in encoded], True, padding_side="left")
-    return PromptBatch(ids, mask, tuple(examples))
+    return PromptBatch(*padded(encoded, padding, "left"), tuple(examples))
 
 
 def check_prompts(
