@@ -112,7 +112,7 @@ def substitute(
 
 def _alone(seen: Observed, rows: Tensor, places: Tensor, tokens: Tensor) -> Observed:
     """Tokens [N] at these places, as completions of one token: additive features are sums of theirs."""
-    before = torch.cat([seen.prompts.ids[:, -1:], seen.ids[:, :-1]], 1)[rows, places].unsqueeze(1)
+    before = seen.before[rows, places].unsqueeze(1)
     ones = torch.ones_like(before)
     return Observed(
         PromptBatch(before, ones), tokens.unsqueeze(1), ones, seen.predicting[rows, places].unsqueeze(1), {}

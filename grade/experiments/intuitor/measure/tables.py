@@ -210,12 +210,6 @@ def chunked_over_vocabulary(logits: Tensor, chunk_size: int) -> Tensor:
     return torch.stack([c.logsumexp(-1) - c.mean(-1) for c in logits.split(chunk_size, -1)], -1).mean(-1)
 
 
-def _timelines(s: Settings) -> pd.DataFrame:
-    """Live bytes of Intuitor's update at the greatest length, on a GPU that divides nothing with others."""
-    return timelines_table({step: trace(config, all_layers=True) for (tokens, step), config in s.configs.items()
-                            if tokens == max(s.lengths) and config.self_certainty})  # fmt: skip
-
-
 TABLES = {
     "formulas": _formulas,
     "lengths": lambda s: pd.DataFrame(
@@ -225,7 +219,14 @@ TABLES = {
     "categories": lambda s: categories_table(
         {step: t for (tokens, step), t in s.traces.items() if tokens == max(s.lengths)}
     ),
-    "timelines": _timelines,
+    # Intuitor's update at the greatest length, on a GPU that divides nothing with others.
+    "timelines": lambda s: timelines_table(
+        {
+            step: trace(config, all_layers=True)
+            for (tokens, step), config in s.configs.items()
+            if tokens == max(s.lengths) and config.self_certainty
+        }
+    ),  # fmt: skip
     "fits": _fits,
     "certainty": lambda s: s.certainties[0],
     "scores": lambda s: s.certainties[1],

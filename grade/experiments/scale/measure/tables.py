@@ -132,8 +132,11 @@ TABLES = {
     "gpus": _gpus,
     "lean": _lean,
     "law": lambda s: sampling.law_table(s.draws, s.policy_dir, s.samplers) if s.policy_dir else _empty("law"),
-    "training": lambda s: sampling.training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
-    if s.training_seeds else _empty("training"),
+    "training": lambda s: (
+        sampling.training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
+        if s.training_seeds
+        else _empty("training")
+    ),
 }
 TIMED = {
     "fits": _fits,
