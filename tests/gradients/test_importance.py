@@ -23,7 +23,8 @@ def corrected(backbone, method, level, cap=math.inf):
         _, other, _, other_logps = enumerated(backbone)
         for p, value in zip(backbone.trainable_parameters(), before, strict=True):
             p.copy_(value)
-    weights = importance_weights(logps, other_logps, every.mask, level, cap)
+    weights = importance_weights(logps.requires_grad_(), other_logps, every.mask, level, cap)
+    assert level == "none" if weights is None else not weights.requires_grad  # constants of the update
     every = type(every)(every.prompts, every.ids, every.mask, weights)
     group = 2 if method in ("rloo", "grpo") else 1
     own, total = learner(backbone, method, num_generations=group), 0.0
