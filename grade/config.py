@@ -161,7 +161,10 @@ def read_values(paths: Iterable[str | Path] = (), overrides: Iterable[str] = (),
         inner = content.get(section) if section else None
         _merge(values, inner if isinstance(inner, dict) else content)
     for override in overrides:
-        _merge(values, _parse_override(override))
+        key, value = parse_assignment(override, "key=value, for example --set tau_start=1.0")
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        _merge(values, value)
     return values
 
 
@@ -209,13 +212,6 @@ def parse_assignment(text: str, example: str) -> tuple[str, Any]:
         raise InputError("--set", text, example)
     with reading("--set", text, "a value that is valid YAML"):
         return name.strip(), parse_yaml(raw)
-
-
-def _parse_override(text: str) -> dict[str, Any]:
-    key, value = parse_assignment(text, "key=value, for example --set tau_start=1.0")
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value
 
 
 def _placed(error: InputError, source: str, given: Sequence[str]) -> InputError:

@@ -212,6 +212,7 @@ def cases():
         ("--learning_rate 1e18", "less than or equal to 1000"),
         ("--set .=1", "--set: got '.=1'"), ("--output-dir /proc/x", "a folder that can be written"),
         ("--set tau_strat=1", "did you mean 'tau_start'?"), ("--method rloop", "did you mean 'rloo'?"),
+        ("--method ste --num_generations null --tau_start 1e-8", "tau_start: got 1e-08"),
         ("--method ste --num_generations null --gumbel_topk 100000", "gumbel_topk: got 100000; allowed: 0"),
         ("--method ste --num_generations null --hops -1", "hops: got -1"), ("--hops 2", "hops: got 2"),
         ("--method ste_legacy --num_generations null --gradient_checkpointing true", "gradient_checkpointing: got"),

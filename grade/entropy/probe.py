@@ -108,27 +108,16 @@ _SWEEP = (
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """Results of a probe; entropies in nats per completion, standard errors over prompts.
+    """Results of a probe; entropies in nats per completion, standard errors over prompts."""
 
-    Attributes:
-        figures: Numbers by name.
-        warnings: Reasons to distrust a number.
-        notes: Choices made automatically.
-        modules: Each module's part of the predicted change; they sum to ``delta_h1``.
-        sequences: Each evaluation sample's part [B, G]; their mean is ``delta_h1_forward``.
-        sweep: One row per step size: its multiple of the learning rate, predicted and true change.
-        samples: The evaluation batch.
-        step: The update vector ``delta theta`` [P].
-    """
-
-    figures: dict[str, float]
-    warnings: list[str]
-    notes: list[str]
-    modules: dict[str, float]
-    sequences: Tensor
-    sweep: list[dict[str, float]]
-    samples: Samples = field(repr=False)
-    step: Tensor = field(repr=False)
+    figures: dict[str, float]  # numbers by name
+    warnings: list[str]  # reasons to distrust a number
+    notes: list[str]  # choices made automatically
+    modules: dict[str, float]  # each module's part of the predicted change; they sum to ``delta_h1``
+    sequences: Tensor  # each evaluation sample's part [B, G]; their mean is ``delta_h1_forward``
+    sweep: list[dict[str, float]]  # one row per step size: its multiple of the learning rate, predicted and true change
+    samples: Samples = field(repr=False)  # the evaluation batch
+    step: Tensor = field(repr=False)  # the update vector ``delta theta`` [P]
 
     def layers(self) -> dict[int, float]:
         """Each layer's part of the predicted change, by the layer's index; -1: modules outside the layers."""

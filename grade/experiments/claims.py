@@ -109,15 +109,7 @@ class _Figures(string.Formatter):
 
 
 def judge(path: str | Path, figures: Mapping[str, Any]) -> list[Claim]:
-    """The verdicts on a document's claims.
-
-    Args:
-        path: Its ``claims.yaml``.
-        figures: By name; every one that a row names must be there.
-
-    Returns:
-        The claims, in the order of the file.
-    """
+    """The verdicts on the claims of a ``claims.yaml``, in its order; every figure that a row names must be there."""
     document = _Document.load([path])
     claims = []
     for row in document.claims:

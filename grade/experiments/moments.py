@@ -36,19 +36,12 @@ _CHUNK = 2**16
 
 @dataclass(frozen=True)
 class Moments:
-    """The four numbers of one estimator, for all rows and with each row left out in turn: arrays [1 + R].
+    """The four numbers of one estimator, for all rows and with each row left out in turn: arrays [1 + R]."""
 
-    Attributes:
-        inner: ``<m, mu>``.
-        norm2: ``|m|^2``.
-        noise: ``tr C``, of one sample.
-        ref2: ``|mu|^2``.
-    """
-
-    inner: np.ndarray
-    norm2: np.ndarray
-    noise: np.ndarray
-    ref2: np.ndarray
+    inner: np.ndarray  # ``<m, mu>``
+    norm2: np.ndarray  # ``|m|^2``
+    noise: np.ndarray  # ``tr C``, of one sample
+    ref2: np.ndarray  # ``|mu|^2``
 
     @property
     def bias2(self) -> np.ndarray:
@@ -79,11 +72,7 @@ def _gram(x: Tensor, y: Tensor) -> np.ndarray:
 
 
 def moments(rows: Tensor, reference: Tensor, size: int = 1) -> Moments:
-    """Moments of an estimator against the truth.
-
-    Returns:
-        The moments.
-    """
+    """Moments of an estimator against the truth."""
     _check_rows(rows)
     if reference.ndim == 2 and len(reference) != len(rows) or reference.shape[-1] != rows.shape[-1]:
         raise InputError("reference gradient", list(reference.shape), f"[P] or [R, P] with [R, P] = {list(rows.shape)}")
@@ -102,11 +91,8 @@ def moments(rows: Tensor, reference: Tensor, size: int = 1) -> Moments:
 def sketch(size: int, dim: int, seed: int = 0) -> Callable[[Tensor], Tensor]:
     """A fixed random projection that keeps inner products in expectation (count sketch, Charikar et al. 2002).
 
-    Each number goes to one of ``dim`` sums with a random sign. Products of projected vectors have relative errors of
-    about ``1 / sqrt(dim)`` of the product of their norms.
-
-    Returns:
-        From [P] to [min(P, dim)].
+    From [P] to [min(P, dim)]: each number goes to one of ``dim`` sums with a random sign. Products of projected vectors
+    have relative errors of about ``1 / sqrt(dim)`` of the product of their norms.
     """
     if size <= dim:
         return lambda gradient: gradient
@@ -128,10 +114,8 @@ def worth(moments: Moments, unbiased: Moments, n: float = 1) -> np.ndarray:
 
         N / n = u p^2 / (n (1 - p^2) + v).
 
-    It falls with n where there is bias (p < 1); at n = 1 it is the worth of a sample on its own.
-
-    Returns:
-        [1 + R]; 0 where the estimator points away from the truth.
+    It falls with n where there is bias (p < 1); at n = 1 it is the worth of a sample on its own. [1 + R]; 0 where the
+    estimator points away from the truth.
     """
     # In terms without a division by |m|^2 or |mu|^2, which noise may make small.
     along = np.clip(moments.inner, 0, None) ** 2
@@ -159,10 +143,8 @@ def worth_interval(moments: Moments, unbiased: Moments, n: float = 1) -> Interva
 def crossover(moments: Moments, unbiased: Moments) -> np.ndarray:
     """Batch size at which an unbiased estimator's cosine overtakes: where `worth` is 1.
 
-    ``n = (u p^2 - v) / (1 - p^2)`` in the notation of `worth`.
-
-    Returns:
-        [1 + R]; 0 if the unbiased one is better at every size, infinity if it never is.
+    ``n = (u p^2 - v) / (1 - p^2)`` in the notation of `worth`, [1 + R]; 0 if the unbiased one is better at every size,
+    infinity if it never is.
     """
     along = np.clip(moments.inner, 0, None) ** 2
     gain = unbiased.noise * along / moments.ref2 - moments.noise * moments.ref2
@@ -173,29 +155,21 @@ def crossover(moments: Moments, unbiased: Moments) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PairMoments:
-    """First and second moments of an unbiased and a relaxed gradient from the same samples.
+    """First and second moments of an unbiased and a relaxed gradient from the same samples."""
 
-    Attributes:
-        signal: ``<mu, mu>``, ``<mu, m>``, ``<m, m>``, [..., 3].
-        noise: ``tr`` of the covariances of one sample: unbiased, cross, relaxed [..., 3].
-    """
-
-    signal: np.ndarray
-    noise: np.ndarray
+    signal: np.ndarray  # ``<mu, mu>``, ``<mu, m>``, ``<m, m>``, [..., 3]
+    noise: np.ndarray  # ``tr`` of the covariances of one sample: unbiased, cross, relaxed [..., 3]
 
     def second(self, n: float) -> np.ndarray:
         """``E[g_i . g_j]`` of means over n samples [..., 2, 2]."""
         return (self.signal + self.noise / n)[..., [0, 1, 1, 2]].reshape(*self.signal.shape[:-1], 2, 2)
 
     def weights(self, n: float) -> np.ndarray:
-        """Weights ``(a, b) >= 0`` that minimise ``E|a g_pg + b g_relaxed - mu|^2`` in a batch of n.
+        """Weights ``(a, b) >= 0`` [..., 2] that minimise ``E|a g_pg + b g_relaxed - mu|^2`` in a batch of n.
 
         Without the constraint they are ``M^-1 (|mu|^2, <mu, m>)``, ``M = E[g_i . g_j]``. Negative ones would be noise,
         or the relaxed gradient as a control variate, which this does not attempt; the better gradient alone is then
-        best.
-
-        Returns:
-            [..., 2]; (1, 0) where no weights do better than nothing.
+        best. (1, 0) where no weights do better than nothing.
         """
         second, target = self.second(n), self.signal[..., :2]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -212,23 +186,16 @@ class PairMoments:
 
 
 def pair_moments(unbiased: Tensor, relaxed: Tensor, size: int = 1) -> PairMoments:
-    """`PairMoments` from rows of disjoint microbatches: products of different rows are free of noise.
-
-    Returns:
-        Their moments, arrays [3].
-    """
+    """`PairMoments`, arrays [3], from rows of disjoint microbatches: products of different rows are free of noise."""
     pair = _pair_moments(_pair_grams(unbiased, relaxed, 2), np.ones((1, len(unbiased))), size)
     return PairMoments(pair.signal[0], pair.noise[0])
 
 
 def hybrid_gain(unbiased: Tensor, relaxed: Tensor, n: float, size: int = 1, folds: int = 4) -> Interval:
-    """Expected cosine of the blend over that of the better of its two parts, in a batch of n.
+    """Expected cosine of the blend over that of the better of its two parts, in a batch of n; geometric interval.
 
     Cross-fitted: weights come from the other folds' rows, as they come from the past in training, so noise in them
     counts against the blend. ``|mu|`` cancels in the ratio.
-
-    Returns:
-        The ratio with its interval (geometric).
     """
     grams, rows = _pair_grams(unbiased, relaxed, 3 * folds), len(unbiased)
     sets = _leave_one_out(rows)

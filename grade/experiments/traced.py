@@ -1,4 +1,4 @@
-"""What experiments on traced steps share: tables of traces, traced beside real peaks, bytes kept, a GRPO update."""
+"""What experiments on traced steps share: tables of traces, bytes kept, a GRPO update."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from grade.gradients.losses import clipped_surrogate, k3
 from grade.memory.models import build_backbone, model_config, with_layers
 from grade.memory.records import CATEGORIES
-from grade.memory.settings import Microbatch, StepConfig, TracedConfig, generator_on
+from grade.memory.settings import Microbatch, TracedConfig, generator_on
 from grade.memory.shapes import ModelShape
-from grade.memory.step import build, make_step
-from grade.memory.trace import Trace, run_tracked, trace
+from grade.memory.trace import Trace, trace
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty, token_logps
@@ -81,38 +80,6 @@ def timelines_table(traces: Mapping[str, Trace]) -> pd.DataFrame:
         thin = table.groupby([run, place], sort=False, as_index=False).agg({"phase": "first", "bytes": "max"})
         tables.append(thin.assign(configuration=name)[["configuration", "phase", "bytes"]])
     return pd.concat(tables, ignore_index=True)
-
-
-def taught_steps(model: str = "tiny", teacher: str = "tiny") -> dict[str, StepConfig]:
-    """Steps with a teacher, for `tracked_table`: another model, the base with a context, alone and beside a reward."""
-    common = dict(model=model, dtype="float32", batch_size=4, prompt_tokens=8, max_new_tokens=8)
-    other, base = dict(method="teacher", teacher=teacher), dict(teacher="base", teacher_context_tokens=16)
-    groups = dict(teacher=teacher, num_generations=2)
-    steps = {f"beta {beta:g}": other | dict(teacher_beta=beta) for beta in (0.0, 0.5, 1.0)} | {
-        "in bfloat16": other | dict(teacher_dtype="bfloat16"),
-        "layers recomputed": other | dict(gradient_checkpointing=True),
-        "autocast": other | dict(autocast=True),
-        "base with a context": base | dict(method="teacher"),
-        "beside a reward, rloo": groups | dict(method="rloo"),
-        "beside a reward, rloo, base with a context": base | dict(method="rloo", num_generations=2),
-        "beside a reward, grpo, layers recomputed": groups | dict(method="grpo", gradient_checkpointing=True),
-        "beside a reward, distilled": groups | dict(method="distilled", distil_window=64),
-    }
-    return {name: StepConfig(**common | step) for name, step in steps.items()}
-
-
-def tracked_table(steps: Mapping[str, TracedConfig]) -> pd.DataFrame:
-    """Peaks in bytes of steps by name, traced and counted while they run on a CPU with random weights.
-
-    Columns step, ``traced``, ``tracked``, ``rel_error`` = traced / tracked - 1, and ``step_rel_error``, the same
-    difference as a part of what the step needs beside weights, adapter and optimizer.
-    """
-    rows = []
-    for name, config in steps.items():
-        traced, tracked = trace(config, device="cpu"), run_tracked(make_step(config, *build(config, device="cpu"))).peak
-        error = traced.peak - tracked
-        rows.append((name, traced.peak, tracked, error / tracked, error / (tracked - traced.fixed_bytes)))
-    return pd.DataFrame(rows, columns=["step", "traced", "tracked", "rel_error", "step_rel_error"])
 
 
 def saved_bytes(fn: Callable[[], object], exclude: Iterable[Tensor] = ()) -> int:

@@ -101,26 +101,17 @@ class Objective:
 
 @dataclass(frozen=True)
 class GradientStep:
-    """Result of one call of an engine; the gradient itself is in ``.grad`` of the adapter's parameters.
+    """Result of one call of an engine; the gradient itself is in ``.grad`` of the adapter's parameters."""
 
-    Attributes:
-        completion_ids: Hard tokens [B, T].
-        completion_mask: Valid positions [B, T].
-        reward: Rewards [B], NaN where no function scored.
-        kl: KL at each position [B, T] in nats, 0 where masked.
-        loss: The loss, a scalar.
-        residual: Relative size of the last correction to the adjoint, ``|a_n - a_{n-1}| / |a_n|``; None if there was
-            no correction (hops = 0, or an exact engine).
-        hops: Feedback hops used; None for an exact engine.
-    """
-
-    completion_ids: Tensor
-    completion_mask: Tensor
-    reward: Tensor
-    kl: Tensor
-    loss: Tensor
+    completion_ids: Tensor  # hard tokens [B, T]
+    completion_mask: Tensor  # valid positions [B, T]
+    reward: Tensor  # rewards [B], NaN where no function scored
+    kl: Tensor  # KL at each position [B, T] in nats, 0 where masked
+    loss: Tensor  # the loss, a scalar
+    # relative size of the last correction to the adjoint, ``|a_n - a_{n-1}| / |a_n|``; None if there was no correction
+    # (hops = 0, or an exact engine)
     residual: Tensor | None = None
-    hops: int | None = None
+    hops: int | None = None  # feedback hops used; None for an exact engine
 
 
 Engine = Callable[..., GradientStep]

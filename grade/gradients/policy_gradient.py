@@ -157,19 +157,14 @@ class ClosedFormValues(_ValueHead):
 
 
 class Learner:
-    """A method that samples completions of a step, has them scored, and updates: what all of these share.
-
-    Attributes:
-        means: Mean return of each earlier step, if the method reads them.
-        figures: Of the last step, by name.
-    """
+    """A method that samples completions of a step, has them scored, and updates: what all of these share."""
 
     value_head: _ValueHead | None = None
 
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         self.config, self.backbone = config, backbone
-        self.means: list[float] = []
-        self.figures: dict[str, list[Tensor]] = {}
+        self.means: list[float] = []  # mean return of each earlier step, if the method reads them
+        self.figures: dict[str, list[Tensor]] = {}  # of the last step, by name
 
     def parameters(self) -> list[nn.Parameter]:
         """Trained parameters other than the adapter's."""

@@ -113,20 +113,12 @@ class ReplayGraph:
 
     The graph depends only on the rollout's inputs. Different rewards, numbers of hops and, for hard tokens, estimators
     and temperatures can therefore share it: each takes its own products.
-
-    Args:
-        backbone: The policy.
-        rollout: Its completions; prompts included.
-        gradient_checkpointing: See `replay`.
-
-    Attributes:
-        e: Completion embeddings [B, T, D], a leaf.
     """
 
     def __init__(self, backbone: Backbone, rollout: Rollout, gradient_checkpointing: bool = False) -> None:
         self.backbone, self.rollout = backbone, rollout
         self.prompt_embeds = backbone.embed(rollout.prompts.ids).detach()
-        self.e = rollout.embeds.detach().requires_grad_()
+        self.e = rollout.embeds.detach().requires_grad_()  # [B, T, D], a leaf
         self.inputs = replay_inputs(rollout.prompts, self.prompt_embeds, self.e)
         self.first, self.gradient_checkpointing = rollout.prompts.ids.shape[1] - 1, gradient_checkpointing
 

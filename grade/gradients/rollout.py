@@ -28,23 +28,15 @@ from grade.models.sharding import whole
 
 @dataclass(frozen=True)
 class Rollout:
-    """Relaxed completions of a batch of prompts.
-
-    Attributes:
-        prompts: The prompts.
-        completion_ids: Hard tokens ``argmax z`` [B, T].
-        completion_mask: [B, T], 1 up to and including the first end-of-sequence token, then 0.
-        support: Token ids of the supports [B, T, K]; with `gumbel_rao` one per draw [B, T, M, K].
-        noise: Gumbel noise on the supports, same shape; float32, or the type of the logits if drawn given the token.
-        embeds: Embeddings ``e`` [B, T, D] of the hard tokens; for `gumbel`, of the soft ones.
-    """
+    """Relaxed completions of a batch of prompts."""
 
     prompts: PromptBatch
-    completion_ids: Tensor
-    completion_mask: Tensor
-    support: Tensor
+    completion_ids: Tensor  # hard tokens ``argmax z`` [B, T]
+    completion_mask: Tensor  # [B, T], 1 up to and including the first end-of-sequence token, then 0
+    support: Tensor  # token ids of the supports [B, T, K]; with `gumbel_rao` one per draw [B, T, M, K]
+    # Gumbel noise on the supports, same shape; float32, or the type of the logits if drawn given the token
     noise: Tensor
-    embeds: Tensor
+    embeds: Tensor  # embeddings ``e`` [B, T, D] of the hard tokens; for `gumbel`, of the soft ones
 
 
 @torch.no_grad()

@@ -31,25 +31,19 @@ from grade.models.sampling import check_length, forbid_eos, is_eos
 
 @dataclass(frozen=True)
 class StepwiseOptions:
-    """The source document's optimisations; the defaults are the original trainer.
+    """The source document's optimisations; the defaults are the original trainer."""
 
-    Attributes:
-        compact: Keep relaxed tokens as K ids and weights; otherwise scatter them into [B, V] at each step.
-        online_kl: KL at each step from the two hidden states; otherwise store both logits [B, T, V] and compare later.
-        reference_cache: Decode the reference on a key-value cache; otherwise re-run its prefix at each step.
-        reward_embedding: ``dense``: soft tokens [B, T, V] times the table; ``gathered``: gather rows [B, T, K, D] and
-            sum (the document's "sparse" reward); ``bagged``: `embedding_bag`, neither.
-        checkpoint: Recompute each step's forward pass in backward.
-        drop_lists: Free each step's dense tensors at once; otherwise hold them to the end, as the original does.
-        head_positions: ``all``: logits of the whole prefix, then the last row, as the original does; ``last``.
-    """
-
-    compact: bool = False
+    compact: bool = False  # keep relaxed tokens as K ids and weights; otherwise scatter them into [B, V] at each step
+    # KL at each step from the two hidden states; otherwise store both logits [B, T, V] and compare later
     online_kl: bool = False
-    reference_cache: bool = False
+    reference_cache: bool = False  # decode the reference on a key-value cache; otherwise re-run its prefix at each step
+    # ``dense``: soft tokens [B, T, V] times the table; ``gathered``: gather rows [B, T, K, D] and sum (the document's
+    # "sparse" reward); ``bagged``: `embedding_bag`, neither
     reward_embedding: Literal["dense", "gathered", "bagged"] = "dense"
-    checkpoint: bool = False
+    checkpoint: bool = False  # recompute each step's forward pass in backward
+    # free each step's dense tensors at once; otherwise hold them to the end, as the original does
     drop_lists: bool = False
+    # ``all``: logits of the whole prefix, then the last row, as the original does; ``last``
     head_positions: Literal["all", "last"] = "all"
 
 
@@ -70,22 +64,8 @@ def stepwise(
 ) -> GradientStep:
     """Accumulate the exact gradient of the objective by backpropagation through every step.
 
-    Args:
-        backbone: Policy and reference.
-        prompts: B prompts.
-        objective: Reward and KL weight.
-        relaxation: Estimator, support, tau, lengths.
-        generator: Source of the noise.
-        scale: Factor on the gradient.
-        options: Which optimisations are on.
-        backward: False returns before the backward pass, with the graph alive in ``loss`` (to measure what it keeps).
-
-    Returns:
-        The step's reward, KL and loss.
-
-    Raises:
-        InputError: If the sequence is longer than the context, a reward has no gradient, a reward or the loss is not
-            finite, or only `replay` supports the estimator.
+    Arguments and errors as of `grade.gradients.replay.replay`; also an `InputError` where only that supports the
+    estimator. Without ``backward`` it returns with the graph alive in ``loss`` (to measure what it keeps).
     """
     if ESTIMATORS[relaxation.estimator].redraws:
         allowed = " or ".join(name for name, estimator in ESTIMATORS.items() if not estimator.redraws)

@@ -99,8 +99,8 @@ class FakeFloats(TorchDispatchMode):
             if fake:
                 raise
             return func(*args, **kwargs)
-        made = [tensor for tensor in tensors_in((result,)) if tensor.dtype.is_floating_point or _is_large(tensor)]
-        if not fake and not made:
+        made = (t.dtype.is_floating_point or t.numel() > _MOST_INTEGERS for t in tensors_in((result,)))
+        if not fake and not any(made):
             return func(*args, **kwargs)
         return torch.zeros(result.shape, dtype=result.dtype) if func in _DRAWS else result
 
@@ -108,10 +108,6 @@ class FakeFloats(TorchDispatchMode):
 _DRAWS = (torch.ops.aten.multinomial.default, torch.ops.aten.argmax.default)
 _MOST_INTEGERS = 2**22
 """Elements of a tensor that is computed; a mask of positions by positions may be larger."""
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() > _MOST_INTEGERS
 
 
 def _places(index: Tensor | None) -> Iterable[Tensor | None]:

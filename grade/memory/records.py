@@ -54,23 +54,14 @@ class StorageRecord:
 
 
 class LiveTracker(MemoryTracker):
-    """`MemoryTracker` with records.
-
-    Args:
-        round_to: As in `MemoryTracker`.
-        device: Count tensors of this type of device only; None counts all.
-
-    Attributes:
-        records: Every storage that was counted, in order of allocation.
-        flops: Operations of products, convolutions and attention, by torch's own formulas (2 n k m for a product).
-        received: Bytes that reach this process from others; of a sum over W processes 2 (W - 1) / W of its size.
-    """
+    """`MemoryTracker` with records; with ``device`` only of tensors on this type of device."""
 
     def __init__(self, round_to: int = 512, device: str | None = None) -> None:
         super().__init__(round_to)
         self.device = device
-        self.records: list[StorageRecord] = []
-        self.flops, self.received = 0, 0
+        self.records: list[StorageRecord] = []  # every storage that was counted, in order of allocation
+        self.flops = 0  # of products, convolutions and attention, by torch's own formulas (2 n k m for a product)
+        self.received = 0  # bytes from other processes; of a sum over W processes 2 (W - 1) / W of its size
         self._open: dict[int, StorageRecord] = {}
         self._op = "existing"
         self._modules: list[str] = []

@@ -62,33 +62,19 @@ class LargeTensor:
 
 @dataclass(frozen=True)
 class Trace:
-    """The memory of one optimizer step.
+    """The memory of one optimizer step."""
 
-    Attributes:
-        peak: Highest live bytes.
-        categories: Bytes at the peak by category; they sum to ``peak``.
-        phases: For each phase, in order, bytes by category at its own peak.
-        peak_phase: Phase of the peak.
-        largest: The ten largest tensors at the peak that the step made (of the traced layers).
-        timeline: Live bytes after each allocation, and the phase (of the traced layers).
-        layers: Layers of the model.
-        traced_layers: Layers that were traced; fewer than ``layers`` if extrapolated.
-        flops: Floating point operations of the step's products and attention.
-        seconds: Wall time of the trace.
-        received: Bytes that reach this process from others in the step.
-    """
-
-    peak: int
-    categories: dict[Category, int]
-    phases: dict[str, dict[Category, int]]
-    peak_phase: str
-    largest: list[LargeTensor]
-    timeline: list[tuple[str, int]]
-    layers: int
-    traced_layers: int
-    flops: int
-    seconds: float
-    received: int = 0
+    peak: int  # highest live bytes
+    categories: dict[Category, int]  # bytes at the peak by category; they sum to ``peak``
+    phases: dict[str, dict[Category, int]]  # for each phase, in order, bytes by category at its own peak
+    peak_phase: str  # phase of the peak
+    largest: list[LargeTensor]  # the ten largest tensors at the peak that the step made (of the traced layers)
+    timeline: list[tuple[str, int]]  # live bytes after each allocation, and the phase (of the traced layers)
+    layers: int  # layers of the model
+    traced_layers: int  # layers that were traced; fewer than ``layers`` if extrapolated
+    flops: int  # floating point operations of the step's products and attention
+    seconds: float  # wall time of the trace
+    received: int = 0  # bytes that reach this process from others in the step
 
     @property
     def fixed_bytes(self) -> int:

@@ -47,7 +47,9 @@ class FrozenBase(nn.Module):
         self.embedding = model.get_input_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
         # Read once: the Trainer aligns the model's special tokens with its tokenizer's.
-        self.eos_token_ids = _eos_of(model)
+        eos = model.generation_config.eos_token_id if model.generation_config else None
+        eos = model.config.eos_token_id if eos is None else eos
+        self.eos_token_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
         self._watcher: Any = None  # such as `grade.memory.records.LiveTracker`
 
     @property
@@ -173,13 +175,6 @@ def _freeze(model: PreTrainedModel) -> None:
     choose = getattr(model, "set_experts_implementation", None)
     if choose is not None and model.dtype == torch.float64:
         choose("eager")
-
-
-def _eos_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """Ids that end a sequence."""
-    eos = model.generation_config.eos_token_id if model.generation_config else None
-    eos = model.config.eos_token_id if eos is None else eos
-    return tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
 
 
 def _head_of(model: PreTrainedModel) -> Head:

@@ -63,21 +63,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Head:
-    """Hidden states to logits: ``l = cap(scale * (h W^T + b)) / temperature``, ``cap(x) = c tanh(x / c)`` or identity.
+    """Hidden states to logits ``cap(scale * (h W^T + b)) / temperature``; ``cap(x) = c tanh(x / c)`` or identity."""
 
-    Attributes:
-        weight: Frozen head [V, D]; for a tied model the embedding table itself.
-        bias: Frozen bias [V] or None.
-        scale: Factor on the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``).
-        softcap: Gemma's ``final_logit_softcapping`` c, or None.
-        temperature: Sampling temperature; the policy is the softmax of these logits everywhere.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
+    weight: Tensor  # frozen head [V, D]; for a tied model the embedding table itself
+    bias: Tensor | None = None  # frozen bias [V] or None
+    scale: float = 1.0  # factor on the logits (Cohere's ``logit_scale``, the inverse of Granite's ``logits_scaling``)
+    softcap: float | None = None  # Gemma's ``final_logit_softcapping`` c, or None
+    temperature: float = 1.0  # sampling temperature; the policy is the softmax of these logits everywhere
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], in float32 (float64 for a float64 model)."""
@@ -388,15 +380,10 @@ def certainty_of_logits(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """The frozen embedding table through which a reward reads tokens.
+    """The frozen embedding table through which a reward reads tokens."""
 
-    Attributes:
-        weight: [V, D_R], a row for each of the policy's V token ids.
-        scale: Factor between a row and what the reward's first layer receives.
-    """
-
-    weight: Tensor
-    scale: float = 1.0
+    weight: Tensor  # [V, D_R], a row for each of the policy's V token ids
+    scale: float = 1.0  # factor between a row and what the reward's first layer receives
 
     @classmethod
     def of(cls, layer: nn.Module) -> EmbeddingTable:

@@ -45,16 +45,11 @@ def decode(tokenizer: Any, ids: Tensor, mask: Tensor) -> str:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """A batch of tokenised prompts, padded on the left.
+    """A batch of tokenised prompts, padded on the left."""
 
-    Attributes:
-        ids: Token ids, int64 [B, P]. At padding they are valid ids without meaning.
-        mask: 1 at a token, 0 at padding, int64 [B, P].
-        examples: The dataset's row of each prompt, B of them; None if the ids were not made from rows.
-    """
-
-    ids: Tensor
-    mask: Tensor
+    ids: Tensor  # token ids, int64 [B, P]. At padding they are valid ids without meaning.
+    mask: Tensor  # 1 at a token, 0 at padding, int64 [B, P]
+    # the dataset's row of each prompt, B of them; None if the ids were not made from rows
     examples: tuple[Mapping[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -178,9 +173,7 @@ def encode_examples(
             encoded[place], examples[place] = ids, {**examples[place], "prompt": text}
     padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     # Not `tokenizer.pad`, which needs a padding token.
-    ids = pad_sequence([torch.tensor(row) for row in encoded], True, padding, padding_side="left")
-    mask = pad_sequence([torch.ones(len(row), dtype=torch.int64) for row in encoded], True, padding_side="left")
-    return PromptBatch(ids, mask, tuple(examples))
+    return PromptBatch(*padded(encoded, padding, "left"), tuple(examples))
 
 
 def check_prompts(

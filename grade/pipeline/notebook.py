@@ -105,7 +105,10 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
                 coalesce_streams=True,  # else where a stream is cut depends on timing
                 extra_arguments=["--log-level=CRITICAL"],  # a kernel warns of its transport, and of being stopped
             )
-        _tidy(temporary)
+        content = nbformat.read(temporary, as_version=4)
+        # Also replaces the cell ids, of which papermill draws one at random, by the cells' positions.
+        strip_output(content, keep_output=True, keep_count=True, keep_id=False, extra_keys=list(VOLATILE_KEYS))
+        nbformat.write(content, temporary)
         os.replace(temporary, output)
         failed.unlink(missing_ok=True)
     except PapermillExecutionError as error:
@@ -155,10 +158,3 @@ def _kernel_environment() -> AbstractContextManager[Any]:
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # What the copy shows must not depend on time.
     return patch.dict(os.environ, PYTHONPATH=path, GRADE_EXECUTED="1", GRADE_PROGRESS="0")
-
-
-def _tidy(path: Path) -> None:
-    content = nbformat.read(path, as_version=4)
-    # Also replaces the cell ids, of which papermill draws one at random, by the cells' positions.
-    strip_output(content, keep_output=True, keep_count=True, keep_id=False, extra_keys=list(VOLATILE_KEYS))
-    nbformat.write(content, path)

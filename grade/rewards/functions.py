@@ -45,19 +45,13 @@ _RETURNS = "a list with a finite number, or None, for each completion"
 
 @dataclass(frozen=True)
 class Texts:
-    """A batch of B completions as text.
+    """A batch of B completions as text."""
 
-    Attributes:
-        prompts: Strings, or lists of messages ``{"role", "content"}``.
-        completions: Strings, or for a prompt of messages ``[{"role": "assistant", "content": ...}]``.
-        completion_ids: Token ids without padding; an end-of-sequence token is among them.
-        columns: The data set's other columns, each a list.
-    """
-
-    prompts: list[str | list[Message]]
+    prompts: list[str | list[Message]]  # strings, or lists of messages ``{"role", "content"}``
+    # strings, or for a prompt of messages ``[{"role": "assistant", "content": ...}]``
     completions: list[str | list[Message]]
-    completion_ids: list[list[int]]
-    columns: dict[str, list[Any]]
+    completion_ids: list[list[int]]  # token ids without padding; an end-of-sequence token is among them
+    columns: dict[str, list[Any]]  # the data set's other columns, each a list
 
 
 def decode_texts(tokenizer: Any, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Texts:
@@ -93,16 +87,12 @@ def beginning(completion: str | list[Message], characters: int = 40) -> str:
 
 @dataclass
 class Log:
-    """What functions read of the trainer, and what they log.
+    """What functions read of the trainer, and what they log."""
 
-    Attributes:
-        trainer_state: The trainer's state, passed on.
-        columns: From ``log_extra(name, values)``: further columns of the table of completions, a value for each one.
-        metrics: From ``log_metric(name, value)``: values of each metric.
-    """
-
-    trainer_state: Any = None
+    trainer_state: Any = None  # the trainer's state, passed on
+    # from ``log_extra(name, values)``: further columns of the table of completions, a value for each one
     columns: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    # from ``log_metric(name, value)``: values of each metric
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def arguments(self, texts: Texts) -> dict[str, Any]:

@@ -47,31 +47,21 @@ ALL_NONE = "all reward functions returned None for {row}: it has no advantage, a
 
 @dataclass(frozen=True)
 class Scores:
-    """What one batch scored, part by part.
+    """What one batch scored, part by part."""
 
-    Attributes:
-        values: Each part's rewards [B], without weight; NaN where a function returned None.
-        seconds: Time of each part; empty for relaxed completions.
-        columns: Further columns of the table of completions (``log_extra``).
-        metrics: Values of further metrics (``log_metric``).
-    """
-
-    values: dict[str, Tensor]
-    seconds: dict[str, float] = field(default_factory=dict)
+    values: dict[str, Tensor]  # each part's rewards [B], without weight; NaN where a function returned None
+    seconds: dict[str, float] = field(default_factory=dict)  # time of each part; empty for relaxed completions
+    # further columns of the table of completions (``log_extra``)
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, list[float]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # values of further metrics (``log_metric``)
 
 
 class Rewards(Reward):
     """``R = sum_i w_i R_i``; a part that does not apply to a row (None) adds nothing to it, and none makes R NaN.
 
     Each part has a weight (default: 1), and is logged under its name, numbered where two are equal. All must be made
-    for one ``scope``; ``dtype`` is that of R.
-
-    Attributes:
-        last: Parts of the batch that was scored last; None before the first.
-        recorded: A list that takes those of every batch, if there is one.
-        trainer_state: Passed to functions.
+    for one ``scope``; ``dtype`` is that of R. ``last`` are the `Scores` of the batch that was scored last; a list
+    ``recorded``, if there is one, takes those of every batch; ``trainer_state`` is passed to functions.
     """
 
     parts: Sequence[Reward] = ()

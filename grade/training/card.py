@@ -101,7 +101,8 @@ def run_card(
     folder, seen from the card.
     """
     rewards = [config.reward] if isinstance(config.reward, str) else config.reward
-    datasets = dict.fromkeys(filter(None, map(_hub_dataset, (config.train_dataset, config.eval_dataset))))
+    sources = (source.partition(":")[0] for source in (config.train_dataset, config.eval_dataset))
+    datasets = dict.fromkeys(s for s in sources if "/" in s and not Path(s).exists() and _is_hub_id(s))
     return model_card(
         config, before, after, name=name, place=f"{name}/{adapter}".removesuffix("/."),
         base=config.base_name or config.model, method=method or config.method, samples=config.samples,
@@ -178,12 +179,6 @@ def _is_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return not Path(name).is_dir()
-
-
-def _hub_dataset(source: str) -> str:
-    """The Hugging Face id of a dataset, or empty where it is a file."""
-    name = source.partition(":")[0]
-    return name if "/" in name and not Path(name).exists() and _is_hub_id(name) else ""
 
 
 def _yaml(value: Any) -> str:

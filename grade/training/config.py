@@ -227,7 +227,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
         sharding()  # before transformers reads the same variables
         batch, weighted = self.per_device_train_batch_size, self.importance_sampling != "none"
         contexts = (None, *(get_all_start_methods() if self.dataloader_num_workers else ()))
-        replayed = [method for method in RELAXED if _replays_given(method)]
+        # Which take hard tokens from another sampler (`grade.gradients.rollout.condition`).
+        replayed = [name for name, m in RELAXED.items() if m.engine == "replay" and ESTIMATORS[m.estimator].hard]
         by_launch = "null; accelerate launch --config_file params/accelerate/fsdp2.yaml divides the base"
         rules = (
             *((name, getattr(self, name) != neutral, f"{neutral} ({SAMPLED})") for name, neutral in _NEUTRAL.items()),
@@ -369,11 +370,6 @@ class GradeConfig(MethodConfig, TrainingArguments):
         """Completions generated and scored for a microbatch, greedy ones included."""
         greedy = self.policy_gradient is not None and self.policy_gradient.greedy
         return self.per_device_train_batch_size + (self.batch_prompts if greedy else 0)
-
-
-def _replays_given(method: str) -> bool:
-    """Whether a relaxed method takes hard tokens from another sampler (`grade.gradients.rollout.condition`)."""
-    return RELAXED[method].engine == "replay" and ESTIMATORS[RELAXED[method].estimator].hard
 
 
 def _is_installed(tracker: str) -> bool:

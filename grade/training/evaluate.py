@@ -36,24 +36,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Values of one policy on n held-out prompts, one completion each; `InputError` if one is not finite.
+    """Values of one policy on n held-out prompts, one completion each; `InputError` if one is not finite."""
 
-    Attributes:
-        prompts: Prompt texts, as cut for the model.
-        completions: Completion texts.
-        reward: The reward [n], NaN where no function scored.
-        gold: Gold judge's P(positive) [n], NaN without a judge.
-        kl: Mean KL(policy || reference) over each completion's tokens, in nats per token, on the first m prompts [m].
-        kl_max: Largest absolute KL at any position of those completions.
-        parts: Each reward's values [n] by name, where the reward is a sum; NaN where one does not apply.
-    """
-
-    prompts: list[str]
-    completions: list[str]
-    reward: np.ndarray
-    gold: np.ndarray
+    prompts: list[str]  # prompt texts, as cut for the model
+    completions: list[str]  # completion texts
+    reward: np.ndarray  # the reward [n], NaN where no function scored
+    gold: np.ndarray  # gold judge's P(positive) [n], NaN without a judge
+    # mean KL(policy || reference) over each completion's tokens, in nats per token, on the first m prompts [m]
     kl: np.ndarray
-    kl_max: float
+    kl_max: float  # largest absolute KL at any position of those completions
+    # each reward's values [n] by name, where the reward is a sum; NaN where one does not apply
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -67,27 +67,19 @@ class ExplainConfig(Config):
 
 @dataclass(frozen=True)
 class Explained:
-    """What texts explain of a reward.
+    """What texts explain of a reward."""
 
-    Attributes:
-        curve: Rows (family, texts, held_out, policy, slope): R2 on texts of other prompts; R2 within prompts, and slope
-            of the reward on its prediction, on completions of the reference.
-        tokens: Rows (rank, token, value): what the best family gives tokens that occur in the texts, less their mean.
-            Rank 1 is liked most, -1 least.
-        promise: Rows (kl, gain, reward, beta): what the policies that follow it reach, see `explain`.
-        best: The family that explains most with all texts.
-        reward: Mean reward of the completions of the reference, or of the texts where there are none.
-        texts: Texts that were fitted.
-        calls: Texts and completions that were scored now.
-    """
-
+    # rows (family, texts, held_out, policy, slope): R2 on texts of other prompts; R2 within prompts, and slope of the
+    # reward on its prediction, on completions of the reference
     curve: pd.DataFrame
+    # rows (rank, token, value): what the best family gives tokens that occur in the texts, less their mean. Rank 1 is
+    # liked most, -1 least.
     tokens: pd.DataFrame
-    promise: pd.DataFrame
-    best: str
-    reward: float
-    texts: int
-    calls: int
+    promise: pd.DataFrame  # rows (kl, gain, reward, beta): what the policies that follow it reach, see `explain`
+    best: str  # the family that explains most with all texts
+    reward: float  # mean reward of the completions of the reference, or of the texts where there are none
+    texts: int  # texts that were fitted
+    calls: int  # texts and completions that were scored now
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

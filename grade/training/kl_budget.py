@@ -62,22 +62,14 @@ class KLBudget:
     Of every step, `wanted` takes what the step's completions measure before it, and `landed` what they measure after.
     A gradient moves the policy most along the completions it was made of. So of their growth only a share counts, which
     is filtered too: state (KL, share), predicted KL ``k (1 + share growth)``, measured by the next step's completions.
-
-    Attributes:
-        target: KL after the last step, in nats per completion.
-        steps: Steps of the run, S.
-        start: KL before the first step; None before it was measured.
-        values: The filtered KL of the current policy, and the share.
-        covariance: Theirs.
-        scale: c of the last step that moved, the first guess of the next.
     """
 
     def __init__(self, target: float, steps: int) -> None:
-        self.target, self.steps = target, steps
-        self.start: float | None = None
-        self.values = np.array([0.0, SHARE])
+        self.target, self.steps = target, steps  # KL after the last step, in nats per completion; S
+        self.start: float | None = None  # KL before the first step
+        self.values = np.array([0.0, SHARE])  # the filtered KL of the current policy, and the share
         self.covariance = np.diag([0.0, SHARE_ERROR**2])
-        self.scale = 1.0
+        self.scale = 1.0  # c of the last step that moved, the first guess of the next
 
     def after(self, step: int) -> float:
         """B_s, the budget after step s = 1 to S, in nats per completion.
@@ -141,20 +133,11 @@ def scale_step(
     measure: Callable[[], Measured], first: float = 1.0, at_most: bool = False,
     tolerance: float = TOLERANCE,
 ) -> tuple[float, Measured]:  # fmt: skip
-    """Move parameters to ``before + c (parameters - before)`` with the KL that is wanted; c and what is measured there.
+    """Move parameters to ``before + c (parameters - before)``, in place, with the KL that is wanted.
 
-    Args:
-        parameters: After the update; changed in place.
-        before: Their values before it.
-        start: Measured at those.
-        wanted: KL that is wanted after the update.
-        measure: Measures KL at the parameters' current values.
-        first: The first c that is tried.
-        at_most: Take it if KL is below what is wanted there.
-        tolerance: Relative error of KL at which the search ends.
-
-    Returns:
-        c in [0, `LONGEST`] and what was measured there.
+    ``start`` was measured at ``before``; ``measure`` does so at the parameters' current values. The first c that is
+    tried is taken if KL is ``at_most`` what is wanted; the search ends at a relative error of ``tolerance``. Returns c
+    in [0, `LONGEST`] and what was measured there.
     """
     change = [p - b for p, b in zip(parameters, before, strict=True)]
     points, scale = {0.0: start}, first
@@ -205,24 +188,17 @@ class BatchKL:
     """KL of a policy along given completions, while the policy moves away from the one that sampled them.
 
     ``sum_t E[w_<t KL_t]`` with the exact KL at each position and the importance ratio w of its prefix, normalised over
-    the batch: a policy that makes new prefixes likelier is measured there.
-
-    Attributes:
-        start: KL under the policy that sampled.
+    the batch: a policy that makes new prefixes likelier is measured there. ``start`` is KL under the one that sampled.
     """
 
     def __init__(
         self, backbone: Backbone, completions: Sequence[tuple[PromptBatch, Tensor, Tensor]], least: int = 0,
         length: int | None = None, total: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:  # fmt: skip
-        """Measure the policy that sampled.
+        """Measure the policy that sampled, along prompts, ids and mask [B, T] of each microbatch.
 
-        Args:
-            backbone: The policy.
-            completions: Prompts, ids and mask [B, T] of each microbatch.
-            least: Tokens before which no end of sequence was sampled.
-            length: T, the same on all processes; None: the longest here.
-            total: Sums a tensor over processes.
+        ``least``: tokens before which no end of sequence was sampled; ``length``: T, the same on all processes (None:
+        the longest here); ``total`` sums a tensor over processes.
         """
         self.backbone, self.completions, self.least, self.total = backbone, completions, least, total
         self.length = length or max(ids.shape[1] for _, ids, _ in completions)

@@ -29,21 +29,13 @@ _INIT_KEYS = ("dtype", "attn_implementation")
 
 @dataclass
 class Task:
-    """What a run is trained on.
+    """What a run is trained on."""
 
-    Attributes:
-        backbone: The policy.
-        reward_model: The reward, anything that `grade.rewards.rewards.make_rewards` takes; None with a teacher alone.
-        judge: Scores texts in evaluations only.
-        train_prompts: Texts, or rows of a dataset with a ``prompt``.
-        validation_prompts: The same, held out.
-    """
-
-    backbone: Backbone
-    reward_model: Any
-    judge: GoldJudge | None
-    train_prompts: Prompts
-    validation_prompts: Prompts
+    backbone: Backbone  # the policy
+    reward_model: Any  # the reward, anything that `grade.rewards.rewards.make_rewards` takes; None with a teacher alone
+    judge: GoldJudge | None  # scores texts in evaluations only
+    train_prompts: Prompts  # texts, or rows of a dataset with a ``prompt``
+    validation_prompts: Prompts  # the same, held out
 
 
 def load_task(config: TrainConfig, device: str | torch.device = "cpu", adapter: str | None = None) -> Task:

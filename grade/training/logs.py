@@ -52,16 +52,12 @@ class LogBuffer:
     """Figures of microbatches, averaged when a row is logged, and their completions if a tokenizer decodes them.
 
     What no function scored has no part in means of rewards.
-
-    Attributes:
-        figures: Values of each figure since the last row.
-        rows: Completions since then.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
-        self.figures: dict[str, list[Tensor | float]] = {}
-        self.rows: list[dict[str, Any]] = []
+        self.figures: dict[str, list[Tensor | float]] = {}  # values since the last row
+        self.rows: list[dict[str, Any]] = []  # completions since then
 
     def add(self, figures: dict[str, Tensor | float | None]) -> None:
         """Add one value of each figure; None is left out."""

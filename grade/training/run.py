@@ -48,29 +48,18 @@ cores than on one, and three times slower where two processes share them."""
 
 @dataclass
 class RunResult:
-    """Results of a run.
+    """Results of a run."""
 
-    Attributes:
-        history: One row per optimizer step, with its evaluation if there is one.
-        before: Evaluation of the untrained policy.
-        after: Evaluation of the trained policy.
-        evaluations: All evaluations of this process, by step.
-        seconds: Training time without evaluations.
-        interrupted: The signal that stopped the run before its end.
-        step: The last step.
-        method: The method that trained, which `auto` chose if the settings say so.
-        chosen: What was chosen in the run, and why.
-    """
-
+    # one row per optimizer step, with its evaluation if there is one
     history: list[dict[str, Any]] = field(default_factory=list)
-    before: Evaluation | None = None
-    after: Evaluation | None = None
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    seconds: float = 0.0
-    interrupted: int | None = None
-    step: int = 0
-    method: str = ""
-    chosen: dict[str, str] = field(default_factory=dict)
+    before: Evaluation | None = None  # evaluation of the untrained policy
+    after: Evaluation | None = None  # evaluation of the trained policy
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # all evaluations of this process, by step
+    seconds: float = 0.0  # training time without evaluations
+    interrupted: int | None = None  # the signal that stopped the run before its end
+    step: int = 0  # the last step
+    method: str = ""  # the method that trained, which `auto` chose if the settings say so
+    chosen: dict[str, str] = field(default_factory=dict)  # what was chosen in the run, and why
 
 
 def train(

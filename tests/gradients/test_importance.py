@@ -1,4 +1,4 @@
-"""Importance weights by hand, and the corrected gradient against the enumerated one of the objective."""
+"""The gradient with importance weights against the enumerated one of the objective."""
 
 import math
 from itertools import product
@@ -14,19 +14,6 @@ from grade.gradients.losses import importance_weights
 from grade.gradients.policy_gradient import StepContext
 
 
-def test_weights_by_hand():
-    """Ratios 1/2, 3, 2 of three tokens; the last is masked in the second row."""
-    q = torch.full((2, 3), 0.25).log()
-    p = torch.tensor([[0.125, 0.75, 0.5], [0.125, 0.75, 0.5]]).log()
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    assert importance_weights(p, q, mask, "none", 2.0) is None
-    close = torch.testing.assert_close
-    close(importance_weights(p, q, mask, "token", 2.5), torch.tensor([[0.5, 2.5, 2.0], [0.5, 2.5, 1.0]]))
-    close(importance_weights(p, q, mask, "sequence", 2.5), torch.tensor([[2.5], [1.5]]))  # 3 is truncated, 3/2 is not
-    p.requires_grad_()
-    assert not importance_weights(p, q, mask, "token", 2.0).requires_grad  # constants of the update
-
-
 def corrected(backbone, method, level, cap=math.inf):
     """Expected gradient over another policy's completions, and that policy's probabilities of each."""
     with torch.no_grad():
@@ -36,7 +23,8 @@ def corrected(backbone, method, level, cap=math.inf):
         _, other, _, other_logps = enumerated(backbone)
         for p, value in zip(backbone.trainable_parameters(), before, strict=True):
             p.copy_(value)
-    weights = importance_weights(logps, other_logps, every.mask, level, cap)
+    weights = importance_weights(logps.requires_grad_(), other_logps, every.mask, level, cap)
+    assert level == "none" if weights is None else not weights.requires_grad  # constants of the update
     every = type(every)(every.prompts, every.ids, every.mask, weights)
     group = 2 if method in ("rloo", "grpo") else 1
     own, total = learner(backbone, method, num_generations=group), 0.0

@@ -2,66 +2,14 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from grade.errors import InputError
-from grade.experiments.bench import measure
-from grade.gradients.methods import POLICY_GRADIENTS
-from grade.memory.models import TINY, model_config
+from grade.memory.models import model_config
 from grade.memory.settings import StepConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import trace
 
 STEP = dict(model="tiny", prompt_tokens=4, max_new_tokens=6, dtype="float32")
-CASES = [
-    dict(method="reinforce", batch_size=3, gradient_accumulation_steps=2),
-    dict(method="rloo", num_generations=3, reward="trunk", kl_estimator="k3"),
-    dict(method="remax", batch_size=4, num_generations=2, attention="eager"),
-    dict(method="remax", batch_size=2, reward="trunk", autocast=True),
-    dict(method="grpo", gradient_checkpointing=True, self_certainty_reward=True),
-    dict(method="grpo", passes_per_step=2, minibatches=2, gradient_accumulation_steps=2, adapter="full", base_copies=2),
-    dict(method="ppo", batch_size=4, minibatches=2, reward="trunk"),
-    dict(method="ppo", batch_size=2, passes_per_step=1, dtype="bfloat16", gradient_checkpointing=True),
-    dict(method="ppo", batch_size=2, passes_per_step=2, autocast=True),
-    dict(method="distilled", num_generations=2, batch_size=4, distil_window=64),
-    dict(
-        method="distilled",
-        num_generations=2,
-        batch_size=2,
-        gradient_accumulation_steps=2,
-        reward="trunk",
-        dtype="bfloat16",
-        gradient_checkpointing=True,
-    ),
-    dict(method="offline", batch_size=3),
-    dict(method="offline", batch_size=2, gradient_accumulation_steps=2, dtype="bfloat16", gradient_checkpointing=True),
-    dict(method="st", batch_size=3),
-    dict(method="st", batch_size=2, dtype="bfloat16", gradient_checkpointing=True, reward="trunk"),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_traced_step_has_the_peak_of_the_real_one(case):
-    config = StepConfig(**STEP | case)
-    assert trace(config, device="cpu").peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
-
-
-@pytest.fixture(scope="module")
-def five_layers(tmp_path_factory):
-    """A folder with nothing but config.json, deep enough to be extrapolated."""
-    folder = tmp_path_factory.mktemp("five_layers")
-    LlamaConfig(**TINY | {"num_hidden_layers": 5}, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.mark.parametrize("method", (*POLICY_GRADIENTS, "distilled", "offline"))
-def test_extrapolated_layers_change_nothing(method, five_layers):
-    groups = {} if method == "offline" else {"num_generations": 2}
-    config = StepConfig(**STEP | groups | dict(model=five_layers, method=method, batch_size=4))
-    full, short = (trace(config, device="cpu", all_layers=every) for every in (True, False))
-    assert (full.traced_layers, short.traced_layers) == (5, 3)
-    assert short.peak == pytest.approx(full.peak, rel=0.005)
-    assert (short.peak_phase, short.flops) == (full.peak_phase, full.flops)
 
 
 def test_a_method_reports_the_phases_of_a_step():

@@ -46,16 +46,35 @@ CASES = [
     {"dtype": "bfloat16"},
     {"adapter": "full", "base_copies": 3},
 ]
+METHODS = [
+    dict(method="reinforce", batch_size=3, gradient_accumulation_steps=2),
+    dict(method="rloo", num_generations=3, reward="trunk", kl_estimator="k3"),
+    dict(method="remax", batch_size=4, num_generations=2, attention="eager"),
+    dict(method="remax", batch_size=2, reward="trunk", autocast=True),
+    dict(method="grpo", gradient_checkpointing=True, self_certainty_reward=True),
+    dict(method="grpo", passes_per_step=2, minibatches=2, gradient_accumulation_steps=2, adapter="full", base_copies=2),
+    dict(method="ppo", batch_size=4, minibatches=2, reward="trunk"),
+    dict(method="ppo", batch_size=2, passes_per_step=1, dtype="bfloat16", gradient_checkpointing=True),
+    dict(method="ppo", batch_size=2, passes_per_step=2, autocast=True),
+    dict(method="distilled", num_generations=2, batch_size=4, distil_window=64),
+    dict(method="distilled", num_generations=2, batch_size=2, gradient_accumulation_steps=2, reward="trunk",
+         dtype="bfloat16", gradient_checkpointing=True),
+    dict(method="offline", batch_size=3),
+    dict(method="offline", batch_size=2, gradient_accumulation_steps=2, dtype="bfloat16", gradient_checkpointing=True),
+    dict(method="st", batch_size=3),
+    dict(method="st", batch_size=2, dtype="bfloat16", gradient_checkpointing=True, reward="trunk"),
+]  # fmt: skip
+STEP = dict(prompt_tokens=4, max_new_tokens=6, dtype="float32")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*(SMALL | case for case in CASES), *(STEP | case for case in METHODS)], ids=str)
 def test_the_predicted_peak_is_that_of_the_real_step_and_extrapolation_changes_nothing(five_layers, case):
-    config = StepConfig(model=five_layers, **SMALL | case)
+    config = StepConfig(model=five_layers, **case)
     full, short = (trace(config, device="cpu", all_layers=every) for every in (True, False))
     assert (full.traced_layers, short.traced_layers) == (5, 3)
     assert full.peak == pytest.approx(measure(config)["measured_peak_bytes"], rel=0.01)
     assert short.peak == pytest.approx(full.peak, rel=0.005)
-    assert short.peak_phase == full.peak_phase
+    assert (short.peak_phase, short.flops) == (full.peak_phase, full.flops)
 
 
 def test_categories_sum_to_the_peak_and_name_what_is_there():

@@ -1,4 +1,4 @@
-"""NaN and infinity end a run or an evaluation with one line; temperatures that teach nothing are refused."""
+"""NaN and infinity end a run or an evaluation with one line."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from grade.errors import InputError
-from grade.gradients.methods import TAU_RANGE
 from grade.training import evaluate as evaluation
 from grade.training.config import TrainConfig
 from grade.training.evaluate import evaluate
@@ -117,16 +116,3 @@ def test_weights_that_are_no_numbers_are_seen_after_their_own_step(monkeypatch):
     with pytest.raises(InputError, match="learning_rate: got .*: weights are not finite after step 2"):
         trained(1e-3, task)
     assert trained.steps == 1
-
-
-@pytest.mark.parametrize(("tau", "learns"), [(TAU_RANGE[0] / 1e4, False), (TAU_RANGE[0], True), (TAU_RANGE[1], True)])
-def test_the_range_of_temperatures_is_where_there_is_a_gradient(tau, learns):
-    from grade.gradients.estimators import relax
-    from grade.models.noise import gumbel_noise
-
-    generator = torch.Generator().manual_seed(0)
-    z = (2 * torch.randn(5000, 64, generator=generator) + gumbel_noise((5000, 64), generator)).requires_grad_()
-    (relax(z, tau, "ste") * torch.randn(5000, 64, generator=generator)).sum().backward()
-    share = (z.grad.abs().amax(1) > 0).float().mean()  # 104 tau, where the two largest are neighbours that often
-    assert (share > 0.003) == learns
-    assert z.grad.abs().mean() > 1e-9 or not learns  # 1e-8 of AdamW, and a sum over positions

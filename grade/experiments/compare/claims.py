@@ -53,17 +53,7 @@ def compare_claims(m: Mapping[str, float], level: float) -> list[Claim]:
 
 
 def _difference_verdict(difference: float, seeds: int, p: float | None) -> tuple[str, str]:
-    """Verdict on "a is better than b" from a paired t-test over seeds, and its reason; the module's head says the rule.
-
-    >>> _difference_verdict(0.1, 5, 0.001), _difference_verdict(-0.1, 5, 0.001)
-    (('confirmed', ''), ('refuted', ''))
-    >>> _difference_verdict(0.1, 2, 0.001)
-    ('not testable', '2 seeds, and a verdict needs 5')
-    >>> _difference_verdict(0.1, 5, 0.04)
-    ('not testable', 'p between 0.01 and 0.1: another run may decide otherwise')
-    >>> _difference_verdict(0.1, 5, 0.4)
-    ('partly', 'these seeds show no difference')
-    """
+    """Verdict on "a is better than b" by a paired t-test over seeds, and its reason; the module's head has the rule."""
     if seeds < MIN_SEEDS:
         return "not testable", f"{seeds} seeds, and a verdict needs {MIN_SEEDS}"
     if p is None or p >= NO_DIFFERENCE:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 
 from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS
 from grade.experiments.estimators.measure.tables import Settings
-from grade.experiments.measured import Tables, figures_of
+from grade.experiments.measured import Tables, figures_of, finite
 
 Values = dict[str, float | int | None]
 
@@ -35,7 +33,10 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         values |= figures_of(quality, "bias/{estimator}/{reward}", _QUALITY)
         values |= {"bias/samples": int(quality.n.iloc[0]),
                    "bias/unbiased_worst_in_stderr": worst_bias(quality, POLICY_GRADIENTS)}  # fmt: skip
-    worth, hybrid, spread = (_prefixed(tables[name]) for name in ("worth", "hybrid", "spread"))
+    worth, hybrid, spread = (
+        table.assign(prefix=(table.policy + "/").mask(table.policy == "before", ""))
+        for table in (tables["worth"], tables["hybrid"], tables["spread"])
+    )
     for policy, rows in worth.groupby("prefix"):
         values[f"{policy}worth/samples"] = int(rows.n.iloc[0])
     chosen = worth[worth.estimator == settings.chosen.name]
@@ -46,19 +47,10 @@ def metrics(tables: Tables, settings: Settings) -> Values:
     ends = {"": "ratio", "_low": "low", "_high": "high", "_share": "share"}
     values |= figures_of(hybrid, "{prefix}hybrid/{reward}/{n}", ends)
     values |= figures_of(spread, "{prefix}spread/{reward}/{estimator}", ("tensor_spread", "sd", "relative"))
-    return {key: _finite(value) for key, value in values.items()}
+    return finite(values)
 
 
 def worst_bias(table: pd.DataFrame, estimators: Sequence[str]) -> float:
     """Largest bias of these estimators in standard errors, along the truth or squared, over rewards."""
     rows = table[table.estimator.isin(estimators)]
     return float(max((rows.along / rows.along_stderr).abs().max(), (rows.bias2 / rows.bias2_stderr).abs().max()))
-
-
-def _prefixed(table):
-    return table.assign(prefix=(table.policy + "/").mask(table.policy == "before", ""))
-
-
-def _finite(value: Any) -> float | int | None:
-    """None for what does not exist: None itself, or NaN or an infinity (a blank or ``inf`` in a written table)."""
-    return value if value is not None and math.isfinite(value) else None

@@ -84,6 +84,11 @@ class Observed:
         return cls(prompts, ids, mask, states, pooled)
 
     @property
+    def before(self) -> Tensor:
+        """The token before each of the completions' [B, T]."""
+        return torch.cat([self.prompts.ids[:, -1:], self.ids[:, :-1]], 1)
+
+    @property
     def tokens(self) -> Tensor:
         """Completions [B, T], -1 where masked."""
         return torch.where(self.mask.bool(), self.ids, -1)
@@ -108,18 +113,12 @@ class Family:
     - ``values(weights, seen)``: values of all tokens at positions (`all_action.Values`);
     - ``own(weights, seen)``: values [B, T] of the completions' own tokens, 0 where masked;
     - ``typical(weights, seen)``: values [V] of tokens by weights [1, F], averaged over positions.
-
-    Attributes:
-        additive: See the module.
-        reads_states: Whether values depend on the base's hidden states.
-        depth: The depth whose pooled states it needs; None: none.
-        teacher: The teacher whose states it needs; None: none.
     """
 
-    additive: bool = True
-    reads_states: bool = False
-    depth: int | None = None
-    teacher: Teacher | None = None
+    additive: bool = True  # see the module
+    reads_states: bool = False  # whether values depend on the base's hidden states
+    depth: int | None = None  # the depth whose pooled states it needs
+    teacher: Teacher | None = None  # the teacher whose states it needs
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone = backbone
@@ -162,11 +161,11 @@ class _Buckets(Family):
 
     def rows(self, seen: Observed) -> Tensor:  # noqa: D102
         mask = seen.mask.bool()
-        return torch.cat([torch.where(mask, each, -1) for each in self.buckets(seen.ids, _before(seen))], 1)
+        return torch.cat([torch.where(mask, each, -1) for each in self.buckets(seen.ids, seen.before)], 1)
 
     def own(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
         fit = seen.fit_numbers(len(weights)).unsqueeze(1)
-        return sum(weights[fit, each] for each in self.buckets(seen.ids, _before(seen))) * seen.mask
+        return sum(weights[fit, each] for each in self.buckets(seen.ids, seen.before)) * seen.mask
 
     def typical(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
         tokens = torch.arange(self.backbone.vocab_size, device=weights.device)
@@ -214,7 +213,7 @@ class _NGrams(_Buckets):
         return [_hash(ids, None), _hash(ids, before)]
 
     def values(self, weights: Tensor, seen: Observed) -> Values:  # noqa: D102
-        fit, before = seen.fit_numbers(len(weights)), _before(seen).flatten()
+        fit, before = seen.fit_numbers(len(weights)), seen.before.flatten()
         tokens = torch.arange(self.backbone.vocab_size, device=seen.ids.device)
         single = weights[:, _hash(tokens, None)]
 
@@ -223,11 +222,6 @@ class _NGrams(_Buckets):
             return single[own] + weights[own.unsqueeze(1), _hash(tokens, before[positions].unsqueeze(1))]
 
         return values
-
-
-def _before(seen: Observed) -> Tensor:
-    """The token before each of the completions' [B, T]."""
-    return torch.cat([seen.prompts.ids[:, -1:], seen.ids[:, :-1]], 1)
 
 
 def _hash(ids: Tensor, before: Tensor | None) -> Tensor:

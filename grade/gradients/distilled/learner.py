@@ -86,15 +86,11 @@ class Blend:
     An uncertain fit counts for less. Its reliability is k t, with k the shrinkage of the slope (`ridge.Choice`) and t
     the trust (`store.Evidence`): the weight is ``1 - k t (1 - w)``, and a carries the factor k t, which E above does
     not have. So a useless fit gives `rloo` exactly, a reliable one that explains much almost the plug-in.
-
-    Attributes:
-        moments: Decayed sums of ``|a|^2`` without the factor k t, V and 1.
-        before: The residual of the last step, where a step has a single part.
     """
 
     def __init__(self) -> None:
-        self.moments = torch.zeros(3, dtype=torch.float64)
-        self.before = torch.zeros(0)
+        self.moments = torch.zeros(3, dtype=torch.float64)  # decayed sums of ``|a|^2`` without the factor k t, V and 1
+        self.before = torch.zeros(0)  # the residual of the last step, where a step has a single part
 
     def add(self, plug: Tensor, residual: Tensor, square: float, shares: float, reliability: float) -> None:
         """Add a step that is made of disjoint parts.
@@ -147,11 +143,7 @@ class Sample:
 
 
 class DistilledGradient(Learner):
-    """The method, with everything that it has seen.
-
-    Attributes:
-        store: Completions, rewards, fits.
-    """
+    """The method, with everything that it has seen."""
 
     def __init__(self, config: MethodConfig, backbone: Backbone, teacher: Teacher | None = None) -> None:
         super().__init__(config, backbone)

@@ -75,21 +75,14 @@ def own_completions(step: int, steps: int, most: int) -> int:
 
 
 class Steering:
-    """Beta, so that KL of the policy's own completions comes to a target; see the module.
-
-    Attributes:
-        target: In nats per completion; None: beta is fixed.
-        beta: The current weight of KL.
-        ratio: Own completions' KL over that along the texts, as measured last.
-        recent: Distances of the last steps, oldest first.
-        evidence: Whether rewards of own completions rise with their prediction.
-        samples: Own completions so far.
-    """
+    """Beta, so that KL of the policy's own completions comes to a target; see the module."""
 
     def __init__(self, target: float | None, beta: float) -> None:
-        self.target, self.beta, self.ratio = target, beta, 1.0
-        self.recent: list[float] = []
-        self.evidence, self.samples = Evidence(), 0
+        self.target, self.beta = target, beta  # KL in nats per completion, None: beta is fixed; its current weight
+        self.ratio = 1.0  # own completions' KL over that along the texts, as measured last
+        self.recent: list[float] = []  # distances of the last steps, oldest first
+        self.evidence = Evidence()  # whether rewards of own completions rise with their prediction
+        self.samples = 0  # own completions so far
 
     def follow(self, kl: float, steps_left: int) -> float:
         """Beta of the next step, after one with this KL along the texts."""
@@ -130,18 +123,11 @@ class Steering:
 
 
 class OfflineGradient(Learner):
-    """The method. `read` comes before the first step.
+    """The method. `read` comes before the first step."""
 
-    Attributes:
-        texts: What it trains on.
-        prior: The distilled reward.
-        promised: What that promises along the texts.
-        steering: Beta, from own completions.
-    """
-
-    texts: ScoredTexts | None = None
-    prior: Fit | None = None
-    promised: Promise
+    texts: ScoredTexts | None = None  # what it trains on
+    prior: Fit | None = None  # the distilled reward
+    promised: Promise  # along the texts
     steering: Steering
 
     def __init__(self, config: MethodConfig, backbone: Backbone, families: Mapping[str, Family] | None = None) -> None:

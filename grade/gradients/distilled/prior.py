@@ -74,15 +74,10 @@ def observed(family: Family, texts: ScoredTexts | Completions) -> Observed:
 
 @torch.no_grad()
 def fit_texts(families: Mapping[str, Family], texts: ScoredTexts, batch: int = 256) -> Prior:
-    """Distil the reward of N texts; texts without a reward are left out.
+    """Distil the reward of N texts in additive families; texts without a reward are left out.
 
-    Args:
-        families: Additive ones, by name.
-        texts: Scored texts.
-        batch: Texts in a pass of the base, for families that read its states.
-
-    Raises:
-        InputError: If too few texts have a reward, or all have the same.
+    ``batch`` texts are in a pass of the base, for families that read its states. `InputError` if too few texts have a
+    reward, or all have the same.
     """
     texts = texts[texts.rewards.isfinite().nonzero().flatten()] if texts.rewards.isnan().any() else texts
     rewards = texts.rewards.double().cpu().numpy()
@@ -205,15 +200,11 @@ class Promise:
 def promise(family: Family, weights: Tensor, texts: ScoredTexts) -> Promise:
     """Gain and KL of the policies that are best token by token, along given text.
 
+    The weights [1, F] of an additive family, with the slope, give s_t(v); the texts are the prefixes.
     ``pi_lambda(v | y_<t) ~ reference(v | y_<t) exp(lambda s_t(v))`` maximises ``E s_t - KL_t / lambda``, with ``KL_t =
     lambda E s_t - log E_reference exp(lambda s_t)``. Both are summed over the positions of a completion and averaged
     over the texts. Training along these texts comes close to it at ``beta = length / lambda``, as far as the adapter
     can. The reward rises with it only as far as the distilled one is right.
-
-    Args:
-        family: An additive family.
-        weights: [1, F], with the slope.
-        texts: Texts for the prefixes.
     """
     backbone = family.backbone
     seen = observed(family, texts)

@@ -29,22 +29,15 @@ PENALTIES = (0.01, 0.1, 1.0, 10.0)
 
 @dataclass(frozen=True)
 class Choice:
-    """How well one penalty does out of sample.
+    """How well one penalty does out of sample."""
 
-    Attributes:
-        penalty: In the features' own units.
-        r2: Share of the within-prompt variance of the reward that is explained, ``1 - |y - c p|^2 / |y|^2`` at the
-            slope c, with p the predictions without their own group; negative if they point the wrong way.
-        raw_slope: c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
-        stderr: Its standard error, over groups; infinite where three or fewer decide.
-        substitutions: Weight of a substitution's row beside a completion's; 0: none is used.
-    """
-
-    penalty: float
+    penalty: float  # in the features' own units
+    # share of the within-prompt variance of the reward that is explained, ``1 - |y - c p|^2 / |y|^2`` at the slope c,
+    # with p the predictions without their own group; negative if they point the wrong way
     r2: float
-    raw_slope: float
-    stderr: float
-    substitutions: float = 0.0
+    raw_slope: float  # c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
+    stderr: float  # its standard error, over groups; infinite where three or fewer decide
+    substitutions: float = 0.0  # weight of a substitution's row beside a completion's; 0: none is used
 
     @property
     def shrinkage(self) -> float:

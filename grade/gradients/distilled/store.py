@@ -35,12 +35,9 @@ TRUST_STEPS = 8
 
 @dataclass
 class Evidence:
-    """How well predictions that were made before a batch's rewards were known agree with these rewards.
+    """How well predictions that were made before a batch's rewards were known agree with these rewards."""
 
-    Attributes:
-        groups: Of each batch, ``sum p y``, ``sum p^2`` and ``sum y^2`` of its groups [3, N], centred within groups.
-    """
-
+    # of each batch, ``sum p y``, ``sum p^2`` and ``sum y^2`` of its groups [3, N], centred within groups
     groups: list[Tensor] = field(default_factory=list)
 
     def add(self, predicted: Tensor, rewards: Tensor, group: int) -> None:
@@ -104,12 +101,9 @@ masked; and the features of each family [n, ...], by its name, centred if they a
 
 
 class Store:
-    """Completions, rewards and Gram matrices.
+    """Completions in groups of one prompt, rewards and Gram matrices; of the newest ``window`` completions at most.
 
-    Args:
-        families: By name, in the order of preference where they explain equally much.
-        group: G completions of one prompt.
-        window: Most completions that are kept.
+    Families come in the order of preference where they explain equally much.
     """
 
     def __init__(self, families: Mapping[str, Family], group: int, window: int) -> None:

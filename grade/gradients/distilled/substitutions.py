@@ -112,7 +112,7 @@ def substitute(
 
 def _alone(seen: Observed, rows: Tensor, places: Tensor, tokens: Tensor) -> Observed:
     """Tokens [N] at these places, as completions of one token: additive features are sums of theirs."""
-    before = torch.cat([seen.prompts.ids[:, -1:], seen.ids[:, :-1]], 1)[rows, places].unsqueeze(1)
+    before = seen.before[rows, places].unsqueeze(1)
     ones = torch.ones_like(before)
     return Observed(
         PromptBatch(before, ones), tokens.unsqueeze(1), ones, seen.predicting[rows, places].unsqueeze(1), {}
@@ -177,11 +177,7 @@ class Stack:
 
 
 class Substitutions:
-    """The newest substitutions of a run.
-
-    Attributes:
-        calls: How many were scored so far.
-    """
+    """The newest substitutions of a run; ``calls`` were scored so far."""
 
     def __init__(self, families: Mapping[str, Family], group: int) -> None:
         self.families, self.group, self.calls = families, group, 0

@@ -53,11 +53,7 @@ _CHUNK = 512
 class World(Reward):
     """The tiny policy, all N completions of its B prompts, and a random reward of which a share adds up over tokens.
 
-    Attributes:
-        seen: All completions of all prompts, B N of them, prompt by prompt.
-        probabilities: [B, N], as ``rewards``.
-        jacobian: Of the predicting hidden states by the parameters [B N, T D, P].
-        truth: Gradient [P] of ``mean over prompts of sum_y pi(y) R(y)``.
+    ``truth`` is the gradient [P] of ``mean over prompts of sum_y pi(y) R(y)``.
     """
 
     name = "table"
@@ -74,15 +70,16 @@ class World(Reward):
                            ((additive, sums), (1 - additive, table)))  # fmt: skip
         logps, parameters = completion_logps(policy, prompts, LENGTH), policy.trainable_parameters()
         self.truth = flatten(torch.autograd.grad((logps.exp() * self.rewards).sum(1).mean(), parameters))
-        self.probabilities = logps.detach().exp()
+        self.probabilities = logps.detach().exp()  # [B, N], as rewards
         many = prompts.repeat(len(ids)), ids.repeat(BATCH, 1), mask.repeat(BATCH, 1)
+        # All B N completions of all prompts, prompt by prompt.
         self.seen = Observed.of(policy, [make_family("trunk", policy)], *many)
         rows = []
         for row in range(len(self.seen.ids)):
             one = self.seen[slice(row, row + 1)]
             h = predicting_hidden(policy, one.prompts, one.ids).flatten()
             rows.append(torch.stack([flatten(torch.autograd.grad(x, parameters, retain_graph=True)) for x in h]))
-        self.jacobian = torch.stack(rows)
+        self.jacobian = torch.stack(rows)  # of the predicting hidden states by the parameters [B N, T D, P]
 
     def score(self, policy: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B]."""

@@ -37,21 +37,13 @@ KL = "kl"
 
 @dataclass(frozen=True)
 class Variant:
-    """A relaxed estimator and its settings.
+    """A relaxed estimator and its settings."""
 
-    Attributes:
-        estimator: Of `grade.gradients.estimators`.
-        tau: Gumbel temperature.
-        hops: Feedback hops; at most T - 1 are taken.
-        topk: Size of the (perturbed) support; 0 = the full vocabulary.
-        draws: M of `gumbel_rao`.
-    """
-
-    estimator: EstimatorName
-    tau: float = 1.0
-    hops: int = 0
-    topk: int = 0
-    draws: int = 8
+    estimator: EstimatorName  # of `grade.gradients.estimators`
+    tau: float = 1.0  # Gumbel temperature
+    hops: int = 0  # feedback hops; at most T - 1 are taken
+    topk: int = 0  # size of the (perturbed) support; 0 = the full vocabulary
+    draws: int = 8  # M of `gumbel_rao`
 
     @property
     def name(self) -> str:
@@ -73,31 +65,18 @@ class Variant:
 
 @dataclass(frozen=True)
 class Setting:
-    """What gradients are taken of.
+    """What gradients are taken of."""
 
-    Attributes:
-        backbone: The policy, fixed.
-        prompts: B prompts, fixed.
-        group: Completions G of each in a row.
-        length: Completion length T.
-        rewards: Reward models by name.
-        variants: Relaxed estimators.
-        policy: Policy gradients.
-        kl: Whether KL is one more "reward".
-        scope: What rewards score.
-        project: Applied to every gradient [P].
-    """
-
-    backbone: Backbone
-    prompts: PromptBatch
-    group: int
-    length: int
-    rewards: Mapping[str, nn.Module]
-    variants: Sequence[Variant]
-    policy: Sequence[PolicyGradient] = ("rloo",)
-    kl: bool = False
-    scope: RewardScope = "prompt_and_completion"
-    project: Callable[[Tensor], Tensor] = field(default=lambda gradient: gradient)
+    backbone: Backbone  # the policy, fixed
+    prompts: PromptBatch  # B prompts, fixed
+    group: int  # completions G of each in a row
+    length: int  # completion length T
+    rewards: Mapping[str, nn.Module]  # reward models by name
+    variants: Sequence[Variant]  # relaxed estimators
+    policy: Sequence[PolicyGradient] = ("rloo",)  # policy gradients
+    kl: bool = False  # whether KL is one more "reward"
+    scope: RewardScope = "prompt_and_completion"  # what rewards score
+    project: Callable[[Tensor], Tensor] = field(default=lambda gradient: gradient)  # applied to every gradient [P]
 
     @property
     def size(self) -> int:
@@ -112,19 +91,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Rows:
-    """Repeated gradients.
+    """Repeated gradients."""
 
-    Attributes:
-        gradients: For each (reward, estimator), [R, P] on the CPU.
-        norms: For each, norms of the gradients of the parameter tensors [R, tensors].
-        size: Completions in a row.
-        group: Of which G share a prompt.
-    """
-
-    gradients: dict[tuple[str, str], Tensor]
-    norms: dict[tuple[str, str], Tensor]
-    size: int
-    group: int
+    gradients: dict[tuple[str, str], Tensor]  # for each (reward, estimator), [R, P] on the CPU
+    norms: dict[tuple[str, str], Tensor]  # for each, norms of the gradients of the parameter tensors [R, tensors]
+    size: int  # completions in a row
+    group: int  # of which G share a prompt
 
 
 def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = None) -> Tensor:

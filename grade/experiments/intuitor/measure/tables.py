@@ -210,25 +210,23 @@ def chunked_over_vocabulary(logits: Tensor, chunk_size: int) -> Tensor:
     return torch.stack([c.logsumexp(-1) - c.mean(-1) for c in logits.split(chunk_size, -1)], -1).mean(-1)
 
 
-def _categories(s: Settings) -> pd.DataFrame:
-    """Bytes at the peak by category, at the greatest length."""
-    return categories_table({step: t for (tokens, step), t in s.traces.items() if tokens == max(s.lengths)})
-
-
-def _timelines(s: Settings) -> pd.DataFrame:
-    """Live bytes of Intuitor's update at the greatest length, on a GPU that divides nothing with others."""
-    return timelines_table({step: trace(config, all_layers=True) for (tokens, step), config in s.configs.items()
-                            if tokens == max(s.lengths) and config.self_certainty})  # fmt: skip
-
-
 TABLES = {
     "formulas": _formulas,
     "lengths": lambda s: pd.DataFrame(
         dict(tokens=length, step=step, peak_gb=t.peak / 1e9, peak_phase=t.peak_phase)
         for (length, step), t in s.traces.items()
     ),
-    "categories": _categories,
-    "timelines": _timelines,
+    "categories": lambda s: categories_table(
+        {step: t for (tokens, step), t in s.traces.items() if tokens == max(s.lengths)}
+    ),
+    # Intuitor's update at the greatest length, on a GPU that divides nothing with others.
+    "timelines": lambda s: timelines_table(
+        {
+            step: trace(config, all_layers=True)
+            for (tokens, step), config in s.configs.items()
+            if tokens == max(s.lengths) and config.self_certainty
+        }
+    ),  # fmt: skip
     "fits": _fits,
     "certainty": lambda s: s.certainties[0],
     "scores": lambda s: s.certainties[1],

@@ -121,13 +121,6 @@ def _sampling(s: Settings) -> pd.DataFrame:
     return sampling.sampling_seconds(s.sampling_batches, s.sampling_repeats, s.sampling_dir)
 
 
-def _training(s: Settings) -> pd.DataFrame:
-    """The same training with each sampler; see `sampling.training_table`."""
-    if not s.training_seeds:
-        return _empty("training")
-    return sampling.training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
-
-
 def _empty(name: str) -> pd.DataFrame:
     """A table without rows, where the settings ask for none."""
     return pd.DataFrame(columns=_COLUMNS[name].split())
@@ -139,7 +132,11 @@ TABLES = {
     "gpus": _gpus,
     "lean": _lean,
     "law": lambda s: sampling.law_table(s.draws, s.policy_dir, s.samplers) if s.policy_dir else _empty("law"),
-    "training": _training,
+    "training": lambda s: (
+        sampling.training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
+        if s.training_seeds
+        else _empty("training")
+    ),
 }
 TIMED = {
     "fits": _fits,
