@@ -56,10 +56,10 @@ def saved(tmp_path_factory):
 
 
 class Tracked(TrainerCallback):
-    """Counts the second step of a trainer, and what its models and optimizer hold."""
+    """Counts the fourth step of a trainer, and what its models and optimizer hold."""
 
     def on_step_begin(self, args, state, control, **others):
-        if state.global_step != 1:
+        if state.global_step != 3:
             return
         trainer, self.tracker = self.trainer, LiveTracker()
         teacher, states = trainer.objective.teacher, trainer.optimizer.state.values()
@@ -70,7 +70,7 @@ class Tracked(TrainerCallback):
         self.tracker.__enter__()
 
     def on_step_end(self, args, state, control, **others):
-        if state.global_step == 2:
+        if state.global_step == 4:
             self.tracker.__exit__(None, None, None)
 
 
@@ -97,7 +97,7 @@ def test_a_trainers_own_step_needs_what_is_traced(name, values, context, saved, 
     values, size = values | {"teacher": saved(name)}, 8 if "num_generations" in values else 4
     args = GradeConfig(
         str(tmp_path), **values, max_prompt_length=P, max_completion_length=T, min_completion_length=T, beta=0.1,
-        per_device_train_batch_size=size, max_steps=2, use_cpu=True, report_to=[], save_strategy="no",
+        per_device_train_batch_size=size, max_steps=4, use_cpu=True, report_to=[], save_strategy="no",
         disable_tqdm=True, raw_prompts=True, truncation="right", teacher_context="\u4e09" * context,
     )  # fmt: skip
     # Of every two prompts one is shorter: a batch without padding has no mask, and needs less.
@@ -112,9 +112,11 @@ def test_a_trainers_own_step_needs_what_is_traced(name, values, context, saved, 
     trainer.train()
     step = dict(model=saved("policy"), batch_size=size, teacher_context_tokens=context)
     step = StepConfig(**STEP | step | values)
-    # In the second step the window of `distilled` is half full, which here are some percent.
-    tolerance = 0.04 if step.method == "distilled" else 0.002
-    assert trace(step, device="cpu").peak == pytest.approx(callback.tracker.peak, rel=tolerance)
+    ratio = trace(step, device="cpu").peak / callback.tracker.peak
+    if step.method == "distilled":  # the trace has as many waiting completions as there may be; here none wait
+        assert 1 <= ratio < 1.05
+    else:
+        assert ratio == pytest.approx(1, rel=0.002)
 
 
 def test_the_base_and_an_adapter_cost_no_second_copy_and_another_model_its_weights(saved):
