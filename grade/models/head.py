@@ -242,11 +242,11 @@ def jensen_shannon(head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Te
     shared = min(len(head.weight), len(teacher.weight))
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        missing = logits.shape[1] - shared
-        logp = logits[:, :shared].log_softmax(-1)
-        del logits
-        logq = teacher(others[0])[:, :shared].log_softmax(-1).to(logp.dtype)
-        p, q = logp.exp(), logq.exp()
+        missing, p = logits.shape[1] - shared, logits[:, :shared]
+        logp = p.log_softmax(-1)
+        q = teacher(others[0])[:, :shared].to(logp.dtype)
+        logq = q.log_softmax(-1)
+        torch.exp(logp, out=p), torch.exp(logq, out=q)  # over the logits: four tensors of size V, and no fifth
         if beta == 0:
             value = logq.sub_(logp).mul_(q).sub_(q).add_(p).sum(-1)
             grad = p.sub_(q)
