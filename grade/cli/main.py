@@ -45,7 +45,7 @@ COMMANDS = {
     "reward": ("cli.models", "train a reward model on the frozen base"),
     "peers": ("experiments.commands.peers", "train the same task with TRL, and compare time and memory"),
     "text-peers": ("experiments.commands.peers", "compare other ways to use scored text with this project's"),
-    "teacher-peers": ("experiments.commands.peers", "distil a teacher beside TRL's trainer, and compare time and memory"),
+    "teacher-peers": ("experiments.commands.peers", "distil a teacher with TRL too, and compare time and memory"),
     "measure": ("experiments.commands.experiments", "measure the tables of an experiment, which its notebook shows"),
     "notebook": ("experiments.commands.experiments", "execute a notebook with parameters"),
 }

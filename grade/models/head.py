@@ -237,23 +237,24 @@ def jensen_shannon(head: Head, hidden: Tensor, teacher: Head, teacher_hidden: Te
     shared = min(len(head.weight), len(teacher.weight))
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        missing = logits.shape[1] - shared
-        logp = logits[:, :shared].log_softmax(-1)
-        del logits
-        logq = teacher(others[0])[:, :shared].log_softmax(-1).to(logp.dtype)
-        value, grad = _divergence(logp, logq, beta)
+        missing, logits = logits.shape[1] - shared, logits[:, :shared]
+        taught = teacher(others[0])[:, :shared].to(logits.dtype)
+        # The probabilities lie over the logits: four tensors of size V, and no fifth.
+        value, grad = _divergence(logits.log_softmax(-1), taught.log_softmax(-1), beta, logits, taught)
         return value, F.pad(grad, (0, missing)) if needed else None
 
     of_logits.reads = () if teacher.weight is head.weight else (teacher.weight,)
     return row_values(head, hidden, of_logits, teacher_hidden.detach())
 
 
-def _divergence(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def _divergence(
+    logp: Tensor, logq: Tensor, beta: float, p: Tensor | None = None, q: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`jensen_shannon` [n] of log-probabilities [n, C], and its gradient in the logits that those of p are made of.
 
-    Both arguments are overwritten.
+    All arguments are overwritten, the last two by the probabilities.
     """
-    p, q = logp.exp(), logq.exp()
+    p, q = torch.exp(logp, out=p), torch.exp(logq, out=q)
     if beta == 0:
         value = logq.sub_(logp).mul_(q).sub_(q).add_(p).sum(-1)
         grad = p.sub_(q)
