@@ -217,7 +217,8 @@ class GradeTrainer(Trainer):
         if train_dataset is not None and args.sampler in LOCAL:
             names = ("per_device_train_batch_size", "max_completion_length")
             kept = 0.0 if args.gradient_checkpointing else 1 / args.minibatches
-            check_room(self.backbone, {name: getattr(args, name) for name in names}, kept)
+            own = self.teacher and self.teacher.own
+            check_room(self.backbone, {name: getattr(args, name) for name in names}, kept, own)
         self._prompts, self._texts, self._given = train_dataset, None, None
         self._offline = args.method == OFFLINE
         self.along = self.learner if self._offline else None

@@ -24,6 +24,7 @@ from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.sampling import check_room
 from grade.training.toy import toy_task
 
 SMALL = dict(
@@ -430,7 +431,10 @@ def test_a_batch_whose_gradient_this_machine_cannot_hold_is_refused(base, tmp_pa
     options = dict(save_strategy="no", per_device_train_batch_size=50_000)  # completions alone would fit
     with pytest.raises(InputError, match="per_device_train_batch_size: got 50000; .* this machine has 0.625 GB"):
         trainer(base, tmp_path, **options)
-    trainer(base, tmp_path, **options, gradient_checkpointing=True)
+    made = trainer(base, tmp_path, **options, gradient_checkpointing=True)
+    teacher = torch.nn.Linear(20_000, 10_000, device="meta")  # of 0.8 GB
+    with pytest.raises(InputError, match="rows: got 2; .* beside the weights"):
+        check_room(made.backbone, {"rows": 2, "tokens": 1}, teacher=teacher)
 
 
 def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
