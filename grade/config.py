@@ -40,12 +40,12 @@ MOST_BYTES = 10**12
 def check_bytes(sizes: Mapping[str, int], each: int, most: int | None = None) -> None:
     """Refuse the largest of sizes (of a batch, of a model) if their product needs more than a machine has.
 
-    ``most``: the machine's bytes; none: `MOST_BYTES`.
+    ``most``: the machine's bytes beside the weights; none: `MOST_BYTES`.
     """
     need, name = math.prod(sizes.values()) * each, max(sizes, key=sizes.__getitem__)
     if need > (most or MOST_BYTES):
         others = ", ".join(f"{key} = {value}" for key, value in sizes.items() if key != name)
-        limit = f"; this machine has {_bytes(most)}" if most else ""
+        limit = f"; this machine has {_bytes(most)} beside the weights" if most else ""
         raise InputError(name, sizes[name], f"less: it would need {_bytes(need)} with {others}{limit}")
 
 

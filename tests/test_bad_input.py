@@ -295,6 +295,8 @@ def cases():
     pickled = {"run/adapter/adapter_model.safetensors": None, "run/adapter/adapter_model.bin": pickle.dumps({"a": 1})}
     yield "generate", "--adapter run/adapter # a pickle", "", pickled
     yield "generate", "# another kind of model", "base", {"base/config.json": '{"model_type": "no_such"}'}
+    twice = json.dumps(NOTEBOOK | {"cells": NOTEBOOK["cells"] * 2})
+    yield "notebook", "# cells with one id", "got 2; allowed: exactly one", {"small.ipynb": twice}
     yield "notebook", "# no parameters", "small.ipynb", {"small.ipynb": json.dumps(NOTEBOOK | {"cells": []})}
 
 

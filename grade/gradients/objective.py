@@ -14,7 +14,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
 from grade.models.teacher import Teacher
-from grade.rewards.base import EmbeddingReward, Reward, RewardScope, scored_text
+from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values, scored_text
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class Objective:
         values = []
         for part in self.reward_model.parts:
             pair = (prompt_embeds, embeds) if part.reads is None else (part.reads.embed(prompts.ids), own(part.reads))
-            values.append(part.differentiable(*scored_text(part.scope, prompts, *pair, mask)))
+            value = part.differentiable(*scored_text(part.scope, prompts, *pair, mask))
+            values.append(check_values(part, value, len(mask), gradient=embeds.requires_grad))
         return self.reward_model.combine(values)
 
     def score(self, backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor) -> Tensor:

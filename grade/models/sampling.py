@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -177,11 +178,12 @@ def check_length(backbone: Backbone, length: int) -> None:
         raise InputError("tokens of a prompt and its completion", length, allowed)
 
 
-def check_room(backbone: Backbone, sizes: Mapping[str, int], kept: float = 0.0) -> None:
-    """Refuse sizes of a batch, rows and tokens, that this machine has no memory for.
+def check_room(backbone: Backbone, sizes: Mapping[str, int], kept: float = 0.0, teacher: Any = None) -> None:
+    """Refuse sizes of a batch, rows and tokens, that this machine has no memory for beside the weights.
 
-    Estimated from below: one layer's state of each token, and for the token that is drawn logits, scaled logits, noise;
-    for a gradient `KEPT` states in each adapted layer, of a share ``kept`` of the rows.
+    ``teacher``: another model that is held. Estimated from below: one layer's state of each token, and for the token
+    that is drawn logits, scaled logits, noise; for a gradient `KEPT` states in each adapted layer, of a share ``kept``
+    of the rows.
     """
     if backbone.device.type == "cuda":
         memory = torch.cuda.get_device_properties(backbone.device).total_memory
@@ -194,7 +196,9 @@ def check_room(backbone: Backbone, sizes: Mapping[str, int], kept: float = 0.0) 
     layers = {number for name, p in named if p.requires_grad for number in re.findall(r"\.(\d+)\.", name)[:1]}
     states = max(1, int(KEPT * kept * len(layers)))
     each = states * backbone.hidden_size * backbone.dtype.itemsize + 3 * 4 * backbone.vocab_size // tokens
-    check_bytes(sizes, each, memory)
+    models = [backbone.model] if teacher is None else [backbone.model, teacher]
+    held = sum(p.nbytes for model in models for p in model.parameters())
+    check_bytes(sizes, each, max(1, memory - held))
 
 
 class Decoder:

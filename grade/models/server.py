@@ -26,6 +26,8 @@ CONNECTIONS = 64
 """Most requests under way at the same time."""
 MOST_BYTES = 2**28
 """Of an answer."""
+SINGLE = ("identity", "gzip", "deflate")
+"""Codings of an answer, which expand a part a thousand times at most; two on top of each other fill any memory."""
 SAID = 400
 """Characters of an error that are shown."""
 BUSY = (429, 502, 503, 504)
@@ -86,6 +88,8 @@ class Server:
             asyncio.timeout(self.timeout),
             self._client.stream(method, self.name + path, json=body, headers=headers) as answer,
         ):
+            if answer.headers.get("Content-Encoding", "identity") not in SINGLE:
+                raise ValueError(f"Content-Encoding {answer.headers['Content-Encoding']}, not {', '.join(SINGLE)}")
             async for part in answer.aiter_bytes():
                 content += part
                 if len(content) > MOST_BYTES:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -141,7 +142,8 @@ def stripped(content: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def _read(notebook: str | Path) -> nbformat.NotebookNode:
-    with reading("notebook", notebook, "a readable .ipynb file"):
+    # What nbformat warns of, it mends: cells with the same id.
+    with reading("notebook", notebook, "a readable .ipynb file"), warnings.catch_warnings(action="ignore"):
         return nbformat.read(require_file(notebook), as_version=4)
 
 

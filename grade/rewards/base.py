@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from grade.errors import InputError, reading
 from grade.files import hashed
 from grade.models.head import EmbeddingTable
 from grade.models.parameters import fingerprint
@@ -95,7 +96,8 @@ class EmbeddingReward(Reward):
 
     def differentiable(self, embeds: Tensor, mask: Tensor) -> Tensor:
         """Rewards [B] of embeddings [B, L, D] with mask [B, L]."""
-        return self.function(embeds, mask)
+        with reading(f"reward {self.name!r}", type(self.function).__name__, "a function of embeddings and mask"):
+            return self.function(embeds, mask)
 
     def fingerprint(self, policy: Backbone) -> str | None:
         """Of the function, a module's weights among it, and of the base whose embeddings it reads."""
@@ -103,6 +105,16 @@ class EmbeddingReward(Reward):
         if known is None or self.reads is not None:
             return None
         return hashed(known, self.scope, fingerprint(base.embedding if self.kind == "bag" else base.model))
+
+
+def check_values(reward: Reward, values: Any, rows: int, gradient: bool = False) -> Tensor:
+    """The values of a reward, if they are a tensor with one for each of so many rows: others would be broadcast."""
+    given, allowed = type(values).__name__, f"a tensor of shape [{rows}]: one value for each completion"
+    if isinstance(values, Tensor):
+        if list(values.shape) == [rows] and (values.requires_grad or not gradient):
+            return values
+        given = f"shape {list(values.shape)}, {'with' if values.requires_grad else 'without'} gradient"
+    raise InputError(f"reward {reward.name!r}", given, allowed + (", with gradient" if gradient else ""))
 
 
 def scored_text(

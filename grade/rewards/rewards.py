@@ -33,7 +33,7 @@ from grade.errors import InputError
 from grade.files import hashed
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
-from grade.rewards.base import EmbeddingReward, Reward, RewardScope
+from grade.rewards.base import EmbeddingReward, Reward, RewardScope, check_values
 from grade.rewards.classifier import EmbeddedClassifier, TextClassifier, load_classifier, load_tokenizer
 from grade.rewards.functions import FunctionReward, Log, beginning, decode_texts, run_functions
 from grade.rewards.model import load_reward
@@ -102,7 +102,7 @@ class Rewards(Reward):
         for name, part in zip(self.names, self.parts, strict=True):
             start = time.perf_counter()
             given, took = scored[part] if part in scored else (part.score(policy, prompts, ids, mask), None)
-            if took is None and not torch.isfinite(given).all():
+            if took is None and not torch.isfinite(check_values(part, given, len(ids))).all():
                 row = int((~torch.isfinite(given)).nonzero()[0])
                 raise InputError(f"reward {name!r}, row {row}", float(given[row]), "a finite number")
             seconds[name] = time.perf_counter() - start if took is None else took

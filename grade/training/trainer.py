@@ -34,7 +34,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +47,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
-from grade.files import atomic, check_whole, remove, sha256_of, write_manifest, write_text, writing
+from grade.files import atomic, check_whole, hashed, remove, sha256_of, write_manifest, write_text, writing
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
@@ -99,6 +99,11 @@ LANDING = 64
 """Completions on which the last step lands on target_kl."""
 _GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 """What functions get from the trainer, so that no column can have these names."""
+_NOT_CALLED = ("compute_loss", "_compute_loss", "prediction_step", "get_decay_parameter_names", "_prepare_inputs",
+               "_generate", "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards",
+               "_get_per_token_logps_and_entropies")  # fmt: skip
+"""Methods of the Trainer's and of TRL's that the engines stand for: a subclass that has them would train as if not."""
+_CALLED = ("training_step", "create_optimizer", "create_scheduler", "get_train_dataloader", "log", "evaluate")
 _LENGTH = ("max_steps", "num_train_epochs")
 """Settings that may differ from those of the checkpoint that is continued."""
 WINDOW_PROMPT = 32
@@ -165,9 +170,17 @@ class GradeTrainer(Trainer):
         args = copy.copy(args)  # the caller's serves other trainers too
         if not isinstance(args, GradeConfig):
             raise InputError("args", type(args).__name__, "a GradeConfig")
+        for name in _NOT_CALLED:
+            if getattr(type(self), name, None) is not getattr(GradeTrainer, name, None):
+                allowed = f"as in GradeTrainer, which does not call it; a subclass may change {', '.join(_CALLED)}"
+                raise InputError(f"{type(self).__name__}.{name}", "another method", allowed)
         for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []:
             if not isinstance(callback, TrainerCallback) and not _is_callback_class(callback) or callback is callbacks:
                 raise InputError("callbacks", callbacks, "a list of TrainerCallback")
+            if isinstance(callback, EarlyStoppingCallback) or callback is EarlyStoppingCallback:
+                for name, missing in (("metric_for_best_model", None), ("eval_strategy", "no")):
+                    if getattr(args, name) == missing:
+                        raise InputError(name, missing, "another value with EarlyStoppingCallback, which reads it")
         policy = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
         place(policy, args.device, args.bf16, args.sharded)
         self.backbone = policy.view(processing_class, args.temperature)
@@ -204,7 +217,8 @@ class GradeTrainer(Trainer):
         if train_dataset is not None and args.sampler in LOCAL:
             names = ("per_device_train_batch_size", "max_completion_length")
             kept = 0.0 if args.gradient_checkpointing else 1 / args.minibatches
-            check_room(self.backbone, {name: getattr(args, name) for name in names}, kept)
+            own = self.teacher and self.teacher.own
+            check_room(self.backbone, {name: getattr(args, name) for name in names}, kept, own)
         self._prompts, self._texts, self._given = train_dataset, None, None
         self._offline = args.method == OFFLINE
         self.along = self.learner if self._offline else None
@@ -961,12 +975,24 @@ class GradeTrainer(Trainer):
 
     def _settings(self) -> dict[str, Any]:
         teacher = self.teacher and self.teacher.fingerprint()
-        return {"reward": self.rewards.names} | settings_of(self.args) | {"teacher's weights": teacher}
+        return {
+            "reward": self.rewards.names, "prompts and texts": self._read, **settings_of(self.args),
+            "teacher's weights": teacher,
+        }  # fmt: skip
+
+    @cached_property
+    def _read(self) -> str:
+        """A hash of the prompts and the texts that are trained on."""
+        prompts = self._prompts or ()
+        if hasattr(prompts, "select_columns"):  # the others may be large
+            prompts = prompts.select_columns("prompt")
+        texts = [[*row.values()] for row in self._texts or ()]
+        return hashed([prompts[i]["prompt"] for i in range(len(prompts))], texts)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         check_whole(Path(resume_from_checkpoint), "resume_from_checkpoint")
         if not (Path(resume_from_checkpoint) / OPTIMIZER_FILE).is_file():
-            allowed = f"a checkpoint with {OPTIMIZER_FILE}: save_only_model leaves out what continues a run"
+            allowed = f"a folder with {OPTIMIZER_FILE}, which save_only_model leaves out"
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         check_saved(self.backbone.peft, resume_from_checkpoint)
         with reading("resume_from_checkpoint", resume_from_checkpoint, "a checkpoint of GradeTrainer"):

@@ -297,9 +297,10 @@ def test_nobody_there_and_nobody_who_answers(monkeypatch):
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[]", None, "Error: "),
         (b"\x00" * 99, None, "RemoteProtocolError"),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n[]", None, "DecodingError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: 2\r\n\r\n[]", None, "gzip, gzip, not"),
         (b"HTTP/1.1 500 X\r\nContent-Type: a/b; charset=base64\r\n\r\n[]", None, "status 500'; .*said: "),
     ],
-    ids=["a slow body", "slow headers", "too short", "no HTTP", "no gzip", "a codec that is no charset"],
+    ids=["a slow body", "slow headers", "too short", "no HTTP", "no gzip", "gzip in gzip", "a codec, no charset"],
 )  # fmt: skip
 def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(answer, wait, says):
     """``wait``: seconds between bytes; None: all at once, and the connection is closed."""

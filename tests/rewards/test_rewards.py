@@ -174,6 +174,44 @@ def test_a_reward_of_ones_own_is_a_subclass(policy, batch):
     Objective(Warmth(), scope="completion").require_gradient("ste")
 
 
+class Shaped(Reward):
+    """Warmth, changed: what would be broadcast, or has no gradient."""
+
+    name, scope = "shaped", "completion"
+
+    def __init__(self, change):
+        self.change = change
+
+    def differentiable(self, embeds, mask):
+        return self.change(embeds.sum(-1) * mask)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda each: each.sum(1, keepdim=True), r"shape \[\d+, 1\], with gradient"),
+        (lambda each: each, "with gradient'; allowed: a tensor of shape"),
+        (lambda each: each.sum(), r"shape \[\], with"),
+        (lambda each: each.sum(1).detach(), "without gradient'; .*, with gradient"),
+        (lambda each: (each.sum(1),), "'tuple'; allowed: a tensor"),
+    ],
+)
+def test_values_of_another_shape_or_without_gradient_are_refused_not_broadcast(change, says, policy, batch):
+    prompts, ids, mask = batch
+    rewards = make_rewards([Warmth(), Shaped(change)], policy, scope="completion")
+    embeds = policy.embed(ids).detach().requires_grad_()
+    with pytest.raises(InputError, match=f"reward 'shaped': got .*{says}"):
+        Objective(rewards, scope="completion").reward(policy.embed(prompts.ids), prompts, embeds, mask)
+    if "without" not in says:
+        with pytest.raises(InputError, match="reward 'shaped': got "):
+            rewards.score(policy, *batch)
+
+
+def test_a_module_that_takes_no_embeddings_and_mask_is_one_line(policy, batch):
+    with pytest.raises(InputError, match="reward 'reward': got 'Linear'; allowed: a function of embeddings and mask"):
+        make_rewards(torch.nn.Linear(2, 1), policy).score(policy, *batch)
+
+
 MODULE = """
 import sibling
 from grade.rewards.verifiers import matches

@@ -24,6 +24,7 @@ from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.sampling import check_room
 from grade.training.toy import toy_task
 
 SMALL = dict(
@@ -81,6 +82,9 @@ def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
         with pytest.raises(InputError, match=f"{name}: got .*, as in .*checkpoint-1"):
             made = trainer(base, tmp_path, max_steps=3, **{name: value})
             made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    other = trainer(base, tmp_path, max_steps=3, dataset=PROMPTS.select(range(1, 9)))
+    with pytest.raises(InputError, match="prompts and texts: got .*, as in .*checkpoint-1"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     longer = trainer(base, tmp_path, max_steps=3)
     longer.train(resume_from_checkpoint=True)
     assert longer.state.global_step == 3
@@ -427,7 +431,10 @@ def test_a_batch_whose_gradient_this_machine_cannot_hold_is_refused(base, tmp_pa
     options = dict(save_strategy="no", per_device_train_batch_size=50_000)  # completions alone would fit
     with pytest.raises(InputError, match="per_device_train_batch_size: got 50000; .* this machine has 0.625 GB"):
         trainer(base, tmp_path, **options)
-    trainer(base, tmp_path, **options, gradient_checkpointing=True)
+    made = trainer(base, tmp_path, **options, gradient_checkpointing=True)
+    teacher = torch.nn.Linear(20_000, 10_000, device="meta")  # of 0.8 GB
+    with pytest.raises(InputError, match="rows: got 2; .* beside the weights"):
+        check_room(made.backbone, {"rows": 2, "tokens": 1}, teacher=teacher)
 
 
 def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
@@ -441,6 +448,7 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
         (dict(optimizers=(adapter, None)), "without PPO's value head"),
         (dict(train_dataset=PROMPTS.to_pandas()), "dataset: got 'DataFrame'"),
         (dict(callbacks="tensorboard"), "callbacks: got 'tensorboard'"),
+        (dict(callbacks=[EarlyStoppingCallback()]), "metric_for_best_model: got None; .*with EarlyStoppingCallback"),
         (dict(optimizers=adapter), "optimizers: got 'AdamW'; allowed: a pair"),
         (dict(optimizers=(torch.optim.AdamW, None)), "optimizers: got 'type'"),
         (dict(optimizers=(None, LambdaLR(adapter, float))), "optimizers: got 'LambdaLR of another optimizer'"),
@@ -460,6 +468,13 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
         with pytest.raises(InputError, match=message):
             GradeTrainer(made, length, **{"args": args, "train_dataset": PROMPTS} | given)
     assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "_generate_and_score_completions", "prediction_step"])
+def test_a_method_that_is_never_called_is_not_overridden_in_silence(name, base, tmp_path):
+    other = type("Other", (GradeTrainer,), {name: lambda self, *args: None})
+    with pytest.raises(InputError, match=f"Other.{name}: .* GradeTrainer, which does not call it"):
+        other(base, length, GradeConfig(str(tmp_path / "run"), **SMALL), PROMPTS)
 
 
 def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
