@@ -1,4 +1,4 @@
-"""Steps of policy gradients and of `st`: traced against real ones, their plans, and what their settings may be."""
+"""Steps of methods: their phases, what they cost beside, and what their settings may be; peaks are in test_trace.py."""
 
 import pytest
 import torch
