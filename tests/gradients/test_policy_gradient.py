@@ -21,11 +21,11 @@ BETA, T = 0.3, 2
 
 
 class Reward(ToyReward):
-    """Depends on order, and not on how far a batch is padded."""
+    """Depends on the order of tokens, and not on how far a batch is padded."""
 
     def forward(self, embeds, mask):
-        weights = (1 + 0.3 * torch.arange(embeds.shape[1])) * mask
-        return torch.sigmoid((torch.tanh(3 * embeds @ self.w) * weights).sum(1) / mask.sum(1))
+        position = 1 + 0.3 * mask.cumsum(1)
+        return torch.sigmoid((torch.tanh(3 * embeds @ self.w) * position * mask).sum(1) / mask.sum(1))
 
 
 def policy(vocab=3, eos=1):

@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import EOS, VOCAB, ToyReward, make_backbone, tiny_gpt2
+from conftest import EOS, VOCAB, make_backbone, tiny_gpt2
+from gradients.test_policy_gradient import Reward
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -35,14 +36,6 @@ few = partial(
     settings, derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
-
-
-class Reward(ToyReward):
-    """Depends on the order of tokens, and not on how far a batch is padded."""
-
-    def forward(self, embeds, mask):
-        position = 1 + 0.3 * mask.cumsum(1)
-        return torch.sigmoid((torch.tanh(3 * embeds @ self.w) * position * mask).sum(1) / mask.sum(1))
 
 
 @cache

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import make_prompts
+from rewards.test_differentiable import alone as logits_of
 from torch.testing import assert_close
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -19,10 +20,7 @@ def other():
 
 
 def alone(model, tokenizer, texts, **options):
-    model.eval()
-    with torch.no_grad():
-        rows = [tokenizer(text, **options)["input_ids"] for text in texts]
-        return torch.cat([model(input_ids=torch.tensor([row])).logits for row in rows])
+    return logits_of(model, [tokenizer(text, **options)["input_ids"] for text in texts])
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "gpt2"])

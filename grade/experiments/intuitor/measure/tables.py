@@ -226,7 +226,7 @@ TABLES = {
             for (tokens, step), config in s.configs.items()
             if tokens == max(s.lengths) and config.self_certainty
         }
-    ),  # fmt: skip
+    ),
     "fits": _fits,
     "certainty": lambda s: s.certainties[0],
     "scores": lambda s: s.certainties[1],
