@@ -84,8 +84,8 @@ def test_samples_to_the_baselines_best_reward_at_no_more_kl_by_hand():
     assert reach_table(seconds, "rloo", "seconds").set_index("method").ratio["auto"] == pytest.approx(40 / 24)
 
 
-def test_other_methods_count_with_their_best_strength():
-    row = {"policy": "tiny", "reward_name": "gold", "method": "awr", "seed": 0}
+def test_in_the_contest_methods_count_with_their_best_strength():
+    row = {"policy": "tiny", "reward_name": "gold", "method": "offline", "seed": 0}
     peers = pd.DataFrame([row | {"source": "own", "strength": strength, "step": step, "reward": strength * step}
                           for strength in (0.1, 0.3) for step in (0, 1)])  # fmt: skip
     curves = contest_curves(peers)

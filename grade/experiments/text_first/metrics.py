@@ -14,6 +14,7 @@ from grade.experiments.frontier import estimate_figures, paired_table, reward_at
 from grade.experiments.learning import AGAINST, REACHED, reach_table, several_seeds, subject_names
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.rewards import number_of_texts
+from grade.experiments.text_first.measure.runs import READING
 from grade.experiments.text_first.measure.tables import Settings
 from grade.gradients.methods import FAMILIES
 
@@ -130,8 +131,8 @@ def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
 
 
 def contest_curves(peers: pd.DataFrame) -> pd.DataFrame:
-    """Curves of other methods by subject; of several sources and strengths a seed's run with the highest reward."""
-    names = ["subject", "method", "seed"]
+    """Curves of ours and TRL's by subject; of several sources and strengths a seed's run with the highest reward."""
+    names, peers = ["subject", "method", "seed"], peers[peers["method"].isin([TRL, *READING])]
     rows = peers.assign(subject=subject_names(peers["policy"], peers["reward_name"]))
     rows = rows.astype({"source": str, "strength": str})
     return rows.merge(rows.loc[rows.groupby(names)["reward"].idxmax(), [*names, "source", "strength"]])
