@@ -51,20 +51,25 @@ def test_a_missing_extra_is_one_line(monkeypatch, tmp_path, capsys):
     assert "pip install -e '.[peers]'" in capsys.readouterr().err
 
 
+def test_a_teacher_of_the_best_of_n_is_an_adapter_and_a_model(toy, tmp_path):
+    peers.TEACHERS["best_of_n"](peers.TeacherPeersConfig.parse(toy_config(toy, tmp_path)), tmp_path / "best")
+    assert (tmp_path / "best/adapter/adapter_model.safetensors").is_file()
+    assert (tmp_path / "best/merged/model.safetensors").read_bytes() != (toy / "base/model.safetensors").read_bytes()
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="the extra peers is not installed")
-def test_both_learn_from_one_teacher_from_the_same_start(toy, tmp_path, capsys):
-    config = toy_config(toy, tmp_path, teachers=["rewarded", "best_of_n"])
-    (tmp_path / "peers.yaml").write_text(json.dumps(config))
+def test_both_learn_from_one_teacher_from_the_same_start(toy, tmp_path):
+    (tmp_path / "peers.yaml").write_text(json.dumps(toy_config(toy, tmp_path)))
     out = tmp_path / "out"
     assert main(["teacher-peers", "--config", str(tmp_path / "peers.yaml"), "--output-dir", str(out)]) == 0
-    rows = pd.read_csv(out / "curves.csv").set_index(["teacher", "trainer", "step"])
-    for teacher in config["teachers"]:
-        assert rows.divergence[teacher, "teacher", 0] < 1e-5 < rows.kl[teacher, "teacher", 0]
-        ours, theirs = rows.loc[teacher, peers.OURS], rows.loc[teacher, peers.PEER]
-        assert ours.divergence[0] == theirs.divergence[0] > ours.divergence[2]
-        assert theirs.divergence[2] < theirs.divergence[0]
-        assert ours["samples"].tolist() == theirs["samples"].tolist() == [0, 4, 8]
+    rows = pd.read_csv(out / "curves.csv")
+    teacher, ours, theirs = (rows[rows.trainer == name] for name in ("teacher", peers.OURS, peers.PEER))
+    assert teacher.divergence.item() < 1e-5 < teacher.kl.item()  # merged, it is what its adapter makes of the base
+    assert ours.divergence.iloc[0] == theirs.divergence.iloc[0]
+    assert (ours.divergence.iloc[1:] < ours.divergence.iloc[0]).all()
+    assert (theirs.divergence.iloc[1:] < theirs.divergence.iloc[0]).all()
+    assert ours["samples"].tolist() == theirs["samples"].tolist() == [0, 4, 8]
     costs = pd.read_csv(out / "timings" / "costs.csv")
-    assert len(costs) == 6 and (costs.peak_bytes >= costs.start_bytes).all()
+    assert len(costs) == 3 and (costs.peak_bytes >= costs.start_bytes).all()
     assert read_metrics(out / "metrics.json")["over_trl/seconds"] > 0
     assert {"trl", "torch", "threads"} <= json.loads((out / "environment.json").read_text()).keys()

@@ -114,7 +114,7 @@ def measure_teacher_peers(config: TeacherPeersConfig) -> tuple[pd.DataFrame, pd.
         teacher = Path(config.teachers_dir, name)
         if not (teacher / "merged").is_dir():
             remove(teacher)
-            alone(_TEACHERS[name], config, teacher)
+            alone(TEACHERS[name], config, teacher)
         with tempfile.TemporaryDirectory() as place:
             runs = []
             for seed in config.seeds:
@@ -267,4 +267,5 @@ def _save_teacher(policy: Backbone, folder: Path) -> None:
     merge(folder / "adapter", folder / "merged")
 
 
-_TEACHERS = {"rewarded": _rewarded, "best_of_n": _best_of_n}
+TEACHERS = {"rewarded": _rewarded, "best_of_n": _best_of_n}
+"""Make one in a folder, from the settings: its adapter, and itself merged."""
