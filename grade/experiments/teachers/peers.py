@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -31,9 +32,9 @@ def teacher_peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, traces: pd.D
     each = costs.set_index(["trainer", "teacher", "seed"])[list(columns.values())]
     figures: dict[str, Any] = {}
     for ours, key in ((OURS, "over_trl"), (ADAPTER, "adapter_over_trl")):
-        ratios = (each.loc[ours] / each.loc[PEER]).dropna()
+        ratios = each.loc[ours] / each.loc[PEER]
         for name, column in columns.items():
-            figures |= estimate_figures(f"{key}/{name}", ratios[column])
+            figures |= estimate_figures(f"{key}/{name}", filter(math.isfinite, ratios[column]))
     for teacher, rows in curves.groupby("teacher", sort=False):
         last = rows[rows["step"] == rows["step"].max()].set_index(["trainer", "seed"])["divergence"]
         untrained = rows[(rows["step"] == 0) & (rows["trainer"] == OURS)]
