@@ -984,7 +984,7 @@ class GradeTrainer(Trainer):
     def _read(self) -> str:
         """A hash of the prompts and the texts that are trained on."""
         prompts = self._prompts or ()
-        if hasattr(prompts, "select_columns"):  # the others may be large
+        if "prompt" in (getattr(prompts, "column_names", None) or ()):  # the others may be large
             prompts = prompts.select_columns("prompt")
         texts = [[*row.values()] for row in self._texts or ()]
         return hashed([prompts[i]["prompt"] for i in range(len(prompts))], texts)
