@@ -22,7 +22,7 @@ from grade.experiments.teachers.measure.hinted import (
     hinted_base,
     hinted_runs,
 )
-from grade.experiments.traced import taught_steps, tracked_table
+from grade.experiments.teachers.measure.traces import traces_table
 from grade.experiments.training_runs import train_all
 
 
@@ -54,7 +54,7 @@ class Settings(Config):
 
 TABLES = {
     "divergence": lambda s: divergence_table(s.betas),
-    "traces": lambda s: tracked_table(taught_steps(s.traced_model, s.traced_model)),
+    "traces": lambda s: traces_table(s.traced_model),
     "hints": lambda s: hint_table(s.base, s.runs.eval_repeats),
     "runs": lambda s: s.trained_runs.drop(columns="seconds"),
     "peers": lambda s: s.peer_table("curves.csv"),
