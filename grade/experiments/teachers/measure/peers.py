@@ -3,7 +3,8 @@
 Both descend the reverse KL to the teacher along completions that the policy samples in every step, with the same LoRA
 from the same start, AdamW, learning rate and sizes. TRL's trainer always samples itself (its ``lmbda`` would be 1) and
 always has its loss in tiles; what it is told is in `settings`. Each trains in a fresh process of one thread and leaves
-its adapters in a folder; others evaluate them, all by one function, so that peak memory is that of training.
+its adapters in a folder; others evaluate them, all by one function, so that peak memory is that of training. Each has
+the sampler that is fastest on a CPU: ours `shared`, TRL's generation of transformers, the only one it has there.
 
 | teacher | |
 |---|---|
@@ -87,7 +88,7 @@ class TeacherPeersConfig(Config):
 def run_config(config: TeacherPeersConfig, seed: int, **values: Any) -> TrainConfig:
     """Our run; TRL's settings are made of it."""
     given = FIXED | {
-        "method": "teacher", "seed": seed, "max_prompt_length": config.prompt_tokens,
+        "method": "teacher", "sampler": "shared", "seed": seed, "max_prompt_length": config.prompt_tokens,
         "max_completion_length": config.new_tokens, "min_completion_length": config.new_tokens,
         "per_device_train_batch_size": config.batch, "max_steps": config.steps, "eval_steps": config.eval_every,
         "learning_rate": config.learning_rate, "gradient_checkpointing": config.gradient_checkpointing,
