@@ -80,7 +80,7 @@ from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, n
 from grade.training.kl_budget import LAST_TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
-from grade.training.trl import refuse_unknown
+from grade.training.trl import refuse_theirs, refuse_unknown
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -167,9 +167,10 @@ class GradeTrainer(Trainer):
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
-        args = copy.copy(args)  # the caller's serves other trainers too
         if not isinstance(args, GradeConfig):
-            raise InputError("args", type(args).__name__, "a GradeConfig")
+            raise InputError("args", type(args).__name__, "a GradeConfig; GradeConfig.from_trl makes one of TRL's")
+        refuse_theirs({name: value for name, value in vars(args).items() if name not in args.__dataclass_fields__})
+        args = replace(args)  # checked again: values may have been set; and the caller's serves other trainers too
         for name in _NOT_CALLED:
             if getattr(type(self), name, None) is not getattr(GradeTrainer, name, None):
                 allowed = f"as in GradeTrainer, which does not call it; a subclass may change {', '.join(_CALLED)}"
@@ -1003,10 +1004,10 @@ class GradeTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
-            return
+            return super()._load_optimizer_and_scheduler(checkpoint)
         with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
+            super()._load_optimizer_and_scheduler(checkpoint)
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
             self.seconds = state["seconds"]
             self.log_buffer.restore(state["window"])
@@ -1031,6 +1032,10 @@ class GradeTrainer(Trainer):
                                                  if name.startswith("along/")})  # fmt: skip
                     beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
                     self.objective = replace(self.objective, beta=beta)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading("resume_from_checkpoint", str(checkpoint), "a checkpoint with the state of its generators"):
+            super()._load_rng_state(checkpoint)
 
     def _learned(self) -> dict[str, Tensor]:
         """The learner's state, and that of what learns along texts."""

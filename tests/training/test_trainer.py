@@ -470,6 +470,14 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
     assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
 
 
+@pytest.mark.parametrize("name, value", [("top_p", 0.5), ("num_generations", 3), ("eval_delay", None), ("delta", 1.0)])
+def test_a_setting_that_is_changed_afterwards_is_checked(name, value, base, tmp_path):
+    args = GradeConfig(str(tmp_path / "run"), **SMALL)
+    setattr(args, name, value)
+    with pytest.raises(InputError, match=f"{name}: got"):
+        GradeTrainer(base, length, args, PROMPTS)
+
+
 @pytest.mark.parametrize("name", ["compute_loss", "_generate_and_score_completions", "prediction_step"])
 def test_a_method_that_is_never_called_is_not_overridden_in_silence(name, base, tmp_path):
     other = type("Other", (GradeTrainer,), {name: lambda self, *args: None})
