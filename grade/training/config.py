@@ -250,7 +250,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
             ("num_train_epochs", self.num_train_epochs <= 0, "above 0"),
             ("save_total_limit", self.save_total_limit is not None and self.save_total_limit < 1,
              "at least 1, or null: all are kept"),
-            ("eval_delay", self.eval_delay < 0, "at least 0"),
+            ("eval_delay", self.eval_delay is None or self.eval_delay < 0, "at least 0"),
             ("report_to", self.report_to is None, "none, all, or names of trackers"),
             ("metric_for_best_model", self.save_strategy == "best" and not self.metric_for_best_model,
              "a metric's name, with save_strategy = best"),
