@@ -205,8 +205,8 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
             )
             if ours.get("run", mark) != mark:
                 logger.warning(f"{folder} is another run's: it is not used")
-            elif theirs and folder.name != f"checkpoint-{theirs['global_step']}":
-                logger.warning(f"{folder} is of step {theirs['global_step']}: it is not used")
+            elif theirs and folder.name != f"checkpoint-{theirs.get('global_step')}":
+                logger.warning(f"{folder} is of step {theirs.get('global_step')}: it is not used")
             else:
                 return folder
         elif damaged != MANIFEST:  # a checkpoint without one was never finished
