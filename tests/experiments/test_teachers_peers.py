@@ -31,8 +31,8 @@ def test_figures_are_ratios_within_a_seed():
     assert found["over_trl/peak"] == pytest.approx((160 / 200 + 150 / 300) / 2)
     assert found["over_trl/peak_beyond_start"] == pytest.approx((60 / 80 + 50 / 200) / 2)
     assert (found["adapter_over_trl/seconds"], found["adapter_over_trl/seconds_n"]) == (0.5, 1)
-    assert found["divergence/rewarded/start"] == pytest.approx(0.5)
-    assert found["divergence/rewarded/difference"] == pytest.approx((-0.1 + 0.1) / 2, abs=1e-12)
+    assert found["distilled/rewarded/start"] == pytest.approx(0.5)
+    assert found["distilled/rewarded/difference"] == pytest.approx((-0.1 + 0.1) / 2, abs=1e-12)
     assert found["trl_trace/max_rel_error"] == 0.02
 
 

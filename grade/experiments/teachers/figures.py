@@ -48,7 +48,8 @@ def distilled_figure(curves: pd.DataFrame) -> Figure:
     grid = panels(sns.relplot, with_ends(table, "divergence"), title, x="samples", y="divergence",
                   hue="trainer", style="trainer", col="teacher", palette=SERIES[:2], kind="line",
                   err_style="bars", height=3.4, aspect=1.3, **INTERVAL)  # fmt: skip
-    grid.set_axis_labels("completions sampled", "KL(policy || teacher), nats per token").set(ylim=(0, None))
+    grid.set_axis_labels("completions sampled", "reverse KL, nats per token").set(ylim=(0, None))
+    grid.set_titles("teacher: {col_name}")
     return grid.figure
 
 
@@ -78,6 +79,6 @@ def peaks_figure(costs: pd.DataFrame) -> Figure:
                   order=names.values(), hue="trainer", hue_order=names.values(), palette=SERIES[:3], size=7,
                   sharex=False, legend=False, height=2.2, aspect=1.8)  # fmt: skip
     for ax in grid.axes.flat:
-        ax.set_xlim(0, None)
+        ax.set_xlim(0, 1.05 * ax.get_xlim()[1])
     grid.set_titles("{col_name}").set_axis_labels("", "")
     return grid.figure

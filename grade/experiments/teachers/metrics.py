@@ -23,7 +23,7 @@ def metrics(tables: Tables) -> Values:
       whole run, at no more KL, over `rloo`'s own (`learning.reach_table`), of mixtures of a run's policies (`mixed`);
       ``hinted/unmixed/...`` without mixtures.
     - ``hinted/end/<method>/right``, ``kl``, ``r2``: at the end, mean over seeds.
-    - ``peers/...``, ``trl_trace/max_rel_error``: beside TRL, `teachers.peers.teacher_peer_figures`.
+    - ``distilled/...``, ``trl_trace/max_rel_error``: beside TRL, `teachers.peers.teacher_peer_figures`.
     """
     errors, traces = tables["divergence"], tables["traces"]
     worst = errors[["value", "gradient"]].max(axis=1)

@@ -21,9 +21,9 @@ def teacher_peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, traces: pd.D
 
     ``over_trl/<cost>`` is ours over TRL's in the same run, the mean over teachers and seeds: ``seconds`` and
     ``cpu_seconds`` of a step, ``peak`` of the process, and ``peak_beyond_start``, without the libraries;
-    ``adapter_over_trl/...`` is the same where ours reads the teacher as an adapter. ``divergence/<teacher>/<trainer>``
-    is that at the end, the mean over seeds, ``divergence/<teacher>/start`` that of the untrained policy, and
-    ``divergence/<teacher>/difference`` ours less TRL's, paired by seed. ``trl_trace/max_rel_error`` is the largest
+    ``adapter_over_trl/...`` is the same where ours reads the teacher as an adapter. ``distilled/<teacher>/<trainer>``
+    is the divergence at the end, the mean over seeds, ``distilled/<teacher>/start`` that of the untrained policy, and
+    ``distilled/<teacher>/difference`` ours less TRL's, paired by seed. ``trl_trace/max_rel_error`` is the largest
     relative error of `grade.experiments.trl_traces`.
     """
     columns = {"seconds": "seconds_per_step", "cpu_seconds": "cpu_seconds_per_step", "peak": "peak_bytes",
@@ -41,7 +41,7 @@ def teacher_peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, traces: pd.D
         parts = {"start": untrained["divergence"], OURS: last[OURS], PEER: last[PEER],
                  "difference": last[OURS] - last[PEER]}  # fmt: skip
         for name, values in parts.items():
-            figures |= estimate_figures(f"divergence/{teacher}/{name}", values)
+            figures |= estimate_figures(f"distilled/{teacher}/{name}", values)
     if traces is not None:
         figures["trl_trace/max_rel_error"] = float(traces["rel_error"].abs().max())
     return figures

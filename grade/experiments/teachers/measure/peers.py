@@ -4,7 +4,8 @@ Both descend the reverse KL to the teacher along completions that the policy sam
 from the same start, AdamW, learning rate and sizes. TRL's trainer always samples itself (its ``lmbda`` would be 1) and
 always has its loss in tiles; what it is told is in `settings`. Each trains in a fresh process of one thread and leaves
 its adapters in a folder; others evaluate them, all by one function, so that peak memory is that of training. Each has
-the sampler that is fastest on a CPU: ours `shared`, TRL's generation of transformers, the only one it has there.
+the sampler that is fastest on a CPU: ours `own`, as the policy's probabilities are compared with those of any other,
+which takes a pass more; TRL's generation of transformers, the only one it has there.
 
 | teacher | |
 |---|---|
@@ -88,7 +89,7 @@ class TeacherPeersConfig(Config):
 def run_config(config: TeacherPeersConfig, seed: int, **values: Any) -> TrainConfig:
     """Our run; TRL's settings are made of it."""
     given = FIXED | {
-        "method": "teacher", "sampler": "shared", "seed": seed, "max_prompt_length": config.prompt_tokens,
+        "method": "teacher", "seed": seed, "max_prompt_length": config.prompt_tokens,
         "max_completion_length": config.new_tokens, "min_completion_length": config.new_tokens,
         "per_device_train_batch_size": config.batch, "max_steps": config.steps, "eval_steps": config.eval_every,
         "learning_rate": config.learning_rate, "gradient_checkpointing": config.gradient_checkpointing,
