@@ -11,6 +11,7 @@ from gradients.test_policy_gradient import BETA, Reward, enumerated, flat_grad, 
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
+from grade.experiments.teachers.measure.divergences import dense_divergence as dense
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
@@ -25,16 +26,6 @@ from grade.rewards.teacher import TeacherReward
 
 N, V = 9, 130
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
-
-
-def dense(logits, teacher_logits, beta):
-    """TRL's definition (Agarwal et al. 2024), with the mixture in probabilities."""
-    p, q = logits.softmax(-1), teacher_logits.softmax(-1)
-    if beta in (0.0, 1.0):
-        of, to = (q, p) if beta == 0 else (p, q)
-        return (of * (of.log() - to.log())).sum(-1)
-    m = beta * q + (1 - beta) * p
-    return (beta * q * (q.log() - m.log()) + (1 - beta) * p * (p.log() - m.log())).sum(-1)
 
 
 @pytest.mark.parametrize("beta", BETAS)
