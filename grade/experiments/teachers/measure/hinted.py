@@ -9,7 +9,7 @@
 | ``nonsense`` | the same with another number as hint |
 | ``weight_1`` | method `teacher`: the base that has read the sum is learned, whatever the rewards |
 
-The last is on-policy self-distillation (OPSD, SDPO; a survey is in arXiv:2606.04036), with the base as teacher.
+The last is on-policy self-distillation (OPSD, SDPO; compared in arXiv:2606.04036), with the base as teacher.
 """
 
 from __future__ import annotations
