@@ -160,6 +160,7 @@ class Learner:
     """A method that samples completions of a step, has them scored, and updates: what all of these share."""
 
     value_head: _ValueHead | None = None
+    inverse = False  # how tokens are drawn, see `generate`
 
     def __init__(self, config: MethodConfig, backbone: Backbone) -> None:
         self.config, self.backbone = config, backbone
@@ -176,7 +177,8 @@ class Learner:
 
     def _sample(self, prompts: PromptBatch, generator: torch.Generator, temperature: float = 1.0) -> Completions:
         most, least = self.config.max_completion_length, self.config.min_completion_length
-        return Completions(prompts, *generate(self.backbone, prompts, most, generator, temperature, least))
+        drawn = generate(self.backbone, prompts, most, generator, temperature, least, inverse=self.inverse)
+        return Completions(prompts, *drawn)
 
     def sampled(self, microbatches: Iterable[Microbatch]) -> Iterator[Completions]:
         """Each microbatch's completions: sampled now, unless they are given."""

@@ -27,6 +27,8 @@ from grade.models.scoring import predicting_hidden, token_kl
 class TeacherGradient(Learner):
     """The method. It keeps nothing between steps."""
 
+    inverse = True
+
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint: none."""
         return {}

@@ -56,7 +56,7 @@ NEUTRAL = {
 }  # fmt: skip
 """Parameters of every request: the policy itself, unchanged, and tokens instead of text."""
 LOCAL = ("own", "shared")
-"""Samplers of this process: `generate`, and the same with ``shared``."""
+"""Samplers of this process: `generate`, and the same with ``inverse`` and ``shared``."""
 
 Row = tuple[list[int], list[float]]
 """A completion's tokens and their log-probabilities."""
@@ -125,8 +125,9 @@ class Sampler:
         self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
     ) -> Samples:
         logps: list[Tensor] = []
+        less = self.name == "shared"
         ids, mask = generate(
-            backbone, prompts, most, generator, min_new_tokens=least, logps=logps, shared=self.name == "shared"
+            backbone, prompts, most, generator, min_new_tokens=least, logps=logps, inverse=less, shared=less
         )
         return Samples(ids, mask, torch.stack(logps, 1) * mask)
 

@@ -100,6 +100,7 @@ def generate(
     min_new_tokens: int = 0,
     stop_early: bool = True,
     logps: list[Tensor] | None = None,
+    inverse: bool = False,
     shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Ordinary samples: ``argmax(l / temperature + g)``, an exact sample of ``softmax(l / temperature)``.
@@ -113,9 +114,9 @@ def generate(
         min_new_tokens: End-of-sequence is not sampled before this many tokens.
         stop_early: Stop when every completion has ended.
         logps: A list that gets each position's log-probabilities [B] of its tokens; not for greedy completions.
-        shared: Read a prompt once for all of its completions, which follow each other in the batch, and draw a token
-            with one random number (`draw`) instead of noise for the whole vocabulary: less to compute. The completions
-            have the same distribution; they are other ones for the same seed.
+        inverse: Draw a token with one random number (`draw`) instead of noise for the whole vocabulary: less to
+            compute. The completions have the same distribution; they are other ones for the same seed.
+        shared: Read a prompt once for all of its completions, which follow each other in the batch.
 
     Returns:
         Completion ids and mask, each [B, T'] with T' <= T.
@@ -136,7 +137,7 @@ def generate(
         for step in range(max_new_tokens):
             if going:
                 logits = forbid_eos(state.logits(), None, step, min_new_tokens, eos)
-                if shared:
+                if inverse:
                     token, values = draw(logits / temperature, generator)
                     _check_logits(values, alive)
                 else:
