@@ -1234,7 +1234,7 @@ def _check_callback(callback: Any, args: GradeConfig) -> None:
     if not issubclass(kind, TrainerCallback):
         raise InputError("callbacks", callback, "a list of TrainerCallback")
     for name, missing in (("metric_for_best_model", None), ("eval_strategy", "no")):
-        if kind is EarlyStoppingCallback and getattr(args, name) == missing:
+        if issubclass(kind, EarlyStoppingCallback) and getattr(args, name) == missing:
             raise InputError(name, missing, "another value with EarlyStoppingCallback, which reads it")
 
 

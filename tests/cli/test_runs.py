@@ -269,7 +269,7 @@ def test_what_has_no_content_or_another_type_is_one_line(copied, capsys, name, c
     assert "RUN: got" in error(capsys, "show", copied)
 
 
-@pytest.mark.parametrize("column, values", [("prompt", [1.0]), ("rewards/a", ["x"]), ("reward", ["x"]), (0, [1.0])])
+@pytest.mark.parametrize("column, values", [("prompt", [1.0]), ("rewards/a", ["x"]), ("reward", ["x"])])
 def test_a_table_of_other_types_is_one_line(copied, capsys, column, values):
     row = {"prompt": ["a"], "completion": ["b"], "reward": [0.5], column: values}
     pd.DataFrame(row).to_parquet(copied / "completions" / "eval_00009.parquet")
