@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -276,6 +276,18 @@ def check_file(path: str | Path, option: str, ending: str = ".json") -> None:
         trial = target.with_name(f".{os.getpid()}.{target.name}")
         trial.touch()  # root may write anywhere, says os.access
         trial.unlink()
+
+
+def check_apart(outputs: Mapping[str, str | Path | None]) -> None:
+    """Reject a file that is another output, or in which another would lie; outputs by option, of which one is a folder.
+
+    ``None`` is not written.
+    """
+    places = {option: _resolved(path, option) for option, path in outputs.items() if path is not None}
+    for option, place in places.items():
+        for other in places.keys() - {option}:
+            if option != OPTION and place in (places[other], *places[other].parents):
+                raise InputError(option, str(outputs[option]), f"another file than {other}, and no folder around it")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rich.console import Console
 from grade.cli.options import command, option
 from grade.cli.runs import rich_table
 from grade.errors import InputError
-from grade.files import atomic, check_file, write_text
+from grade.files import atomic, check_apart, check_file, write_text
 from grade.results import environment
 from grade.training.explained import ExplainConfig, Explained, explain, figure
 
@@ -36,6 +36,7 @@ def _explained(args: argparse.Namespace) -> None:
         if not args.figure.lower().endswith(ENDINGS):
             raise InputError("--figure", args.figure, f"a file whose name ends in {', '.join(ENDINGS)}")
         check_file(args.figure, "--figure", Path(args.figure).suffix)
+    check_apart({"--json": args.json, "--figure": args.figure})
     result = explain(config)
     _show(result, config)
     if args.json is not None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import pydantic
 
 from grade.config import Config, Settings, own_fields
-from grade.errors import InputError
+from grade.files import OPTION, check_apart
 
 ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {}
 """By command, what adds its options and the function that executes them."""
@@ -43,8 +42,7 @@ def command(
 
     def registered(execute: Callable) -> Callable:
         def apart(args: argparse.Namespace) -> None:
-            if os.path.realpath(args.metrics) == os.path.realpath(args.output_dir):
-                raise InputError("--metrics", args.metrics, "another place than --output-dir")
+            check_apart({"--metrics": args.metrics, OPTION: args.output_dir})
             execute(args)
 
         def add(parser: argparse.ArgumentParser) -> None:

@@ -92,7 +92,7 @@ def _show(args: argparse.Namespace) -> None:
     if len(history):
         console.print("", rich_table(history), sep="\n")
     for title, table in shown.items():
-        console.print(f"\n{title}: {min(args.rows, len(table))} of {len(table)} completions")
+        console.print(f"\n{_shown(title)}: {min(args.rows, len(table))} of {len(table)} completions")
         console.print(rich_table(table.head(args.rows)))
     if tokens:
         best, worst = (", ".join(words) or "nothing yet" for words in tokens)
@@ -128,15 +128,16 @@ def _settings(settings: dict[str, Any], metrics: dict[str, Any], state: dict[str
     """One line: method, base, rewards, steps, seed; what is not known is left out. Without metrics it is unfinished."""
     known = {**metrics, **settings}
     rewards = known.get("reward", [])
-    total = known.get("steps") or state.get("max_steps") or settings.get("max_steps", -1)
-    finished = metrics or 0 < total <= state.get("global_step", 0)  # without metrics: trained from Python
-    steps = f"{total} steps" if finished else f"step {state.get('global_step', 0)} of {total}, not finished"
+    total = int(known.get("steps") or state.get("max_steps") or settings.get("max_steps", -1))
+    step = int(state.get("global_step", 0))
+    finished = metrics or 0 < total <= step  # without metrics: trained from Python
+    steps = f"{total} steps" if finished else f"step {step} of {total}, not finished"
     parts = {
         "": known.get("method"), "base ": known.get("model"),
         "reward ": " + ".join([rewards] if isinstance(rewards, str) else rewards),
         " ": steps if total > 0 else "" if finished else "not finished", "seed ": known.get("seed"),
     }  # fmt: skip
-    return ", ".join(f"{name.lstrip()}{value}" for name, value in parts.items() if value not in (None, ""))
+    return ", ".join(f"{name.lstrip()}{_shown(value)}" for name, value in parts.items() if value not in (None, ""))
 
 
 def _liked(run: Path, table: pd.DataFrame, most: int) -> list[list[str]]:
@@ -152,8 +153,10 @@ def _log(run: Path, state: dict[str, Any], finished: bool) -> pd.DataFrame:
     check_whole(run, "RUN", ("history.csv",))
     if finished and (run / "history.csv").exists():
         rows = pd.read_csv(require_file(run / "history.csv")).astype({"step": int})
+        if rows.empty:
+            raise ValueError("it has no rows")
     elif state:
-        rows = pd.DataFrame(state["log_history"], columns=["step", "reward", *HISTORY]).groupby("step").first()
+        rows = pd.DataFrame([*state["log_history"]], columns=["step", "reward", *HISTORY]).groupby("step").first()
         rows = rows.dropna(how="all").dropna(axis=1, how="all").reset_index()
     else:
         return pd.DataFrame()
@@ -203,14 +206,16 @@ def _tables(run: Path, step: int | None, mark: str | None) -> dict[str, pd.DataF
         if its == step:
             with reading("RUN", path, "a table that a training run wrote"):
                 table = pd.read_parquet(require_file(path), page_checksum_verification=True)
+                if (written := f"{path.stem} of {mark}") != table.attrs.get("table", written):
+                    raise InputError("RUN", str(path), "a table of this run and step: it is another's")
                 texts, number = (["token"], "value") if kind == "tokens" else (["prompt", "completion"], "reward")
-                table[[*texts, number]].astype({number: float})
-            if (written := f"{path.stem} of {mark}") != table.attrs.get("table", written):
-                raise InputError("RUN", str(path), "a table of this run and step: it is another's")
-            names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
-            names = {name: name if part in table else part for name, part in names.items()}
-            tables[f"{kind}, step {step}"] = table = table.rename(columns=names)
-            table.attrs["names"] = names
+                names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
+                table = table.astype(dict.fromkeys((number, *names), float))
+                if not table[texts].map(lambda text: isinstance(text, str)).all(None):
+                    raise ValueError(f"{' and '.join(texts)} are not texts")
+                names = {name: name if part in table else part for name, part in names.items()}
+                tables[f"{kind}, step {step}"] = table = table.rename(columns=names)
+                table.attrs["names"] = names
     return tables
 
 

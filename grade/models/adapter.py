@@ -115,15 +115,20 @@ def _check_used(peft: PeftModel, config: LoraConfig) -> None:
 def continued_adapter(model: PeftModel) -> PeftModel:
     """Make the active adapter of a wrapped model, whose base is frozen, trainable again; it is in eval mode.
 
-    An adapter of another kind than LoRA, one that adapts what may not be adapted or is merged is an `InputError`.
+    An adapter of another kind than LoRA, one that adapts what may not be adapted, is merged or is off is an
+    `InputError`.
     """
     for config in model.peft_config.values():  # an adapter that is not active may have changed the base as well
         _check_settings(config)
     for name, layer in _lora_layers(model):
         if layer.merged:
             raise InputError("adapter", f"merged into {name}", "an adapter beside its base: call unmerge_adapter()")
+        if layer.disable_adapters:
+            raise InputError("adapter", f"off in {name}", "an adapter that is on: call enable_adapter_layers()")
         for key in layer.lora_dropout:
             layer.lora_dropout[key] = nn.Identity()
+    if len(model.active_adapters) != 1:
+        raise InputError("adapter", model.active_adapters, "one that is active: call set_adapter with its name")
     model.set_adapter(model.active_adapter)
     return _checked(model)
 

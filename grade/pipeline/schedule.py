@@ -65,7 +65,7 @@ def run(
     jobs = min(suite["jobs"], os.cpu_count() or 1) if jobs is None else jobs
     if jobs < 1:
         raise InputError("jobs", jobs, "at least 1")
-    place = prepare_workspace(root, profile)
+    place = prepare_workspace(root, profile, names)
     lock = FileLock(place / ".dvc" / "tmp" / "repro.lock")
     Path(lock.lock_file).parent.mkdir(exist_ok=True)
     try:
@@ -100,8 +100,6 @@ def _outdated(place: Path, names: Sequence[str], force: bool) -> nx.DiGraph:
     wanted = set() if names else set(graph)
     for name in names:
         matching = {stage for stage in graph if name in (stage, stage.partition("@")[0])}
-        if not matching:
-            raise InputError("stage", name, f"one of {', '.join(graph)}")
         wanted |= matching.union(*(nx.ancestors(graph, stage) for stage in matching))
     return graph.subgraph(changed.union(*(nx.descendants(graph, stage) for stage in changed)) & wanted).copy()
 

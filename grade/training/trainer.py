@@ -25,13 +25,14 @@ Left out: streaming datasets, training without an adapter.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -41,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 from safetensors import SafetensorError
@@ -48,7 +50,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
@@ -80,7 +82,7 @@ from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, n
 from grade.training.kl_budget import LAST_TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
-from grade.training.trl import refuse_theirs, refuse_unknown
+from grade.training.trl import refuse_unknown
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -169,19 +171,16 @@ class GradeTrainer(Trainer):
             args = GradeConfig(f"{Path(name).name or 'model'}-GRADE")
         if not isinstance(args, GradeConfig):
             raise InputError("args", type(args).__name__, "a GradeConfig; GradeConfig.from_trl makes one of TRL's")
-        refuse_theirs({name: value for name, value in vars(args).items() if name not in args.__dataclass_fields__})
-        args = replace(args)  # checked again: values may have been set; and the caller's serves other trainers too
+        given, args = args, replace(args)  # checked again: values may have been set; the caller's serves other trainers
+        refuse_unknown(_added(given, vars(args)), vars(args))
         for name in _NOT_CALLED:
             if getattr(type(self), name, None) is not getattr(GradeTrainer, name, None):
                 allowed = f"as in GradeTrainer, which does not call it; a subclass may change {', '.join(_CALLED)}"
                 raise InputError(f"{type(self).__name__}.{name}", "another method", allowed)
-        for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []:
-            if not isinstance(callback, TrainerCallback) and not _is_callback_class(callback) or callback is callbacks:
-                raise InputError("callbacks", callbacks, "a list of TrainerCallback")
-            if isinstance(callback, EarlyStoppingCallback) or callback is EarlyStoppingCallback:
-                for name, missing in (("metric_for_best_model", None), ("eval_strategy", "no")):
-                    if getattr(args, name) == missing:
-                        raise InputError(name, missing, "another value with EarlyStoppingCallback, which reads it")
+        if callbacks and not isinstance(callbacks, list | tuple):
+            raise InputError("callbacks", callbacks, "a list of TrainerCallback")
+        for callback in callbacks or ():
+            _check_callback(callback, args)
         policy = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
         place(policy, args.device, args.bf16, args.sharded)
         self.backbone = policy.view(processing_class, args.temperature)
@@ -252,6 +251,31 @@ class GradeTrainer(Trainer):
             self.remove_callback(theirs)
         self.add_callback(Lines(self.evaluations))
         self.add_callback(_StepEnd(self))
+        self._settled = dict(vars(self.args))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what is read at construction alone: assigned later, it would have no effect."""
+        if "_settled" in vars(self) and value is not getattr(self, name, None):
+            setting = name in GradeConfig.__dataclass_fields__ and not hasattr(self, name)
+            if setting or name in _READ_ONCE:
+                allowed = "as the trainer was made: it is an argument, a setting or a method of a new GradeTrainer"
+                raise InputError(f"trainer.{name}", type(value).__name__, allowed)
+            if name == "eval_dataset":
+                self._check_sets(value, self.args)
+        super().__setattr__(name, value)
+
+    def _check_settled(self) -> None:
+        """Refuse settings that were changed since construction: some would be honoured, others not."""
+        refuse_unknown(_added(self.args, self._settled), self._settled)
+        for name, value in vars(self.args).items():
+            if value != self._settled.get(name, value) and name != "eval_on_start":  # which `train` changes
+                allowed = f"{self._settled[name]!r}, as the trainer was made: settings are for a new GradeTrainer"
+                raise InputError(f"trainer.args.{name}", value, allowed)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """As ``Trainer.add_callback``."""
+        _check_callback(callback, self.args)
+        super().add_callback(callback)
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As ``Trainer.init_hf_repo``."""
@@ -264,8 +288,9 @@ class GradeTrainer(Trainer):
             allowed = "a pair: an optimizer and its schedule, or None for either"
             raise InputError("optimizers", type(optimizers).__name__, allowed)
         optimizer, schedule = optimizers
+        kind = type(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer | None):
-            raise InputError("optimizers", type(optimizer).__name__, "an optimizer, made of the adapter's parameters")
+            raise InputError("optimizers", kind.__name__, "an optimizer, made of the adapter's parameters")
         if schedule is not None and getattr(schedule, "optimizer", None) is not optimizer:
             about = f"{type(schedule).__name__} of another optimizer"
             raise InputError("optimizers", about, "a schedule of the optimizer that is given with it")
@@ -279,6 +304,7 @@ class GradeTrainer(Trainer):
         missing = "the adapter's parameters" if {id(p) for p in trained} - given else "PPO's value head"
         if {id(p) for p in (*trained, *head)} - given:
             raise InputError("optimizers", f"an optimizer without {missing}", "one with all that is trained, or none")
+        _try_step(optimizer, "optimizers", kind.__name__, "one whose step takes dense gradients, and no closure")
 
     # ---- data ----
     def _make_teacher(self, given: Any, args: GradeConfig, dataset: Any, texts: bool) -> Teacher | None:
@@ -438,11 +464,17 @@ class GradeTrainer(Trainer):
         total = args.max_steps * args.gradient_accumulation_steps * args.world_size * args.batch_prompts
         return _Passes(rows, total, args.seed if args.shuffle_dataset else None)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: None = None,
+        ignore_keys_for_eval: None = None, **others: Any,
+    ) -> TrainOutput:  # fmt: skip
         """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``.
 
         None is ``args.resume_from_checkpoint``.
         """
+        refuse_unknown(others, (), "argument of train")
+        _refuse_unread(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
+        self._check_settled()
         if self.train_dataset is None:
             raise InputError("train_dataset", None, "rows with a prompt")
         if resume_from_checkpoint is None:
@@ -459,7 +491,7 @@ class GradeTrainer(Trainer):
         try:
             if self._texts is not None:
                 self._distil_texts()
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(resume_from_checkpoint)
         except BaseException:
             with suppress(OSError):  # the folder, which the Trainer made, where nothing was written
                 os.rmdir(self.args.output_dir)
@@ -665,6 +697,8 @@ class GradeTrainer(Trainer):
                 if args.optim_args and options == self.get_optimizer_cls_and_kwargs(without, self.model)[1]:
                     raise InputError("optim_args", args.optim_args, "none: this optimizer does not read it")
                 self.optimizer = kind(groups, weight_decay=args.weight_decay, **options)
+        elif not isinstance(self.optimizer, AcceleratedOptimizer):  # which an earlier call has made
+            self._check_optimizers((self.optimizer, None))
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -714,6 +748,7 @@ class GradeTrainer(Trainer):
         self.log_buffer.add({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
 
     def _step_ended(self) -> None:
+        self._check_settled()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         if self._along_texts(self.state.global_step):
@@ -858,8 +893,12 @@ class GradeTrainer(Trainer):
             self.state.epoch = self.passes(step)
         super().log(logs, start_time)
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """As ``Trainer.evaluate``: on ``self.eval_dataset``, one of its sets by name, or other rows with a prompt."""
+        _refuse_unread(ignore_keys=ignore_keys)
+        self._check_settled()
         if eval_dataset is None and self.eval_dataset is None:
             raise InputError("eval_dataset", None, "rows with a prompt")
         if isinstance(eval_dataset, str):
@@ -868,14 +907,16 @@ class GradeTrainer(Trainer):
                 raise InputError("eval_dataset", eval_dataset, f"one of the sets by name: {', '.join(sets) or 'none'}")
         else:
             self._check_sets(eval_dataset, self.args)
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        return super().evaluate(eval_dataset, None, metric_key_prefix)
 
-    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> Any:
         """As ``Trainer.predict``, on rows with a prompt: what `evaluate` measures, and no predictions."""
+        _refuse_unread(ignore_keys=ignore_keys)
+        self._check_settled()
         if test_dataset is None:
             raise InputError("test_dataset", None, "rows with a prompt")
         self._check_dataset(test_dataset, self.args)
-        return super().predict(test_dataset, *args, **kwargs)
+        return super().predict(test_dataset, None, metric_key_prefix)
 
     def evaluation_loop(
         self, dataloader: DataLoader, description: str, prediction_loss_only: bool | None = None,
@@ -967,11 +1008,13 @@ class GradeTrainer(Trainer):
         if self.kl_budget is not None:
             state["kl_budget"] = self.kl_budget.state()
         state |= {"text_steps": self.text_steps, "chosen": self.chosen}
+        state["history"] = sha256_of(folder / TRAINER_STATE_NAME)
         if self.learner is not None:
             state["means"] = self.learner.means
             tensors = self._learned()
             if tensors:
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
+            state["learner"] = _noted(tensors)
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def _settings(self) -> dict[str, Any]:
@@ -997,7 +1040,10 @@ class GradeTrainer(Trainer):
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         check_saved(self.backbone.peft, resume_from_checkpoint)
         with reading("resume_from_checkpoint", resume_from_checkpoint, "a checkpoint of GradeTrainer"):
-            before = json.loads((Path(resume_from_checkpoint) / STATE_FILE).read_text(encoding="utf-8"))["settings"]
+            state = json.loads((Path(resume_from_checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
+            history, before = Path(resume_from_checkpoint) / TRAINER_STATE_NAME, state["settings"]
+            if sha256_of(history) != state["history"]:
+                raise InputError("resume_from_checkpoint", str(history), f"the history as {STATE_FILE} has noted it")
             for name, value in self._settings().items():
                 if name not in _LENGTH and before.get(name, value) != value:
                     raise InputError(name, value, f"{before[name]!r}, as in {resume_from_checkpoint}, to continue it")
@@ -1008,6 +1054,9 @@ class GradeTrainer(Trainer):
             return super()._load_optimizer_and_scheduler(checkpoint)
         with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
             super()._load_optimizer_and_scheduler(checkpoint)
+            own = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapping
+            place = Path(checkpoint) / OPTIMIZER_FILE
+            _try_step(own, "resume_from_checkpoint", place, "the state of this optimizer")
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
             self.seconds = state["seconds"]
             self.log_buffer.restore(state["window"])
@@ -1026,12 +1075,20 @@ class GradeTrainer(Trainer):
                 self.learner.means[:] = state["means"]
                 if self._learned():
                     tensors = load_file(Path(checkpoint) / LEARNER_FILE)
+                    self._check_learned(Path(checkpoint) / LEARNER_FILE, _noted(tensors), state["learner"])
                     self.learner.load_tensors(tensors)
                     if self.along not in (None, self.learner):
                         self.along.load_tensors({name.removeprefix("along/"): v for name, v in tensors.items()
                                                  if name.startswith("along/")})  # fmt: skip
                     beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
                     self.objective = replace(self.objective, beta=beta)
+
+    def _check_learned(self, file: Path, here: dict[str, Any], noted: dict[str, Any]) -> None:
+        """Reject a learner's state that lacks a tensor, has one too many, or one of another type, shape or content."""
+        for name in sorted(here.keys() | noted.keys()):
+            if (has := here.get(name)) != (wanted := noted.get(name)):
+                allowed = f"type, shape and number of infinite values as {STATE_FILE} has noted: {wanted}, not {has}"
+                raise InputError("resume_from_checkpoint", f"{name} in {file}", allowed)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading("resume_from_checkpoint", str(checkpoint), "a checkpoint with the state of its generators"):
@@ -1147,8 +1204,51 @@ class _Passes:
             yield from order[: self.total - start]
 
 
-def _is_callback_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, TrainerCallback)
+_READ_ONCE = {
+    *inspect.signature(Trainer).parameters, *inspect.signature(GradeTrainer).parameters, "backbone", "rewards",
+    *_NOT_CALLED,
+} - {"eval_dataset", "judge"}  # fmt: skip
+"""What a trainer has from its construction; those two are read at each evaluation."""
+
+
+def _added(args: GradeConfig, known: Iterable[str]) -> dict[str, Any]:
+    """Attributes that were set on a config and are none of its own; what libraries keep there begins with _."""
+    return {name: value for name, value in vars(args).items() if name not in known and not name.startswith("_")}
+
+
+def _noted(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a checkpoint notes of a learner's tensors: an error that few groups decide is infinite."""
+    return {name: [str(t.dtype), list(t.shape), int((~t.isfinite()).sum())] for name, t in tensors.items()}
+
+
+def _refuse_unread(**given: Any) -> None:
+    """Refuse arguments of the Trainer's that have no effect here."""
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(name, value, "None: it has no effect here")
+
+
+def _check_callback(callback: Any, args: GradeConfig) -> None:
+    """Refuse what is no callback, and one that waits for a metric that nobody measures."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not issubclass(kind, TrainerCallback):
+        raise InputError("callbacks", callback, "a list of TrainerCallback")
+    for name, missing in (("metric_for_best_model", None), ("eval_strategy", "no")):
+        if issubclass(kind, EarlyStoppingCallback) and getattr(args, name) == missing:
+            raise InputError(name, missing, "another value with EarlyStoppingCallback, which reads it")
+
+
+def _try_step(optimizer: torch.optim.Optimizer, field: str, value: str | Path, allowed: str) -> None:
+    """Refuse an optimizer with which a copy of the weights cannot make a step without a gradient."""
+    trial = copy.deepcopy(optimizer)  # without attributes that torch does not know of; a schedule has replaced `step`
+    vars(trial).update({n: own for n, own in vars(optimizer).items() if n not in vars(trial) and n != "step"})
+    weights = [p for group in trial.param_groups for p in group["params"]]
+    for p in weights:
+        p.grad = torch.zeros_like(p)
+    with reading(field, value, allowed, Exception):
+        trial.step()
+        if not all(p.isfinite().all() for p in weights):
+            raise ValueError("weights are not finite after a step")
 
 
 def _reading(args: GradeConfig) -> dict[str, Any]:

@@ -253,6 +253,30 @@ def test_a_damaged_file_is_one_line(place, copied, capsys, name):
     assert f"{name.removeprefix('checkpoint-4/')} is damaged" in error(capsys, "show", copied)
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("history.csv", "step,train/reward\n"),
+        ("checkpoint-4/trainer_state.json", '{"global_step": NaN, "log_history": []}'),
+        ("checkpoint-4/trainer_state.json", '{"global_step": 4, "log_history": null}'),
+    ],
+)  # fmt: skip
+def test_what_has_no_content_or_another_type_is_one_line(copied, capsys, name, content):
+    (copied / name).write_text(content)
+    if "checkpoint" in name:
+        (copied / "checkpoint-4" / "manifest.json").unlink()
+        (copied / "metrics.json").unlink()
+    assert "RUN: got" in error(capsys, "show", copied)
+
+
+@pytest.mark.parametrize("column, values", [("prompt", [1.0]), ("rewards/a", ["x"]), ("reward", ["x"])])
+def test_a_table_of_other_types_is_one_line(copied, capsys, column, values):
+    row = {"prompt": ["a"], "completion": ["b"], "reward": [0.5], column: values}
+    pd.DataFrame(row).to_parquet(copied / "completions" / "eval_00009.parquet")
+    for more in ((), ("--html", copied / "run.html")):
+        assert "eval_00009.parquet" in error(capsys, "show", copied, *more)
+
+
 def test_what_another_run_wrote_is_one_line(place, copied, capsys, monkeypatch):
     other = copied.parent / "other"
     monkeypatch.chdir(place)

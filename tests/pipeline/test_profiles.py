@@ -198,6 +198,7 @@ def test_a_wrong_place_profile_stage_or_number_is_one_line(project, tmp_path, mo
     for words in (["nowhere"], ["cpu", "third"], ["cpu", "--jobs", "0"]):
         assert main(["repro", *words]) == 2
         assert ": got" in capsys.readouterr().err
+    assert not (project / ".workspaces").exists()
     monkeypatch.chdir(tmp_path)
     assert main(["repro"]) == 2
     project.rename(tmp_path / "a:b")  # PYTHONPATH cannot quote it

@@ -386,6 +386,7 @@ BAD_RUNS = {
     "a model that is none": ({}, dict(model=3), "model: got 'int'"),
     "an adapter for a PeftModel": (
         {}, dict(model="peft", peft_config=LoraConfig(target_modules=["q_proj"])), "peft_config: got 'given'"),
+    "an adapter that is off": ({}, dict(model="off"), "adapter: got 'off in .*enable_adapter_layers"),
     "an adapter of another kind": ({}, dict(peft_config="lora"), "peft_config: got 'str'; allowed: a LoraConfig"),
     "AdaLoRA": ({}, dict(peft_config=AdaLoraConfig(total_step=9, target_modules=["q_proj"])), "got 'ADALORA'; .*LORA"),
     "layers that are not there": ({}, dict(peft_config=LoraConfig(target_modules=["qq"])), "lora.target_modules"),
@@ -401,8 +402,10 @@ BAD_RUNS = {
 def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, tmp_path):
     changes, given, message = BAD_RUNS[name]
     model = given.pop("model", base) if "model" in (given := dict(given)) else base
-    if model == "peft":
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
+    if model in ("peft", "off"):
+        name, lora = model, LoraConfig(target_modules=["q_proj"])
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+        model.base_model.disable_adapter_layers() if name == "off" else None
     with pytest.raises(InputError, match=message):
         trainer(model, tmp_path / "run", **given, **changes)
     assert not (tmp_path / "run").exists()
@@ -441,6 +444,7 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(base)
     made = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4))
     args = GradeConfig(str(tmp_path / "run"), **SMALL | {"max_steps": -1, "method": "ppo", "num_generations": None})
+    rloo = GradeConfig(args.output_dir, **SMALL)
     everything = torch.optim.AdamW(made.peft.parameters())
     adapter = torch.optim.AdamW(made.trainable_parameters())
     for given, message in (
@@ -452,6 +456,7 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
         (dict(optimizers=adapter), "optimizers: got 'AdamW'; allowed: a pair"),
         (dict(optimizers=(torch.optim.AdamW, None)), "optimizers: got 'type'"),
         (dict(optimizers=(None, LambdaLR(adapter, float))), "optimizers: got 'LambdaLR of another optimizer'"),
+        (dict(optimizers=(torch.optim.LBFGS(made.trainable_parameters()), None), args=rloo), "got 'LBFGS'.*closure"),
         (dict(processing_class=base), "processing_class: got 'str'"),
         (dict(eval_dataset={}), "eval_dataset: got {}"),
         (dict(args=GradeConfig(args.output_dir, model_init_kwargs={"dtype": "float16"})), "model_init_kwargs: got "),
@@ -476,6 +481,34 @@ def test_a_setting_that_is_changed_afterwards_is_checked(name, value, base, tmp_
     setattr(args, name, value)
     with pytest.raises(InputError, match=f"{name}: got"):
         GradeTrainer(base, length, args, PROMPTS)
+
+
+def test_what_is_assigned_after_construction_is_honoured_or_refused(base, tmp_path):
+    made = trainer(base, tmp_path / "run", save_strategy="no")
+    for name, value in (
+        ("reward_funcs", [length]), ("train_dataset", PROMPTS.select([0])), ("model", None), ("beta", 0.5),
+        ("compute_loss", print), ("args", None), ("eval_dataset", "reviews"), ("rewards", None),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"trainer.{name}: got|dataset: got"):
+            setattr(made, name, value)
+    for calls, message in (
+        (lambda: made.add_callback("tensorboard"), "callbacks: got 'tensorboard'"),
+        (lambda: made.train(trial={"a": 1}), "trial: got .*; allowed: None"),
+        (lambda: made.train(model_path="x"), "model_path: got 'x'; allowed: a known argument of train"),
+        (lambda: made.train(ignore_keys_for_eval=["a"]), "ignore_keys_for_eval: got"),
+        (lambda: made.evaluate(PROMPTS, ignore_keys=["a"]), "ignore_keys: got"),
+    ):
+        with pytest.raises(InputError, match=message):
+            calls()
+    made.eval_dataset = PROMPTS.select([0, 1])
+    assert made.evaluate()["eval_reward_n"] == 2
+    made.args.loss_type = "dapo"
+    with pytest.raises(InputError, match="loss_type: got 'dapo'; allowed: TRL's, not ours"):
+        made.train()
+    del made.args.loss_type
+    made.args.temperature = 0.5
+    with pytest.raises(InputError, match="trainer.args.temperature: got 0.5; allowed: 1.0, as the trainer was made"):
+        made.train()
 
 
 @pytest.mark.parametrize("name", ["compute_loss", "_generate_and_score_completions", "prediction_step"])

@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 
 from grade.cli.options import command, option
-from grade.errors import InputError
 from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
-from grade.files import check_file, write_text
+from grade.files import check_apart, check_file, write_text
 from grade.results import environment, write_results
 
 
@@ -30,8 +29,7 @@ def _bench(args: argparse.Namespace) -> None:
     check_file(target, "--output")
     if args.metrics is not None:
         check_file(args.metrics, "--metrics")
-        if Path(args.metrics).resolve() == target.resolve():
-            raise InputError("--metrics", args.metrics, "another file than --output")
+    check_apart({"--metrics": args.metrics, "--output": target})
     target.parent.mkdir(parents=True, exist_ok=True)
     rows = compare_with_real(steps, args.device)
     content = {"environment": about, "steps": rows}

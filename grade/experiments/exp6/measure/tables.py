@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from grade.config import Config
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.experiments.measured import Several, Size
 from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
 from grade.experiments.traced import kept_bytes
@@ -168,11 +168,15 @@ class Settings(Config):
 
 
 # ---- finished training runs ----
-def _folders(s: Settings) -> list[Path]:
-    folders = sorted(file.parent for file in s.runs.glob("*/history.csv"))
+def _of_each(s: Settings, read: Callable[[Path], Any]) -> dict[str, Any]:
+    """What is read in the folder of each run, by the folder's name."""
+    folders, values = sorted(file.parent for file in s.runs.glob("*/history.csv")), dict[str, Any]()
     if not folders:
         raise InputError("runs_dir", str(s.runs), "a folder with <run>-<seed>/history.csv")
-    return folders
+    for folder in folders:
+        with reading("runs_dir", folder, "the folder of a finished run"):
+            values[folder.name] = read(folder)
+    return values
 
 
 def _runs(s: Settings) -> pd.DataFrame:
@@ -181,8 +185,8 @@ def _runs(s: Settings) -> pd.DataFrame:
     Standard errors are over prompts (those of a gain are of the paired difference), ``z`` is gain over standard error,
     ``n`` the number of prompts.
     """
-    rows = []
-    for folder in _folders(s):
+
+    def row_of(folder: Path) -> dict[str, Any]:
         m = read_metrics(folder / "metrics.json")
         row: dict[str, Any] = {"run": folder.name, "samples": m["samples"]}
         for judge in ("reward", "gold"):
@@ -190,32 +194,37 @@ def _runs(s: Settings) -> pd.DataFrame:
             row |= {f"{judge} {when}": m[f"{when}/val/{judge}_mean"] for when in ("before", "after")}
             row |= {f"{judge} stderr": stderr, f"{judge} z": gain / stderr}
         kl = {"KL": m["after/val/kl"], "KL stderr": m["after/val/kl_stderr"]}
-        rows.append(row | kl | {"n": m["gain/reward_n"]})
-    return pd.DataFrame(rows)
+        return row | kl | {"n": m["gain/reward_n"]}
+
+    return pd.DataFrame(_of_each(s, row_of).values())
 
 
 def _curves(s: Settings) -> pd.DataFrame:
     """Histories of the runs without their times, one below the other."""
-    histories = {folder.name: pd.read_csv(folder / "history.csv") for folder in _folders(s)}
+    histories = _of_each(s, lambda folder: pd.read_csv(folder / "history.csv"))
     table = pd.concat(histories, names=["run"]).reset_index("run").reset_index(drop=True)
     return table.drop(columns=[column for column in table if "seconds" in column])
 
 
 def _run_seconds(s: Settings) -> pd.DataFrame:
     """Seconds since the start of each run by step, evaluations not counted."""
-    tables = []
-    for folder in _folders(s):
+
+    def seconds_of(folder: Path) -> pd.DataFrame:
         file = folder / "timings.csv"
         times = pd.read_csv(file if file.is_file() else folder / "history.csv")
-        tables.append(times[["step", "seconds"]].assign(run=folder.name))
-    return pd.concat(tables, ignore_index=True)[["run", "step", "seconds"]]
+        return times[["step", "seconds"]].assign(run=folder.name)
+
+    return pd.concat(_of_each(s, seconds_of).values(), ignore_index=True)[["run", "step", "seconds"]]
 
 
 def _texts(s: Settings) -> pd.DataFrame:
     """Three completions of each run before and after training, with the trained reward and the gold judge's score."""
-    samples = [{"run": folder.name, **sample} for folder in _folders(s)
-               for sample in json.loads((folder / "samples.json").read_text(encoding="utf-8"))[:3]]  # fmt: skip
-    return pd.DataFrame(samples)
+
+    def samples_of(folder: Path) -> list[dict[str, Any]]:
+        samples = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
+        return [{"run": folder.name, **sample} for sample in samples[:3]]
+
+    return pd.DataFrame([row for rows in _of_each(s, samples_of).values() for row in rows])
 
 
 # ---- parity of the engines ----
