@@ -49,8 +49,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
 from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
@@ -265,10 +265,10 @@ class GradeTrainer(Trainer):
         super().__setattr__(name, value)
 
     def _check_settled(self) -> None:
-        """Refuse settings that were changed since construction: some would be honoured, others not."""
+        """Refuse our settings that were changed since construction, which has read some of them, and TRL's."""
         refuse_unknown(_added(self.args, self._settled), self._settled)
-        for name, value in vars(self.args).items():
-            if value != self._settled.get(name, value) and name != "eval_on_start":  # which `train` changes
+        for name in GradeConfig.__dataclass_fields__.keys() - TrainingArguments.__dataclass_fields__.keys():
+            if (value := getattr(self.args, name)) != self._settled[name]:
                 allowed = f"{self._settled[name]!r}, as the trainer was made: settings are for a new GradeTrainer"
                 raise InputError(f"trainer.args.{name}", value, allowed)
 
@@ -288,9 +288,8 @@ class GradeTrainer(Trainer):
             allowed = "a pair: an optimizer and its schedule, or None for either"
             raise InputError("optimizers", type(optimizers).__name__, allowed)
         optimizer, schedule = optimizers
-        kind = type(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer | None):
-            raise InputError("optimizers", kind.__name__, "an optimizer, made of the adapter's parameters")
+            raise InputError("optimizers", type(optimizer).__name__, "an optimizer, made of the adapter's parameters")
         if schedule is not None and getattr(schedule, "optimizer", None) is not optimizer:
             about = f"{type(schedule).__name__} of another optimizer"
             raise InputError("optimizers", about, "a schedule of the optimizer that is given with it")
@@ -304,7 +303,8 @@ class GradeTrainer(Trainer):
         missing = "the adapter's parameters" if {id(p) for p in trained} - given else "PPO's value head"
         if {id(p) for p in (*trained, *head)} - given:
             raise InputError("optimizers", f"an optimizer without {missing}", "one with all that is trained, or none")
-        _try_step(optimizer, "optimizers", kind.__name__, "one whose step takes dense gradients, and no closure")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise InputError("optimizers", "LBFGS", "one whose step needs no closure")
 
     # ---- data ----
     def _make_teacher(self, given: Any, args: GradeConfig, dataset: Any, texts: bool) -> Teacher | None:
@@ -748,7 +748,6 @@ class GradeTrainer(Trainer):
         self.log_buffer.add({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
 
     def _step_ended(self) -> None:
-        self._check_settled()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         if self._along_texts(self.state.global_step):
@@ -1008,13 +1007,11 @@ class GradeTrainer(Trainer):
         if self.kl_budget is not None:
             state["kl_budget"] = self.kl_budget.state()
         state |= {"text_steps": self.text_steps, "chosen": self.chosen}
-        state["history"] = sha256_of(folder / TRAINER_STATE_NAME)
         if self.learner is not None:
             state["means"] = self.learner.means
             tensors = self._learned()
             if tensors:
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
-            state["learner"] = _noted(tensors)
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
 
     def _settings(self) -> dict[str, Any]:
@@ -1040,10 +1037,7 @@ class GradeTrainer(Trainer):
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         check_saved(self.backbone.peft, resume_from_checkpoint)
         with reading("resume_from_checkpoint", resume_from_checkpoint, "a checkpoint of GradeTrainer"):
-            state = json.loads((Path(resume_from_checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
-            history, before = Path(resume_from_checkpoint) / TRAINER_STATE_NAME, state["settings"]
-            if sha256_of(history) != state["history"]:
-                raise InputError("resume_from_checkpoint", str(history), f"the history as {STATE_FILE} has noted it")
+            before = json.loads((Path(resume_from_checkpoint) / STATE_FILE).read_text(encoding="utf-8"))["settings"]
             for name, value in self._settings().items():
                 if name not in _LENGTH and before.get(name, value) != value:
                     raise InputError(name, value, f"{before[name]!r}, as in {resume_from_checkpoint}, to continue it")
@@ -1054,9 +1048,6 @@ class GradeTrainer(Trainer):
             return super()._load_optimizer_and_scheduler(checkpoint)
         with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
             super()._load_optimizer_and_scheduler(checkpoint)
-            own = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapping
-            place = Path(checkpoint) / OPTIMIZER_FILE
-            _try_step(own, "resume_from_checkpoint", place, "the state of this optimizer")
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
             self.seconds = state["seconds"]
             self.log_buffer.restore(state["window"])
@@ -1075,20 +1066,12 @@ class GradeTrainer(Trainer):
                 self.learner.means[:] = state["means"]
                 if self._learned():
                     tensors = load_file(Path(checkpoint) / LEARNER_FILE)
-                    self._check_learned(Path(checkpoint) / LEARNER_FILE, _noted(tensors), state["learner"])
                     self.learner.load_tensors(tensors)
                     if self.along not in (None, self.learner):
                         self.along.load_tensors({name.removeprefix("along/"): v for name, v in tensors.items()
                                                  if name.startswith("along/")})  # fmt: skip
                     beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
                     self.objective = replace(self.objective, beta=beta)
-
-    def _check_learned(self, file: Path, here: dict[str, Any], noted: dict[str, Any]) -> None:
-        """Reject a learner's state that lacks a tensor, has one too many, or one of another type, shape or content."""
-        for name in sorted(here.keys() | noted.keys()):
-            if (has := here.get(name)) != (wanted := noted.get(name)):
-                allowed = f"type, shape and number of infinite values as {STATE_FILE} has noted: {wanted}, not {has}"
-                raise InputError("resume_from_checkpoint", f"{name} in {file}", allowed)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with reading("resume_from_checkpoint", str(checkpoint), "a checkpoint with the state of its generators"):
@@ -1216,11 +1199,6 @@ def _added(args: GradeConfig, known: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in known and not name.startswith("_")}
 
 
-def _noted(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a checkpoint notes of a learner's tensors: an error that few groups decide is infinite."""
-    return {name: [str(t.dtype), list(t.shape), int((~t.isfinite()).sum())] for name, t in tensors.items()}
-
-
 def _refuse_unread(**given: Any) -> None:
     """Refuse arguments of the Trainer's that have no effect here."""
     for name, value in given.items():
@@ -1236,19 +1214,6 @@ def _check_callback(callback: Any, args: GradeConfig) -> None:
     for name, missing in (("metric_for_best_model", None), ("eval_strategy", "no")):
         if issubclass(kind, EarlyStoppingCallback) and getattr(args, name) == missing:
             raise InputError(name, missing, "another value with EarlyStoppingCallback, which reads it")
-
-
-def _try_step(optimizer: torch.optim.Optimizer, field: str, value: str | Path, allowed: str) -> None:
-    """Refuse an optimizer with which a copy of the weights cannot make a step without a gradient."""
-    trial = copy.deepcopy(optimizer)  # without attributes that torch does not know of; a schedule has replaced `step`
-    vars(trial).update({n: own for n, own in vars(optimizer).items() if n not in vars(trial) and n != "step"})
-    weights = [p for group in trial.param_groups for p in group["params"]]
-    for p in weights:
-        p.grad = torch.zeros_like(p)
-    with reading(field, value, allowed, Exception):
-        trial.step()
-        if not all(p.isfinite().all() for p in weights):
-            raise ValueError("weights are not finite after a step")
 
 
 def _reading(args: GradeConfig) -> dict[str, Any]:
