@@ -42,7 +42,7 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
 
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     """Figures of seconds of training, and the peer's of seconds and memory."""
-    figures: dict[str, Any] = dict(tables["peer_times"]) if "peer_times" in tables else {}
+    figures: dict[str, Any] = dict(tables.get("peer_times", {}))
     for prefix, reward in _rewards(settings).items():
         ends = run_seconds(tables["seconds"], reward, settings.headline_beta)
         for method, rows in ends.groupby("method", sort=False):

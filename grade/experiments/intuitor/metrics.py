@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from grade.experiments.claims import Claim, in_units, judge
+from grade.experiments.claims import Claim, judge
 from grade.experiments.formulas import rows_bytes
 from grade.experiments.intuitor.measure.tables import SETTINGS, STATED_GB, Settings
 from grade.experiments.measured import Tables, figures_of
@@ -65,4 +64,4 @@ def intuitor_claims(
     for name in SETTINGS:
         fits = m[f"intuitor/{name}_fits_chunked"]
         figures[f"{name}/most"] = f"{fits:.0f}" + (" (all that are asked for)" if fits >= 32 else "")
-    return judge(Path(__file__).with_name("claims.yaml"), in_units(figures))
+    return judge("intuitor", figures)

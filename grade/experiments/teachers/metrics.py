@@ -75,7 +75,7 @@ def ends(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _peers(tables: Tables, timed: bool) -> Values:
-    if "peers" not in tables or tables["peers"] is None:
+    if (curves := tables.get("peers")) is None:
         return {}
-    figures = teacher_peer_figures(tables["peers"], tables["peer_costs"], tables["trl_traces"])
+    figures = teacher_peer_figures(curves, tables["peer_costs"], tables["trl_traces"])
     return {name: value for name, value in figures.items() if ("over_trl/" in name) == timed}

@@ -54,7 +54,7 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         figures[f"{method}/{subject}/steering_samples"] = int(number) if steers else 0
     reached = reach_table(at_headline(runs, settings), AGAINST)
     figures |= _ratios(reached, "samples_over_rloo")
-    if (peers := known_table(tables, "peers")) is not None:
+    if (peers := tables.get("peers")) is not None:
         figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl")
     ends = last(runs)
     for (subject, method), rows in ends.groupby(["subject", "method"], sort=False):
@@ -76,20 +76,15 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
         figures |= estimate_figures(f"seconds/{subject}/{method}", rows["seconds"].dropna())
     known = at_headline(runs[runs["seconds"].notna()], settings)
     figures |= _ratios(reach_table(known, AGAINST, "seconds"), "seconds_over_rloo")
-    if (seconds := known_table(tables, "peer_seconds")) is not None:
+    if (seconds := tables.get("peer_seconds")) is not None:
         curves = contest_curves(tables["peers"].assign(seconds=seconds["seconds"]))
         figures |= _ratios(reach_table(curves, TRL, "seconds"), "seconds_over_trl")
-    if (fits := known_table(tables, "fit_seconds")) is not None:
+    if (fits := tables.get("fit_seconds")) is not None:
         fits = fits[fits["family"].isin(FAMILIES)].groupby(["subject", "texts"], sort=False)
         for (subject, n), seconds in fits["seconds"].sum().items():
             figures[f"fit/{subject}/seconds_{n}"] = seconds
             figures |= {f"fit/seconds_{n}": seconds} if subject == "smollm2_gold" else {}
     return finite(figures)
-
-
-def known_table(tables: Tables, name: str) -> pd.DataFrame | None:
-    """A table; None where the settings have no such table, or the results do not."""
-    return tables[name] if name in tables else None
 
 
 def labelled(runs: pd.DataFrame) -> pd.DataFrame:
@@ -170,7 +165,7 @@ def _budget(ends: pd.DataFrame) -> Values:
 
 
 def _explained(tables: Tables) -> Values:
-    if (table := known_table(tables, "explained")) is None:
+    if (table := tables.get("explained")) is None:
         return {}
     best = table.loc[table.groupby(["subject", "texts"], sort=False)["held_out"].idxmax()]
     columns = {"": "r2", "_held_out": "held_out"}
