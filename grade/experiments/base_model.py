@@ -103,10 +103,7 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
 def pretrain(
     config: PretrainConfig, reviews_dir: str | Path, output_dir: str | Path, log: Callable[[str], None] = print
 ) -> dict[str, float]:
-    """Train tokenizer and model; write a folder for `Backbone.load`, whole or not at all, in place of an earlier one.
-
-    Returns the test loss with standard errors and n, sizes, tokens, seconds. ``log`` receives progress lines.
-    """
+    """Train tokenizer and model, and write a folder for `Backbone.load` in place of an earlier one; figures of it."""
     if config.hidden_size % config.heads:
         raise InputError("heads", config.heads, f"a divisor of hidden_size = {config.hidden_size}")
     for small, large in (("context", "max_positions"), ("warmup_steps", "steps")):

@@ -76,7 +76,7 @@ def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str 
 
 
 def _rewards_at_kl(curves: pd.DataFrame, levels: Sequence[float], pressure: str) -> pd.DataFrame:
-    """Highest held-out reward at each KL: columns method, seed, kl, reward; see the module's head.
+    """Highest held-out reward at each KL by method and seed; see the module's head.
 
     For each seed the hull of the other seeds' means says which two policies are mixed (by pressure and step); the
     probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
@@ -111,10 +111,9 @@ def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
 def paired_table(
     values: Mapping[str, Mapping[str, Mapping[int, float]]], references: Sequence[str]
 ) -> pd.DataFrame:  # fmt: skip
-    """Every method against each reference that was run, seed by seed (`intervals.paired`), of each kind of values.
+    """Every method against each reference that was run, of values by kind, method and seed (`intervals.paired`).
 
-    ``values`` are by kind, method and seed. Columns of (the kind), method, against, difference, stderr, n, p; pairs
-    that share fewer than two seeds are left out.
+    Pairs that share fewer than two seeds are left out.
     """
     rows = []
     for of, each in values.items():

@@ -124,11 +124,7 @@ def _ratios(runs: pd.DataFrame, headline_kl: float) -> Values:
 
 
 def worst_deviation(table: pd.DataFrame) -> dict[str, float]:
-    """The largest deviation of the table of bias: worst, in standard errors, of how many tests, and its p.
-
-    p is the probability of one as large among so many independent ones (fewer are independent: critics see the same
-    completions).
-    """
+    """The largest bias in standard errors, of how many tests, and the p of one as large if they are independent."""
     worst, tests = float(table["z"].abs().max()), len(table)
     return dict(worst=worst, tests=tests, p=float(1 - (1 - 2 * norm.sf(worst)) ** tests))
 

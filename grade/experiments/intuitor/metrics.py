@@ -38,11 +38,7 @@ def peaks_by_length(lengths: pd.DataFrame) -> Mapping[int, Mapping[str, float]]:
 def intuitor_claims(
     shape: ModelShape, rows_gb: Mapping[str, float], peaks: Mapping[int, Mapping[str, float]], m: Mapping[str, float]
 ) -> list[Claim]:
-    """A verdict on each claim of document 004.
-
-    From its model, GB by formula and row of `grade.experiments.intuitor.measure.tables.memory_table`, traced GB by
-    length and step, and the figures of ``metrics``.
-    """
+    """A verdict on each claim of document 004, from GB by formula and row, traced GB by length and step, figures."""
     nearest = min(peaks, key=lambda n: abs(n - LENGTH))
     pairs = {n: (at["Intuitor, dense logits"], at["PPO, dense logits"]) for n, at in peaks.items()}
     more = {n: ours - ppo for n, (ours, ppo) in pairs.items()}

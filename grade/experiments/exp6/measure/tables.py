@@ -176,11 +176,7 @@ def _folders(s: Settings) -> list[Path]:
 
 
 def _runs(s: Settings) -> pd.DataFrame:
-    """Finished runs: held-out reward, gold judge and KL before and after training.
-
-    Standard errors are over prompts (those of a gain are of the paired difference), ``z`` is gain over standard error,
-    ``n`` the number of prompts.
-    """
+    """Finished runs before and after training, with standard errors over prompts (of a gain's paired differences)."""
     rows = []
     for folder in _folders(s):
         m = read_metrics(folder / "metrics.json")
@@ -415,10 +411,7 @@ def _reference_forms(setting: Setting) -> dict[str, Callable[[], None]]:
 # ---- probability mass of a support ----
 @torch.no_grad()
 def _mass(s: Settings) -> pd.DataFrame:
-    """Probability mass that the K likeliest tokens of ``softmax(logits / tau)`` hold, at every position of real text.
-
-    Mean over n positions, stderr over texts, p05: fifth percentile over positions.
-    """
+    """Probability mass of the K likeliest tokens of ``softmax(logits / tau)`` along real text; stderr is over texts."""
     backbone, _, texts = s.timed_models()
     ks = [k for k in _SUPPORTS if k < backbone.vocab_size]
     per_text: dict[tuple[float, int], list[Tensor]] = {(tau, k): [] for tau in TAUS for k in ks}

@@ -63,10 +63,7 @@ class TextBench(Rewards):
     )  # fmt: skip
 
     def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """See `columns`: KL's standard error, mean sentiment, distinct bigrams over all, mean words.
-
-        Then one-token changes that were scored so far, and JSON of texts.
-        """
+        """KL's error, mean sentiment, distinct bigrams, mean words, one-token changes so far, some texts."""
         texts, judged = evaluation.completions, outside(evaluation.completions)
         last = row["step"] in (0, run.values["max_steps"]) and run.values["seed"] == 0
         shown = zip(evaluation.prompts, texts, evaluation.reward.tolist(), judged.tolist(), strict=True)

@@ -131,10 +131,7 @@ def _completion_gradients(policy: Backbone, samples: Samples) -> Tensor:
 
 
 def _importance(s: Settings) -> pd.DataFrame:
-    """Importance sampling against the true change, by step size and way: weights of whole completions or of prefixes.
-
-    mean, bias_stderr (over repetitions), sd (of an estimate), stderr (its estimate's mean), and the effective share.
-    """
+    """Importance sampling by whole completions or prefixes against the true change, over repetitions."""
     (policy, prompts, length, vector), group, n = s.subject, s.importance_group, s.importance_repetitions
     rows = []
     for eta in s.importance_etas:
