@@ -8,7 +8,7 @@ from scipy.stats import norm
 
 from grade.experiments import learning
 from grade.experiments.any_reward.measure.tables import Settings
-from grade.experiments.frontier import estimate_figures, paired_figures, reward_at_kl
+from grade.experiments.frontier import estimates, paired_figures
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.gradients.distilled.families import ADDITIVE
 
@@ -37,12 +37,9 @@ def metrics(tables: Tables, settings: Settings) -> Values:
     runs = learning.main_runs(tables["runs"])
     ends = learning.ends(runs[runs["target_kl"] == settings.headline_kl])
     ends = ends.melt(["subject", "method"], ["reward", "gain", "gold", "kl"]).dropna()
-    for key, values in ends.groupby(["subject", "method", "variable"])["value"]:
-        figures |= estimate_figures("/".join(("end", *key)), values)
-    for subject, curves in learning.several_seeds(runs).groupby("subject"):
-        for level in settings.kl_levels:
-            for method, values in reward_at_kl(curves, level, "target_kl").items():
-                figures |= estimate_figures(f"reward_at_kl/{subject}/{level:g}/{method}", values.values())
+    figures |= estimates(ends, "end/{subject}/{method}/{variable}", {"": "value"})
+    rewards = learning.rewards_at_kl(runs, settings.kl_levels)
+    figures |= estimates(rewards, "reward_at_kl/{subject}/{kl:g}/{method}", {"": "reward"})
     pairs = learning.paired_rewards(tables["runs"], settings.headline_level)
     figures |= paired_figures(pairs, "paired/{subject}/{method}_minus_{against}")
     return finite(figures)
@@ -62,9 +59,7 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     figures["cost/completions"] = int(cost["completions"].min())
     runs = learning.main_runs(tables["run_seconds"])
     seconds = runs[runs["target_kl"] == settings.headline_kl].groupby(["subject", "method", "seed"])["seconds"].max()
-    for (subject, method), values in seconds.groupby(level=["subject", "method"]):
-        figures |= estimate_figures(f"seconds/{subject}/{method}", values)
-    return finite(figures)
+    return finite(figures | estimates(seconds.reset_index(), "seconds/{subject}/{method}", {"": "seconds"}))
 
 
 def best_worths(table: pd.DataFrame) -> pd.DataFrame:

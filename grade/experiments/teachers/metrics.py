@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from grade.experiments.frontier import estimate_figures, mixed_reward
+from grade.experiments.frontier import estimates, mixed_reward
 from grade.experiments.learning import AGAINST, REACHED, reach_table
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.teachers.peers import teacher_peer_figures
@@ -34,19 +34,16 @@ def metrics(tables: Tables) -> Values:
     for curves, key in ((mixed(runs), "hinted"), (runs, "hinted/unmixed")):
         names = reach_table(curves, AGAINST).replace({"method": {"hinted": "samples"}})
         figures |= figures_of(names, f"{key}/{{method}}_over_rloo", REACHED)
-    for method, rows in ends(runs).groupby("method", sort=False):
-        for name, values in {"right": rows["reward"], "kl": rows["kl"], "r2": rows["r2"].dropna()}.items():
-            figures |= estimate_figures(f"hinted/end/{method}/{name}", values) if len(values) else {}
+    last = ends(runs).rename(columns={"reward": "right"})
+    known = last.melt("method", ["right", "kl", "r2"]).dropna()
+    figures |= estimates(known, "hinted/end/{method}/{variable}", {"": "value"})
     return finite(figures | _peers(tables, timed=False))
 
 
 def timed_metrics(tables: Tables) -> Values:
     """Figures of seconds and of the memory of processes: ``over_trl/...``, ``hinted/seconds/<method>`` of a run."""
-    runs = ends(tables["run_seconds"])
-    figures: Values = {}
-    for method, rows in runs.groupby("method", sort=False):
-        figures |= estimate_figures(f"hinted/seconds/{method}", rows["seconds"])
-    return finite(figures | _peers(tables, timed=True))
+    seconds = estimates(ends(tables["run_seconds"]), "hinted/seconds/{method}", {"": "seconds"})
+    return finite(seconds | _peers(tables, timed=True))
 
 
 def right_sums(runs: pd.DataFrame) -> pd.DataFrame:

@@ -10,8 +10,8 @@ import json
 import pandas as pd
 from scipy.stats import t as student
 
-from grade.experiments.frontier import estimate_figures, paired_table, reward_at_kl
-from grade.experiments.learning import AGAINST, REACHED, reach_table, several_seeds, subject_names
+from grade.experiments.frontier import estimates, paired_table
+from grade.experiments.learning import AGAINST, REACHED, reach_table, rewards_at_kl, subject_names
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.rewards import number_of_texts
 from grade.experiments.text_first.measure.runs import READING
@@ -44,9 +44,8 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         table = differences(runs, level)
         columns = {"": "difference", "_low": "low", "_high": "high", "_stderr": "stderr", "_n": "n"}
         figures |= figures_of(table, f"{{method}}/{{subject}}/reward_at_{level:g}_over_rloo", columns)
-        for subject, curves in several_seeds(runs).groupby("subject", sort=False):
-            for method, values in reward_at_kl(curves, level, "target_kl").items():
-                figures |= estimate_figures(f"reward_at_kl/{subject}/{level:g}/{method}", values.values())
+    rewards = rewards_at_kl(runs, settings.kl_levels)
+    figures |= estimates(rewards, "reward_at_kl/{subject}/{kl:g}/{method}", {"": "reward"})
     samples = runs.groupby(["subject", "method"], sort=False)["samples"].max()
     for (subject, method), number in samples.items():
         steers = method.startswith("offline")
@@ -57,9 +56,7 @@ def metrics(tables: Tables, settings: Settings) -> Values:
     if (peers := tables.get("peers")) is not None:
         figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl")
     ends = last(runs)
-    for (subject, method), rows in ends.groupby(["subject", "method"], sort=False):
-        for name in QUALITY:
-            figures |= estimate_figures(f"end/{subject}/{method}/{name}", rows[name].dropna())
+    figures |= estimates(ends, "end/{subject}/{method}", {f"/{name}": name for name in QUALITY})
     figures |= _budget(ends) | _explained(tables)
     return finite(figures)
 
@@ -70,10 +67,8 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     A fit is of the default families; ``fit/seconds_<n>`` is that on SmolLM2. ``seconds_over_rloo/...`` and
     ``seconds_over_trl/...`` are as those of samples.
     """
-    figures: Values = {}
     runs = labelled(tables["runs"].merge(tables["run_seconds"], how="left"))
-    for (subject, method), rows in last(runs).groupby(["subject", "method"], sort=False):
-        figures |= estimate_figures(f"seconds/{subject}/{method}", rows["seconds"].dropna())
+    figures: Values = estimates(last(runs), "seconds/{subject}/{method}", {"": "seconds"})
     known = at_headline(runs[runs["seconds"].notna()], settings)
     figures |= _ratios(reach_table(known, AGAINST, "seconds"), "seconds_over_rloo")
     if (seconds := tables.get("peer_seconds")) is not None:
@@ -117,10 +112,7 @@ def last(runs: pd.DataFrame) -> pd.DataFrame:
 
 def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     """Rewards at one KL less `rloo`'s, seed by seed: `paired_table` with the ``low`` and ``high`` of 95 % intervals."""
-    values = {}
-    for subject, curves in several_seeds(runs).groupby("subject", sort=False):
-        values[subject] = reward_at_kl(curves, level, "target_kl")
-    table = paired_table(values, [AGAINST]).rename(columns={"of": "subject"})
+    table = paired_table(rewards_at_kl(runs, [level]), [AGAINST])
     reach = table["stderr"].astype(float) * student.ppf(0.975, table["n"].astype(float) - 1)
     return table.assign(low=table["difference"] - reach, high=table["difference"] + reach)
 
