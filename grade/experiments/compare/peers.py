@@ -5,7 +5,8 @@ Seconds and memory differ from run to run; the figures that hold them are listed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,23 +36,6 @@ def write_peers(folder: str | Path, curves: pd.DataFrame, figures: Mapping[str, 
     write_environment(folder / "timings" / "environment.json")
 
 
-def _first_crossing(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
-    """``y`` where ``x`` first reaches a level, linear between neighbours; None if it never does.
-
-    >>> _first_crossing([0, 4, 3, 8], [0.5, 0.7, 0.7, 0.9], 2)
-    0.6
-    >>> _first_crossing([0, 4], [0.5, 0.7], 5) is None
-    True
-    """
-    for i, value in enumerate(x):
-        if value >= level:
-            if i == 0:
-                return float(y[0])
-            part = (level - x[i - 1]) / (value - x[i - 1])
-            return float(y[i - 1] + part * (y[i] - y[i - 1]))
-    return None
-
-
 def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) -> dict[str, float]:
     """Metrics ``peer/...``: ours against the peer.
 
@@ -77,7 +61,7 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
     goal = base + share * (lowest - base)
     *_, last = ours = [method for method in runs if method != PEER]
     for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
-        at = {method: _first_crossing(run["reward"].tolist(), run[name].tolist(), goal) for method, run in runs.items()}
+        at = {method: first_reach(run.assign(samples=run[name]), goal, math.inf)[0] for method, run in runs.items()}
         figures |= {f"peer/{label}/{method}": value for method, value in at.items()}
         if name != "kl":
             figures[f"peer/{name}_over_trl"] = at[last] / at[PEER]
