@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grade.errors import InputError
-from grade.models.adapter import LoraSettings
 from grade.models.backbone import load_pretrained
 from grade.training.config import TrainConfig
 
@@ -95,25 +93,21 @@ def train_trl(
     columns: Mapping[str, Sequence[Any]], clock: Clock,
 ) -> None:  # fmt: skip
     """Train one of TRL's trainers with LoRA on a base, and a dataset of these columns."""
-    with tempfile.TemporaryDirectory() as folder:
-        make = partial(trainer, args=arguments(output_dir=folder), callbacks=[clock])
-        trl_trainer(base, dtype, clock.config.lora, make, columns).train()
-
-
-def trl_trainer(
-    base: str, dtype: torch.dtype, lora: LoraSettings, trainer: Callable[..., Any], columns: Mapping[str, Sequence[Any]]
-) -> Any:
-    """One of TRL's trainers with LoRA on a copy of a base: two adapters on one base would wrap each other's layers."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
     model, tokenizer = load_pretrained(base, dtype)
     tokenizer.padding_side = "left"
-    adapter = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.target_modules,
-                         task_type="CAUSAL_LM")  # fmt: skip
+    settings = clock.config.lora
+    lora = LoraConfig(r=settings.r, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=settings.target_modules,
+                      task_type="CAUSAL_LM")  # fmt: skip
     # Named, because hashing the table's content fails with some versions of pyarrow.
     dataset = Dataset(InMemoryTable.from_pydict(dict(columns)), fingerprint="prompts")
-    return trainer(model=model, train_dataset=dataset, processing_class=tokenizer, peft_config=adapter)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer(
+            model=model, args=arguments(output_dir=folder), train_dataset=dataset, processing_class=tokenizer,
+            peft_config=lora, callbacks=[clock],
+        ).train()  # fmt: skip
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:

@@ -6,23 +6,23 @@ has the base: ``address``.
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from peft import LoraConfig
 from scipy.stats import chi2
 
 from grade.errors import InputError
 from grade.experiments.intervals import interval, paired
 from grade.experiments.training_runs import FIXED, SETTINGS, review_prompts
-from grade.experiments.trl_runs import have_peer, trl_trainer
 from grade.models.adapter import LoraSettings
-from grade.models.backbone import Backbone
+from grade.models.backbone import Backbone, load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
 from grade.models.samplers import LOCAL, Sampler, make_sampler
 from grade.models.scoring import completion_logps, predicting_hidden
@@ -138,7 +138,7 @@ def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> pd.Dat
         for batch in batches:
             prompts = encode_prompts(backbone.tokenizer, texts[: batch // GROUP], PROMPT).repeat(GROUP)
             work = {name: _of_sampler(make_sampler(name), backbone, prompts) for name in LOCAL}
-            if have_peer():
+            if importlib.util.find_spec(PEER) is not None:
                 work[PEER] = _of_peer(model, backbone, prompts, folder)
             names = list(work)
             for number in progress(range(-1, repeats), f"rounds of {batch} completions"):
@@ -174,16 +174,26 @@ def _of_sampler(sampler: Sampler, backbone: Backbone, prompts: PromptBatch) -> C
 
 
 def _of_peer(model: str, backbone: Backbone, prompts: PromptBatch, folder: str) -> Callable[[int], None]:
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
 
-    ids = prompts.rows()
+    base, tokenizer = load_pretrained(model, backbone.dtype)  # a copy: two adapters on one base would wrap each other
+    tokenizer.padding_side = "left"
+    given, ids = LoraSettings(), prompts.rows()
+    lora = LoraConfig(r=given.r, lora_alpha=given.alpha, lora_dropout=0.0, target_modules=given.target_modules,
+                      task_type="CAUSAL_LM")  # fmt: skip
     settings = GRPOConfig(
         output_dir=folder, max_completion_length=COMPLETION, generation_kwargs={"min_new_tokens": COMPLETION},
         num_generations=GROUP, per_device_train_batch_size=len(ids), temperature=1.0, use_cpu=True, bf16=False,
         gradient_checkpointing=False, report_to="none", save_strategy="no",
     )  # fmt: skip
-    make = partial(GRPOTrainer, args=settings, reward_funcs=lambda completions, **_: [0.0] * len(completions))
-    trainer = trl_trainer(model, backbone.dtype, LoraSettings(), make, {"prompt": ["a"] * len(ids)})
+    # Named, because hashing the table's content fails with some versions of pyarrow.
+    dataset = Dataset(InMemoryTable.from_pydict({"prompt": ["a"] * len(ids)}), fingerprint="prompts")
+    trainer = GRPOTrainer(
+        model=base, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=settings,
+        train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
+    )  # fmt: skip
 
     def work(number: int) -> None:
         torch.manual_seed(number + 1)
