@@ -18,19 +18,9 @@ Values = dict[str, float | int | None]
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    What a table does not hold has no figure. Subjects are named as in `learning.subject_names`.
-
-        - ``bias/...``: of the corrected form, with every critic and step: the worst in standard errors, among how many
-          tests, its p, n completions per critic; ``bias/exact_worst`` over the gradient; ``law/...``.
-        - ``explained/<subject>/<family>_<n>`` and ``_stderr``; ``.../best_<n>``; ``.../from_n``, the least n at which
-          the best family explains something (two standard errors; None: never).
-        - ``worth/<subject>/plugin_<N>``, of the additive family that explains most, with ``_low`` and ``_high``; below
-          ``worth_at_<n>/`` in a batch of n; of the other estimators too.
-        - ``samples_over_rloo/<subject>`` with ``_low``, ``_high``, ``_n``, ``_censored``, and ``kl_over_rloo/...``, at
-          the target ``headline_kl``; for methods other than `auto` below ``<method>/``, for other targets below
-          ``target_<kl>/``, for fewer completions per step below ``batch_<completions>/``.
-        - ``end/...`` rewards, judges and KL at the end of runs; ``reward_at_kl/<subject>/<kl>/<method>``;
-          ``paired/<subject>/<method>_minus_<other>`` at KL ``headline_level``.
+    What a table does not hold has no figure. Subjects are named as in `learning.subject_names`. ``from_n`` is the least
+    number of completions at which the best family explains something (two standard errors; None: never). Without a
+    prefix figures are of `auto`, at the target ``headline_kl`` and the most completions per step.
     """
     figures = _bias(tables) | _explained(tables["explained"]) | _worth(tables["worth"])
     figures |= _ratios(tables["runs"], settings.headline_kl)

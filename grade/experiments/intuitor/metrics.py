@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pandas as pd
-
 from grade.experiments.claims import Claim, judge
 from grade.experiments.formulas import rows_bytes
 from grade.experiments.intuitor.measure.tables import SETTINGS, STATED_GB, Settings
@@ -28,11 +26,6 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
         **{f"intuitor/sweep_{x}": sweep[x].iloc[-1] - sweep[x].iloc[0] for x in ("published", "document")},
         "intuitor/model": settings.model,
     }
-
-
-def peaks_by_length(lengths: pd.DataFrame) -> Mapping[int, Mapping[str, float]]:
-    """Peak in decimal GB by length and step."""
-    return {n: dict(zip(rows.step, rows.peak_gb, strict=True)) for n, rows in lengths.groupby("tokens")}
 
 
 def intuitor_claims(

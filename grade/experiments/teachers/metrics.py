@@ -17,13 +17,9 @@ Values = dict[str, Any]
 def metrics(tables: Tables) -> Values:
     """Every figure that is the same in every run; what does not exist is None.
 
-    - ``divergence/worst_error``: largest error of a divergence or gradient in float64; ``divergence/<check>/<beta>``.
-    - ``trace/teacher_rel_error``: largest relative error of traced peaks; ``trace/teacher_steps``.
-    - ``hinted/samples_over_rloo``, ``hinted/<method>_over_rloo``: samples to the best share of right sums of `rloo`'s
-      whole run, at no more KL, over `rloo`'s own (`learning.reach_table`), of mixtures of a run's policies (`mixed`);
-      ``hinted/unmixed/...`` without mixtures.
-    - ``hinted/end/<method>/right``, ``kl``, ``r2``: at the end, mean over seeds.
-    - ``distilled/...``, ``trl_trace/max_rel_error``: beside TRL, `teachers.peers.teacher_peer_figures`.
+    ``hinted/<method>_over_rloo`` (``samples`` for `hinted`) is what a method samples to the best share of right sums of
+    `rloo`'s whole run, over `rloo`'s own (`learning.reach_table`), of mixtures of a run's policies (`mixed`);
+    ``hinted/unmixed/...`` without mixtures. Figures beside TRL are those of `teachers.peers.teacher_peer_figures`.
     """
     errors, traces = tables["divergence"], tables["traces"]
     worst = errors[["value", "gradient"]].max(axis=1)

@@ -27,16 +27,9 @@ QUALITY = ("reward", "gold", "outside", "distinct", "length", "kl")
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    - ``<method>/<subject>/reward_at_<kl>_over_rloo``: difference at equal KL, with ``_low``, ``_high`` (95 %,
-      Student's t over seeds), ``_stderr``, ``_n``; ``<method>/<subject>/policy_samples`` and ``steering_samples``
-      of a run.
-    - ``samples_over_rloo/<subject>`` of `auto` with texts, below ``<method>/`` of others; see `reach_table`;
-      ``samples_over_trl/<subject>``.
-    - ``reward_at_kl/<subject>/<kl>/<method>``; ``end/<subject>/<method>/...``, `QUALITY`.
-    - ``explained/<subject>/texts_<n>``: R2 within prompts of completions of the reference, by the family that
-      explains most on other texts; ``explained/<subject>/<family>_<n>``.
-    - ``budget/worst_rel_error``: of KL at the end of a run, worst of ``budget/runs``, among which are none on
-      sums, whose completions differ in length; ``budget/worst_in_stderr``.
+    ``samples_over_...`` without a method is of `auto` with texts. ``texts_<n>`` is R2 within prompts of completions of
+    the reference, by the family that explains most on other texts. ``budget/...`` is of KL at the end of all runs but
+    those on sums, whose completions differ in length.
     """
     runs = labelled(tables["runs"])
     figures: Values = {}

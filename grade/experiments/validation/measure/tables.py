@@ -170,11 +170,6 @@ def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:
     Hoeffding's decomposition gives ``Var(U) = 4 zeta_1 / B + 2 zeta_2 / (B (B - 1))``, with zeta_1 the variance over
     one unit of the mean of the symmetric kernel ``h(n, m) = (X_n . Y_m + Y_n . X_m) / 2``. Left out: the second term,
     of order 1 / B^2.
-
-    >>> import torch
-    >>> x, y = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[1.0], [0.0], [3.0]])
-    >>> u_statistic(x, y).value                    # mean of 1*0, 1*3, 2*1, 2*3, 4*1, 4*0
-    2.5
     """
     if x.shape != y.shape or x.ndim != 2:
         raise ValueError(f"x and y have shapes {list(x.shape)} and {list(y.shape)}, not the same [B, P]")
