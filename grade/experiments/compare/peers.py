@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import pandas as pd
 from grade.experiments.compare.measure.peers import PEER
 from grade.experiments.frontier import estimate_figures
 from grade.experiments.learning import first_reach
-from grade.experiments.measured import figures_of, write_environment, write_table
-from grade.experiments.trl_runs import have_peer
-from grade.results import environment, write_history, write_metrics
+from grade.experiments.measured import figures_of, write_environment
+from grade.results import write_history, write_metrics
 
 TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",
          "seconds_over_trl", "best_method", "best_over_trl_seconds")  # fmt: skip
@@ -92,10 +90,3 @@ def text_peer_figures(rows: pd.DataFrame) -> dict[str, float]:
                 if not figures[f"{key}_missed"]:
                     figures |= estimate_figures(key, (spent[seed][0] / best.loc[seed, name] for seed in spent))
     return figures
-
-
-def write_text_peers(folder: str | Path, rows: pd.DataFrame, figures: Mapping[str, Any]) -> None:
-    """Write ``runs.csv``, ``metrics.json`` and what they were measured with, ``environment.json``."""
-    write_table(Path(folder, "runs"), rows)
-    write_metrics(Path(folder, "metrics.json"), figures)
-    write_table(Path(folder, "environment"), environment() | {"trl": have_peer() and version("trl")})
