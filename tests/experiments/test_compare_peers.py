@@ -99,15 +99,6 @@ def test_a_missing_extra_is_one_line_and_exit_code_2(command, monkeypatch, tmp_p
     assert not (tmp_path / "peers").exists()
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"methods": ["ste"], "learning_rates": [1e-3]}, {"learning_rates": [1e-3]}, {"reward": "models/gold/judge.npz"}],
-)
-def test_a_contest_that_would_not_compare_is_refused(values):
-    with pytest.raises(InputError):
-        peers.PeersConfig.parse(values)
-
-
 def test_other_ways_to_use_text_are_evaluated_alike():
     of = {"texts": "reference:32", "steps": 2, "batch": 4, "learning_rate": 1e-2}
     contestants = [{"method": "prompted", "strengths": ["", "A wonderful film."]},
