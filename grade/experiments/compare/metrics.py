@@ -68,7 +68,8 @@ def run_seconds(seconds: pd.DataFrame, reward: str, beta: float) -> pd.DataFrame
 def level_table(curves: pd.DataFrame, levels: list[float]) -> pd.DataFrame:
     """Reward at each KL, method by method, as text with standard errors."""
     seeds = rewards_at_kl(curves, levels).groupby(["method", "kl"], sort=False)["reward"]
-    return seeds.agg(lambda rewards: str(Estimate.of(rewards))).unstack(sort=False).rename(columns="KL {:g}".format)
+    table = seeds.agg(lambda rewards: str(Estimate.of(rewards))).unstack(sort=False)
+    return table.rename(columns="KL {:g}".format).rename_axis(index=None, columns=None)
 
 
 def final_table(figures: Mapping[str, Any], methods: Sequence[str], prefix: str = "") -> pd.DataFrame:

@@ -111,7 +111,9 @@ def hybrid_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
         height=3.6, aspect=1.1, **_points(len(rewards)),
     )  # fmt: skip
     grid.set(ylim=(0, 2), xlabel="batch (completions)", ylabel="cosine over the better part's")
-    grid.set_titles("{col_name} training").refline(y=1, color=color("line"), linewidth=1)
+    grid.set_titles("{col_name} training")
+    for ax in grid.axes.flat:
+        ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
     return grid.figure
 
 

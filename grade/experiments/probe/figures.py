@@ -37,7 +37,8 @@ def sweep_figure(table: pd.DataFrame) -> Figure:
         style="what", markers=True, err_style="bars", err_kws=dict(capsize=3), col="quantity", linewidth=1.3,
         height=4, facet_kws=dict(sharey=False), **INTERVAL,
     )  # fmt: skip
-    grid.refline(y=0, color=color("line"), linewidth=1)
+    for ax in grid.axes.flat:
+        ax.axhline(0, color=color("line"), linewidth=1, linestyle="--")
     for quantity, ax in grid.axes_dict.items():
         ax.set(xscale="log", xlabel="learning rate of the step", ylabel=quantity, title="")
     return grid.figure
@@ -81,7 +82,8 @@ def precision_figure(table: pd.DataFrame) -> Figure:
         err_kws=dict(capsize=3), height=3.8, aspect=1.6, **INTERVAL,
     )  # fmt: skip
     grid.ax.set_yscale("symlog", linthresh=1)
-    grid.refline(y=0, color=color("text"), linewidth=1)
+    for ax in grid.axes.flat:
+        ax.axhline(0, color=color("text"), linewidth=1, linestyle="--")
     grid.set(xscale="log", xlabel="step size, times the learning rate",
              ylabel="change / step size, nats ± 2 SE")  # fmt: skip
     return grid.figure

@@ -48,7 +48,8 @@ def sampling_figure(table: pd.DataFrame) -> Figure | None:
         dodge=0.3 if many > 1 else False, linestyle="none", capsize=0.1, markersize=6, height=3.2, aspect=1.8,
         err_kws=dict(linewidth=1.5), **INTERVAL,
     )  # fmt: skip
-    grid.refline(y=1, color=color("line"), linewidth=1)
+    for ax in grid.axes.flat:
+        ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
     grid.set(ylabel="seconds per completion over TRL's", xlabel="sampler (own: the default)",
              ylim=(0, 1.1 * shown.ratio.max()), xlim=(-0.6, ratios.sampler.nunique() - 0.4))  # fmt: skip
     return grid.figure

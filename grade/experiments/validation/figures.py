@@ -36,6 +36,7 @@ def importance_figure(table: pd.DataFrame) -> Figure:
         x="step", y="ratio", hue="weights", palette=SERIES[:2], dodge=0.3, linestyle="none", capsize=0.1,
         markersize=6, height=3.6, aspect=1.5, err_kws=dict(linewidth=1.5), **INTERVAL,
     )  # fmt: skip
-    grid.refline(y=1, color=color("line"), linewidth=1)
+    for ax in grid.axes.flat:
+        ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
     grid.set(xlabel="step size, and effective share of the samples", ylabel="estimate / true change, ± 2 SE")
     return grid.figure
