@@ -273,6 +273,8 @@ def cases():
         ("probe", "--learning_rate 1e17", "learning_rate"), ("fetch", "--output-dir run", "lists"),
         ("backbone", "--set layers=1000000", "layers"), ("backbone", "--set hidden_size=1000000", "TB"),
         ("backbone", "--set vocab_size=1000000000", "vocab_size"), ("pretrain", "--set batch_size=1000000000", "TB"),
+        ("pretrain", "--set context=100000", "context"), ("pretrain", "--set warmup_steps=100000", "warmup_steps"),
+        ("peers", "--set learning_rates=[1e-3]", "learning_rates"), ("peers", "--set reward=judge.npz", "black_box"),
         ("text-peers", "--set seeds=[-1]", "seeds"), ("results", "", "grade repro makes them"),
         ("data", "--set source=reviews", "source"), ("measure", "--runs nowhere", "--runs"),
         ("notebook", "--runs small.ipynb", "--runs"), ("gold", "--metrics made", "--output-dir"),
@@ -293,7 +295,8 @@ def cases():
     for content in ("", BINARY):
         yield "repro", "# no pipeline", "dvc.yaml", {"dvc.yaml": content}
     yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}
-    yield "data", "# two columns", "", {"reviews.csv": "text\na\n"}
+    yield "data", "# one column", "", {"reviews.csv": "text\na\n"}
+    yield "data", "# an open quotation", "reviews.csv", {"reviews.csv": 'a,b\n"1,2\n3,4,5'}
     yield "gold", "# a text of 3", "gold.jsonl", {"reviews/gold.jsonl": '{"text": 3, "label": 1}\n'}
     yield "train", "--set gold=judge.npz # a pickle", "judge.npz", {"judge.npz": pickle.dumps({"terms": 1})}
     yield "probe", "--optimizer-state state.pt", "state.pt", {"state.pt": pickle.dumps(print)}

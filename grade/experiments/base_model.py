@@ -103,10 +103,7 @@ def _from_gguf(folder: Path) -> tuple[PreTrainedModel, Any]:
 def pretrain(
     config: PretrainConfig, reviews_dir: str | Path, output_dir: str | Path, log: Callable[[str], None] = print
 ) -> dict[str, float]:
-    """Train tokenizer and model; write a folder for `Backbone.load`, whole or not at all, in place of an earlier one.
-
-    Returns the test loss with standard errors and n, sizes, tokens, seconds. ``log`` receives progress lines.
-    """
+    """Train tokenizer and model, and write a folder for `Backbone.load` in place of an earlier one; figures of it."""
     if config.hidden_size % config.heads:
         raise InputError("heads", config.heads, f"a divisor of hidden_size = {config.hidden_size}")
     for small, large in (("context", "max_positions"), ("warmup_steps", "steps")):
@@ -147,12 +144,8 @@ def _heldout_loss(model: PreTrainedModel, tokenizer: Any, windows: Tensor, batch
     model.eval()
     nats = torch.cat([window_nats(model, part).sum(-1) for part in windows.split(batch_size)]).double().numpy()
     chars = [len(text) for text in tokenizer.batch_decode(windows[:, 1:], skip_special_tokens=True)]
-    token = Estimate.of(nats / (windows.shape[1] - 1))
-    mean, stderr = _ratio(nats, np.array(chars, float))
-    return {
-        "test/nats_per_token": token.mean, "test/nats_per_token_stderr": token.stderr, "test/nats_per_token_n": token.n,
-        "test/nats_per_char": mean, "test/nats_per_char_stderr": stderr, "test/nats_per_char_n": len(nats),
-    }  # fmt: skip
+    token = Estimate.of(nats / (windows.shape[1] - 1)).metrics("test/nats_per_token")
+    return token | Estimate(*_ratio(nats, np.array(chars, float)), len(nats)).metrics("test/nats_per_char")
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> tuple[float, float]:

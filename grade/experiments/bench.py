@@ -41,11 +41,7 @@ class BenchConfig(Config):
 
 
 def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
-    """What ``grade bench memory`` runs; a device that this machine lacks is an error before anything is traced.
-
-    On cuda steps of Qwen3-4B; on cpu every engine, with and without checkpointing, in both types, and for the tiny
-    model other options too.
-    """
+    """What ``grade bench memory`` runs; a device that this machine lacks is an error before anything is traced."""
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device", device, "cpu: this machine has no CUDA device")
     steps = []
@@ -91,11 +87,7 @@ def _cpu_steps(model: str) -> list[dict[str, Any]]:
 
 
 def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
-    """Run a step for real: ``measured_peak_bytes``, ``seconds``, on CUDA ``reserved_bytes``.
-
-    On CUDA the second run counts, without the first's one-time allocations. If memory runs out, ``out_of_memory: true``
-    instead of a peak.
-    """
+    """Measured peak and seconds of a real step; on CUDA of its second run, or ``out_of_memory: true``."""
     if device == "cpu":
         step = make_step(config, *build(config, device=device))
         start = time.perf_counter()
@@ -120,11 +112,7 @@ def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
 
 
 def compare_with_real(configs: Sequence[StepConfig], device: Device = "cpu") -> list[dict[str, Any]]:
-    """Trace and measure each step: its configuration, traced and measured bytes, and their ratio.
-
-    On CUDA also live and reserved bytes, predicted and measured; None for what there is not, as a step that ran out of
-    memory has no peak.
-    """
+    """Trace and measure each step; on CUDA also live and reserved bytes, predicted and measured."""
     rows = []
     for config in configs:
         traced = trace(config, device=device)

@@ -108,10 +108,13 @@ class _Figures(string.Formatter):
         return kwargs[field_name], field_name
 
 
-def judge(path: str | Path, figures: Mapping[str, Any]) -> list[Claim]:
-    """The verdicts on the claims of a ``claims.yaml``, in its order; every figure that a row names must be there."""
-    document = _Document.load([path])
-    claims = []
+def judge(experiment: str | Path, figures: Mapping[str, Any]) -> list[Claim]:
+    """The verdicts on the claims in ``claims.yaml`` of an experiment's folder, in its order, from its figures.
+
+    Every figure that a row names must be there; see `_in_units`.
+    """
+    document, claims = _Document.load([Path(__file__).parent / experiment / "claims.yaml"]), []
+    figures = _in_units(figures)
     for row in document.claims:
         try:
             verdict = _verdict(row, figures)
@@ -137,7 +140,7 @@ def _verdict(row: Row, figures: Mapping[str, Any]) -> str:
     return "partly" if row.partly_above is not None and value > row.partly_above else row.otherwise
 
 
-def in_units(figures: Mapping[str, Any]) -> dict[str, Any]:
+def _in_units(figures: Mapping[str, Any]) -> dict[str, Any]:
     """The figures, and every number in decimal MB and GB, in GiB and in percent as well: ``<name> MB`` and so on."""
     scaled = dict(figures)
     for name, value in figures.items():

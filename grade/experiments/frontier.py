@@ -12,6 +12,7 @@ mixed is chosen for each seed on the *other* seeds, so that the choice does not 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -52,13 +53,6 @@ def mixed_reward(kl: Sequence[float], reward: Sequence[float], level: float) -> 
     return _mixed([(kl[i], reward[i]) for i in upper_hull(kl, reward)], level)
 
 
-def reward_at_kl(curves: pd.DataFrame, level: float, pressure: str = "beta") -> dict[str, dict[int, float]]:
-    """Highest held-out reward at KL <= ``level``, by method and seed; see `_rewards_at_kl`."""
-    table = _rewards_at_kl(curves, [level], pressure)
-    return {method: dict(zip(rows["seed"], rows["reward"], strict=True))
-            for method, rows in table.groupby("method", sort=False)}  # fmt: skip
-
-
 def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str = "beta") -> pd.DataFrame:
     """The frontier itself, along a grid of levels: ``method``, ``kl``, ``reward`` (mean over seeds), ``low``, ``high``.
 
@@ -66,7 +60,7 @@ def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str 
     larger one: where the mean falls, as mixtures are chosen on other seeds, the row before it is repeated.
     """
     start = curves[curves["step"] == 0].groupby("method", sort=False, as_index=False)["reward"].mean()
-    seeds = _rewards_at_kl(curves, levels, pressure).groupby(["method", "kl"], sort=False)["reward"]
+    seeds = rewards_at_kl(curves, levels, pressure).groupby(["method", "kl"], sort=False)["reward"]
     table = pd.concat([start.assign(kl=0.0, sem=0.0), seeds.agg(reward="mean", sem="sem").reset_index()],
                       ignore_index=True)  # fmt: skip
     table = table.assign(low=table["reward"] - table["sem"], high=table["reward"] + table["sem"])
@@ -75,8 +69,10 @@ def frontier_table(curves: pd.DataFrame, levels: Sequence[float], pressure: str 
     return table[["method", "kl", "reward", "low", "high"]]
 
 
-def _rewards_at_kl(curves: pd.DataFrame, levels: Sequence[float], pressure: str) -> pd.DataFrame:
-    """Highest held-out reward at each KL: columns method, seed, kl, reward; see the module's head.
+def rewards_at_kl(
+    curves: pd.DataFrame, levels: Sequence[float], pressure: str = "beta", by: Sequence[str] = ("method",)
+) -> pd.DataFrame:
+    """Highest held-out ``reward`` at each ``kl`` by method (or more) and ``seed``; see the module's head.
 
     For each seed the hull of the other seeds' means says which two policies are mixed (by pressure and step); the
     probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
@@ -84,7 +80,7 @@ def _rewards_at_kl(curves: pd.DataFrame, levels: Sequence[float], pressure: str)
     if not all(level > 0 for level in levels):
         raise InputError("level", min(levels), "a KL above 0")
     table = []
-    for method, rows in curves.groupby("method", sort=False):
+    for names, rows in curves.groupby(list(by), sort=False):
         wide = rows.pivot(index=[pressure, "step"], columns="seed", values=["kl", "reward"])
         kls, rewards = (wide[name].dropna() for name in ("kl", "reward"))
         if kls.shape[1] < 2:
@@ -96,8 +92,8 @@ def _rewards_at_kl(curves: pd.DataFrame, levels: Sequence[float], pressure: str)
             for level in levels:
                 last = next((place for place, i in enumerate(hull) if kl[i] >= level), len(hull))
                 pair = hull[max(last - 1, 0) : last + 1]  # the two around the level, or the last if none reaches it
-                table.append((method, int(seed), level, _mixed([own[0], *(own[i] for i in pair)], level)))
-    return pd.DataFrame(table, columns=["method", "seed", "kl", "reward"])
+                table.append((*names, int(seed), level, _mixed([own[0], *(own[i] for i in pair)], level)))
+    return pd.DataFrame(table, columns=[*by, "seed", "kl", "reward"])
 
 
 def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
@@ -108,22 +104,20 @@ def _mixed(points: Sequence[tuple[float, float]], level: float) -> float:
     return float(points[-1][1])
 
 
-def paired_table(
-    values: Mapping[str, Mapping[str, Mapping[int, float]]], references: Sequence[str]
-) -> pd.DataFrame:  # fmt: skip
-    """Every method against each reference that was run, seed by seed (`intervals.paired`), of each kind of values.
+def paired_table(values: pd.DataFrame, references: Sequence[str], of: str = "subject") -> pd.DataFrame:
+    """Rewards of every method against each reference that was run, seed by seed (`intervals.paired`), by kind (``of``).
 
-    ``values`` are by kind, method and seed. Columns of (the kind), method, against, difference, stderr, n, p; pairs
-    that share fewer than two seeds are left out.
+    Pairs that share fewer than two seeds are left out.
     """
-    rows = []
-    for of, each in values.items():
+    table = []
+    for kind, rows in values.groupby(of, sort=False):
+        each = {method: run.set_index("seed")["reward"].to_dict() for method, run in rows.groupby("method", sort=False)}
         for against in (method for method in references if method in each):
             for method, mine in each.items():
                 if method != against and len(mine.keys() & each[against].keys()) > 1:
                     test = paired(mine, each[against])
-                    rows.append((of, method, against, *test.difference, test.p))
-    return pd.DataFrame(rows, columns=["of", "method", "against", "difference", "stderr", "n", "p"])
+                    table.append((kind, method, against, *test.difference, test.p))
+    return pd.DataFrame(table, columns=[of, "method", "against", "difference", "stderr", "n", "p"])
 
 
 def paired_figures(pairs: pd.DataFrame, key: str) -> dict[str, float]:
@@ -131,6 +125,20 @@ def paired_figures(pairs: pd.DataFrame, key: str) -> dict[str, float]:
     columns = {"": "difference", "_n": "n", "_stderr": "stderr", "_p": "p"}
     figures = figures_of(pairs, key, columns)
     return {name: value for name, value in figures.items() if not pd.isna(value)}
+
+
+def estimates(table: pd.DataFrame, key: str, columns: Mapping[str, str]) -> dict[str, float]:
+    """Means over the rows that share a key, which holds columns' names in braces; see `measured.figures_of`.
+
+    >>> estimates(pd.DataFrame(dict(method=["a", "a"], kl=[1.0, 3.0])), "{method}/end", {"_kl": "kl"})
+    {'a/end_kl': 2.0, 'a/end_kl_n': 2, 'a/end_kl_stderr': 1.0}
+    """
+    names, figures = re.findall(r"{(\w+)", key), {}
+    for values, rows in table.groupby(names, sort=False):
+        place = key.format(**dict(zip(names, values, strict=True)))
+        for end, column in columns.items():
+            figures |= estimate_figures(place + end, rows[column].dropna())
+    return figures
 
 
 def estimate_figures(key: str, values: Iterable[float]) -> dict[str, float]:

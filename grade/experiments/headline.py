@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -48,22 +47,6 @@ class _Figure(Config):
         return published - width, published + width
 
 
-@dataclass(frozen=True)
-class _Line:
-    """One line of the check: a figure, its value in git and in the working folder, and what passes."""
-
-    figure: _Figure
-    published: float
-    current: float
-    low: float
-    high: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether the figure is within its tolerance."""
-        return self.low <= self.current <= self.high
-
-
 def figures(path: Path = FILE) -> list[_Figure]:
     """The rows of ``headline.yaml``."""
     return [_Figure.parse(row, path.name) for row in yaml.safe_load(path.read_text(encoding="utf-8"))]
@@ -80,31 +63,35 @@ def headline(outputs: str | Path) -> dict[str, float]:
     return values
 
 
-def check(outputs: str | Path, revision: str = "HEAD") -> list[_Line]:
-    """Compare the figures of a folder of results, relative to the working folder, with those of a git revision."""
-    lines = []
+def check(outputs: str | Path, revision: str = "HEAD") -> pd.DataFrame:
+    """The figures of a folder of results, relative to the working folder, beside those of a git revision.
+
+    A row per figure: what was published, yours, the least and the largest value that passes, whether yours does.
+    """
+    rows = []
     for figure in figures():
         text = revision and published_text(f"{Path(outputs).as_posix()}/{figure.file}", revision)
         published = pd.json_normalize(json.loads(text), sep="/").to_dict("records")[0] if text else {}
         if figure.key not in published:
             continue
-        current = read_metrics(Path(outputs) / figure.file).get(figure.key)
-        if current is None:
+        yours = read_metrics(Path(outputs) / figure.file).get(figure.key)
+        if yours is None:
             raise InputError(f"{figure.file}: figure", figure.key, "a figure that the file has")
-        lines.append(_Line(figure, published[figure.key], current, *figure.allowed(published)))
-    if not lines:
+        low, high = figure.allowed(published)
+        rows.append(dict(figure=figure.label, published=published[figure.key], yours=yours, low=low, high=high,
+                         holds=low <= yours <= high, reason=figure.reason))  # fmt: skip
+    if not rows:
         raise InputError("revision", revision, f"a git revision that has results in {outputs}")
-    return lines
+    return pd.DataFrame(rows)
 
 
-def as_text(lines: list[_Line]) -> str:
+def as_text(table: pd.DataFrame) -> str:
     """The check as a table for a terminal, at most 120 columns wide, with the tolerances' reasons and a count below."""
-    reasons = list(dict.fromkeys(line.figure.reason for line in lines))
-    rows = [f"{'figure':<66}{'published':>10}{'yours':>10}  {'allowed':<20} why"]
-    for line in lines:
-        allowed = f"at most {line.high:.4g}" if line.low == -math.inf else f"{line.low:.4g} to {line.high:.4g}"
-        why = f"[{reasons.index(line.figure.reason) + 1}] {'ok' if line.holds else 'OUT'}"
-        rows.append(f"{line.figure.label:<66}{line.published:>10.4g}{line.current:>10.4g}  {allowed:<20} {why}")
-    rows += [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
-    held = sum(line.holds for line in lines)
-    return "\n".join([*rows, f"{held} of {len(lines)} figures are within their tolerance"])
+    reasons = table.reason.unique().tolist()
+    lines = [f"{'figure':<66}{'published':>10}{'yours':>10}  {'allowed':<20} why"]
+    for row in table.itertuples():
+        allowed = f"at most {row.high:.4g}" if row.low == -math.inf else f"{row.low:.4g} to {row.high:.4g}"
+        why = f"[{reasons.index(row.reason) + 1}] {'ok' if row.holds else 'OUT'}"
+        lines.append(f"{row.figure:<66}{row.published:>10.4g}{row.yours:>10.4g}  {allowed:<20} {why}")
+    lines += [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, f"{table.holds.sum()} of {len(table)} figures are within their tolerance"])

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from grade.experiments.frontier import paired_table, reward_at_kl
+from grade.experiments import frontier
 from grade.experiments.intervals import Interval, interval
 
 AGAINST = "rloo"
@@ -64,6 +64,11 @@ def main_runs(runs: pd.DataFrame) -> pd.DataFrame:
 def several_seeds(runs: pd.DataFrame) -> pd.DataFrame:
     """Those of methods that a subject has with more than one seed."""
     return runs[runs.groupby(["subject", "method"])["seed"].transform("nunique") > 1]
+
+
+def rewards_at_kl(runs: pd.DataFrame, levels: Sequence[float]) -> pd.DataFrame:
+    """`frontier.rewards_at_kl` by subject, of methods with several seeds."""
+    return frontier.rewards_at_kl(several_seeds(runs), levels, "target_kl", ("subject", "method"))
 
 
 def first_reach(curve: pd.DataFrame, goal: float, most_kl: float) -> tuple[float, float] | None:
@@ -197,6 +202,4 @@ def ends(runs: pd.DataFrame) -> pd.DataFrame:
 
 def paired_rewards(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     """Rewards at one KL, every method against `ste`, `st` and `rloo`: `paired_table` by subject."""
-    subjects = several_seeds(main_runs(runs)).groupby("subject", sort=False)
-    values = {subject: reward_at_kl(curves, level, "target_kl") for subject, curves in subjects}
-    return paired_table(values, ("ste", "st", AGAINST)).rename(columns={"of": "subject"})
+    return frontier.paired_table(rewards_at_kl(main_runs(runs), [level]), ("ste", "st", AGAINST))

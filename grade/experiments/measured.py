@@ -107,6 +107,10 @@ class Tables(Mapping[str, Table]):
         place = "timings" if name in self._experiment.TIMED else "measured"
         return not self._folder or any(Path(self._folder).parent.glob(f"{place}/{name}.*"))
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A table, or the default where the results have none."""
+        return self[name] if name in self else default
+
     def __iter__(self) -> Iterator[str]:
         return iter((*self._experiment.TABLES, *self._experiment.TIMED))
 

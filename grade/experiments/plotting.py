@@ -134,19 +134,13 @@ INTERVAL = dict(estimator="median", errorbar=("pi", 100))
 
 
 def with_ends(table: pd.DataFrame, value: str, low: str = "low", high: str = "high") -> pd.DataFrame:
-    """Three rows for each: the value and the two ends of its interval, all in the column of the value; see `INTERVAL`.
-
-    What is missing or infinite is left out.
-    """
+    """Rows of the value and of both ends of its interval in one column, for `INTERVAL`; without what is not finite."""
     columns = [table[name].astype(float).replace([np.inf, -np.inf], np.nan) for name in (value, low, high)]
     return pd.concat([table.assign(**{value: column}) for column in columns], ignore_index=True).dropna(subset=value)
 
 
 def panels(draw: Callable[..., Any], table: pd.DataFrame, title: str, **options: Any) -> Any:
-    """A figure of one of seaborn's grids (`relplot`, `catplot`) in this layout: title above, legend below.
-
-    Returns the grid.
-    """
+    """One of seaborn's grids (`relplot`, `catplot`) in this layout: title above, legend below."""
     with mpl.rc_context({"figure.constrained_layout.use": False}):  # seaborn's own layout would warn of it
         grid = draw(table, **options)
     grid.figure.set_layout_engine("constrained")
@@ -194,11 +188,7 @@ def categories_figure(
 
 
 def timelines_figure(table: pd.DataFrame, titles: Sequence[str], unit: str = "GiB", title: str = "") -> Figure:
-    """Live bytes over the allocations of one step, each phase in its own colour; equal axes from 0.
-
-    Columns configuration, phase and bytes, one row for each allocation in order, of all layers. ``titles``: one for
-    each configuration, in the table's order.
-    """
+    """Live bytes over the allocations of one step of each configuration, phases in their colours; equal axes from 0."""
     fig, axes = plt.subplots(1, len(titles), figsize=(9, 3.8), sharey=True)
     for ax, name, (_, rows) in zip(axes, titles, table.groupby("configuration", sort=False), strict=True):
         live = rows.bytes.to_numpy() / UNITS[unit]

@@ -21,10 +21,7 @@ FILE = Path(__file__).with_suffix(".yaml")
 
 
 def report(outputs: str | Path, profile: str, notebooks: Mapping[str, str]) -> str:
-    """The page as Markdown.
-
-    ``notebooks`` has the keys of the experiments (folders below ``outputs``) and the names of their notebooks.
-    """
+    """The page as Markdown, of experiments by key (a folder below ``outputs``) with their notebooks' names."""
     outputs = Path(outputs)
     shown = {"tutorial": "tutorial", "your_own_task": "your_own_task", **notebooks}
     links = [f"- [{key}]({key}/{name}.ipynb)" for key, name in shown.items()

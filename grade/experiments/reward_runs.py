@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 import pandas as pd
@@ -25,7 +26,7 @@ from pydantic import Field
 from grade.config import Config
 from grade.experiments.frontier import mixed_reward
 from grade.experiments.measured import kept_text, read_csv
-from grade.experiments.rewards import BlackBox, Models, Policy, RewardName, make_reward
+from grade.experiments.rewards import DIFFERENTIABLE, BlackBox, Models, Policy, RewardName, make_reward
 from grade.experiments.sums import ANSWER_TOKENS, sum_prompts
 from grade.experiments.training_runs import FIXED, SETTINGS, Bench, Run, hold_out, train_all
 from grade.models.adapter import LoraSettings
@@ -130,6 +131,22 @@ def make_run(
     return Run(dict(zip(NAMES, names, strict=True)), values, policy, reward)
 
 
+def grid_runs(models: Models, grid: Grid, rates: Mapping[str, float]) -> list[Run]:
+    """All runs of a grid, seed by seed; methods that a reward does not allow are left out."""
+    return [make_run(models, grid, reward, method, target, seed, rates[method] * grid.rate_factor)
+            for seed, target, reward, method in product(grid.seeds, grid.target_kls, grid.rewards, grid.methods)
+            if method not in DIFFERENTIATING or reward in DIFFERENTIABLE]  # fmt: skip
+
+
+def search_runs(models: Models, grid: Grid, methods: Sequence[Method]) -> list[Run]:
+    """The search for learning rates: each method at every rate on one reward, with seeds of its own.
+
+    The reward is one that is no function of embeddings, or, for `ste` and `st`, one that is.
+    """
+    return [make_run(models, grid, "trunk" if method in DIFFERENTIATING else "gold", method, SEARCH_KL, seed, rate)
+            for method, rate, seed in product(methods, SEARCHED_RATES, SEARCH_SEEDS)]  # fmt: skip
+
+
 def run_all(
     bench: Rewards, runs: Sequence[Run], finished: pd.DataFrame, processes: int = 1, train: bool = True
 ) -> pd.DataFrame:
@@ -152,8 +169,8 @@ def run_all(
 
 
 def published_runs(folder: str, names: Sequence[str] = NAMES, columns: Sequence[str] = FIGURES) -> pd.DataFrame:
-    """Names and figures of the runs in a folder of results, as it is or as git has it; without times if it has none."""
-    texts = [kept_text(f"{folder}/{name}.csv")
+    """Names and figures of the runs in a folder of results (empty: none), as it is or as git has it; times if known."""
+    texts = [folder and kept_text(f"{folder}/{name}.csv")
              for name in ("measured/search", "measured/runs", "timings/run_seconds")]  # fmt: skip
     search, runs, seconds = (read_csv(io.StringIO(text or ",".join([*names, "step"]))) for text in texts)
     runs = runs.merge(seconds, on=[*names, "step"], how="left")

@@ -40,11 +40,7 @@ class Run:
     """One execution of an experiment's notebook; ``toy``: with the sizes of a smoke test."""
 
     def __init__(self, experiment: Experiment, parameters: Mapping[str, Any]) -> None:
-        """Open a run; the working folder becomes the project's, to which every path in a parameter is relative.
-
-        ``experiment`` is the module ``measure.tables``, ``parameters`` are the notebook's names (``globals()``):
-        ``profile``, ``measured_dir``, ``output_dir``, and a value for each field of the settings.
-        """
+        """Open a run of a module ``measure.tables`` with a notebook's ``globals()``, in the project's folder."""
         self.name = experiment.__name__.split(".")[2]  # grade.experiments.<name>.measure...
         _enter_project()
         values = {name: parameters[name] for name in experiment.Settings.model_fields}

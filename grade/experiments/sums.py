@@ -73,8 +73,7 @@ def build_sums(folder: str | Path, steps: int = STEPS, hinted: bool = False) -> 
         steps=steps, muon_lr=0.02, adamw_lr=0.01, warmup_steps=min(20, steps - 1), seed=0,
     )  # fmt: skip
     # Every line is seen once: what is learned is the share of right answers, not which lines are wrong.
-    make_lines = _hinted_lines if hinted else _lines
-    rows = tokenizer(make_lines(_pairs()[0], steps * BATCH))["input_ids"]
+    rows = tokenizer(_lines(_pairs()[0], steps * BATCH, hinted))["input_ids"]
     windows = torch.tensor([row + [tokenizer.eos_token_id] * (width - len(row)) for row in rows])
     with torch.random.fork_rng(devices=[]):  # the global state is the caller's
         model = new_model(settings, len(tokenizer))
@@ -84,25 +83,17 @@ def build_sums(folder: str | Path, steps: int = STEPS, hinted: bool = False) -> 
         tokenizer.save_pretrained(staging)
 
 
-def _lines(pairs: Sequence[tuple[int, int]], n: int) -> list[str]:
-    """N lines "a+b=c" of random pairs; c is wrong in a share of them: the sum plus an offset, never negative."""
-    rng = np.random.default_rng((0, 1))  # not the split's
+def _lines(pairs: Sequence[tuple[int, int]], n: int, hinted: bool) -> list[str]:
+    """N lines "a+b=c" of random pairs; c is wrong in a share of them: the sum plus an offset, never negative.
+
+    With hints half of them have the sum and "=" in front, and are wrong half as often.
+    """
+    rng = np.random.default_rng((0, 2 if hinted else 1))  # not the split's
     a, b = np.array(pairs)[rng.integers(len(pairs), size=n)].T
-    wrong = rng.random(n) < WRONG
-    answers = _answers(a + b, rng.choice(OFFSETS, n) * wrong)
-    return [f"{a}+{b}={c}" for a, b, c in zip(a, b, answers, strict=True)]
-
-
-def _hinted_lines(pairs: Sequence[tuple[int, int]], n: int) -> list[str]:
-    """The same, half of them with the sum and "=" in front and wrong half as often."""
-    rng = np.random.default_rng((0, 2))
-    a, b = np.array(pairs)[rng.integers(len(pairs), size=n)].T
-    hinted = rng.random(n) < 0.5
-    wrong = rng.random(n) < HINTED_WRONG * np.where(hinted, 0.5, 1.0)
-    answers = _answers(a + b, rng.choice(HINTED_OFFSETS, n) * wrong)
-    rows = zip(a, b, answers, hinted, strict=True)
-    return [f"{a + b}={a}+{b}={c}" if told else f"{a}+{b}={c}" for a, b, c, told in rows]
-
-
-def _answers(sums: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    return sums + np.where(sums + offsets >= 0, offsets, -offsets)
+    hints = rng.random(n) < 0.5 if hinted else np.zeros(n, dtype=bool)
+    share, offsets = (HINTED_WRONG, HINTED_OFFSETS) if hinted else (WRONG, OFFSETS)
+    wrong = rng.random(n) < share * np.where(hints, 0.5, 1.0)
+    offset = rng.choice(offsets, n) * wrong
+    answers = a + b + np.where(a + b + offset >= 0, offset, -offset)
+    rows = zip(a, b, answers, hints, strict=True)
+    return [f"{a + b}={a}+{b}={c}" if hint else f"{a}+{b}={c}" for a, b, c, hint in rows]

@@ -45,10 +45,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 def trace_all(configs: Mapping[str, TracedConfig], processes: int = 1) -> dict[str, Trace]:
-    """Trace many steps by name, in parallel processes if asked: one trace runs on one core.
-
-    Starting processes takes seconds, which pays off for models of billions of parameters.
-    """
+    """Trace many steps by name, in parallel processes if asked, which pays off for models of billions of parameters."""
     if processes == 1:
         return {name: trace(config) for name, config in configs.items()}
     context = get_context("forkserver")

@@ -152,10 +152,9 @@ def train_once(bench: Bench, run: Run) -> tuple[list[dict[str, Any]], dict[str, 
 
 
 def train_all(bench: Bench, runs: Sequence[Run], processes: int = 1) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Train every run; all settings are checked before the first starts. Seconds are comparable within one call only.
+    """Rows of all runs and their ends, in order; all settings are checked before the first run starts.
 
-    ``processes``: worker processes of one thread each; 1: this process, with its threads. Returns the rows of all runs,
-    and their ends, in the runs' order.
+    With 1 process it is this one, with its threads, else workers of one thread; compare seconds within one call only.
     """
     for run in runs:
         _ = run.config

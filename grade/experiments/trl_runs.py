@@ -11,15 +11,20 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 from transformers import TrainerCallback
 
 from grade.errors import InputError
+from grade.experiments.measured import write_table
 from grade.models.backbone import load_pretrained
+from grade.results import environment, write_metrics
 from grade.training.config import TrainConfig
 
 SAME = (
@@ -41,6 +46,17 @@ def require_peer(name: str) -> None:
     """Say how TRL is installed, where it is not."""
     if not have_peer():
         raise InputError("peer", name, "the package trl, installed: pip install -e '.[peers]'")
+
+
+def write_contest(
+    folder: str | Path, tables: Mapping[str, pd.DataFrame | None], figures: Mapping[str, Any], **about: Any
+) -> None:
+    """Write the tables by name, ``metrics.json``, and ``environment.json`` with TRL's version (and ``about``)."""
+    for name, table in tables.items():
+        if table is not None:
+            write_table(Path(folder, name), table)
+    write_metrics(Path(folder, "metrics.json"), figures)
+    write_table(Path(folder, "environment"), environment() | {"trl": have_peer() and version("trl")} | about)
 
 
 def same_settings(config: TrainConfig) -> dict[str, Any]:

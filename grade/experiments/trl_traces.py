@@ -36,10 +36,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def trl_traces(
     settings: Mapping[str, Mapping[str, Any]] = SETTINGS, model: str = "smollm2-135m", layers: int = 6
 ) -> pd.DataFrame:
-    """Peak bytes of each setting: columns setting, traced, tracked and rel_error = traced / tracked - 1.
+    """Peak bytes of each setting, traced, and tracked in the second step of ``trainer.train()`` with random weights.
 
     Traced as ``grade memory --trl --device cpu`` does: two layers and three, and the rest extrapolated if there are
-    five or more. Tracked: the second step of ``trainer.train()`` with random weights. ``layers``: of the model's shape.
+    five or more.
     """
     rows = []
     with tempfile.TemporaryDirectory() as folder:

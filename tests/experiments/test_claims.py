@@ -58,11 +58,11 @@ claims:
 )
 def test_a_rule_makes_the_verdict_and_text_holds_figures(tmp_path, rule, value, verdict):
     (tmp_path / "claims.yaml").write_text((DOCUMENT % rule).replace("stated: 4", "stated: '4'"))
-    (claim,) = judge(tmp_path / "claims.yaml", {"a/b.c": value, "size": 4, "holds": True, "said": "not testable"})
+    (claim,) = judge(tmp_path, {"a/b.c": value, "size": 4, "holds": True, "said": "not testable"})
     note = f"{value:.1f} of 4"
     assert claim == Claim("000", "about 4", "4", value, "GB", "traced", verdict, note)
     with pytest.raises(InputError, match="figures for 'about {size}': got .*size"):
-        judge(tmp_path / "claims.yaml", {"a/b.c": value, "holds": True, "said": "not testable"})
+        judge(tmp_path, {"a/b.c": value, "holds": True, "said": "not testable"})
 
 
 def test_the_csv_reads_back(tmp_path):

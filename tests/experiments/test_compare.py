@@ -44,11 +44,15 @@ def curves(*runs):
 # --- reward at equal KL ---
 
 
+def rewards(table, level):
+    return frontier.rewards_at_kl(table, [level]).set_index("seed").reward.to_dict()
+
+
 def test_reward_at_kl_is_that_of_a_mixture_of_two_policies():
     table = curves(curve("ste", 0.1, 0, [0, 4, 8], [0.5, 0.7, 0.8]), curve("ste", 0.1, 1, [0, 1, 3], [0.5, 0.6, 0.8]))
     # Seed 0, chosen on seed 1: its hull is the start and its end, so here the start and (8, 0.8): 0.5 + 2/8 * 0.3.
     # Seed 1, chosen on seed 0: the start and its middle, here (1, 0.6), which is below the level by itself.
-    assert frontier.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.575, 1: 0.6})
+    assert rewards(table, 2.0) == pytest.approx({0: 0.575, 1: 0.6})
     figures = stats.frontier_figures(table, [2.0, 20.0])
     assert figures["frontier/ste/kl2"] == pytest.approx(0.5875)
     assert figures["frontier/ste/kl2_stderr"] == pytest.approx(0.0125)  # sd 0.025/sqrt(2), over sqrt(2)
@@ -61,8 +65,8 @@ def test_a_path_that_overshoots_does_not_hide_a_better_policy_with_less_kl():
     """KL grows early and comes back, or another beta stays low: interpolating along one path would see 0.55 at 2."""
     path, low = ([0, 8, 2], [0.5, 0.7, 0.75]), ([0, 1, 2], [0.5, 0.6, 0.7])
     table = curves(*(curve("ste", beta, seed, *c) for seed in (0, 1) for beta, c in ((0.1, path), (0.2, low))))
-    assert frontier.reward_at_kl(table, 2.0)["ste"] == pytest.approx({0: 0.75, 1: 0.75})
-    assert frontier.reward_at_kl(table, 1.0)["ste"] == pytest.approx({0: 0.625, 1: 0.625})  # half of the way to 0.75
+    assert rewards(table, 2.0) == pytest.approx({0: 0.75, 1: 0.75})
+    assert rewards(table, 1.0) == pytest.approx({0: 0.625, 1: 0.625})  # half of the way to 0.75
 
 
 def test_policies_are_chosen_on_the_other_seeds():
@@ -71,11 +75,11 @@ def test_policies_are_chosen_on_the_other_seeds():
         curve("ste", 0.2, 0, [0, 2], [0.5, 0.6]), curve("ste", 0.2, 1, [0, 2], [0.5, 0.7]),
     )  # fmt: skip
     # Seed 0's 0.9 is luck: seed 1 prefers 0.2. Seed 1 has what seed 0 prefers.
-    assert frontier.reward_at_kl(lucky, 2.0)["ste"] == pytest.approx({0: 0.6, 1: 0.5})
+    assert rewards(lucky, 2.0) == pytest.approx({0: 0.6, 1: 0.5})
     with pytest.raises(InputError, match="at least two"):
-        frontier.reward_at_kl(lucky[lucky.seed == 0], 2.0)
+        rewards(lucky[lucky.seed == 0], 2.0)
     with pytest.raises(InputError, match="above 0"):
-        frontier.reward_at_kl(lucky, 0.0)
+        rewards(lucky, 0.0)
 
 
 def test_the_frontiers_line_never_falls():
@@ -83,7 +87,7 @@ def test_the_frontiers_line_never_falls():
     table = curves(curve("ste", 0.1, 0, [0, 4, 8], [0.5, 0.7, 0.3]), curve("ste", 0.1, 1, [0, 4, 8], [0.5, 0.6, 0.9]),
                    curve("ste", 0.1, 2, [0, 4, 8], [0.5, 0.6, 0.7]))  # fmt: skip
     levels = [2.0, 4.0, 6.0, 8.0]
-    means = [np.mean(list(frontier.reward_at_kl(table, level)["ste"].values())) for level in levels]
+    means = [np.mean(list(rewards(table, level).values())) for level in levels]
     line = frontier.frontier_table(table, levels)
     assert min(np.diff(means)) < 0 and line["reward"].tolist() == pytest.approx(np.maximum.accumulate([0.5, *means]))
     assert (line["low"] <= line["reward"]).all() and (line["reward"] <= line["high"]).all()

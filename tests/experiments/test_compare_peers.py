@@ -91,20 +91,12 @@ def test_what_differs_from_run_to_run_is_written_apart(tmp_path):
     assert pd.read_csv(tmp_path / "timings" / "seconds.csv").seconds.tolist() == [2.0]
 
 
-def test_a_missing_extra_is_one_line_and_exit_code_2(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["peers", "teacher-peers"])
+def test_a_missing_extra_is_one_line_and_exit_code_2(command, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(trl_runs, "have_peer", lambda: False)
-    assert main(["peers", "--output-dir", str(tmp_path / "peers")]) == 2
+    assert main([command, "--output-dir", str(tmp_path / "peers")]) == 2
     assert "pip install -e '.[peers]'" in capsys.readouterr().err
     assert not (tmp_path / "peers").exists()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"methods": ["ste"], "learning_rates": [1e-3]}, {"learning_rates": [1e-3]}, {"reward": "models/gold/judge.npz"}],
-)
-def test_a_contest_that_would_not_compare_is_refused(values):
-    with pytest.raises(InputError):
-        peers.PeersConfig.parse(values)
 
 
 def test_other_ways_to_use_text_are_evaluated_alike():

@@ -135,22 +135,6 @@ def test_bad_tables(tmp_path, rows, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("missing.csv", None),
-        ("empty.csv", b""),
-        ("latin.csv", b"text,label\n\xe9\xff,1\n"),
-        ("x.csv", b'a,b\n"1,2\n3,4,5'),
-    ],
-)
-def test_bad_files(tmp_path, name, content):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=f"reviews file: got .*{name}.*UTF-8"):
-        prepare_reviews(DataConfig(source=str(tmp_path / name)), tmp_path, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
     "content",
     [
         '{"text": "a"}\n', '{"text": "a", "label": "2"}\n', '{"text": "a", "label": NaN}\n', "[]\n", "not json\n",

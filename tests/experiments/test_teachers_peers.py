@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 from grade.cli.main import main
-from grade.experiments import trl_runs
 from grade.experiments.teachers.measure import peers
 from grade.experiments.teachers.peers import teacher_peer_figures
 from grade.results import read_metrics
@@ -43,12 +42,6 @@ def toy_config(toy, folder, **values):
     folders = {"model": str(toy / "base"), "gold_file": str(toy / "judge.npz"), "reviews_dir": str(toy / "reviews"),
                "teachers_dir": str(folder / "teachers")}  # fmt: skip
     return sizes | folders | values
-
-
-def test_a_missing_extra_is_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(trl_runs, "have_peer", lambda: False)
-    assert main(["teacher-peers", "--output-dir", str(tmp_path / "peers")]) == 2
-    assert "pip install -e '.[peers]'" in capsys.readouterr().err
 
 
 def test_a_teacher_of_the_best_of_n_is_an_adapter_and_a_model(toy, tmp_path):

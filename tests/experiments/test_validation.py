@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grade.experiments.validation.measure.tables import TABLES, Settings
-from grade.experiments.validation.measure.ustat import u_statistic
+from grade.experiments.validation.measure.tables import TABLES, Settings, u_statistic
 from grade.experiments.validation.metrics import slope
 
 

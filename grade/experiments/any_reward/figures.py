@@ -70,10 +70,7 @@ def worth_figure(table: pd.DataFrame) -> Figure:
 
 
 def learning_figure(runs: pd.DataFrame, policy: str, target: float, x: str = "samples") -> Figure:
-    """Held-out reward along training and KL beside it, a line of panels for each reward; bands: one standard error.
-
-    ``x``: ``samples``, or ``seconds`` where the runs have a column of these.
-    """
+    """Held-out reward and KL against samples or seconds, a line of panels for each reward, ± one standard error."""
     labels = {"reward": "held-out reward", "kl": "KL, nats"}
     table = main_runs(runs).query("policy == @policy and target_kl == @target").assign(
         x=lambda rows: rows.groupby(["subject", "method", "step"])[x].transform("mean"),
@@ -93,10 +90,7 @@ def learning_figure(runs: pd.DataFrame, policy: str, target: float, x: str = "sa
 
 
 def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | None:
-    """Highest held-out reward at KL of at most each level, a panel for each subject; bands: one standard error.
-
-    None if no method has two seeds.
-    """
+    """Highest held-out reward at KL of at most each level, by subject, ± one standard error; None without two seeds."""
     grid = np.linspace(0, max(levels), 41)[1:]
     tables = [frontier_table(rows, grid, "target_kl").assign(subject=title(name))
               for name, rows in several_seeds(main_runs(runs)).groupby("subject", sort=False)]  # fmt: skip
@@ -115,10 +109,7 @@ _RATIOS = (0.05, 20.0)
 
 
 def batches_figure(ratios: pd.DataFrame) -> Figure | None:
-    """Samples to `rloo`'s final reward over its own, of `auto`, against completions per step.
-
-    From `learning.ratio_table` at one target; None if no subject has several sizes.
-    """
+    """Samples of `auto` to `rloo`'s final reward over its own, by completions per step; None without several."""
     table = ratios[(ratios["method"] == "auto") & (ratios["n"] > 0)]
     table = table[table.groupby("subject")["completions"].transform("nunique") > 1]
     if table.empty:

@@ -8,7 +8,7 @@ from scipy.stats import norm
 
 from grade.experiments import learning
 from grade.experiments.any_reward.measure.tables import Settings
-from grade.experiments.frontier import estimate_figures, paired_figures, reward_at_kl
+from grade.experiments.frontier import estimates, paired_figures
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.gradients.distilled.families import ADDITIVE
 
@@ -18,31 +18,18 @@ Values = dict[str, float | int | None]
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    What a table does not hold has no figure. Subjects are named as in `learning.subject_names`.
-
-        - ``bias/...``: of the corrected form, with every critic and step: the worst in standard errors, among how many
-          tests, its p, n completions per critic; ``bias/exact_worst`` over the gradient; ``law/...``.
-        - ``explained/<subject>/<family>_<n>`` and ``_stderr``; ``.../best_<n>``; ``.../from_n``, the least n at which
-          the best family explains something (two standard errors; None: never).
-        - ``worth/<subject>/plugin_<N>``, of the additive family that explains most, with ``_low`` and ``_high``; below
-          ``worth_at_<n>/`` in a batch of n; of the other estimators too.
-        - ``samples_over_rloo/<subject>`` with ``_low``, ``_high``, ``_n``, ``_censored``, and ``kl_over_rloo/...``, at
-          the target ``headline_kl``; for methods other than `auto` below ``<method>/``, for other targets below
-          ``target_<kl>/``, for fewer completions per step below ``batch_<completions>/``.
-        - ``end/...`` rewards, judges and KL at the end of runs; ``reward_at_kl/<subject>/<kl>/<method>``;
-          ``paired/<subject>/<method>_minus_<other>`` at KL ``headline_level``.
+    What a table does not hold has no figure. Subjects are named as in `learning.subject_names`. ``from_n`` is the least
+    number of completions at which the best family explains something (two standard errors; None: never). Without a
+    prefix figures are of `auto`, at the target ``headline_kl`` and the most completions per step.
     """
     figures = _bias(tables) | _explained(tables["explained"]) | _worth(tables["worth"])
     figures |= _ratios(tables["runs"], settings.headline_kl)
     runs = learning.main_runs(tables["runs"])
     ends = learning.ends(runs[runs["target_kl"] == settings.headline_kl])
     ends = ends.melt(["subject", "method"], ["reward", "gain", "gold", "kl"]).dropna()
-    for key, values in ends.groupby(["subject", "method", "variable"])["value"]:
-        figures |= estimate_figures("/".join(("end", *key)), values)
-    for subject, curves in learning.several_seeds(runs).groupby("subject"):
-        for level in settings.kl_levels:
-            for method, values in reward_at_kl(curves, level, "target_kl").items():
-                figures |= estimate_figures(f"reward_at_kl/{subject}/{level:g}/{method}", values.values())
+    figures |= estimates(ends, "end/{subject}/{method}/{variable}", {"": "value"})
+    rewards = learning.rewards_at_kl(runs, settings.kl_levels)
+    figures |= estimates(rewards, "reward_at_kl/{subject}/{kl:g}/{method}", {"": "reward"})
     pairs = learning.paired_rewards(tables["runs"], settings.headline_level)
     figures |= paired_figures(pairs, "paired/{subject}/{method}_minus_{against}")
     return finite(figures)
@@ -62,9 +49,7 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     figures["cost/completions"] = int(cost["completions"].min())
     runs = learning.main_runs(tables["run_seconds"])
     seconds = runs[runs["target_kl"] == settings.headline_kl].groupby(["subject", "method", "seed"])["seconds"].max()
-    for (subject, method), values in seconds.groupby(level=["subject", "method"]):
-        figures |= estimate_figures(f"seconds/{subject}/{method}", values)
-    return finite(figures)
+    return finite(figures | estimates(seconds.reset_index(), "seconds/{subject}/{method}", {"": "seconds"}))
 
 
 def best_worths(table: pd.DataFrame) -> pd.DataFrame:
@@ -124,11 +109,7 @@ def _ratios(runs: pd.DataFrame, headline_kl: float) -> Values:
 
 
 def worst_deviation(table: pd.DataFrame) -> dict[str, float]:
-    """The largest deviation of the table of bias: worst, in standard errors, of how many tests, and its p.
-
-    p is the probability of one as large among so many independent ones (fewer are independent: critics see the same
-    completions).
-    """
+    """The largest bias in standard errors, of how many tests, and the p of one as large if they are independent."""
     worst, tests = float(table["z"].abs().max()), len(table)
     return dict(worst=worst, tests=tests, p=float(1 - (1 - 2 * norm.sf(worst)) ** tests))
 

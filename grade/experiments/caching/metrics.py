@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from grade.experiments.caching.measure.tables import COPY, Settings
-from grade.experiments.claims import Claim, about, in_units, judge
+from grade.experiments.claims import Claim, about, judge
 from grade.experiments.formulas import parameter_count, rows_bytes
 from grade.experiments.measured import Tables, figures_of
 from grade.experiments.traced import shape_of
@@ -84,4 +83,4 @@ def caching_claims(shape: ModelShape, batch: int, length: int, m: Mapping[str, f
         "fallback/verdict": "refuted" if m["caching/kl_to_itself"] <= AGREE < m["caching/kl_to_base"] else "partly",
         "copy/verdict": "partly" if about(copy, base) else "refuted",
     }  # fmt: skip
-    return judge(Path(__file__).with_name("claims.yaml"), in_units(figures))
+    return judge("caching", figures)

@@ -7,9 +7,10 @@ import argparse
 from grade.cli.options import command, print_metrics
 from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
 from grade.experiments.compare.measure.text_peers import TextPeersConfig, compare_text_peers
-from grade.experiments.compare.peers import peer_figures, text_peer_figures, write_peers, write_text_peers
+from grade.experiments.compare.peers import peer_figures, text_peer_figures, write_peers
 from grade.experiments.teachers.measure.peers import TeacherPeersConfig, measure_teacher_peers
-from grade.experiments.teachers.peers import teacher_peer_figures, write_teacher_peers
+from grade.experiments.teachers.peers import teacher_peer_figures
+from grade.experiments.trl_runs import write_contest
 from grade.experiments.trl_traces import trl_traces
 from grade.files import claimed
 
@@ -32,7 +33,7 @@ def _text_peers(args: argparse.Namespace) -> None:
     with claimed(args.output_dir, (), shared=True):
         for rows in compare_text_peers(config):
             figures = text_peer_figures(rows)
-            write_text_peers(args.output_dir, rows, figures)
+            write_contest(args.output_dir, {"runs": rows}, figures)
     print_metrics(figures)
 
 
@@ -44,5 +45,6 @@ def _teacher_peers(args: argparse.Namespace) -> None:
         curves, costs = measure_teacher_peers(config)
         traces = trl_traces(layers=config.trace_layers) if config.trace_layers else None
         figures = teacher_peer_figures(curves, costs, traces)
-        write_teacher_peers(args.output_dir, curves, costs, traces, figures)
+        tables = {"curves": curves, "timings/costs": costs, "trl_traces": traces}
+        write_contest(args.output_dir, tables, figures, threads=1)  # of each process that trains
     print_metrics(figures)

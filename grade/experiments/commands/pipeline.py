@@ -78,8 +78,8 @@ def _checked(profile: str, revision: str) -> tuple[str, bool]:
     """The workspace's figures against the published ones; without a workspace, those that ``dvc repro`` left here."""
     outputs, workspace = suite_values(Path(), profile)["outputs"], workspace_of(Path.cwd(), profile)
     with contextlib.chdir(workspace if (workspace / outputs).is_dir() else Path()):
-        lines = headline.check(outputs, revision)
-    return headline.as_text(lines), all(line.holds for line in lines)
+        table = headline.check(outputs, revision)
+    return headline.as_text(table), table.holds.all()
 
 
 @command("publish", option("profile", nargs="?", default=DEFAULT_PROFILE, help=WHOSE))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -49,7 +48,7 @@ def compare_claims(m: Mapping[str, float], level: float) -> list[Claim]:
     late = m["defects/kl_late"] > 100 * m["defects/kl_aligned_max"]
     figures["late KL/verdict"] = "refuted" if late else "partly"
     figures["same reward/verdict"] = "refuted" if abs(m["defects/scope_difference"]) > 1e-3 else "partly"
-    return judge(Path(__file__).with_name("claims.yaml"), figures)
+    return judge("compare", figures)
 
 
 def _difference_verdict(difference: float, seeds: int, p: float | None) -> tuple[str, str]:

@@ -59,10 +59,7 @@ def learning_figure(curves: pd.DataFrame, beta: float, x: str = "samples") -> Fi
 
 
 def gold_figure(curves: pd.DataFrame, beta: float) -> Figure:
-    """Gold judge against trained reward along training at one weight of KL, means over seeds, by family of methods.
-
-    On the dotted line the judge shares every gain; below it the reward is exploited.
-    """
+    """Gold judge against trained reward along training, means over seeds; on the dotted line it shares every gain."""
     start = curves[curves["step"] == 0][["reward", "gold"]].mean()
     rows = curves[curves["beta"] == beta].dropna(subset=["gold"])
     paths = rows.groupby(["method", "step"], sort=False, as_index=False)[["reward", "gold"]].mean()

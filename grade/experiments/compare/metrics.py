@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from grade.experiments.compare.measure.tables import Settings
-from grade.experiments.frontier import estimate_figures, paired_figures, paired_table, reward_at_kl
+from grade.experiments.frontier import estimates, paired_figures, paired_table, rewards_at_kl
 from grade.experiments.measured import Tables, figures_of
 from grade.stats import Estimate
 
@@ -42,11 +42,10 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
 
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, Any]:
     """Figures of seconds of training, and the peer's of seconds and memory."""
-    figures: dict[str, Any] = dict(tables["peer_times"]) if "peer_times" in tables else {}
+    figures: dict[str, Any] = dict(tables.get("peer_times", {}))
     for prefix, reward in _rewards(settings).items():
         ends = run_seconds(tables["seconds"], reward, settings.headline_beta)
-        for method, rows in ends.groupby("method", sort=False):
-            figures |= estimate_figures(f"{prefix}final/{method}/seconds", rows["seconds"])
+        figures |= estimates(ends, prefix + "final/{method}", {"/seconds": "seconds"})
     return figures
 
 
@@ -68,11 +67,9 @@ def run_seconds(seconds: pd.DataFrame, reward: str, beta: float) -> pd.DataFrame
 
 def level_table(curves: pd.DataFrame, levels: list[float]) -> pd.DataFrame:
     """Reward at each KL, method by method, as text with standard errors."""
-    columns = {}
-    for level in levels:
-        values = reward_at_kl(curves, level)
-        columns[f"KL {level:g}"] = {method: str(Estimate.of(seeds.values())) for method, seeds in values.items()}
-    return pd.DataFrame(columns)
+    seeds = rewards_at_kl(curves, levels).groupby(["method", "kl"], sort=False)["reward"]
+    table = seeds.agg(lambda rewards: str(Estimate.of(rewards))).unstack(sort=False)
+    return table.rename(columns="KL {:g}".format).rename_axis(index=None, columns=None)
 
 
 def final_table(figures: Mapping[str, Any], methods: Sequence[str], prefix: str = "") -> pd.DataFrame:
@@ -92,10 +89,9 @@ def final_table(figures: Mapping[str, Any], methods: Sequence[str], prefix: str 
 def paired_rewards(tables: Tables, settings: Settings) -> pd.DataFrame:
     """`paired_table` of gains at equal samples (``gain``) and of rewards at equal KL (``kl<level>``)."""
     curves, finals = (on_reward(tables[name], settings.reward) for name in ("curves", "finals"))
-    ends = finals[finals["beta"] == settings.headline_beta]
-    values = {"gain": {method: rows.set_index("seed")["gain"].to_dict() for method, rows in ends.groupby("method")}}
-    values |= {f"kl{level:g}": reward_at_kl(curves, level) for level in settings.kl_levels}
-    return paired_table(values, REFERENCES)
+    gains = finals[finals["beta"] == settings.headline_beta].assign(of="gain", reward=lambda ends: ends["gain"])
+    rewards = rewards_at_kl(curves, settings.kl_levels).assign(of=lambda rows: rows["kl"].map("kl{:g}".format))
+    return paired_table(pd.concat([gains, rewards]), REFERENCES, "of")
 
 
 def pair_table(figures: Mapping[str, Any], methods: Sequence[str], names: Sequence[str]) -> pd.DataFrame:
@@ -124,15 +120,12 @@ def peer_table(figures: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def frontier_figures(curves: pd.DataFrame, levels: list[float], prefix: str = "") -> dict[str, float]:
-    """Metrics ``frontier/<method>/kl<level>`` with ``_stderr`` and ``_n``: `reward_at_kl` over seeds.
+    """Metrics ``frontier/<method>/kl<level>``: means of `rewards_at_kl` over seeds.
 
     ``frontier/<method>/kl_reached`` is the largest KL of any run, averaged over seeds: beyond it a method's frontier is
     flat.
     """
-    figures: dict[str, float] = {}
-    for level in levels:
-        for method, values in reward_at_kl(curves, level).items():
-            figures |= estimate_figures(f"{prefix}frontier/{method}/kl{level:g}", values.values())
+    figures = estimates(rewards_at_kl(curves, levels), prefix + "frontier/{method}/kl{kl:g}", {"": "reward"})
     reached = curves.groupby(["method", "seed"], sort=False)["kl"].max().groupby("method", sort=False).mean()
     return figures | {f"{prefix}frontier/{method}/kl_reached": float(value) for method, value in reached.items()}
 
@@ -143,13 +136,13 @@ def final_figures(finals: pd.DataFrame, beta: float, prefix: str = "") -> dict[s
     ``gain/<method>`` (held-out reward minus the untrained policy's), ``gold_gain/...``, and under ``final/<method>/``
     `QUALITIES` and ``samples``.
     """
-    figures: dict[str, float] = {}
-    for method, runs in finals[finals["beta"] == beta].groupby("method", sort=False):
-        keys = {name: f"{name}/{method}" for name in ("gain", "gold_gain")}
-        for name, key in (keys | {name: f"final/{method}/{name}" for name in QUALITIES}).items():
-            figures |= estimate_figures(prefix + key, runs[name].dropna())
-        figures[f"{prefix}final/{method}/samples"] = int(runs["samples"].iloc[0])
-    return figures
+    ends = finals[finals["beta"] == beta]
+    return (
+        estimates(ends, prefix + "gain/{method}", {"": "gain"})
+        | estimates(ends, prefix + "gold_gain/{method}", {"": "gold_gain"})
+        | estimates(ends, prefix + "final/{method}", {f"/{name}": name for name in QUALITIES})
+        | figures_of(ends.drop_duplicates("method"), prefix + "final/{method}", ["samples"])
+    )
 
 
 def overoptimisation(curves: pd.DataFrame) -> pd.DataFrame:

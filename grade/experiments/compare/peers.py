@@ -5,8 +5,8 @@ Seconds and memory differ from run to run; the figures that hold them are listed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ import pandas as pd
 from grade.experiments.compare.measure.peers import PEER
 from grade.experiments.frontier import estimate_figures
 from grade.experiments.learning import first_reach
-from grade.experiments.measured import figures_of, write_environment, write_table
-from grade.experiments.trl_runs import have_peer
-from grade.results import environment, write_history, write_metrics
+from grade.experiments.measured import figures_of, write_environment
+from grade.results import write_history, write_metrics
 
 TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",
          "seconds_over_trl", "best_method", "best_over_trl_seconds")  # fmt: skip
@@ -33,23 +32,6 @@ def write_peers(folder: str | Path, curves: pd.DataFrame, figures: Mapping[str, 
     write_metrics(folder / "metrics.json", {name: value for name, value in figures.items() if name not in timed})
     write_metrics(folder / "timings" / "metrics.json", timed)
     write_environment(folder / "timings" / "environment.json")
-
-
-def _first_crossing(x: Sequence[float], y: Sequence[float], level: float) -> float | None:
-    """``y`` where ``x`` first reaches a level, linear between neighbours; None if it never does.
-
-    >>> _first_crossing([0, 4, 3, 8], [0.5, 0.7, 0.7, 0.9], 2)
-    0.6
-    >>> _first_crossing([0, 4], [0.5, 0.7], 5) is None
-    True
-    """
-    for i, value in enumerate(x):
-        if value >= level:
-            if i == 0:
-                return float(y[0])
-            part = (level - x[i - 1]) / (value - x[i - 1])
-            return float(y[i - 1] + part * (y[i] - y[i - 1]))
-    return None
 
 
 def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) -> dict[str, float]:
@@ -77,7 +59,7 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
     goal = base + share * (lowest - base)
     *_, last = ours = [method for method in runs if method != PEER]
     for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
-        at = {method: _first_crossing(run["reward"].tolist(), run[name].tolist(), goal) for method, run in runs.items()}
+        at = {method: first_reach(run.assign(samples=run[name]), goal, math.inf)[0] for method, run in runs.items()}
         figures |= {f"peer/{label}/{method}": value for method, value in at.items()}
         if name != "kl":
             figures[f"peer/{name}_over_trl"] = at[last] / at[PEER]
@@ -108,10 +90,3 @@ def text_peer_figures(rows: pd.DataFrame) -> dict[str, float]:
                 if not figures[f"{key}_missed"]:
                     figures |= estimate_figures(key, (spent[seed][0] / best.loc[seed, name] for seed in spent))
     return figures
-
-
-def write_text_peers(folder: str | Path, rows: pd.DataFrame, figures: Mapping[str, Any]) -> None:
-    """Write ``runs.csv``, ``metrics.json`` and what they were measured with, ``environment.json``."""
-    write_table(Path(folder, "runs"), rows)
-    write_metrics(Path(folder, "metrics.json"), figures)
-    write_table(Path(folder, "environment"), environment() | {"trl": have_peer() and version("trl")})

@@ -34,10 +34,7 @@ def label(name: str) -> str:
 
 
 def bias_variance_figure(table: pd.DataFrame, rewards: Sequence[str], batch: int) -> Figure:
-    """Squared bias and variance of a batch over the squared gradient, end to end, by reward.
-
-    `reinforce`, whose bar would be a hundred times as long as the others, is left out.
-    """
+    """Squared bias and variance of a batch over the squared gradient, by reward; without `reinforce`'s long bar."""
     shown = _labelled(table[(table.estimator != "reinforce") & table.reward.isin(rewards)])
     shown["mse"] = shown.bias2.clip(lower=0) + shown.variance / batch
     shown["low"], shown["high"] = shown.bias2 - 2 * shown.bias2_stderr, shown.bias2 + 2 * shown.bias2_stderr

@@ -19,9 +19,8 @@ _ENDS = ("", "_low", "_high")
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    Names that begin with ``after/`` are of the policy after training: bias and mse of the enumerated policy (squared
-    errors over the squared norm of the gradient); worth and crossover of the chosen estimator in samples, with ends of
-    their 95 % intervals; hybrid, the gain of the blend; snr, cosine_64 and worth of every estimator; spread.
+    Bias and mse are of the enumerated policy, squared errors over the squared norm of the gradient; names that begin
+    with ``after/`` are of the policy after training.
     """
     values: Values = {}
     if settings.enumerated:

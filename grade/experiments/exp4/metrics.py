@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from grade.experiments.claims import Claim, about, in_units, judge
+from grade.experiments.claims import Claim, about, judge
 from grade.experiments.exp4.measure.tables import Settings
 from grade.experiments.measured import Tables, figures_of
 
@@ -57,4 +56,4 @@ def exp4_claims(configurations: pd.DataFrame) -> list[Claim]:
     together, kept = after.step_bytes / GB, at.step_bytes["all_six_kept"] / GB
     nearer = ", which is nearer to the stated figure" if abs(kept - 12.5) < abs(together - 12.5) else ""
     figures["activations/note"] = f"what the step adds; without checkpointing {kept:.1f} GB{nearer}"
-    return judge(Path(__file__).with_name("claims.yaml"), in_units(figures))
+    return judge("exp4", figures)

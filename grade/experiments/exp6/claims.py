@@ -7,10 +7,9 @@ is not arithmetic is measured, so a verdict can change with the machine and the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from grade.experiments.claims import Claim, about, in_units, judge
+from grade.experiments.claims import Claim, about, judge
 from grade.experiments.formulas import parameter_count, rows_bytes, token_forwards_uncached
 from grade.memory.shapes import QWEN3_4B
 
@@ -28,7 +27,7 @@ ACCUMULATION_EQUAL = 1e-5  # relative; float32 sums taken in another order
 def exp6_claims(m: Mapping[str, float]) -> list[Claim]:
     """A verdict on each claim of document 000, from the figures of ``metrics`` and ``timed_metrics``."""
     figures = {**m, **_counts(), **_memory(m), **_parity(m)}
-    return judge(Path(__file__).with_name("claims.yaml"), in_units(figures))
+    return judge("exp6", figures)
 
 
 def _counts() -> dict[str, float]:

@@ -17,10 +17,9 @@ _CURVES = {"train/reward": "reward, P(positive)", "train/kl": "KL, nats per toke
 
 
 def reward_figure(curves: pd.DataFrame, title: str, against: str = "samples") -> Figure:
-    """Held-out reward and the gold judge's, against training samples or seconds.
+    """Held-out reward and the gold judge's, against training samples or seconds, averaged over a method's runs.
 
-    The band is ±1 standard error: over prompts of one run, over runs where a method has several (``ste-0``,
-    ``ste-1``, ...), which are averaged at equal steps.
+    The band is ±1 standard error: over prompts of one run, over runs where a method has several.
     """
     kinds = {"reward": "held-out reward", "gold": "gold judge"}
     parts = []

@@ -12,11 +12,7 @@ HOPS = 2  # the feedback hops of the headline error, those of the training runs
 
 
 def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
-    """Every figure that does not depend on the machine's speed.
-
-    Names to values: ``train/`` (P(positive), KL in nats per token), ``parity/``, ``memory/`` (bytes), ``support/``
-    and the sizes of the timings under ``speed/``.
-    """
+    """Every figure that does not depend on the machine's speed: P(positive), KL in nats per token, bytes."""
     names = ("batch", "prompt_tokens", "new_tokens", "hops", "dtype")
     counted = tables["bytes"]
     return {
@@ -30,11 +26,7 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
 
 
 def timed_metrics(tables: Tables, settings: Settings) -> dict[str, float]:
-    """Every figure made of seconds.
-
-    Seconds of the runs (mean over seeds) and of replay, ratios of one gradient's seconds to replay's at the
-    headline T, the exponent of replay's seconds in T, and the reference pass.
-    """
+    """Every figure made of seconds, of which those of runs are means over seeds."""
     times = tables["time_against_tokens"]
     at_headline = times[times["T"] == settings.speed_new_tokens].set_index("engine").seconds
     replayed = times[times.engine == "replay"]

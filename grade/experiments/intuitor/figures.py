@@ -14,10 +14,7 @@ from grade.experiments.plotting import SERIES, color, panels, plain_log_ticks
 
 
 def peaks_figure(lengths: pd.DataFrame, stated: Mapping[int, tuple[float, float]]) -> Figure:
-    """Traced peaks of PPO and Intuitor against length, beside the document's, in decimal GB on a log axis.
-
-    ``stated``: tokens to the document's GB of both; lengths that were not traced are left out.
-    """
+    """Traced peaks of PPO and Intuitor against length on a log axis, beside the document's GB of both by tokens."""
     rows = [dict(tokens=n, step=f"{method}, as stated", peak_gb=gb) for n in stated if n in set(lengths.tokens)
             for method, gb in zip(("PPO", "Intuitor"), stated[n], strict=True)]  # fmt: skip
     shown = pd.concat([pd.DataFrame(rows), lengths], ignore_index=True)
@@ -38,10 +35,7 @@ def peaks_figure(lengths: pd.DataFrame, stated: Mapping[int, tuple[float, float]
 
 
 def certainty_figure(sweep: pd.DataFrame, scores: pd.DataFrame) -> Figure:
-    """Self-certainty and the document's formula: against the height of one logit, and of completions.
-
-    On the right one point per completion, each less its prompt's mean.
-    """
+    """Self-certainty and the document's formula: by the height of one logit; of completions, less the prompt's mean."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
     names = {"published": "self-certainty + log V", "document": "document's formula"}
     table = sweep.rename(columns=names).melt("peak", list(names.values()), "formula", "nats")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from grade.experiments.claims import Claim, in_units, judge
+from grade.experiments.claims import Claim, judge
 from grade.experiments.formulas import rows_bytes
 from grade.experiments.intuitor.measure.tables import SETTINGS, STATED_GB, Settings
 from grade.experiments.measured import Tables, figures_of
@@ -31,19 +28,10 @@ def metrics(tables: Tables, settings: Settings) -> dict[str, float | str]:
     }
 
 
-def peaks_by_length(lengths: pd.DataFrame) -> Mapping[int, Mapping[str, float]]:
-    """Peak in decimal GB by length and step."""
-    return {n: dict(zip(rows.step, rows.peak_gb, strict=True)) for n, rows in lengths.groupby("tokens")}
-
-
 def intuitor_claims(
     shape: ModelShape, rows_gb: Mapping[str, float], peaks: Mapping[int, Mapping[str, float]], m: Mapping[str, float]
 ) -> list[Claim]:
-    """A verdict on each claim of document 004.
-
-    From its model, GB by formula and row of `grade.experiments.intuitor.measure.tables.memory_table`, traced GB by
-    length and step, and the figures of ``metrics``.
-    """
+    """A verdict on each claim of document 004, from GB by formula and row, traced GB by length and step, figures."""
     nearest = min(peaks, key=lambda n: abs(n - LENGTH))
     pairs = {n: (at["Intuitor, dense logits"], at["PPO, dense logits"]) for n, at in peaks.items()}
     more = {n: ours - ppo for n, (ours, ppo) in pairs.items()}
@@ -65,4 +53,4 @@ def intuitor_claims(
     for name in SETTINGS:
         fits = m[f"intuitor/{name}_fits_chunked"]
         figures[f"{name}/most"] = f"{fits:.0f}" + (" (all that are asked for)" if fits >= 32 else "")
-    return judge(Path(__file__).with_name("claims.yaml"), in_units(figures))
+    return judge("intuitor", figures)

@@ -45,10 +45,7 @@ def sweep_figure(table: pd.DataFrame) -> Figure:
 
 
 def parts_figure(layers: pd.DataFrame, sequences: pd.Series, stderr: float) -> Figure:
-    """Each layer's and each completion's part of one prediction: layers sum to it, completions average to it.
-
-    ``stderr``: of the mean over completions.
-    """
+    """Parts of one prediction: layers' sum to it, completions' average to it, with the mean's standard error."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.8))
     names = layers.layer.astype(str).where(layers.layer >= 0, "rest")
     parts = layers.part, sequences.sort_values()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from grade.experiments.claims import Claim, in_units, judge
+from grade.experiments.claims import Claim, judge
 from grade.experiments.formulas import lora_parameters, rows_bytes
 from grade.experiments.measured import Tables, figures_of
 from grade.experiments.probe.measure.tables import Settings
@@ -68,4 +67,4 @@ def probe_claims(shape: ModelShape, m: Mapping[str, Any]) -> list[Claim]:
         "all graphs": graphs, "cause/verdict": "refuted" if graphs / 1e9 > whole else "partly",
         "diagnosis GB": rows_bytes(8, 512, shape.vocab, 2) / 1e9, "validation": rows_bytes(4, 264, shape.vocab, 2),
     }  # fmt: skip
-    return judge(Path(__file__).with_name("claims.yaml"), in_units(figures))
+    return judge("probe", figures)

@@ -15,11 +15,8 @@ Values = dict[str, float | int | str]
 def metrics(tables: Tables) -> Values:
     """Every figure that is the same in every run.
 
-    - ``fsdp2/max_rel_diff`` of the adapter after training, two processes against one, over all methods;
-      ``held_share``, the largest share of the base's bytes that a process holds; ``trace_rel_error``, the largest of
-      traced against tracked peaks;
-    - ``gpus/<sharding>_<n>/...`` of one of n GPUs, and ``lean/step_gib``, what the lean step needs over its weights;
-    - ``sampler/<name>/...``: chi-square of one position, and the difference that training makes to our own sampler.
+    Figures of ``fsdp2`` are the largest over methods, steps and processes, ``gpus/<sharding>_<n>`` those of one of n
+    GPUs; ``lean/step_gib`` is what the lean step needs over its weights.
     """
     methods, sharded, gpus, law = (tables[name] for name in ("fsdp2", "sharded", "gpus", "law"))
     values: Values = {}

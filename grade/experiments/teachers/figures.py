@@ -17,10 +17,7 @@ _TRAINERS = {"grade": "grade", "trl_distillation": "TRL"}
 
 
 def learning_figure(runs: pd.DataFrame) -> Figure:
-    """Share of right sums on held-out prompts against samples and against KL, means over seeds with one standard error.
-
-    The KL of an evaluation is the mean over seeds.
-    """
+    """Share of right sums on held-out prompts against samples and mean KL, means over seeds with one standard error."""
     groups = runs.groupby(["method", "step"], sort=False)
     table = groups[["samples", "kl", "reward"]].mean().assign(error=groups["reward"].sem()).reset_index()
     table = table.melt(["method", "step", "reward", "error"], ["samples", "kl"], var_name="axis", value_name="x")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from grade.experiments.frontier import estimate_figures, mixed_reward
+from grade.experiments.frontier import estimates, mixed_reward
 from grade.experiments.learning import AGAINST, REACHED, reach_table
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.teachers.peers import teacher_peer_figures
@@ -17,13 +17,9 @@ Values = dict[str, Any]
 def metrics(tables: Tables) -> Values:
     """Every figure that is the same in every run; what does not exist is None.
 
-    - ``divergence/worst_error``: largest error of a divergence or gradient in float64; ``divergence/<check>/<beta>``.
-    - ``trace/teacher_rel_error``: largest relative error of traced peaks; ``trace/teacher_steps``.
-    - ``hinted/samples_over_rloo``, ``hinted/<method>_over_rloo``: samples to the best share of right sums of `rloo`'s
-      whole run, at no more KL, over `rloo`'s own (`learning.reach_table`), of mixtures of a run's policies (`mixed`);
-      ``hinted/unmixed/...`` without mixtures.
-    - ``hinted/end/<method>/right``, ``kl``, ``r2``: at the end, mean over seeds.
-    - ``distilled/...``, ``trl_trace/max_rel_error``: beside TRL, `teachers.peers.teacher_peer_figures`.
+    ``hinted/<method>_over_rloo`` (``samples`` for `hinted`) is what a method samples to the best share of right sums of
+    `rloo`'s whole run, over `rloo`'s own (`learning.reach_table`), of mixtures of a run's policies (`mixed`);
+    ``hinted/unmixed/...`` without mixtures. Figures beside TRL are those of `teachers.peers.teacher_peer_figures`.
     """
     errors, traces = tables["divergence"], tables["traces"]
     worst = errors[["value", "gradient"]].max(axis=1)
@@ -34,19 +30,16 @@ def metrics(tables: Tables) -> Values:
     for curves, key in ((mixed(runs), "hinted"), (runs, "hinted/unmixed")):
         names = reach_table(curves, AGAINST).replace({"method": {"hinted": "samples"}})
         figures |= figures_of(names, f"{key}/{{method}}_over_rloo", REACHED)
-    for method, rows in ends(runs).groupby("method", sort=False):
-        for name, values in {"right": rows["reward"], "kl": rows["kl"], "r2": rows["r2"].dropna()}.items():
-            figures |= estimate_figures(f"hinted/end/{method}/{name}", values) if len(values) else {}
+    last = ends(runs).rename(columns={"reward": "right"})
+    known = last.melt("method", ["right", "kl", "r2"]).dropna()
+    figures |= estimates(known, "hinted/end/{method}/{variable}", {"": "value"})
     return finite(figures | _peers(tables, timed=False))
 
 
 def timed_metrics(tables: Tables) -> Values:
     """Figures of seconds and of the memory of processes: ``over_trl/...``, ``hinted/seconds/<method>`` of a run."""
-    runs = ends(tables["run_seconds"])
-    figures: Values = {}
-    for method, rows in runs.groupby("method", sort=False):
-        figures |= estimate_figures(f"hinted/seconds/{method}", rows["seconds"])
-    return finite(figures | _peers(tables, timed=True))
+    seconds = estimates(ends(tables["run_seconds"]), "hinted/seconds/{method}", {"": "seconds"})
+    return finite(seconds | _peers(tables, timed=True))
 
 
 def right_sums(runs: pd.DataFrame) -> pd.DataFrame:
@@ -75,7 +68,7 @@ def ends(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _peers(tables: Tables, timed: bool) -> Values:
-    if "peers" not in tables or tables["peers"] is None:
+    if (curves := tables.get("peers")) is None:
         return {}
-    figures = teacher_peer_figures(tables["peers"], tables["peer_costs"], tables["trl_traces"])
+    figures = teacher_peer_figures(curves, tables["peer_costs"], tables["trl_traces"])
     return {name: value for name, value in figures.items() if ("over_trl/" in name) == timed}

@@ -1,19 +1,14 @@
-"""Figures of the contest with TRL (`grade.experiments.teachers.measure.peers`), and its files."""
+"""Figures of the contest with TRL (`grade.experiments.teachers.measure.peers`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from grade.experiments.frontier import estimate_figures
-from grade.experiments.measured import write_table
 from grade.experiments.teachers.measure.peers import ADAPTER, OURS, PEER
-from grade.results import environment, write_metrics
 
 
 def teacher_peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, traces: pd.DataFrame | None) -> dict[str, Any]:
@@ -45,16 +40,3 @@ def teacher_peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, traces: pd.D
     if traces is not None:
         figures["trl_trace/max_rel_error"] = float(traces["rel_error"].abs().max())
     return figures
-
-
-def write_teacher_peers(
-    folder: str | Path, curves: pd.DataFrame, costs: pd.DataFrame, traces: pd.DataFrame | None,
-    figures: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """Write ``curves.csv``, ``trl_traces.csv``, ``metrics.json``, ``timings/costs.csv`` and ``environment.json``."""
-    write_table(Path(folder, "curves"), curves)
-    write_table(Path(folder, "timings", "costs"), costs)
-    if traces is not None:
-        write_table(Path(folder, "trl_traces"), traces)
-    write_metrics(Path(folder, "metrics.json"), figures)
-    write_table(Path(folder, "environment"), environment() | {"trl": version("trl"), "threads": 1})

@@ -10,8 +10,8 @@ import json
 import pandas as pd
 from scipy.stats import t as student
 
-from grade.experiments.frontier import estimate_figures, paired_table, reward_at_kl
-from grade.experiments.learning import AGAINST, REACHED, reach_table, several_seeds, subject_names
+from grade.experiments.frontier import estimates, paired_table
+from grade.experiments.learning import AGAINST, REACHED, reach_table, rewards_at_kl, subject_names
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.rewards import number_of_texts
 from grade.experiments.text_first.measure.runs import READING
@@ -27,16 +27,9 @@ QUALITY = ("reward", "gold", "outside", "distinct", "length", "kl")
 def metrics(tables: Tables, settings: Settings) -> Values:
     """Every figure that is the same in every run; a number or an interval that does not exist is None.
 
-    - ``<method>/<subject>/reward_at_<kl>_over_rloo``: difference at equal KL, with ``_low``, ``_high`` (95 %,
-      Student's t over seeds), ``_stderr``, ``_n``; ``<method>/<subject>/policy_samples`` and ``steering_samples``
-      of a run.
-    - ``samples_over_rloo/<subject>`` of `auto` with texts, below ``<method>/`` of others; see `reach_table`;
-      ``samples_over_trl/<subject>``.
-    - ``reward_at_kl/<subject>/<kl>/<method>``; ``end/<subject>/<method>/...``, `QUALITY`.
-    - ``explained/<subject>/texts_<n>``: R2 within prompts of completions of the reference, by the family that
-      explains most on other texts; ``explained/<subject>/<family>_<n>``.
-    - ``budget/worst_rel_error``: of KL at the end of a run, worst of ``budget/runs``, among which are none on
-      sums, whose completions differ in length; ``budget/worst_in_stderr``.
+    ``samples_over_...`` without a method is of `auto` with texts. ``texts_<n>`` is R2 within prompts of completions of
+    the reference, by the family that explains most on other texts. ``budget/...`` is of KL at the end of all runs but
+    those on sums, whose completions differ in length.
     """
     runs = labelled(tables["runs"])
     figures: Values = {}
@@ -44,9 +37,8 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         table = differences(runs, level)
         columns = {"": "difference", "_low": "low", "_high": "high", "_stderr": "stderr", "_n": "n"}
         figures |= figures_of(table, f"{{method}}/{{subject}}/reward_at_{level:g}_over_rloo", columns)
-        for subject, curves in several_seeds(runs).groupby("subject", sort=False):
-            for method, values in reward_at_kl(curves, level, "target_kl").items():
-                figures |= estimate_figures(f"reward_at_kl/{subject}/{level:g}/{method}", values.values())
+    rewards = rewards_at_kl(runs, settings.kl_levels)
+    figures |= estimates(rewards, "reward_at_kl/{subject}/{kl:g}/{method}", {"": "reward"})
     samples = runs.groupby(["subject", "method"], sort=False)["samples"].max()
     for (subject, method), number in samples.items():
         steers = method.startswith("offline")
@@ -54,12 +46,10 @@ def metrics(tables: Tables, settings: Settings) -> Values:
         figures[f"{method}/{subject}/steering_samples"] = int(number) if steers else 0
     reached = reach_table(at_headline(runs, settings), AGAINST)
     figures |= _ratios(reached, "samples_over_rloo")
-    if (peers := known_table(tables, "peers")) is not None:
+    if (peers := tables.get("peers")) is not None:
         figures |= _ratios(reach_table(contest_curves(peers), TRL), "samples_over_trl")
     ends = last(runs)
-    for (subject, method), rows in ends.groupby(["subject", "method"], sort=False):
-        for name in QUALITY:
-            figures |= estimate_figures(f"end/{subject}/{method}/{name}", rows[name].dropna())
+    figures |= estimates(ends, "end/{subject}/{method}", {f"/{name}": name for name in QUALITY})
     figures |= _budget(ends) | _explained(tables)
     return finite(figures)
 
@@ -70,26 +60,19 @@ def timed_metrics(tables: Tables, settings: Settings) -> Values:
     A fit is of the default families; ``fit/seconds_<n>`` is that on SmolLM2. ``seconds_over_rloo/...`` and
     ``seconds_over_trl/...`` are as those of samples.
     """
-    figures: Values = {}
     runs = labelled(tables["runs"].merge(tables["run_seconds"], how="left"))
-    for (subject, method), rows in last(runs).groupby(["subject", "method"], sort=False):
-        figures |= estimate_figures(f"seconds/{subject}/{method}", rows["seconds"].dropna())
+    figures: Values = estimates(last(runs), "seconds/{subject}/{method}", {"": "seconds"})
     known = at_headline(runs[runs["seconds"].notna()], settings)
     figures |= _ratios(reach_table(known, AGAINST, "seconds"), "seconds_over_rloo")
-    if (seconds := known_table(tables, "peer_seconds")) is not None:
+    if (seconds := tables.get("peer_seconds")) is not None:
         curves = contest_curves(tables["peers"].assign(seconds=seconds["seconds"]))
         figures |= _ratios(reach_table(curves, TRL, "seconds"), "seconds_over_trl")
-    if (fits := known_table(tables, "fit_seconds")) is not None:
+    if (fits := tables.get("fit_seconds")) is not None:
         fits = fits[fits["family"].isin(FAMILIES)].groupby(["subject", "texts"], sort=False)
         for (subject, n), seconds in fits["seconds"].sum().items():
             figures[f"fit/{subject}/seconds_{n}"] = seconds
             figures |= {f"fit/seconds_{n}": seconds} if subject == "smollm2_gold" else {}
     return finite(figures)
-
-
-def known_table(tables: Tables, name: str) -> pd.DataFrame | None:
-    """A table; None where the settings have no such table, or the results do not."""
-    return tables[name] if name in tables else None
 
 
 def labelled(runs: pd.DataFrame) -> pd.DataFrame:
@@ -122,10 +105,7 @@ def last(runs: pd.DataFrame) -> pd.DataFrame:
 
 def differences(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     """Rewards at one KL less `rloo`'s, seed by seed: `paired_table` with the ``low`` and ``high`` of 95 % intervals."""
-    values = {}
-    for subject, curves in several_seeds(runs).groupby("subject", sort=False):
-        values[subject] = reward_at_kl(curves, level, "target_kl")
-    table = paired_table(values, [AGAINST]).rename(columns={"of": "subject"})
+    table = paired_table(rewards_at_kl(runs, [level]), [AGAINST])
     reach = table["stderr"].astype(float) * student.ppf(0.975, table["n"].astype(float) - 1)
     return table.assign(low=table["difference"] - reach, high=table["difference"] + reach)
 
@@ -170,7 +150,7 @@ def _budget(ends: pd.DataFrame) -> Values:
 
 
 def _explained(tables: Tables) -> Values:
-    if (table := known_table(tables, "explained")) is None:
+    if (table := tables.get("explained")) is None:
         return {}
     best = table.loc[table.groupby(["subject", "texts"], sort=False)["held_out"].idxmax()]
     columns = {"": "r2", "_held_out": "held_out"}

@@ -11,10 +11,7 @@ WAYS = ("forward", "reverse", "two_batch")
 
 
 def metrics(tables: Tables) -> dict[str, float]:
-    """Every figure of the experiment.
-
-    Names to values; changes of entropy in nats per completion, coverage as a share of the repetitions.
-    """
+    """Every figure; changes of entropy in nats per completion, coverage as a share of the repetitions."""
     first, coverage, importance = tables["first_order"], tables["coverage"], tables["importance"]
     figures = {f"validation/slope_{way}": slope(first, way) for way in WAYS}
     figures |= {f"validation/ratio_error_{way}": abs(first[way].iloc[-1] / first.exact.iloc[-1] - 1) for way in WAYS}

@@ -46,10 +46,7 @@ NOISE = 0.1
 def scored_completions(
     subject: Subject, families: Mapping[str, Family], n: int, seed: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Observed]]:
-    """Completions of the first n / G prompts, in parts of `BATCH_ROWS`.
-
-    Rewards [n] in float32 by name, features of each family [n, ...], and the completions.
-    """
+    """Rewards [n] by name, features by family, and the first n / G prompts' completions in parts of `BATCH_ROWS`."""
     backbone, group = subject.backbone, subject.group
     if n % group or not 0 < n <= group * len(subject.prompts):
         raise InputError("completions", n, f"a multiple of {group}, up to {group * len(subject.prompts)}")
@@ -95,9 +92,8 @@ def ascent(learner: DistilledGradient, sample: Sample, hidden: Tensor) -> tuple[
 def explained_table(subject: Subject, sizes: Sequence[int], families: Sequence[str] = ()) -> pd.DataFrame:
     """R2 of every reward, family (default: all) and number of completions n; the smaller are the first of the larger.
 
-    Columns policy, stage, reward, family, n; r2 within prompts, out of sample, with its standard error (jackknife over
-    prompts, predictions held); slope of the reward on its prediction; penalty that was chosen. NaN for a reward that
-    never differs within a prompt.
+    r2 is within prompts, out of sample, with its standard error (jackknife over prompts, predictions held); NaN for a
+    reward that never differs within a prompt.
     """
     depths = [f"trunk{depth}" for depth in DEPTHS if depth < layers_of(subject.backbone)]
     names = families or ["counts", "bag", "ngrams", "values", *depths, "trunk"]
@@ -131,10 +127,7 @@ def explained(spectrum: Spectrum, rewards: Tensor, group: int) -> tuple[Choice, 
 
 
 def liked_tokens(subject: Subject, completions: int) -> pd.DataFrame:
-    """Tokens that the only reward likes most and least, distilled from the policy's completions.
-
-    Columns policy, reward, and those of `grade.training.logs.token_table`; tokens are Python literals.
-    """
+    """Tokens, as Python literals, that the only reward likes most and least, distilled from completions."""
     ((name, reward),) = subject.rewards.items()
     learner, context = subject.learner(residual_weight="auto"), StepContext(1, apply=lambda: None)
     generator = torch.Generator(subject.backbone.device).manual_seed(0)
@@ -154,13 +147,9 @@ def fit_cost(subject: Subject, batch: int, completions: int) -> pd.DataFrame:
     """Time the fits of the method `auto` with a store of so many completions, and whole steps of ``batch`` beside them.
 
     A step learns what its completions scored; that it only sometimes fits, and rarely chooses a family, is what makes
-    it cheap. So learning is timed over as many batches as lie between two choices, and all else in a step over a few
-    real ones, of which the first is not timed. The store and these batches repeat the completions of one batch, with
-    random rewards and some noise in their features: only their sizes take time.
-
-    Columns policy, batch, completions (in the store after it), fitted, chosen (whether family and penalty were chosen
-    anew), fit_seconds (adding, predicting, fitting), step_seconds (these, and the mean of all else but the
-    optimizer's).
+    it cheap. So learning is timed over as many batches as lie between two choices, and all else in a step (but the
+    optimizer's) over a few real ones, of which the first is not timed. The store and these batches repeat the
+    completions of one batch, with random rewards and some noise in their features: only their sizes take time.
     """
     learner, objective = subject.learner(residual_weight="auto"), Objective(next(iter(subject.rewards.values())))
     generator = torch.Generator(subject.backbone.device).manual_seed(0)

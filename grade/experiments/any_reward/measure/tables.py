@@ -16,27 +16,19 @@ from grade.experiments.any_reward.measure import enumerated, explained
 from grade.experiments.any_reward.measure.worth import Gradients, gradient_rows, worth_table
 from grade.experiments.reward_runs import (
     COLUMNS,
-    DIFFERENTIATING,
     NAMES,
     SEARCH_KL,
-    SEARCH_SEEDS,
-    SEARCHED_RATES,
     Grid,
     Method,
     Rewards,
     chosen_rates,
+    grid_runs,
     make_run,
     published_runs,
     run_all,
+    search_runs,
 )
-from grade.experiments.rewards import (
-    DIFFERENTIABLE,
-    Models,
-    Policy,
-    RewardName,
-    Subject,
-    load_subject,
-)
+from grade.experiments.rewards import Models, Policy, RewardName, Subject, load_subject
 from grade.experiments.training_runs import train_once
 
 SMOKE = Grid(
@@ -123,22 +115,15 @@ class Settings(Models):
     @cached_property
     def finished(self) -> pd.DataFrame:
         """Runs that are not trained again."""
-        return published_runs(self.published) if self.published else pd.DataFrame(columns=list(COLUMNS))
+        return published_runs(self.published)
 
     @cached_property
     def searched(self) -> pd.DataFrame:
-        """The search for the methods without a chosen rate: each at every rate on one reward, with seeds of its own.
-
-        The reward is one that is no function of embeddings, or, for `ste` and `st`, one that is.
-        """
-        smooth = {True: "trunk", False: "gold"}
-        runs = [
-            make_run(self, self.grids[0], smooth[method in DIFFERENTIATING], method, SEARCH_KL, seed, rate)
-            for method in self.methods if self.chosen_rates.get(method) is None
-            for rate in SEARCHED_RATES for seed in SEARCH_SEEDS
-        ]  # fmt: skip
-        if not runs:
+        """The search for the methods without a chosen rate."""
+        methods = [method for method in self.methods if self.chosen_rates.get(method) is None]
+        if not methods:
             return pd.DataFrame(columns=list(COLUMNS))
+        runs = search_runs(self, self.grids[0], methods)
         return run_all(self.bench(on_search_prompts=True), runs, self.finished, self.processes)
 
     @cached_property
@@ -149,15 +134,10 @@ class Settings(Models):
     @cached_property
     def trained_runs(self) -> pd.DataFrame:
         """All runs of the grids: every method on every reward at every target for KL, seed by seed."""
-        parts = []
-        for grid in self.grids:
-            runs = [
-                make_run(self, grid, reward, method, target, seed, self.rates[method] * grid.rate_factor)
-                for seed in grid.seeds for target in grid.target_kls for reward in grid.rewards
-                for method in grid.methods if method not in DIFFERENTIATING or reward in DIFFERENTIABLE
-            ]  # fmt: skip
-            parts.append(run_all(self.bench(), runs, self.finished, self.processes))
-        return pd.concat(parts, ignore_index=True)
+        return _all(
+            run_all(self.bench(), grid_runs(self, grid, self.rates), self.finished, self.processes)
+            for grid in self.grids
+        )
 
     def explained_subjects(self) -> Iterator[tuple[Subject, list[int]]]:
         """Every policy untrained, then trained, with the sizes of its fits."""

@@ -78,10 +78,7 @@ class Rows:
 
 
 class Batches:
-    """Random batches of prompts that no fit has seen, and the gradients of their completions, all from one graph.
-
-    Rewards are distilled from completions of the first prompts.
-    """
+    """Random batches of prompts after those that rewards are distilled on, and their gradients, all from one graph."""
 
     @torch.no_grad()
     def __init__(self, subject: Subject, sizes: Gradients, seed: int = 0) -> None:
@@ -167,9 +164,8 @@ def gradient_rows(subject: Subject, sizes: Gradients, seed: int = 0) -> Rows:
 def worth_table(subject: Subject, sizes: Gradients, rows: Rows) -> pd.DataFrame:
     """What one sample of each estimator is worth, in samples of `rloo`: a row per gradient and n.
 
-    ``fitted`` is N and ``weight`` the residual's; r2 (out of sample, within prompts) and slope are the fit's, NaN
-    without one. Interval of 95 %, None without one; ``cosine`` is expected at n, ``cosine_mean`` that of the
-    estimator's mean with the truth. A gradient of zeros, from a fit that explains nothing, is worth 0.
+    ``cosine`` is expected at n, ``cosine_mean`` that of the estimator's mean with the truth. A gradient of zeros, from
+    a fit that explains nothing, is worth 0.
     """
     size, table = sizes.prompts * subject.group, []
     for name, gradients in rows.gradients.items():

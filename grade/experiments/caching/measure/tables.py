@@ -265,10 +265,7 @@ def _layer_outputs(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> lis
 
 @torch.no_grad()
 def _kls(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> dict[str, float]:
-    """KL to the base, and to the document's fallback "reference", the same model with the adapter left on.
-
-    Mean k3 estimates in nats per token.
-    """
+    """Mean k3 in nats per token to the base, and to the document's fallback: the same model, its adapter left on."""
     mask = torch.ones_like(ids)
     new, itself = (completion_logps(backbone, prompts, ids, mask) for _ in range(2))
     with backbone.reference():
@@ -280,11 +277,7 @@ def _kls(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> dict[str, flo
 
 
 def layer_inventory(config: TracedConfig, device: Device = "cuda") -> pd.DataFrame:
-    """Tensors of a middle layer that are alive when the forward pass with gradient ends.
-
-    In the order in which they were made; bytes are of all ``count`` of them. Groups: norms, attention, adapter inputs
-    (what the adapter's products keep), MLP.
-    """
+    """Tensors of a middle layer alive at the end of the forward pass with gradient; bytes are of all ``count``."""
     tracker = trace_layers(config, with_layers(model_config(config.model), 3), device)
     last = max(record.birth for record in tracker.records if record.phase == "forward")
     counts: Counter = Counter()

@@ -15,7 +15,7 @@ from grade.experiments.setting import Setting
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import PolicyGradient
 from grade.gradients.replay import replay
-from grade.models.parameters import flatten
+from grade.models.parameters import flatten, restoring
 from grade.models.prompts import encode_prompts
 from grade.training.config import TrainConfig
 from grade.training.evaluate import evaluate
@@ -77,13 +77,10 @@ def scope_difference(task: Task, n: int, **lengths: int) -> float:
 def loss_plus_reward(setting: Setting, beta: float) -> float:
     """Loss plus reward of one step of `ste`, ``beta`` times the mean KL: 0 if KL is not in the loss."""
     parameters = setting.backbone.trainable_parameters()
-    start = [p.detach().clone() for p in parameters]
     generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed)
-    with torch.no_grad():
-        for p in parameters:
-            p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device))
-    step, _ = replace(setting, objective=replace(setting.objective, beta=beta)).run(partial(replay, hops=0))
-    with torch.no_grad():
-        for p, value in zip(parameters, start, strict=True):
-            p.copy_(value)
+    with restoring(parameters):
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(0.05 * torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device))
+        step, _ = replace(setting, objective=replace(setting.objective, beta=beta)).run(partial(replay, hops=0))
     return float(step.loss + step.reward.mean())

@@ -172,11 +172,9 @@ def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -
 
 
 def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
-    """Our runs and the peer's, one after the other, each in a fresh process of one thread.
+    """Evaluations of our runs and the peer's, each in a fresh process of one thread; their costs; TRL's settings.
 
-    Evaluations of all; a table ``method``, ``seconds_per_sample`` (the mean: a median would hide a slow first step),
-    ``peak_bytes`` of the process and ``start_bytes``, its memory before training; and TRL's settings as metrics
-    ``peer/settings/...``.
+    Seconds per sample are the mean: a median would hide a slow first step.
     """
     require_peer(PEER)
     names = ("max_prompt_length", "max_completion_length", "gumbel_topk", "per_device_train_batch_size", "max_steps",

@@ -230,10 +230,7 @@ def _moments(rows: Rows) -> Iterator[tuple[str, str, Moments, Moments]]:
 
 
 def _worth(s: Settings, rows: Rows) -> Iterator[Row]:
-    """What one sample of each estimator is worth, in samples of the unbiased one, at n = 1, with 95 % intervals.
-
-    Also the crossover batch size; snr; cosine of one sample, of 64 and of the mean; n samples in all.
-    """
+    """Worth of one sample in samples of the unbiased estimator and crossover batch, with 95 % intervals; cosines."""
     for reward, name, m, base in _moments(rows):
         value, cross = worth_interval(m, base), interval(crossover(m, base), geometric=True)
         yield dict(
@@ -265,11 +262,9 @@ def _hybrid(s: Settings, rows: Rows) -> Iterator[Row]:
 
 
 def _spread(s: Settings, rows: Rows) -> Iterator[Row]:
-    """The paper's "gradient variance" beside the variance of the gradient.
+    """The paper's "gradient variance" (sd over parameter tensors of norms) beside the variance of a row's gradient.
 
-    tensor_spread is the paper's: sd over parameter tensors of norms. sd is the square root of the trace of the
-    covariance of a row's gradient, norm the root mean square of a row's, relative the variance over the squared mean
-    (1 / SNR of a row), which does not change with the gradient's scale.
+    Relative is the variance over the squared mean, which does not change with the gradient's scale.
     """
     for (reward, name), gradients in rows.gradients.items():
         m = moments(gradients, gradients, rows.size)

@@ -180,11 +180,7 @@ def _of_each(s: Settings, read: Callable[[Path], Any]) -> dict[str, Any]:
 
 
 def _runs(s: Settings) -> pd.DataFrame:
-    """Finished runs: held-out reward, gold judge and KL before and after training.
-
-    Standard errors are over prompts (those of a gain are of the paired difference), ``z`` is gain over standard error,
-    ``n`` the number of prompts.
-    """
+    """Finished runs before and after training, with standard errors over prompts (of a gain's paired differences)."""
 
     def row_of(folder: Path) -> dict[str, Any]:
         m = read_metrics(folder / "metrics.json")
@@ -356,25 +352,21 @@ def _relaxation_bytes(vocab: int, k: int) -> dict[str, float]:
     support = logits.topk(k).indices
     noise, noise_k = gumbel_noise((1, vocab), generator), gumbel_noise((1, k), generator)
 
-    def dense(source: Tensor) -> Tensor:
-        soft = relax(source + noise, 1.0, "gumbel")
-        return soft @ table
-
     def scattered(source: Tensor) -> Tensor:  # the published gumbel_softmax_topk and its sparse reward
         y = relax(source.gather(1, support) + noise_k, 1.0, "gumbel")
         soft = torch.zeros_like(source).scatter(1, support, y)
         return gathered_embedding(table, support, soft.gather(1, support))
 
-    def compact(source: Tensor) -> Tensor:
-        y = relax(source + noise_k, 1.0, "gumbel")
-        return weighted_embedding(table, support, y)
-
+    forms: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
+        "dense": (logits, lambda source: relax(source + noise, 1.0, "gumbel") @ table),
+        "topk_scattered": (logits, scattered),
+        "topk_compact": (
+            logits.gather(1, support),
+            lambda source: weighted_embedding(table, support, relax(source + noise_k, 1.0, "gumbel")),
+        ),
+    }
     figures: dict[str, float] = {"relax_vocab_size": vocab}
-    for name, form, source in (
-        ("dense", dense, logits),
-        ("topk_scattered", scattered, logits),
-        ("topk_compact", compact, logits.gather(1, support)),
-    ):
+    for name, (source, form) in forms.items():
         # A product by one, so that the source is an intermediate as in training, not a leaf that counts for free.
         leaf = source.clone().requires_grad_()
         figures[f"relax_{name}_bytes_per_token"] = kept_bytes(lambda form=form, leaf=leaf: form(leaf * 1.0))[1]
@@ -388,12 +380,8 @@ def _reward_embedding_bytes(tokens: int, k: int, hidden: int, vocab: int) -> dic
     support = torch.randint(vocab, (tokens, k), generator=generator)
     weights = torch.rand(tokens, k, generator=generator).requires_grad_()
 
-    def dense() -> Tensor:
-        soft = torch.zeros(tokens, vocab).scatter(1, support, weights * 1.0)
-        return soft @ table
-
     forms = {
-        "dense": dense,
+        "dense": lambda: torch.zeros(tokens, vocab).scatter(1, support, weights * 1.0) @ table,
         "gather": lambda: gathered_embedding(table, support, weights * 1.0),
         "bag": lambda: weighted_embedding(table, support, weights * 1.0),
     }
@@ -424,10 +412,7 @@ def _reference_forms(setting: Setting) -> dict[str, Callable[[], None]]:
 # ---- probability mass of a support ----
 @torch.no_grad()
 def _mass(s: Settings) -> pd.DataFrame:
-    """Probability mass that the K likeliest tokens of ``softmax(logits / tau)`` hold, at every position of real text.
-
-    Mean over n positions, stderr over texts, p05: fifth percentile over positions.
-    """
+    """Probability mass of the K likeliest tokens of ``softmax(logits / tau)`` along real text; stderr is over texts."""
     backbone, _, texts = s.timed_models()
     ks = [k for k in _SUPPORTS if k < backbone.vocab_size]
     per_text: dict[tuple[float, int], list[Tensor]] = {(tau, k): [] for tau in TAUS for k in ks}

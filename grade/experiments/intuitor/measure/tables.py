@@ -125,9 +125,8 @@ def _formulas(s: Settings) -> pd.DataFrame:
 def _certainties(
     backbone: Backbone, prompts: PromptBatch, new: int, group: int, chunk: int
 ) -> tuple[dict[str, float], pd.DataFrame]:
-    """Self-certainty of sampled completions beside the document's formula, and its error in narrow types.
+    """Figures in nats of sampled completions' self-certainty beside the document's formula, and both by completion.
 
-    Figures in nats, and a table with one row per completion: its prompt's number, self-certainty, the document's score.
     ``document_offset`` is the mean absolute difference per token between the document's formula and ``logsumexp -
     mean``, which it is meant to compute.
     """
@@ -166,10 +165,7 @@ def _certainties(
 
 
 def _sweep(s: Settings) -> pd.DataFrame:
-    """Random logits N(0, 2^2), one of which is raised to each of `_PEAKS`, and how each formula scores them.
-
-    published: ``logsumexp - mean``, self-certainty plus log V; document: the mean of that over chunks.
-    """
+    """How ``logsumexp - mean`` and the document's mean of it over chunks score logits of which one is raised."""
     vocab, rows = s.sweep_vocab, []
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(vocab, generator=generator, dtype=torch.float64) * 2
@@ -182,10 +178,7 @@ def _sweep(s: Settings) -> pd.DataFrame:
 
 
 def _fits(s: Settings) -> pd.DataFrame:
-    """How many sequences fit a GPU at once in each of the document's settings, with dense and with chunked logits.
-
-    needed: sequences of a GPU without microbatches; fits: at most those.
-    """
+    """How many of the needed sequences fit a GPU in each of the document's settings, logits dense or in chunks."""
 
     @remembering
     def share(config: PolicyStepConfig) -> Trace:

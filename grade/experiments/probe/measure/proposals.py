@@ -66,10 +66,7 @@ def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None
 
 
 def saved_by_log_probabilities(rows: int = 16, vocab: int = 4096) -> dict[str, float]:
-    """Bytes that token log-probabilities keep for backward, in units of the logits [rows, V].
-
-    ``log_softmax`` (and gather) and ``cross_entropy``.
-    """
+    """Bytes that token log-probabilities keep for backward, in units of the logits [rows, V]."""
     logits = torch.zeros(rows, vocab, requires_grad=True)
     ids = torch.zeros(rows, dtype=torch.long)
     exclude, unit = [logits, ids], rows * vocab * 4
@@ -130,10 +127,7 @@ def restore_errors(steps: int = 2, learning_rate: float = 1e-2) -> dict[str, flo
 
 @torch.no_grad()
 def narrow_log_probability_error(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> dict[str, float]:
-    """Error of log-probabilities that are computed from bfloat16 logits, as in both of the document's versions.
-
-    ``token_max`` and ``sequence_max``: largest absolute error of a token and of a sequence, in nats.
-    """
+    """Largest errors in nats of log-probabilities from bfloat16 logits, as in both of the document's versions."""
     inputs, every = torch.cat([prompts.ids, ids], 1), prompts.mask_with(ids.shape[1])
     logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))[:, prompts.ids.shape[1] - 1 : -1]
     right = logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)

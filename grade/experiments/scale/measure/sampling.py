@@ -44,14 +44,10 @@ ADAPTER_NOISE = 0.05
 def law_table(
     n: int = 20_000, model: str = "models/tiny", samplers: Sequence[str] = LOCAL, text: str = "The film", seed: int = 0
 ) -> pd.DataFrame:
-    """Chi-square of one position: the second token of a completion, against its exact marginal.
+    """Chi-square of the second token of a completion, for which a sampler reads its cache, against its exact marginal.
 
     ``p(y_2) = sum_{y_1} p(y_1) p(y_2 | y_1)`` over the first tokens that do not end the completion, from whole passes.
-    The second one, because a sampler reads its cache for it. The policy's adapter is noise, so that a sampler without
-    it would be seen.
-
-    A row for each sampler: ``sampler``, ``n``, ``p`` (of a statistic at least as large under the policy), and of
-    the same tokens ``mean_ratio`` and ``largest_difference`` of log-probabilities against whole passes.
+    The policy's adapter is noise, so that a sampler without it would be seen. Differences are of log-probabilities.
     """
     backbone = Backbone.load(model, lora=LoraSettings())
     noise = torch.Generator().manual_seed(seed)
@@ -97,11 +93,7 @@ def training_table(
     seeds: Sequence[int] = (0, 1, 2, 3), samplers: Sequence[str] = LOCAL, method: str = "rloo",
     max_steps: int = 20, eval_prompts: int = 256, **changes: Any,
 ) -> pd.DataFrame:  # fmt: skip
-    """The same training on completions of different samplers, which draw other ones.
-
-    A row for each seed and sampler: ``seed``, ``sampler``, held-out reward ``before`` and ``after``, and of the
-    last step ``mean_ratio`` and ``largest_difference`` (missing for own).
-    """
+    """Held-out reward before and after the same training on completions of different samplers, seed by seed."""
     rows = []
     for seed in progress(list(seeds), f"seeds of {method}"):
         for sampler in samplers:
@@ -122,10 +114,7 @@ def training_table(
 
 
 def training_differences(table: pd.DataFrame) -> pd.DataFrame:
-    """Paired differences of the reward after training to the first sampler's.
-
-    A row for each other sampler: ``sampler``, ``difference``, ``stderr`` over seeds, ``n`` and two-sided ``p``.
-    """
+    """Paired differences of the reward after training to the first sampler's, over seeds."""
     after = {name: dict(zip(part["seed"], part["after"], strict=True)) for name, part in table.groupby("sampler")}
     first, rows = table["sampler"].iloc[0], []
     for name in (name for name in table["sampler"].unique() if name != first):
@@ -141,9 +130,6 @@ def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> pd.Dat
     All get the same prompts, in groups of `GROUP` as GRPO has them, and return `COMPLETION` tokens of each. TRL
     generates on its own path (``GRPOTrainer._generate_single_turn``: ``model.generate``), with its own copy of the
     base and LoRA of the same rank on the same layers. Tokenising and decoding count for no one.
-
-    A row for each batch, round and contestant: ``batch``, ``round``, ``sampler``, ``seconds`` of the clock and
-    ``cpu_seconds`` of the process, each per completion.
     """
     torch.set_num_threads(1)
     backbone = Backbone.load(model, lora=LoraSettings())
@@ -165,11 +151,7 @@ def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> pd.Dat
 
 
 def sampling_ratios(table: pd.DataFrame, over: str = PEER) -> pd.DataFrame:
-    """Ratios of seconds to one contestant's: of sums over rounds, with a jackknife interval over rounds.
-
-    A row for each batch and contestant: ``batch``, ``sampler``, ``seconds`` and ``cpu_seconds`` per completion
-    (means), and of both ``ratio`` and ``cpu_ratio`` with ``_low`` and ``_high``, 95 %.
-    """
+    """Ratios of seconds to one contestant's, of sums over rounds, with 95 % jackknife intervals over rounds."""
     rows = []
     for (batch, name), part in table.groupby(["batch", "sampler"], sort=False):
         other = table[(table["batch"] == batch) & (table["sampler"] == over)]

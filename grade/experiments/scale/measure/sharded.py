@@ -48,12 +48,7 @@ arrived when the next one is allocated."""
 
 
 def sharded_memory_table(names: Sequence[str]) -> pd.DataFrame:
-    """Peaks of one of two processes that divide the base: traced alone, and counted in real gloo processes.
-
-    One row for each step and process: ``traced`` and ``tracked`` peak in bytes, ``rel_error``, bytes ``received``
-    from other processes in the step, traced and tracked, and ``whole``, the traced peak of one process that holds
-    the base alone.
-    """
+    """Peaks and received bytes of one of two processes that divide the base, traced alone and counted in real ones."""
     with tempfile.TemporaryDirectory() as place:
         _in_processes(2, track, place, tuple(names))
         rows = []
@@ -89,11 +84,8 @@ def fsdp2_table(steps: int, methods: Sequence[str]) -> pd.DataFrame:
     """Every method trained in one process with the whole base, and in two gloo processes with half of it each, float64.
 
     Both have the same two microbatches a step. What may go wrong between processes is in it: a reward on the embedding
-    table and one through the base, recomputed layers, two hops, completions that end early.
-
-    One row for each method: ``max_rel_diff``, the largest ``|B - A| / |A|`` over the adapter's tensors after
-    training, ``bytes``, those of all parameters in one process, ``bytes_0`` and ``bytes_1``, those that each of two
-    processes holds, and ``adapter_bytes``, the part of each that is the adapter's.
+    table and one through the base, recomputed layers, two hops, completions that end early. The difference is the
+    largest ``|B - A| / |A|`` over the adapter's tensors; bytes are those that a process holds.
     """
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)

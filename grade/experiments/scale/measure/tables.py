@@ -88,10 +88,7 @@ def _lean(s: Settings) -> pd.DataFrame:
 
 
 def _fits(s: Settings) -> pd.DataFrame:
-    """Seconds of ``grade memory --fits`` as users run it, in a process of its own: start and imports count.
-
-    cpu_seconds: user and system; settings: rows of the table of settings; then the largest sizes that fit.
-    """
+    """Seconds of ``grade memory --fits`` as users run it, in a process of its own: start and imports count."""
     if not s.fits_model:
         return _empty("fits")
     command = [sys.executable, "-m", "grade", "memory", "--model", s.fits_model, "--fits", s.fits_budget, "--json"]

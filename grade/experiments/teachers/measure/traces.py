@@ -28,10 +28,7 @@ def taught_steps(model: str = "tiny") -> dict[str, StepConfig]:
 
 
 def traces_table(model: str) -> pd.DataFrame:
-    """Peaks in bytes of `taught_steps`, traced and counted while they run on a CPU with random weights.
-
-    Columns step, ``traced``, ``tracked``, and ``rel_error`` = traced / tracked - 1.
-    """
+    """Peaks in bytes of `taught_steps`, traced, and counted while they run on a CPU with random weights."""
     rows = []
     for name, config in taught_steps(model).items():
         traced, tracked = trace(config, device="cpu"), run_tracked(make_step(config, *build(config, device="cpu"))).peak

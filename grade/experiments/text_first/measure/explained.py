@@ -31,12 +31,7 @@ class TextFits(Config):
 
 
 def explained_table(models: Models, name: str, of: TextFits) -> pd.DataFrame:
-    """A row for each family and number of texts.
-
-    Columns subject, policy, reward, family, texts; ``held_out``, R2 on texts of other prompts; ``r2``, within the
-    prompts of completions of the reference on held-out prompts, with the ``slope``; ``seconds`` of the fit, features
-    and prediction included.
-    """
+    """R2 by family and number of texts: on texts of other prompts, and within prompts on the reference's own."""
     subject = load_subject(models, of.policy, [of.reward])
     backbone, length = subject.backbone, subject.length
     rewards = make_rewards(subject.rewards[of.reward], backbone)

@@ -10,15 +10,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from grade.experiments.measured import Size
-from grade.experiments.reward_runs import DIFFERENTIATING, FIGURES, Grid, Method, Rewards, make_run
+from grade.experiments.reward_runs import FIGURES, Grid, Method, Rewards, grid_runs
 from grade.experiments.reward_runs import NAMES as RUN_NAMES
-from grade.experiments.rewards import DIFFERENTIABLE, OWN, Models, source_values
+from grade.experiments.rewards import OWN, Models, source_values
 from grade.experiments.text_quality import distinct_n, outside
 from grade.experiments.training_runs import Run
 from grade.training.evaluate import Evaluation
@@ -40,17 +39,15 @@ class TextGrid(Grid):
 
 
 def text_runs(models: Models, subject: str, grid: TextGrid, rates: Mapping[str, float]) -> list[Run]:
-    """All runs of a grid; methods that a reward does not allow are left out."""
+    """All runs of a grid."""
     models, runs = models.model_copy(update={"new_tokens": grid.new_tokens or models.new_tokens}), []
-    for seed, target, reward, method in product(grid.seeds, grid.target_kls, grid.rewards, grid.methods):
-        if method in DIFFERENTIATING and reward not in DIFFERENTIABLE:
-            continue
+    for run in grid_runs(models, grid, rates):
+        method = run.names["method"]
         own = grid.own.get(method, {})
-        run = make_run(models, grid, reward, method, target, seed,
-                       own.get("learning_rate", rates[method] * grid.rate_factor))  # fmt: skip
         for source in grid.sources if method in READING else [OWN]:
             names = {"subject": subject, **run.names, "source": source, "new_tokens": models.new_tokens}
             names["completions"] = own.get("per_device_train_batch_size", grid.completions)
+            names["learning_rate"] = own.get("learning_rate", names["learning_rate"])
             runs.append(replace(run, names=names, values=run.values | source_values(models, source) | own))
     return runs
 
@@ -63,10 +60,7 @@ class TextBench(Rewards):
     )  # fmt: skip
 
     def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """See `columns`: KL's standard error, mean sentiment, distinct bigrams over all, mean words.
-
-        Then one-token changes that were scored so far, and JSON of texts.
-        """
+        """KL's error, mean sentiment, distinct bigrams, mean words, one-token changes so far, some texts."""
         texts, judged = evaluation.completions, outside(evaluation.completions)
         last = row["step"] in (0, run.values["max_steps"]) and run.values["seed"] == 0
         shown = zip(evaluation.prompts, texts, evaluation.reward.tolist(), judged.tolist(), strict=True)

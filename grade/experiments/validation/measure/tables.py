@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,11 +39,10 @@ from grade.experiments.enumeration import (
     tiny_policy,
 )
 from grade.experiments.measured import Several, Size
-from grade.experiments.validation.measure.ustat import u_statistic
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.results import progress
-from grade.stats import Estimate
+from grade.stats import Estimate, jackknife_stderr
 
 
 class Settings(Config):
@@ -131,10 +131,7 @@ def _completion_gradients(policy: Backbone, samples: Samples) -> Tensor:
 
 
 def _importance(s: Settings) -> pd.DataFrame:
-    """Importance sampling against the true change, by step size and way: weights of whole completions or of prefixes.
-
-    mean, bias_stderr (over repetitions), sd (of an estimate), stderr (its estimate's mean), and the effective share.
-    """
+    """Importance sampling by whole completions or prefixes against the true change, over repetitions."""
     (policy, prompts, length, vector), group, n = s.subject, s.importance_group, s.importance_repetitions
     rows = []
     for eta in s.importance_etas:
@@ -155,6 +152,37 @@ def _importance(s: Settings) -> pd.DataFrame:
             rows.append(dict(way=way, eta=eta, exact=exact, mean=change.mean(), sd=sd, bias_stderr=sd / math.sqrt(n),
                              stderr=stderr.mean(), ess=np.mean(ess), repetitions=n))  # fmt: skip
     return pd.DataFrame(rows)
+
+
+class _UStatistic(NamedTuple):
+    """An estimate of ``E[X] . E[Y]``."""
+
+    value: float  # U
+    plug_in: float  # plug-in standard error, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1
+    jackknife: float | None  # jackknife standard error, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``; None for B = 2
+
+
+def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:
+    """The U-statistic of ``E[X] . E[Y]`` over two or more units (prompts, or blocks of them), x and y [B, P].
+
+    For independent units with vectors X_n and Y_n, the mean of ``X_n . Y_m`` over pairs n != m is unbiased, though X_n
+    and Y_n come from the same completions. With ``r_n = (X_n . Ybar_{-n} + Y_n . Xbar_{-n}) / 2`` (so mean(r) = U),
+    Hoeffding's decomposition gives ``Var(U) = 4 zeta_1 / B + 2 zeta_2 / (B (B - 1))``, with zeta_1 the variance over
+    one unit of the mean of the symmetric kernel ``h(n, m) = (X_n . Y_m + Y_n . X_m) / 2``. Left out: the second term,
+    of order 1 / B^2.
+    """
+    if x.shape != y.shape or x.ndim != 2:
+        raise ValueError(f"x and y have shapes {list(x.shape)} and {list(y.shape)}, not the same [B, P]")
+    batch, x, y = len(x), x.double(), y.double()
+    sum_x, sum_y, diagonal = x.sum(0), y.sum(0), (x * y).sum(1)
+    rows = (x @ sum_y + y @ sum_x - 2 * diagonal) / (2 * (batch - 1))
+    value = rows.mean()
+    plug_in = (4 * rows.var() / batch).sqrt()
+    jackknife = None
+    if batch > 2:
+        without = (batch * value - 2 * rows) / (batch - 2)
+        jackknife = jackknife_stderr(without)
+    return _UStatistic(float(value), float(plug_in), jackknife)
 
 
 TABLES = {"first_order": _first_order, "coverage": _coverage, "importance": _importance}
