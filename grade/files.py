@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from grade.errors import InputError, file_error, is_file_error, require_file
+from grade.errors import InputError, reading, require_file
 
 OPTION = "--output-dir"
 MANIFEST = "manifest.json"
@@ -290,24 +290,14 @@ def check_apart(outputs: Mapping[str, str | Path | None]) -> None:
                 raise InputError(option, str(outputs[option]), f"another file than {other}, and no folder around it")
 
 
-@contextmanager
-def writing(place: str | Path, option: str = OPTION, kind: str = "folder") -> Iterator[None]:
+def writing(place: str | Path, option: str = OPTION, kind: str = "folder") -> AbstractContextManager[None]:
     """Name the option where something cannot be written."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        if not is_file_error(error):
-            raise
-        raise InputError(option, str(place), f"a {kind} that can be written ({file_error(error)})") from error
+    return reading(option, place, f"a {kind} that can be written", ())
 
 
 def _resolved(path: str | Path, option: str) -> Path:
-    try:
+    with reading(option, path, "a path"):  # no circle of links, no null byte
         return Path(path).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a null byte
-        raise InputError(option, str(path), f"a path ({error})") from None
 
 
 def _check_place(path: Path, inputs: Iterable[str | Path], option: str) -> None:

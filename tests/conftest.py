@@ -11,8 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small: threads woul
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
@@ -69,6 +70,13 @@ def tiny_gpt2(**changes):
 def generator(seed=0):
     """One with a seed of its own."""
     return torch.Generator().manual_seed(seed)
+
+
+def word_tokenizer(words, unknown, **special) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words, whose ids are their places; ``special`` are its special tokens."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def perturb_adapter(backbone: Backbone, seed: int = 0, scale: float = 0.3) -> Backbone:

@@ -9,7 +9,7 @@ import pytest
 from nbstripout import strip_output
 
 from grade.pipeline.notebook import check_parameters, default_parameters
-from grade.pipeline.params import profile_values, profiles
+from grade.pipeline.profiles import profile_values, profiles
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

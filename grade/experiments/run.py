@@ -28,7 +28,7 @@ from grade.config import read_values
 from grade.errors import InputError
 from grade.experiments.claims import Claim, claims_table, write_claims
 from grade.experiments.measured import Experiment, Tables, write_environment, write_table
-from grade.pipeline.params import profile_values
+from grade.pipeline.profiles import profile_values
 from grade.results import write_metrics
 
 COLORS = 128

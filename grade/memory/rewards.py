@@ -1,4 +1,7 @@
-"""Rewards of a traced step: a head on the policy's base, or a Hugging Face sequence classifier.
+"""What a traced step learns from: a reward, or a teacher.
+
+A reward is a head on the policy's base, or a Hugging Face sequence classifier. A teacher is that of
+`grade.models.teacher`, without files of weights and without text.
 
 A classifier is built from its configuration alone. Its own code runs (`grade.rewards.classifier`): on
 embeddings where it has as many tokens as the policy (a configuration tells only the size), which relaxed methods need;
@@ -9,19 +12,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from grade.errors import InputError
 from grade.gradients.methods import POLICY_GRADIENTS
 from grade.memory.meta import NoData
-from grade.memory.models import read_config
-from grade.memory.settings import CLASSIFIER, classifier_source
+from grade.memory.models import build_backbone, model_config, read_config
+from grade.memory.settings import CLASSIFIER, StepConfig, classifier_source
+from grade.models.adapter import ADAPTER_FILES
 from grade.models.backbone import Backbone, errors_only
+from grade.models.base import FrozenBase
 from grade.models.head import EmbeddingTable
 from grade.models.prompts import PromptBatch
+from grade.models.teacher import BASE, Teacher
 from grade.rewards.classifier import EmbeddedClassifier, TextClassifier
 from grade.rewards.model import HeadSettings, RewardModel
 
@@ -116,3 +125,43 @@ class _ClassifierInPhase(nn.Module, EmbeddedClassifier):
     def differentiable(self, embeds: Tensor, mask: Tensor) -> Tensor:
         with self._backbone[0].phase("reward"), errors_only():
             return super().differentiable(embeds, mask)
+
+
+def teacher_config(config: StepConfig) -> PretrainedConfig:
+    """The configuration of the model that the teacher of a step runs, which may be the policy's."""
+    if config.teacher == BASE or _is_adapter(config.teacher):
+        return model_config(config.model)
+    return model_config(config.teacher, "teacher")
+
+
+def teacher_weights(config: StepConfig, backbone: Backbone) -> nn.Module:
+    """What the teacher holds of its own, frozen: a model; an adapter like the policy's; nothing if it is the base."""
+    if config.teacher == BASE:
+        return nn.Module()
+    if not _is_adapter(config.teacher):
+        dtype = config.teacher_dtype or config.dtype
+        return FrozenBase(build_backbone(teacher_config(config), dtype, "full", device=backbone.device).model)
+    if backbone.peft is None:
+        raise InputError("teacher", config.teacher, "a model, or base: an adapter is one of a base that has one")
+    return nn.ParameterList(p.detach().clone() for p in backbone.trainable_parameters()).requires_grad_(False)
+
+
+def make_teacher(config: StepConfig, backbone: Backbone, weights: nn.Module) -> Teacher:
+    """The teacher with its `teacher_weights`."""
+    own, adapter = (weights if isinstance(weights, kind) else None for kind in (FrozenBase, nn.ParameterList))
+    return _Teacher(backbone, config.teacher, beta=config.teacher_beta, own=own, adapter=adapter,
+                    more=config.teacher_context_tokens)  # fmt: skip
+
+
+def _is_adapter(name: str) -> bool:
+    return (Path(name) / ADAPTER_FILES[0]).is_file()
+
+
+@dataclass(frozen=True)
+class _Teacher(Teacher):
+    more: int = 0  # tokens of the context
+
+    def prompts(self, prompts: PromptBatch) -> PromptBatch:
+        if not self.more:
+            return prompts
+        return PromptBatch(F.pad(prompts.ids, (self.more, 0)), F.pad(prompts.mask, (self.more, 0), value=1))

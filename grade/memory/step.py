@@ -7,7 +7,7 @@ as memory does not depend on values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig
 
 from grade.errors import InputError
-from grade.gradients.distilled.families import Observed
+from grade.gradients.distilled.families import Family, Observed
 from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.offline import OfflineGradient
 from grade.gradients.distilled.ridge import Choice
@@ -31,15 +31,13 @@ from grade.gradients.teacher import TeacherGradient
 from grade.gradients.unrolled import UNROLLED, stepwise
 from grade.memory.models import build_backbone, model_config
 from grade.memory.records import Category, LiveTracker
-from grade.memory.rewards import make_reward, reward_context
+from grade.memory.rewards import make_reward, make_teacher, reward_context, teacher_config, teacher_weights
 from grade.memory.settings import Microbatch, StepConfig, TracedConfig, generator_on
-from grade.memory.teacher import make_teacher, teacher_config, teacher_weights
 from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sharding import local_part
-from grade.rewards.rewards import Rewards
-from grade.rewards.teacher import TeacherReward
+from grade.rewards.rewards import Rewards, TeacherReward
 
 Program = Callable[[Callable[[], None]], None]
 """A whole step: adds gradients and calls the function it is given wherever an update of the parameters is due."""
@@ -224,14 +222,19 @@ def _total(values: Tensor) -> Tensor:
     return _PLACEHOLDERS.get(tuple(values.shape), values) if without_data else values
 
 
+def _seen(config: MethodConfig, backbone: Backbone, prompts: PromptBatch, families: Iterable[Family]) -> Observed:
+    """What families of features read of one completion of full length."""
+    ids = torch.zeros(1, config.max_completion_length, dtype=torch.long, device=backbone.device)
+    return Observed.of(backbone, families, prompts[:1], ids, torch.ones_like(ids))
+
+
 class _OfflineWithoutData(OfflineGradient):
     """The method with a fit whose values are not looked at, of the last family; own completions need less."""
 
     def __init__(self, config: MethodConfig, backbone: Backbone, prompts: PromptBatch) -> None:
         super().__init__(config, backbone)
-        ids = torch.zeros(1, config.max_completion_length, dtype=torch.long, device=backbone.device)
         *_, (name, family) = self.families.items()
-        row = family.rows(Observed.of(backbone, [family], prompts[:1], ids, torch.ones_like(ids)))
+        row = family.rows(_seen(config, backbone, prompts, [family]))
         weights = family.weights(torch.zeros(1, 1, dtype=torch.float64, device=row.device), row)
         self.prior = Fit(name, weights, Choice(1.0, 0.5, 1.0, 0.1))
 
@@ -250,10 +253,7 @@ class _DistilledWithoutData(DistilledGradient):
     def __init__(self, config: MethodConfig, backbone: Backbone, prompts: PromptBatch) -> None:
         super().__init__(config, backbone)
         self.kept, self.turn = nn.Module(), 0
-        few, shape = prompts[:1], (1, config.max_completion_length)
-        ids = torch.zeros(shape, dtype=torch.long, device=backbone.device)
-        mask = torch.ones_like(ids)
-        seen = Observed.of(backbone, self.families.values(), few, ids, mask)
+        seen = _seen(config, backbone, prompts, self.families.values())
         for name, family in self.families.items():
             row = family.rows(seen)
             self.kept.register_buffer(f"rows_{name}", row.new_zeros(self.store.window, *row.shape[1:]))

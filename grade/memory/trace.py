@@ -18,7 +18,7 @@ import contextlib
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from grade.errors import InputError
 from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
@@ -108,12 +108,17 @@ def trace(
         InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
             message names the line).
     """
-    start, model = time.perf_counter(), model_config(config.model)
+    with contextlib.nullcontext() if all_passes else few_passes(config.max_new_tokens):
+        return extrapolated(config.model, all_layers, lambda m: trace_layers(config, m, device, processes, sharding))
+
+
+def extrapolated(name: str, all_layers: bool, tracked: Callable[[PretrainedConfig], LiveTracker]) -> Trace:
+    """The trace of a model from those of all its layers, or of `BASE_LAYERS`, by a function that traces a model."""
+    start, model = time.perf_counter(), model_config(name)
     layers = model.num_hidden_layers
     numbers = [layers] if all_layers or layers <= max(BASE_LAYERS) + 1 else list(BASE_LAYERS)
-    with contextlib.nullcontext() if all_passes else few_passes(config.max_new_tokens):
-        trackers = [trace_layers(config, with_layers(model, n), device, processes, sharding) for n in numbers]
-    return assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
+    trackers = [tracked(with_layers(model, n)) for n in numbers]
+    return _assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
 
 
 def run_tracked(step: Step, round_to: int = 512, device: str | None = None) -> LiveTracker:
@@ -217,14 +222,20 @@ def few_passes(new_tokens: int, growing: bool = False) -> Iterator[None]:
 def _grow(decoder: Decoder, positions: int) -> None:
     """More positions in the mask and in the cache."""
     decoder.mask = torch.cat([decoder.mask, decoder.mask.new_ones(len(decoder.mask), positions)], 1)
-    for layer in decoder.cache.layers:
+    for grown in grow_cache(decoder.cache, positions):
+        decoder.backbone._watcher.tag([grown], "kv cache")
+
+
+def grow_cache(cache: Cache, positions: int) -> Iterator[Tensor]:
+    """Add positions to a key-value cache, one tensor after the other."""
+    for layer in cache.layers:
         for name in ("keys", "values"):
             old = getattr(layer, name)
             setattr(layer, name, torch.cat([old, old[:, :, -1:].expand(-1, -1, positions, -1)], 2))
-            decoder.backbone._watcher.tag([getattr(layer, name)], "kv cache")
+            yield getattr(layer, name)
 
 
-def assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:
+def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab: int, seconds: float) -> Trace:
     """Peaks by phase, extrapolated in layers from the last two traces if there are two."""
 
     def at(*values: int) -> int:

@@ -18,7 +18,6 @@ import logging
 import math
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -37,10 +36,9 @@ from grade.config import Config
 from grade.errors import InputError, reading
 from grade.memory.compat import kernels_of
 from grade.memory.meta import FakeFloats
-from grade.memory.models import model_config, with_layers
 from grade.memory.records import LiveTracker
 from grade.memory.settings import Device, TrlName
-from grade.memory.trace import AT_EACH_END, BASE_LAYERS, Trace, assemble, to_fake
+from grade.memory.trace import AT_EACH_END, Trace, extrapolated, grow_cache, to_fake
 from grade.memory.trl_file import parser, read_trl
 
 _TRACED = {
@@ -204,11 +202,7 @@ def load_trl(files: Sequence[str], values: Mapping[str, Any]) -> tuple[TrlStep, 
 
 def trace_trl(step: TrlStep, *, device: Device = "cuda", all_layers: bool = False) -> Trace:
     """Trace one optimizer step of TRL's trainer; arguments and errors as of `grade.memory.trace.trace`."""
-    start, model = time.perf_counter(), model_config(step.model)
-    layers = model.num_hidden_layers
-    numbers = [layers] if all_layers or layers <= max(BASE_LAYERS) + 1 else list(BASE_LAYERS)
-    trackers = [_trace_layers(step, with_layers(model, n), device, all_layers) for n in numbers]
-    return assemble(trackers, numbers, layers, model.vocab_size, time.perf_counter() - start)
+    return extrapolated(step.model, all_layers, lambda model: _trace_layers(step, model, device, all_layers))
 
 
 def _trace_layers(step: TrlStep, model: PretrainedConfig, device: Device, all_passes: bool) -> LiveTracker:
@@ -372,10 +366,8 @@ def _few_passes(trainer: Any, tracker: LiveTracker) -> Iterator[None]:
     def grown(model: Any, outputs: Any, inputs: dict[str, Any], **more: Any) -> dict[str, Any]:
         flops.append(tracker.flops)
         if len(flops) == AT_EACH_END and skipped:
-            for layer in outputs.past_key_values.layers:
-                for name in ("keys", "values"):
-                    old = getattr(layer, name)
-                    setattr(layer, name, torch.cat([old, old[:, :, -1:].expand(-1, -1, skipped, -1)], 2))
+            for _ in grow_cache(outputs.past_key_values, skipped):
+                pass
             more["num_new_tokens"] = 1 + skipped
         if len(flops) == AT_EACH_END + 1:  # a pass between costs the mean of the two around
             tracker.flops += skipped * (flops[-1] - flops[-3]) // 2

@@ -230,12 +230,12 @@ class ServerSampler(Server, Sampler):
 
     def _complete(self, backbone: Backbone, request: dict[str, Any]) -> list[Row]:
         """The ``n`` completions of a request, if the policy could have written them."""
-        n, field = request["n"], f"sampler {self.name}"
+        n = request["n"]
         needs = f"{n} choices, each with token ids (vLLM >= 0.10.2) and log-probabilities"
         answer = self.parsed(_Answer, self.post("/v1/completions", request), needs)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
-        if [choice.index for choice in choices] != list(range(n)):
-            raise InputError(field, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}")
+        numbered = [choice.index for choice in choices] == list(range(n))
+        self.require((numbered, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}"))
         tokenizer, eos, rows = backbone.tokenizer, backbone.eos_token_ids, []
         known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
         most, least, ends = request["max_tokens"], request["min_tokens"], ", ".join(map(str, sorted(eos))) or "none"
@@ -245,13 +245,12 @@ class ServerSampler(Server, Sampler):
             numbers = [re.fullmatch(r"token_id:(\d{1,18})", token) for token in texts or [""]]
             written = [int(number[1]) for number in numbers] if all(numbers) else None  # beside the log-probabilities
             ids = written if ids is None else ids
-            if ids is None:
-                raise InputError(field, "text without token ids", "return_token_ids, as vLLM >= 0.10.2 has")
+            self.require((ids is not None, "text without token ids", "return_token_ids, as vLLM >= 0.10.2 has"))
             foreign = [token for token in ids if not 0 <= token < known]
             end = next((n for n, token in enumerate(ids) if token in eos), None)
             whole = len(ids) == most if end is None else end + 1 == len(ids) <= most and end >= least
             length = f"{len(ids)} tokens" + ("" if end is None else f", with an end-of-sequence after {end}")
-            rules = (
+            self.require(
                 (prompt in (None, request["prompt"]), f"prompt_token_ids {prompt}", f"the prompt {request['prompt']}"),
                 (len(ids) == len(logps), f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token"),
                 (not foreign, (foreign or [None])[0], f"token ids of the policy's tokenizer, 0 to {known - 1}"),
@@ -262,9 +261,6 @@ class ServerSampler(Server, Sampler):
                     f"of the token ids {ids}",
                 ),
             )
-            for holds, value, allowed in rules:
-                if not holds:
-                    raise InputError(field, value, allowed)
             rows.append((ids, logps))
         return rows
 

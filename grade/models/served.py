@@ -112,16 +112,16 @@ class ServedModel:
         content = self.server.post("/v1/completions", body, "prompt_logprobs (vLLM: --max-logprobs >= teacher_topk)")
         needs = "one choice with the prompt_logprobs of its tokens, as vLLM's"
         (choice,) = self.server.parsed(_Answer, content, needs).choices
-        given, field = choice.prompt_logprobs, f"teacher {self.server.name}"
-        if choice.prompt_token_ids not in (None, tokens):
-            raise InputError(field, f"prompt_token_ids {choice.prompt_token_ids}", f"the text {tokens}")
-        if len(given) != len(tokens):
-            raise InputError(field, f"{len(given)} prompt_logprobs", f"one of each token, {len(tokens)}")
+        given, read = choice.prompt_logprobs, choice.prompt_token_ids
+        self.server.require(
+            (read in (None, tokens), f"prompt_token_ids {read}", f"the text {tokens}"),
+            (len(given) == len(tokens), f"{len(given)} prompt_logprobs", f"one of each token, {len(tokens)}"),
+        )
         ids, values = [], []
         for token, place in zip(tokens[start:], given[start:], strict=True):
             of_each = {number: value.logprob for number, value in (place or {}).items()}
             mass = sum(map(math.exp, of_each.values()))
-            rules = (
+            self.server.require(
                 (token in of_each, f"prompt_logprobs without token {token}", "the text's own token among them"),
                 (self.topk <= len(of_each) <= self.topk + 1, f"{len(of_each)} prompt_logprobs of a token",
                  f"{self.topk} (teacher_topk) and the text's own token"),
@@ -130,9 +130,6 @@ class ServedModel:
                 (mass <= 1 + EXCESS, f"probabilities with the sum {mass:.4g}",
                  "at most 1 (vLLM: --logprobs-mode processed_logprobs or raw_logprobs)"),
             )  # fmt: skip
-            for holds, value, allowed in rules:
-                if not holds:
-                    raise InputError(field, value, allowed)
             missing = self.topk + 1 - len(of_each)
             rest = NOTHING if len(of_each) == self.vocab else math.log(max(1 - mass, FLOOR))
             ids.append([*of_each, *[token] * missing])

@@ -134,6 +134,12 @@ class Server:
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise InputError(f"{self.field} {self.name}", first["input"], f"{needs} ({reason})") from None
 
+    def require(self, *rules: tuple[bool, object, str]) -> None:
+        """Refuse an answer by the first rule that does not hold: whether it does, what was said, what is allowed."""
+        for holds, value, allowed in rules:
+            if not holds:
+                raise InputError(f"{self.field} {self.name}", value, allowed)
+
     def each(self, ask: Callable[[T], R], requests: Sequence[T]) -> list[R]:
         """What each request gives, in order; many are under way at the same time, and the first error ends all."""
         pool = ThreadPoolExecutor(max(1, min(len(requests), CONNECTIONS)))

@@ -24,8 +24,7 @@ from filelock import FileLock, Timeout
 
 from grade.errors import InputError
 from grade.files import write_text
-from grade.pipeline.params import suite_values
-from grade.pipeline.profiles import prepare_workspace
+from grade.pipeline.profiles import prepare_workspace, suite_values
 from grade.results import RSS_UNIT
 
 GRACE = 30.0

@@ -73,8 +73,7 @@ from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.sampling import check_room
 from grade.models.scoring import completion_logps, sequence_kl
 from grade.models.teacher import SIBLING, Teacher, make_teacher, names_sibling
-from grade.rewards.rewards import make_rewards
-from grade.rewards.teacher import beside
+from grade.rewards.rewards import beside, make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate

@@ -7,7 +7,7 @@ from imports import ROOT
 from grade.experiments.claims import read_claims, to_markdown, verdict_counts
 from grade.experiments.headline import headline
 from grade.experiments.report import FILE, join_claims, report
-from grade.pipeline.params import profile_values
+from grade.pipeline.profiles import profile_values
 from grade.results import read_metrics
 
 

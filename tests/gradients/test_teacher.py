@@ -21,8 +21,7 @@ from grade.models.base import FrozenBase
 from grade.models.head import NOTHING, coarse_jensen_shannon, jensen_shannon
 from grade.models.scoring import predicting_hidden
 from grade.models.teacher import Teacher, make_teacher, with_context, with_siblings
-from grade.rewards.rewards import Rewards
-from grade.rewards.teacher import TeacherReward
+from grade.rewards.rewards import Rewards, TeacherReward
 
 N, V = 9, 130
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]

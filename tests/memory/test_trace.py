@@ -10,13 +10,15 @@ from transformers import LlamaConfig
 
 from grade.errors import InputError
 from grade.experiments.bench import measure
+from grade.experiments.scale.measure.tables import TABLES, Settings
 from grade.experiments.traced import saved_bytes
+from grade.memory import meta
 from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, build_backbone, model_config, with_layers
 from grade.memory.records import LiveTracker
 from grade.memory.settings import StepConfig, TracedConfig
 from grade.memory.step import build, make_step
-from grade.memory.trace import run_tracked, trace
+from grade.memory.trace import run_tracked, trace, trace_layers
 
 SMALL = dict(batch_size=2, prompt_tokens=4, max_new_tokens=2, gumbel_topk=8, dtype="float32")
 
@@ -230,3 +232,22 @@ def test_short_completions_run_every_pass(tokens):
     full, few = trace(config), trace(config, all_passes=False)
     assert (few.peak, few.flops) == (full.peak, full.flops)
     assert (len(few.timeline) == len(full.timeline)) == (tokens <= 5)
+
+
+@pytest.mark.parametrize("values", [dict(method="gumbel_legacy", reward="trunk"), dict(method="ste", dtype="bfloat16")])
+def test_a_trace_is_the_same_with_and_without_cached_operators(values, monkeypatch):
+    config = StepConfig(model="tiny", batch_size=2, prompt_tokens=4, max_new_tokens=3, **values)
+    found = [trace_layers(config, model_config("tiny"), "cuda") for _ in range(2)]
+    monkeypatch.setattr(meta, "call_on_meta", lambda func, args, kwargs: func(*args, **kwargs))
+    found.append(trace_layers(config, model_config("tiny"), "cuda"))
+    first, *others = ([(r.nbytes, r.shape, r.dtype, r.op, r.birth, r.live, r.death) for r in t.records] for t in found)
+    assert all(other == first for other in others)
+    assert found[0].flops == found[2].flops
+
+
+def test_the_lean_step_of_qwen3_4b_needs_a_fifth_of_a_gib_over_its_weights():
+    table = TABLES["lean"](Settings(model="qwen3-4b", lean_batch=2, lean_tokens=32)).set_index("phase")
+    assert table.over_weights_gib["step"] == table.over_weights_gib.max() <= 0.2
+    assert table.weights_bytes["step"] == table.weights_bytes["rollout"]
+    # Parameters of 2 bytes in blocks of 512, and the rotary table.
+    assert 8_044_936_192 <= table.weights_bytes["step"] <= 8_044_936_192 * 1.0001

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2
+from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2, word_tokenizer
 from peft import PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -17,7 +17,6 @@ from transformers import (
     GraniteConfig,
     OPTConfig,
     PhiConfig,
-    PreTrainedTokenizerFast,
     Qwen3Config,
     T5Config,
 )
@@ -92,11 +91,8 @@ def test_soft_one_hot_embedding_is_the_tokens_own(family):
 @pytest.fixture
 def saved(tmp_path):
     """A model on disk, with a tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(tmp_path / "base")
+    words = word_tokenizer([f"w{i}" for i in range(VOCAB)], "w3", eos_token="w2")
+    words.save_pretrained(tmp_path / "base")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(tmp_path / "base")
     return tmp_path / "base"

@@ -4,10 +4,11 @@ import warnings
 
 import pytest
 import torch
+from conftest import word_tokenizer
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from grade.errors import InputError
@@ -18,27 +19,25 @@ UNK, BOS, EOS, PAD, A, B, C = range(7)
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
-def word_tokenizer(template: str = "$A", **special: str) -> PreTrainedTokenizerFast:
+def abc_tokenizer(template: str = "$A", **special: str) -> PreTrainedTokenizerFast:
     """A tokenizer of the words a, b and c; ``template`` says which special tokens it adds by default."""
-    vocabulary = {"<unk>": UNK, "<s>": BOS, "</s>": EOS, "<pad>": PAD, "a": A, "b": B, "c": C}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer = word_tokenizer(["<unk>", "<s>", "</s>", "<pad>", "a", "b", "c"], "<unk>", **(special or SPECIAL))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=template, special_tokens=[("<s>", BOS), ("</s>", EOS)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(special or SPECIAL))
+    return tokenizer
 
 
 @pytest.mark.parametrize(("template", "row"), [("<s> $A", [BOS, A]), ("$A </s>", [A, B]), ("<s> $A </s>", [BOS, A])])
 def test_bos_is_the_tokenizers_choice_and_eos_never_ends_a_prompt(template, row):
-    assert encode_prompts(word_tokenizer(template), ["a b"], max_prompt_tokens=2).ids.tolist() == [row]
-    longer = encode_prompts(word_tokenizer(template), ["a b"], max_prompt_tokens=9).ids.tolist()[0]
+    assert encode_prompts(abc_tokenizer(template), ["a b"], max_prompt_tokens=2).ids.tolist() == [row]
+    longer = encode_prompts(abc_tokenizer(template), ["a b"], max_prompt_tokens=9).ids.tolist()[0]
     assert longer[-2:] == [A, B]
 
 
 @pytest.mark.parametrize(("special", "padding"), [({"eos_token": "</s>"}, EOS), ({"unk_token": "<unk>"}, 0)])
 def test_a_tokenizer_without_padding_token(special, padding):
-    batch = encode_prompts(word_tokenizer(**special), ["a b", "c"], max_prompt_tokens=2)
+    batch = encode_prompts(abc_tokenizer(**special), ["a b", "c"], max_prompt_tokens=2)
     assert batch.ids.tolist() == [[A, B], [padding, C]] and batch.mask.tolist() == [[1, 1], [0, 1]]
 
 
@@ -46,7 +45,7 @@ def test_a_tokenizer_without_padding_token(special, padding):
 @pytest.mark.parametrize("template", ["$A", "<s> $A"])
 def test_an_empty_prompt_is_refused_also_where_bos_is_added(text, template):
     with pytest.raises(InputError, match="prompt in row 1: got .*at least one token"):
-        encode_prompts(word_tokenizer(template), ["a", text], max_prompt_tokens=4)
+        encode_prompts(abc_tokenizer(template), ["a", text], max_prompt_tokens=4)
 
 
 def test_a_prompt_without_tokens_is_refused():
@@ -59,7 +58,7 @@ def test_a_prompt_without_tokens_is_refused():
 @settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=9), min_size=1, max_size=5), st.integers(1, 9))
 def test_ids_under_the_mask_are_the_first_tokens(words, n):
-    batch = encode_prompts(word_tokenizer(), [" ".join(w) for w in words], n)
+    batch = encode_prompts(abc_tokenizer(), [" ".join(w) for w in words], n)
     ids = {"a": A, "b": B, "c": C}
     for row, w in enumerate(words):
         assert batch.ids[row][batch.mask[row].bool()].tolist() == [ids[x] for x in w[:n]]
@@ -83,7 +82,7 @@ def fresh_process():
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """The words a, b and c; a turn stands between <s> and </s>; plain text begins with <s>."""
-    tokenizer = word_tokenizer("<s> $A")
+    tokenizer = abc_tokenizer("<s> $A")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -95,7 +94,7 @@ def turns(*texts):
 
 def test_examples_follow_every_way_to_pick_rows():
     rows = tuple({"prompt": text} for text in "abc")
-    batch = encode_examples(word_tokenizer(), rows)
+    batch = encode_examples(abc_tokenizer(), rows)
     assert batch.examples == rows
     picks = [slice(1, None), [2, 0, -1], torch.tensor([1, 1]), torch.tensor([True, False, True]), [False, True, False]]
     for pick in picks:
@@ -110,7 +109,7 @@ def test_examples_follow_every_way_to_pick_rows():
 
 def test_a_cut_prompt_is_shown_as_the_model_sees_it():
     rows = [{"prompt": "a  b c", "n": 1}, {"prompt": " c ", "n": 2}]
-    tokenizer = word_tokenizer("<s> $A")
+    tokenizer = abc_tokenizer("<s> $A")
     whole = encode_examples(tokenizer, rows, 4)
     assert whole.ids.tolist() == [[BOS, A, B, C], [PAD, PAD, BOS, C]] and whole.examples == tuple(rows)
     right = encode_examples(tokenizer, rows, 3, "right")
@@ -133,7 +132,7 @@ def test_messages_go_through_the_chat_template():
     cut = encode_examples(chat_tokenizer(), rows[:1], 3, "left")
     assert cut.ids.tolist() == [[B, EOS, BOS]] and cut.examples == ({"prompt": "b </s> <s>"},)
     assert encode_examples(chat_tokenizer(), rows[:1], None, "error", {"shout": True}).ids[0, -2:].tolist() == [BOS, C]
-    own = encode_examples(word_tokenizer(), rows[:1], chat_template_kwargs={"chat_template": "b"})
+    own = encode_examples(abc_tokenizer(), rows[:1], chat_template_kwargs={"chat_template": "b"})
     assert own.ids.tolist() == [[B]]
 
 
@@ -183,9 +182,9 @@ BAD_MESSAGES = {
 def test_a_bad_row_is_named(row, message):
     rows = [{"prompt": "a"}, row]
     with pytest.raises(InputError, match=message):
-        encode_examples(word_tokenizer("<s> $A"), rows, 4, rows=[3, 7])
+        encode_examples(abc_tokenizer("<s> $A"), rows, 4, rows=[3, 7])
     with pytest.raises(InputError, match=message):
-        check_prompts(word_tokenizer("<s> $A"), [rows[0]] * 7 + rows[1:], 4, batch_size=2)
+        check_prompts(abc_tokenizer("<s> $A"), [rows[0]] * 7 + rows[1:], 4, batch_size=2)
 
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
@@ -199,9 +198,9 @@ def test_a_bad_conversation_is_named(prompt, message):
 
 def test_messages_need_a_chat_template_that_says_something():
     with pytest.raises(InputError, match="prompt in row 0: .*tokenizer has no chat template"):
-        encode_examples(word_tokenizer(), [{"prompt": [USER]}])
+        encode_examples(abc_tokenizer(), [{"prompt": [USER]}])
     with pytest.raises(InputError, match="prompt in row 0: .*at least one token"):
-        encode_examples(word_tokenizer(), [{"prompt": [USER]}], chat_template_kwargs={"chat_template": " "})
+        encode_examples(abc_tokenizer(), [{"prompt": [USER]}], chat_template_kwargs={"chat_template": " "})
 
 
 def test_what_a_template_does_not_read_is_named():
@@ -226,17 +225,17 @@ def test_a_call_of_a_tool_needs_no_content():
 def test_a_whole_dataset_is_checked_and_its_longest_prompt_is_known():
     rows = [{"prompt": " ".join("abc"[: 1 + i % 3]), "other": i} for i in range(10)]
     for dataset in rows, Dataset.from_list(rows):
-        assert check_prompts(word_tokenizer(), dataset, batch_size=3)[0] == 3
-        assert check_prompts(word_tokenizer(), dataset, 2, "left")[0] == 2
+        assert check_prompts(abc_tokenizer(), dataset, batch_size=3)[0] == 3
+        assert check_prompts(abc_tokenizer(), dataset, 2, "left")[0] == 2
         with pytest.raises(InputError, match="tokens of the prompt in row 2: got 3"):
-            check_prompts(word_tokenizer(), dataset, 2, batch_size=3)
+            check_prompts(abc_tokenizer(), dataset, 2, batch_size=3)
     with pytest.raises(InputError, match="columns of row 0: got .'other'.; allowed: .*\"prompt\""):
-        check_prompts(word_tokenizer(), Dataset.from_list(rows).remove_columns("prompt"))
+        check_prompts(abc_tokenizer(), Dataset.from_list(rows).remove_columns("prompt"))
 
 
 def test_a_long_prompt_is_cut_here_and_not_by_the_tokenizer():
     """Which has a length of its own, and would cut without a word."""
-    tokenizer = word_tokenizer()
+    tokenizer = abc_tokenizer()
     tokenizer.model_max_length = 2
     assert encode_prompts(tokenizer, ["a b c"], 9).ids.tolist() == [[A, B, C]]
     assert encode_examples(tokenizer, [{"prompt": "a b c"}]).ids.tolist() == [[A, B, C]]
@@ -247,7 +246,7 @@ def test_a_long_prompt_is_cut_here_and_not_by_the_tokenizer():
 
 
 def test_a_template_that_adds_an_id_which_no_token_has_is_refused():
-    tokenizer = word_tokenizer("<s> $A")
+    tokenizer = abc_tokenizer("<s> $A")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 10**9)]
     )

@@ -12,10 +12,13 @@ import pytest
 import torch
 from completions_server import serving
 from conftest import EOS, VOCAB, generator, make_backbone, make_prompts, tiny_config
+from models.zoo import build
 from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
 from grade.experiments.scale.measure.sampling import chi_square
+from grade.models.adapter import LoraSettings
+from grade.models.backbone import Backbone
 from grade.models.head import Head
 from grade.models.prompts import PromptBatch
 from grade.models.samplers import Samples, ServerSampler, make_sampler
@@ -145,6 +148,13 @@ def test_shared_prompts_are_read_once_and_copied(served):
     assert rows == [(3, 6), (6, 1), (6, 1), (6, 1)]
     own = completion_logps(backbone, prompts, samples.ids, samples.mask, min_new_tokens=4)
     torch.testing.assert_close(samples.logps, own.detach(), atol=1e-5, rtol=1e-5)  # float32 in another order of sums
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "granitemoehybrid"])
+def test_a_state_of_linear_attention_is_not_shared(kind):
+    backbone = Backbone(build(kind), None, LoraSettings(r=2, alpha=4, target_modules=["q_proj"]))
+    with pytest.raises(InputError, match="sampler: got 'shared'; allowed: own for .*linear attention"):
+        make_sampler("shared").sample(backbone, make_prompts(2).repeat(3), 4, torch.Generator())
 
 
 def test_a_token_is_drawn_by_its_probability_across_blocks():

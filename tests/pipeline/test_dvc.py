@@ -14,7 +14,7 @@ from imports import ROOT, closure, imported_modules, module_path
 
 from grade.cli.main import COMMANDS
 from grade.config import parse_yaml
-from grade.pipeline.params import profile_values, profiles, resolved_files
+from grade.pipeline.profiles import profile_values, profiles, resolved_files
 
 PROFILES = profiles(ROOT)
 

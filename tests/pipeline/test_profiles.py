@@ -14,8 +14,7 @@ from grade.cli.main import main
 from grade.config import read_yaml
 from grade.errors import InputError
 from grade.experiments.compare.measure.peers import PeersConfig
-from grade.pipeline.params import profile_values, profiles
-from grade.pipeline.profiles import prepare_workspace, publish
+from grade.pipeline.profiles import prepare_workspace, profile_values, profiles, publish
 from grade.pipeline.schedule import run
 from grade.training.config import TrainConfig
 

@@ -1,16 +1,21 @@
-"""Training of reward models on reviews: what a head learns from, and what the report says."""
+"""Training of reward models: what a head learns from, what the report says, and labels that are any number."""
 
+import json
 import math
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_backbone
 
 from grade.data.reviews import Review
+from grade.data.tiny_lm import tiny_model
+from grade.errors import InputError
+from grade.models.backbone import Backbone
 from grade.models.prompts import padded
-from grade.rewards.fit import RewardConfig, encode, evaluate_reward, train_reward
-from grade.rewards.model import HeadSettings, RewardModel
+from grade.rewards.fit import RewardConfig, encode, evaluate_reward, r2, train_reward
+from grade.rewards.model import HeadSettings, RewardModel, load_reward
 
 
 @cache
@@ -54,3 +59,86 @@ def test_the_report_counts_the_reviews_that_were_read():
     assert (report["train_n"], report["validation_n"], report["epochs"]) == (4, 2, 1)
     assert report["feature_seconds"] >= 0 and report["fit_seconds"] >= 0
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
+
+
+# --- labels that are any number ---
+
+GOOD, BAD = ("fine", "great", "lovely"), ("poor", "dull", "awful")
+
+
+def stars(n, seed, scale=1.0):
+    """Texts of eight words whose label is the number of good words, times a scale, plus 100."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(n):
+        good = rng.random(8) < rng.random()
+        words = [rng.choice(GOOD if g else BAD) for g in good]
+        rows.append(Review(" ".join(words), float(good.sum()) * scale + 100))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def base():
+    return Backbone(*tiny_model([" ".join((*GOOD, *BAD))] * 20, vocab_size=300, hidden_size=16, layers=1))
+
+
+def numbers(**changes):
+    fit = dict(epochs=40, patience=40, lr=0.03, batch_size=32, min_tokens=8, max_tokens=16, dropout=0.0)
+    return RewardConfig.parse({"bag": fit | changes, "trunk": fit, "eval_tokens": [16], "labels": "number"})
+
+
+@pytest.mark.parametrize("kind", ["bag", "trunk"])
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_a_head_learns_numbers_of_any_size(kind, scale, base):
+    model, report = train_reward(kind, numbers(), base, stars(200, 0, scale), stars(50, 1, scale))
+    test = stars(100, 2, scale)
+    measures = evaluate_reward(model, test, [16])
+    assert set(report) >= {"validation_mse", "validation_r2"} and "validation_accuracy" not in report
+    assert set(measures) == {"n", "r2_16", "r2_16_stderr", "rmse_16", "mean_score_16"}
+    assert measures["r2_16"] > 0.8
+    labels = np.array([t.label for t in test])
+    assert measures["r2_16"] == pytest.approx(1 - measures["rmse_16"] ** 2 / labels.var(), abs=1e-4)
+    assert 90 < measures["mean_score_16"] < 100 + 8 * scale, "rewards are in the label's own units"
+
+
+def test_a_folder_remembers_that_labels_were_numbers(tmp_path, base):
+    model, _ = train_reward("bag", numbers(), base, stars(40, 0), stars(20, 1))
+    model.save(tmp_path)
+    loaded = load_reward(tmp_path, base)
+    ids, mask = torch.tensor([[70, 80, 90]]), torch.ones(1, 3)
+    assert loaded.labels == "number" and torch.equal(loaded.score_ids(ids, mask), model.score_ids(ids, mask))
+    assert float(loaded.score_ids(ids, mask)) > 90
+    about = json.loads((tmp_path / "reward.json").read_text())
+    (tmp_path / "reward.json").write_text(json.dumps(about | {"labels": "words"}))
+    with pytest.raises(InputError, match="labels: got 'words'; allowed: binary or number"):
+        load_reward(tmp_path, base)
+
+
+def test_r2_and_its_jackknife_by_leaving_each_row_out():
+    rng = np.random.default_rng(0)
+    labels = torch.tensor(rng.normal(size=12) * 3 + 5)
+    predicted = labels + torch.tensor(rng.normal(size=12))
+
+    def plain(f, y):
+        return 1 - ((y - f) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+
+    without = np.array([float(plain(np.delete(predicted, i), np.delete(labels, i))) for i in range(12)])
+    stderr = np.sqrt(11 / 12 * ((without - without.mean()) ** 2).sum())
+    assert r2(predicted, labels) == pytest.approx((float(plain(predicted, labels)), stderr), rel=1e-12)
+
+
+@pytest.mark.parametrize("labels", [[1.0, 2.0], [3.0, 3.0, 3.0], [3.0, 3.0, 4.0], []])
+def test_r2_is_refused_where_it_is_not_defined(labels):
+    with pytest.raises(InputError, match="at least three for R2"):
+        r2(torch.zeros(len(labels)), torch.tensor(labels))
+
+
+@pytest.mark.parametrize("label", [float("nan"), float("inf"), "5", None, [1]])
+def test_a_label_that_is_no_number_is_refused(label, base):
+    with pytest.raises(InputError, match="label: got .*; allowed: a finite number"):
+        train_reward("bag", numbers(), base, [*stars(20, 0), Review("fine", label)], stars(20, 1))
+
+
+def test_labels_that_are_all_equal_teach_nothing(base):
+    with pytest.raises(InputError, match="labels of different values"):
+        train_reward("bag", numbers(), base, stars(20, 0, 0.0), stars(20, 1))

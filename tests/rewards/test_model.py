@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import make_backbone, tiny_config, tiny_gpt2
+from conftest import make_backbone, tiny_config, tiny_gpt2, word_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from grade.data.reviews import Review
 from grade.errors import InputError
@@ -23,12 +22,6 @@ CASES = [
     ("bag", HeadSettings(hidden=5, pooling="root")),
     ("trunk", HeadSettings(hidden=8)),
 ]
-
-
-def word_tokenizer(words=WORDS):
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<pad>")
 
 
 def build(kind, settings, dtype=torch.float64, config=None, seed=0):
@@ -139,7 +132,9 @@ def test_an_empty_sequence_is_nan_and_not_a_score():
 def bare(seed=0, words=WORDS, dtype=torch.float32, **changes):
     torch.manual_seed(seed)
     config = tiny_config(vocab_size=len(words), eos_token_id=0, bos_token_id=0, **changes)
-    return Backbone(AutoModelForCausalLM.from_config(config, dtype=dtype), word_tokenizer(words))
+    return Backbone(
+        AutoModelForCausalLM.from_config(config, dtype=dtype), word_tokenizer(words, "<pad>", unk_token="<pad>")
+    )
 
 
 @pytest.mark.parametrize(("kind", "settings"), CASES)

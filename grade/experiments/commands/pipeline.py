@@ -10,8 +10,7 @@ from grade.cli.options import command, option
 from grade.errors import InputError
 from grade.experiments import claims, headline, report
 from grade.files import write_text
-from grade.pipeline.params import DEFAULT_PROFILE, suite_values
-from grade.pipeline.profiles import publish, workspace_of
+from grade.pipeline.profiles import DEFAULT_PROFILE, publish, suite_values, workspace_of
 from grade.pipeline.schedule import run
 from grade.results import write_metrics
 

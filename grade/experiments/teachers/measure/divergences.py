@@ -18,8 +18,7 @@ from grade.models.base import FrozenBase
 from grade.models.parameters import flatten, trained_parameters
 from grade.models.scoring import predicting_hidden
 from grade.models.teacher import Teacher
-from grade.rewards.rewards import Rewards
-from grade.rewards.teacher import TeacherReward
+from grade.rewards.rewards import Rewards, TeacherReward
 
 ENUMERATED = {"reinforce": 1, "rloo": 2, "grpo": 2}
 """Methods beside which a teacher is a reward, and completions of a prompt: all tuples of so many are enumerated."""
