@@ -27,7 +27,7 @@ from grade.models.scoring import predicting_hidden, token_kl
 class TeacherGradient(Learner):
     """The method. It keeps nothing between steps."""
 
-    inverse = True
+    inverse = True  # nothing here reads the noise
 
     def tensors(self) -> dict[str, Tensor]:
         """State for a checkpoint: none."""

@@ -125,9 +125,9 @@ class Sampler:
         self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
     ) -> Samples:
         logps: list[Tensor] = []
-        less = self.name == "shared"
+        shared = self.name == "shared"
         ids, mask = generate(
-            backbone, prompts, most, generator, min_new_tokens=least, logps=logps, inverse=less, shared=less
+            backbone, prompts, most, generator, min_new_tokens=least, logps=logps, inverse=shared, shared=shared
         )
         return Samples(ids, mask, torch.stack(logps, 1) * mask)
 

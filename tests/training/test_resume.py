@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from training.runs import settings, toy_project
 
@@ -221,6 +222,7 @@ def forked(work):
     child = os.fork()
     if not child:
         try:
+            torch.set_num_threads(1)  # threads of the parent's pool do not survive a fork
             work()
             os._exit(0)
         except InputError as error:
