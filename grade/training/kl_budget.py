@@ -86,18 +86,24 @@ class KLBudget:
 
         Growth is asked for, not a level, as the batch's own level is noise; the level only where KL is 0.
         """
-        noise = measured.error**2
         if self.start is None:
-            self.start, self.values[0], self.covariance[0, 0] = measured.kl, measured.kl, noise
-        elif self.covariance[0, 0] + noise > 0:
-            gain = self.covariance[0] / (self.covariance[0, 0] + noise)
-            self.values += gain * (measured.kl - self.values[0])
-            self.covariance -= np.outer(gain, self.covariance[0])
+            self.start, self.values[0], self.covariance[0, 0] = measured.kl, measured.kl, measured.error**2
+        else:
+            self.filter(measured)
         budget, (kl, share) = self.after(step), self.values.tolist()
         share = max(share, LEAST_SHARE)
         if min(measured.kl, kl) > 0:
             return max(0.0, measured.kl * (1 + (budget / kl - 1) / share))
         return budget / share
+
+    def filter(self, measured: Measured) -> float:
+        """KL of the current policy, from what other completions measured so far and what these do."""
+        noise = measured.error**2
+        if self.covariance[0, 0] + noise > 0:
+            gain = self.covariance[0] / (self.covariance[0, 0] + noise)
+            self.values += gain * (measured.kl - self.values[0])
+            self.covariance -= np.outer(gain, self.covariance[0])
+        return float(self.values[0])
 
     def landed(self, scale: float, before: Measured, after: Measured) -> None:
         """The step was scaled by c, and its completions went from one KL to another."""

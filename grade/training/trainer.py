@@ -752,7 +752,8 @@ class GradeTrainer(Trainer):
         if self._along_texts(self.state.global_step):
             self._steer(self._mean(self._kl))
         elif self.kl_budget is not None and self.state.global_step == self.state.max_steps:
-            self._land(self._own_completions(LANDING)[1])
+            own = self._own_completions(LANDING)[1]
+            self._land(own, self.kl_budget.filter(own.start))
         step_time = time.perf_counter() - self._started
         self.seconds += step_time
         self.log_buffer.add({"step_time": step_time})
@@ -814,7 +815,7 @@ class GradeTrainer(Trainer):
             "distilled/trust": learner.steering.evidence.trust,
         })  # fmt: skip
         if self.state.global_step == self.state.max_steps and self.args.target_kl is not None:
-            self._land(batch)
+            self._land(batch, batch.start.kl)
 
     def _own_completions(self, number: int) -> tuple[Completions, BatchKL]:
         """Completions of the policy for prompts drawn anew, the same on all processes, and their KL."""
@@ -828,15 +829,12 @@ class GradeTrainer(Trainer):
         own = Completions(prompts, samples.ids, samples.mask)
         return own, BatchKL(self.backbone, [(own.prompts, own.ids, own.mask)], least)
 
-    def _land(self, own: BatchKL) -> None:
-        """Scale the adapter so that own completions have the target's KL: their prefixes are the policy's."""
+    def _land(self, own: BatchKL, kl: float) -> None:
+        """Scale the adapter from ``kl`` to the target's, on own completions: their prefixes are the policy's."""
         scaled = [p for name, p in self.model.named_parameters() if "lora_B" in name and p.requires_grad]
-        first = math.sqrt(self.args.target_kl / max(own.start.kl, 1e-12))
-        zeros = [torch.zeros_like(p) for p in scaled]
-        scale_step(
-            scaled, zeros, Measured(0.0, 0.0), self.args.target_kl, own.measure, min(first, 1.5),
-            tolerance=LAST_TOLERANCE,
-        )  # fmt: skip
+        growth = self.args.target_kl / max(kl, 1e-12)
+        zeros, wanted, first = [torch.zeros_like(p) for p in scaled], growth * own.start.kl, min(growth**0.5, 1.5)
+        scale_step(scaled, zeros, Measured(0.0, 0.0), wanted, own.measure, first, tolerance=LAST_TOLERANCE)
 
     # ---- log and evaluation ----
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -68,7 +68,7 @@ def test_an_adapter_that_is_continued_goes_on_from_its_own_distance():
 @pytest.mark.parametrize("steps", [5, 15, 40])
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_noisy_batches_and_completions_that_grow_too_fast_still_end_on_the_budget(share, steps):
-    rng, ends = np.random.default_rng(0), []
+    rng, ends, landed = np.random.default_rng(0), [], []
     for _ in range(100):
         budget, kl = KLBudget(10.0, steps), 0.0
         for step in range(1, steps + 1):
@@ -82,9 +82,15 @@ def test_noisy_batches_and_completions_that_grow_too_fast_still_end_on_the_budge
             after = Measured(wanted, 0.1 * abs(wanted - before.kl))
             budget.landed(1.0, before, after)
         ends.append(kl / 10)
+        own = kl * (1 + 0.06 * rng.standard_normal())
+        landed.append((kl / budget.filter(Measured(own, 0.06 * kl)), kl / own))
     # Of a batch's 6 percent the filter leaves less; the share is known after some steps only.
     assert np.mean(ends) == pytest.approx(1, abs=0.05 if steps > 5 else 0.12)
     assert np.std(ends) < 0.08
+    # After the last step fresh completions are measured: together they know KL better than these alone.
+    together, alone = np.std(landed, axis=0)
+    assert np.mean(landed, axis=0)[0] == pytest.approx(1, abs=0.02)
+    assert together < 0.8 * alone
 
 
 # ---- the measurement ----
