@@ -110,8 +110,7 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
     """
     if (kept := getattr(module, _KEPT, None)) is not None:
         return dict(kept)
-    frozen = [(name, p) for name, p in module.named_parameters() if ".lora_" not in f".{name}"]
-    named = sorted((name.replace(".base_layer.", "."), p) for name, p in frozen)
+    named = sorted(_frozen(module).items())
     types = {p.dtype for _, p in named}
     if any(p.is_meta for _, p in named):
         return {}
@@ -122,6 +121,29 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
         if coarser not in types:
             content[name] = torch.cat([torch.zeros(0), *samples]).to(dtype).view(torch.int16).numpy().tobytes()
     return {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
+
+
+def _frozen(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights of a base by the names that they have without LoRA layers."""
+    named = module.named_parameters()
+    return {name.replace(".base_layer.", "."): p for name, p in named if ".lora_" not in f".{name}"}
+
+
+@torch.no_grad()
+def share_equal(module: nn.Module, base: nn.Module) -> None:
+    """Let the weights of a module that equal a base's, bit for bit and by name, be the base's; neither may change.
+
+    If there are any, the others are copied: all weights of a file may lie in one mapping, which would stay.
+    """
+    known, own, shared = _frozen(base), [], []
+    for name, p in _frozen(module).items():
+        other = known.get(name)
+        same = other is not None and (p.dtype, p.device) == (other.dtype, other.device) and torch.equal(p, other)
+        (shared if same else own).append((p, other))
+    for p, other in shared:
+        p.data = other.data
+    for p, _ in own if shared else ():
+        p.data = p.data.clone()
 
 
 def keep_fingerprint(module: nn.Module) -> None:

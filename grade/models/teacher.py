@@ -2,7 +2,7 @@
 
 | given | teacher | its weights |
 |---|---|---|
-| a folder or hub id | another model with the policy's vocabulary | its own |
+| a folder or hub id | another model with the policy's vocabulary | those that differ from the base's |
 | a folder with an adapter | the policy's base with that adapter | the adapter's |
 | ``base`` | the policy's base | none |
 | ``http://host:port`` | what a server says of the likeliest tokens (`grade.models.served`) | elsewhere |
@@ -36,7 +36,7 @@ from grade.models.backbone import DTYPES, Backbone, load_pretrained
 from grade.models.base import FrozenBase
 from grade.models.compatibility import check_supported
 from grade.models.head import Head, coarse_jensen_shannon, jensen_shannon, wide
-from grade.models.parameters import fingerprint
+from grade.models.parameters import fingerprint, share_equal
 from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.scoring import predicting_hidden
 from grade.models.served import ServedModel, Support
@@ -240,6 +240,8 @@ def make_teacher(
         model, tokenizer = load_pretrained(given, policy.dtype if dtype is None else DTYPES[dtype], field="teacher")
         check_supported(model)
         teacher = replace(teacher, own=FrozenBase(model.to(policy.device), tokenizer))
+        if policy.shards is None:
+            share_equal(model, policy.model)
     some = [rows[i] for i in range(min(COMPARED, len(rows)))]
     if tokenizer is not None:
         _check_tokens(teacher, policy.tokenizer, some)

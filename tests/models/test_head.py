@@ -90,6 +90,14 @@ def test_rows_and_call_agree_in_bfloat16_inputs_and_give_float32():
     torch.testing.assert_close(got, head(h)[:, :K], rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_gradient_the_logits_of_a_large_vocabulary_are_the_same(bias):
+    head, h = make_head(bias=bias, v=2**14 + 5, dtype=torch.float32), hidden(dtype=torch.float32).view(3, -1, D)
+    with torch.no_grad():
+        blocks = head(h)
+    torch.testing.assert_close(blocks, head(h))
+
+
 def test_weighted_embedding_against_gather():
     table = torch.randn(V, D, dtype=torch.float64)
     for support in (torch.randint(V, (N, K)), torch.arange(V).expand(N, V)):

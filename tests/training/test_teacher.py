@@ -4,13 +4,16 @@ import json
 
 import pandas as pd
 import pytest
+import torch
 from completions_server import serving
-from conftest import save_toy_base
+from conftest import make_prompts, perturb_adapter, save_toy_base
 from training.runs import toy_project
 from training.test_offline import TEXTS, more_w_than_s
 
 from grade.errors import InputError
 from grade.models.backbone import Backbone
+from grade.models.base import FrozenBase
+from grade.models.scoring import predicting_hidden
 from grade.models.teacher import make_teacher
 from grade.training.config import GradeConfig, TrainConfig
 from grade.training.run import train
@@ -49,6 +52,20 @@ def test_alone_it_is_learned_along_own_completions_and_text(tmp_path, taught, ch
     assert run.args.method == "teacher" and "value of every token" in run.chosen["method"]
     assert run.evaluate()["eval_reward"] > before / 2  # minus the divergence, which at least halves
     assert {"reward", "loss"} <= run.state.log_history[0].keys() and "kl" not in run.state.log_history[0]
+
+
+def test_a_merged_adapter_has_for_itself_only_the_weights_that_it_changed(tmp_path):
+    task, other = toy_task(), perturb_adapter(toy_task().backbone, seed=4)
+    base, prompts, ids = task.backbone, make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
+    changed = {name.replace(".base_layer", "") for name, _ in base.model.named_parameters() if ".base_layer" in name}
+    want = predicting_hidden(FrozenBase(merged := other.peft.merge_and_unload()), prompts, ids)
+    merged.save_pretrained(tmp_path)
+    base.tokenizer.save_pretrained(tmp_path)
+    teacher = make_teacher(tmp_path, base)
+    shared = {p.data_ptr() for p in base.model.parameters()}
+    assert {name for name, p in teacher.own.model.named_parameters() if p.data_ptr() not in shared} == changed
+    with base.merged():  # which puts other values in the place of the base's
+        assert teacher.hidden(prompts, ids).equal(want)
 
 
 def test_beside_a_reward_it_is_one_of_its_parts(tmp_path, taught):
