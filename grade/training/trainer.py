@@ -949,7 +949,8 @@ class GradeTrainer(Trainer):
         return self.evaluations.get(step)
 
     def _table_path(self, name: str) -> Path:
-        return Path(self.args.output_dir) / "completions" / f"{name}.parquet"
+        file = name.replace("/", "_")  # a set may be math/easy
+        return Path(self.args.output_dir) / "completions" / f"{file}.parquet"
 
     def _evaluation_path(self, step: int) -> Path:
         return self._table_path(f"eval_{step:05d}")
