@@ -198,8 +198,8 @@ def check_room(backbone: Backbone, sizes: Mapping[str, int], kept: float = 0.0, 
     states = max(1, int(KEPT * kept * len(layers)))
     each = states * backbone.hidden_size * backbone.dtype.itemsize + 3 * 4 * backbone.vocab_size // tokens
     models = [backbone.model] if teacher is None else [backbone.model, teacher]
-    held = sum(p.nbytes for model in models for p in model.parameters())
-    check_bytes(sizes, each, max(1, memory - held))
+    held = {p.data_ptr(): p.nbytes for model in models for p in model.parameters()}  # a teacher's may be the policy's
+    check_bytes(sizes, each, max(1, memory - sum(held.values())))
 
 
 class Decoder:
