@@ -8,6 +8,7 @@ read off; where it must be exact it is then traced, the trace becomes another po
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ LINK = 450e9
 _LONG, _NEAR = 512, 0.005  # a trace of so many tokens takes so long that a length within 0.5 % of the room will do
 _LARGEST = 4096  # where the search for a batch or a length ends
 _SIZE = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
+_SIZE_TEXT = re.compile(r"[\d.]+\s*\w*")  # pydantic ignores what follows: 24,5GiB would be 24 bytes
 
 
 def parse_bytes(text: str, field: str = "fits") -> int:
@@ -57,7 +59,7 @@ def parse_bytes(text: str, field: str = "fits") -> int:
     (25769803776, 1500)
     """
     try:
-        return int(_SIZE.validate_python(text))
+        return int(_SIZE.validate_python(text if _SIZE_TEXT.fullmatch(text.strip()) else ""))
     except ValidationError:
         allowed = "a positive number with B, kB, MB, GB, KiB, MiB or GiB, for example 24GiB"
         raise InputError(field, text, allowed) from None
