@@ -50,10 +50,11 @@ SHARE, SHARE_ERROR, LEAST_SHARE = 0.85, 0.15, 0.4
 
 
 class Measured(NamedTuple):
-    """KL in nats per completion with its standard error; after a step the error is that of the growth."""
+    """KL in nats per completion of a number of them, and its standard error; after a step the error is the growth's."""
 
     kl: float
     error: float
+    number: int = 1
 
 
 class KLBudget:
@@ -69,6 +70,7 @@ class KLBudget:
         self.start: float | None = None  # KL before the first step
         self.values = np.array([0.0, SHARE])  # the filtered KL of the current policy, and the share
         self.covariance = np.diag([0.0, SHARE_ERROR**2])
+        self.spread = np.zeros(2)  # relative variances of one completion's KL, summed over completions; their number
         self.scale = 1.0  # c of the last step that moved, the first guess of the next
 
     def after(self, step: int) -> float:
@@ -97,8 +99,14 @@ class KLBudget:
         return budget / share
 
     def filter(self, measured: Measured) -> float:
-        """KL of the current policy, from what other completions measured so far and what these do."""
-        noise = measured.error**2
+        """KL of the current policy, from what other completions measured so far and what these do.
+
+        Errors are relative to the filtered KL and pooled over all completions: a batch with few of the large values has
+        a small KL and a small error of its own, and would count for more.
+        """
+        if measured.kl > 0:
+            self.spread += measured.number * np.array([measured.number * (measured.error / measured.kl) ** 2, 1.0])
+        noise = self.values[0] ** 2 * self.spread[0] / max(self.spread[1], 1.0) / measured.number
         if self.covariance[0, 0] + noise > 0:
             gain = self.covariance[0] / (self.covariance[0, 0] + noise)
             self.values += gain * (measured.kl - self.values[0])
@@ -125,12 +133,12 @@ class KLBudget:
     def state(self) -> dict[str, Any]:
         """Plain values for `restore`."""
         return {"start": self.start, "scale": self.scale, "values": self.values.tolist(),
-                "covariance": self.covariance.tolist()}  # fmt: skip
+                "covariance": self.covariance.tolist(), "spread": self.spread.tolist()}  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
         self.start, self.scale = state["start"], state["scale"]
-        self.values, self.covariance = np.array(state["values"]), np.array(state["covariance"])
+        self.values, self.covariance, self.spread = (np.array(state[k]) for k in ("values", "covariance", "spread"))
 
 
 @torch.no_grad()
@@ -212,7 +220,8 @@ class BatchKL:
             self.reference = [predicting_hidden(backbone, prompts, ids) for prompts, ids, _ in completions]
         each, self.logps = self._terms()
         kl, self.residuals = self._mean(each, torch.ones_like(each))
-        self.start = Measured(kl, self._error(self.residuals))
+        number = self.total(torch.tensor(len(each), device=each.device))
+        self.start = Measured(kl, self._error(self.residuals), int(number))
 
     def measure(self) -> Measured:
         """KL under the current policy."""

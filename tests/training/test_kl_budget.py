@@ -65,6 +65,12 @@ def test_an_adapter_that_is_continued_goes_on_from_its_own_distance():
     assert [math.sqrt(budget.after(step)) for step in range(5)] == pytest.approx([1, 2, 3, 4, 4])
 
 
+def batch(rng, kl, number):
+    """KL of completions, of which a few have most of it: a small mean has a small error, too."""
+    each = kl * rng.lognormal(-0.18, 0.6, number)  # of mean KL
+    return Measured(each.mean(), each.std(ddof=1) / number**0.5, number)
+
+
 @pytest.mark.parametrize("steps", [5, 15, 40])
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_noisy_batches_and_completions_that_grow_too_fast_still_end_on_the_budget(share, steps):
@@ -72,7 +78,7 @@ def test_noisy_batches_and_completions_that_grow_too_fast_still_end_on_the_budge
     for _ in range(100):
         budget, kl = KLBudget(10.0, steps), 0.0
         for step in range(1, steps + 1):
-            before = Measured(kl * (1 + 0.06 * rng.standard_normal()), 0.06 * kl)
+            before = batch(rng, kl, 16)
             wanted = budget.wanted(step, before)
             if kl:
                 growth = (wanted / before.kl - 1) * (1 + 0.1 * rng.standard_normal())
@@ -82,15 +88,15 @@ def test_noisy_batches_and_completions_that_grow_too_fast_still_end_on_the_budge
             after = Measured(wanted, 0.1 * abs(wanted - before.kl))
             budget.landed(1.0, before, after)
         ends.append(kl / 10)
-        own = kl * (1 + 0.06 * rng.standard_normal())
-        landed.append((kl / budget.filter(Measured(own, 0.06 * kl)), kl / own))
-    # Of a batch's 6 percent the filter leaves less; the share is known after some steps only.
-    assert np.mean(ends) == pytest.approx(1, abs=0.05 if steps > 5 else 0.12)
-    assert np.std(ends) < 0.08
+        own = batch(rng, kl, 64)
+        landed.append((kl / budget.filter(own), kl / own.kl))
+    # Of a batch's 16 percent the filter leaves less; the share is known after some steps only.
+    assert np.mean(ends) == pytest.approx(1, abs=0.03 if steps > 5 else 0.12)
+    assert np.std(ends) < (0.09 if steps > 5 else 0.16)
     # After the last step fresh completions are measured: together they know KL better than these alone.
-    together, alone = np.std(landed, axis=0)
     assert np.mean(landed, axis=0)[0] == pytest.approx(1, abs=0.02)
-    assert together < 0.8 * alone
+    together, alone = np.std(landed, axis=0)
+    assert together < (0.7 if steps > 5 else 0.95) * alone
 
 
 # ---- the measurement ----
@@ -99,7 +105,7 @@ def test_a_moved_policys_kl_is_weighted_by_the_ratio_of_each_prefix():
     backbone, prompts = task.backbone, encode_prompts(task.backbone.tokenizer, task.train_prompts[:16], 6)
     ids, mask = generate(backbone, prompts, 8, torch.Generator().manual_seed(0), 1.0, 0)
     batch = BatchKL(backbone, [(prompts[:8], ids[:8], mask[:8]), (prompts[8:], ids[8:], mask[8:])], length=9)
-    assert batch.start == Measured(0.0, 0.0)
+    assert batch.start[:2] == (0.0, 0.0)
     logps = completion_logps(backbone, prompts, ids, mask).detach()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
