@@ -5,8 +5,8 @@ lands on the schedule (a line search, as in Schulman et al. 2015, arXiv:1502.054
 instead of that from the last policy). The distance sqrt(KL) grows by the same amount in every step:
 ``B_s = target (s / S)^2`` for a policy that starts at the reference. Direction and moments are the optimizer's own.
 
-KL of one batch is about as noisy as the schedule's increments are large, so `KLBudget` filters it (a Kalman filter whose
-errors are pooled over batches), and the line search asks for growth: KL of the *same* completions before and after. The
+KL of one batch is about as noisy as the schedule's increments are large, so `KLBudget` filters it (a Kalman filter,
+errors pooled over batches), and the line search asks for growth: KL of the *same* completions before and after. The
 last step is scaled once more, along completions drawn for that, with what the filter then knows.
 
 A run that ends early, after step s, has the KL of ``B_s``. A policy beyond its budget stays where it is (c = 0), or
