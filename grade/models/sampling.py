@@ -198,7 +198,8 @@ def check_room(backbone: Backbone, sizes: Mapping[str, int], kept: float = 0.0, 
     states = max(1, int(KEPT * kept * len(layers)))
     each = states * backbone.hidden_size * backbone.dtype.itemsize + 3 * 4 * backbone.vocab_size // tokens
     models = [backbone.model] if teacher is None else [backbone.model, teacher]
-    held = {p.data_ptr(): p.nbytes for model in models for p in model.parameters()}  # a teacher's may be the policy's
+    # A teacher's may be the policy's; those on the meta device have no address.
+    held = {p.data_ptr() or id(p): p.nbytes for model in models for p in model.parameters()}
     check_bytes(sizes, each, max(1, memory - sum(held.values())))
 
 
