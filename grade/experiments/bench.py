@@ -7,9 +7,12 @@ predicts.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError
+from grade.experiments.trl_traces import trl_traces
 from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER, reserved_by
 from grade.memory.settings import Device, StepConfig, TracedConfig
 from grade.memory.step import build, make_step
@@ -37,6 +41,7 @@ class BenchConfig(Config):
 
     models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
     steps: list[int] = Field([], description="numbers of the standard steps that are measured, from 0; empty: all")
+    processes: int = Field(1, ge=1, description="processes that trace while a CUDA device is measured")
     time_traces: bool = Field(True, description="time two traces of Qwen3-4B as well")
 
 
@@ -55,14 +60,25 @@ def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
 
 def _cuda_steps() -> list[dict[str, Any]]:
     one, two = _QWEN | dict(batch_size=1, max_new_tokens=64), _QWEN | dict(batch_size=2, max_new_tokens=32)
-    eight = one | dict(batch_size=8)
+    eight, long = one | dict(batch_size=8), one | dict(batch_size=8, prompt_tokens=256, max_new_tokens=256)
+    legacy, again = two | dict(gumbel_topk=0), dict(gradient_checkpointing=True)
+    small = dict(model="smollm2-135m", prompt_tokens=32, max_new_tokens=64, batch_size=16)
     return [
         one,
         eight,
-        eight | dict(gradient_checkpointing=True),
+        eight | again,
         two | dict(method="gumbel", reward="trunk"),
         two | dict(engine="checkpointed"),
-        two | dict(method="ste_legacy", gumbel_topk=0),
+        legacy | dict(method="ste_legacy"),
+        legacy | dict(method="gumbel_legacy", reward="trunk", base_copies=2),
+        *(eight | dict(method=method) for method in ("grpo", "ppo", "remax", "distilled", "offline")),
+        eight | dict(method="teacher", teacher="base", teacher_context_tokens=32),
+        long | dict(method="rloo"),
+        long | dict(method="grpo") | again,
+        small | dict(dtype="float32"),
+        small | dict(dtype="float32", autocast=True, method="rloo"),
+        small | dict(adapter="full"),
+        small | dict(attention="eager"),
     ]
 
 
@@ -95,6 +111,7 @@ def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
         return {"measured_peak_bytes": tracker.peak, "seconds": time.perf_counter() - start}
     try:
         step = make_step(config, *build(config, device=device))
+        torch.cuda.empty_cache()  # what building left is not the step's
         step.run()
         torch.cuda.synchronize()
         gc.collect()
@@ -111,29 +128,56 @@ def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
     }
 
 
-def compare_with_real(configs: Sequence[StepConfig], device: Device = "cpu") -> list[dict[str, Any]]:
+def compare_with_real(
+    configs: Sequence[StepConfig], device: Device = "cpu", processes: int = 1
+) -> list[dict[str, Any]]:
     """Trace and measure each step; on CUDA also live and reserved bytes, predicted and measured."""
-    rows = []
-    for config in configs:
-        traced = trace(config, device=device)
-        row = {"name": config.headline, "config": config.model_dump(), "traced_peak_bytes": traced.peak}
-        row |= measure(config, device)
-        ratio = None
-        if "measured_peak_bytes" in row:
-            ratio = row["traced_over_measured"] = traced.peak / row["measured_peak_bytes"]
-        if device == "cuda":
-            workspace = WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
-            row |= {
-                "predicted_live_bytes": traced.peak,
-                "predicted_reserved_bytes": reserved_by(config, workspace=workspace).reserved,
-                "measured_allocated_bytes": row.get("measured_peak_bytes"),
-                "measured_reserved_bytes": row.get("reserved_bytes"),
-            }
-            torch.cuda.empty_cache()
-        rows.append(row)
-        print(f"{row['name']}: traced {traced.peak}, " + (f"ratio {ratio:.4f}" if ratio else "out of memory"))
-        gc.collect()
+    rows, pool = [], contextlib.nullcontext()
+    if device == "cuda":  # traces take longer than steps
+        pool = ProcessPoolExecutor(processes, get_context("forkserver"))
+    with pool as tracing:
+        workspace = _workspace() if tracing else 0
+        awaited = [tracing.submit(_predicted, config, workspace) for config in configs] if tracing else []
+        for number, config in enumerate(configs):
+            row = {"name": config.headline, "config": config.model_dump()}
+            row |= {} if tracing else {"traced_peak_bytes": trace(config, device=device).peak}
+            row |= measure(config, device)
+            gc.collect()
+            if tracing:
+                torch.cuda.empty_cache()
+                live, reserved = awaited[number].result()
+                row |= {
+                    "traced_peak_bytes": live,
+                    "predicted_live_bytes": live,
+                    "predicted_reserved_bytes": reserved,
+                    "measured_allocated_bytes": row.get("measured_peak_bytes"),
+                    "measured_reserved_bytes": row.get("reserved_bytes"),
+                }
+            ratio = None
+            if "measured_peak_bytes" in row:
+                ratio = row["traced_over_measured"] = row["traced_peak_bytes"] / row["measured_peak_bytes"]
+            rows.append(row)
+            print(f"{row['name']}: traced {row['traced_peak_bytes']}, "
+                  + (f"ratio {ratio:.4f}" if ratio else "out of memory"), flush=True)  # fmt: skip
     return rows
+
+
+def trl_rows(model: str, device: Device) -> list[dict[str, Any]]:
+    """The same of the steps of TRL's trainers in `grade.experiments.trl_traces`."""
+    table = trl_traces(model=model, layers=None, device=device)
+    return [
+        {"name": f"{model}, {row.setting}", "traced_peak_bytes": row.traced, "measured_peak_bytes": row.tracked,
+         "traced_over_measured": row.traced / row.tracked}
+        for row in table.itertuples()
+    ]  # fmt: skip
+
+
+def _workspace() -> int:
+    return WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
+
+
+def _predicted(config: StepConfig, workspace: int) -> tuple[int, int]:
+    return trace(config, device="cuda").peak, reserved_by(config, workspace=workspace).reserved
 
 
 def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device, time_traces: bool = True) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Traces of TRL's trainers against their own steps, run and tracked on the CPU."""
+"""Traces of TRL's trainers against their own steps, which run on a CPU or on CUDA."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
+import torch
 
 from grade.memory.models import model_config, with_layers
+from grade.memory.settings import Device
 from grade.memory.trl import TrlStep, Watch, build_trainer, trace_trl
 
 _GRPO = {"trainer": "grpo", "per_device_train_batch_size": 4, "num_generations": 4}
@@ -34,28 +36,48 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def trl_traces(
-    settings: Mapping[str, Mapping[str, Any]] = SETTINGS, model: str = "smollm2-135m", layers: int = 6
-) -> pd.DataFrame:
-    """Peak bytes of each setting, traced, and tracked in the second step of ``trainer.train()`` with random weights.
+    settings: Mapping[str, Mapping[str, Any]] = SETTINGS, model: str = "smollm2-135m", layers: int | None = 6,
+    device: Device = "cpu",
+) -> pd.DataFrame:  # fmt: skip
+    """Peak bytes of each setting, traced, and of the second step of ``trainer.train()`` with random weights.
 
-    Traced as ``grade memory --trl --device cpu`` does: two layers and three, and the rest extrapolated if there are
-    five or more.
+    Traced as ``grade memory --trl`` does: two layers and three, and the rest extrapolated if there are five or more.
+    On a CPU the step is tracked, storages rounded up to 512 bytes; on CUDA it is the allocator that counts.
     """
-    rows = []
+    rows, shape = [], model_config(model)
     with tempfile.TemporaryDirectory() as folder:
-        with_layers(model_config(model), layers).save_pretrained(folder)
+        (shape if layers is None else with_layers(shape, layers)).save_pretrained(folder)
         for name, given in settings.items():
             values = {"model_name_or_path": folder, "per_device_train_batch_size": 2} | given
             step = TrlStep(trainer=values.pop("trainer"), values=values, prompt_tokens=16)
-            traced, tracked = trace_trl(step, device="cpu").peak, tracked_peak(step)
+            traced, tracked = trace_trl(step, device=device).peak, _second_step(step, device)
             rows.append((name, traced, tracked, traced / tracked - 1))
     return pd.DataFrame(rows, columns=["setting", "traced", "tracked", "rel_error"])
 
 
-def tracked_peak(step: TrlStep) -> int:
-    """Peak bytes of the second step of a run on the CPU, storages rounded up to 512 bytes."""
-    watch = Watch(1)
+class _Allocated(Watch):
+    """What CUDA's allocator holds at most in the step."""
+
+    peak = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count from here on."""
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Nothing: there are no phases."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The last step's counts."""
+        self.peak = torch.cuda.max_memory_allocated()
+
+
+def _second_step(step: TrlStep, device: Device) -> int:
+    watch = _Allocated(1) if device == "cuda" else Watch(1)
     with tempfile.TemporaryDirectory() as folder:
-        build_trainer(step, model_config(step.model), folder, "cpu", watch).train()
+        build_trainer(step, model_config(step.model), folder, device, watch).train()
+    peak = watch.peak if isinstance(watch, _Allocated) else watch.tracker.peak
+    watch.modules.clear()
     gc.collect()  # a trainer refers to itself
-    return watch.tracker.peak
+    return peak

@@ -42,7 +42,7 @@ from grade.memory.trace import AT_EACH_END, Trace, extrapolated, grow_cache, to_
 from grade.memory.trl_file import parser, read_trl
 
 _TRACED = {
-    "use_cpu": True, "max_steps": 1, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
+    "max_steps": 1, "report_to": "none", "save_strategy": "no", "eval_strategy": "no",
     "do_eval": False, "logging_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
     "dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False,
     "torch_compile": False, "tf32": None, "push_to_hub": False, "log_completions": False,
@@ -76,14 +76,15 @@ class TrlStep(Config):
             raise InputError("model_name_or_path", name, "a model, in the file or with --model")
         return name
 
-    def parsed(self, folder: str) -> tuple[Any, Any]:
+    def parsed(self, folder: str, device: str = "cpu") -> tuple[Any, Any]:
         """TRL's ``GRPOConfig``, ``SFTConfig`` or ``DPOConfig`` for a trace, and its ``ModelConfig``."""
         for name, allowed in _REFUSED.items():
             if self.values.get(name):
                 raise InputError(name, self.values[name], allowed)
         reader = parser(self.trainer)
         values = {name: value for name, value in self.values.items() if name not in ("env", "datasets")}
-        values |= _TRACED | ({"fp16": False, "bf16": True} if values.get("fp16") else {}) | {"output_dir": folder}
+        values |= _TRACED | ({"fp16": False, "bf16": True} if values.get("fp16") else {})
+        values |= {"output_dir": folder, "use_cpu": device != "cuda"}  # without data it runs as on a CPU
         with reading("--trl", self.trainer, "settings that TRL takes", Exception), _quiet():
             reader.set_defaults_with_config(**values)
             _, arguments, model, _ = reader.parse_args_into_dataclasses(args=[])
@@ -269,7 +270,7 @@ def build_trainer(step: TrlStep, model: PretrainedConfig, folder: str, device: s
     import trl
     from datasets import Dataset
 
-    arguments, described = step.parsed(folder)
+    arguments, described = step.parsed(folder, device)
     arguments.max_steps = watch.at + 1
     arguments.model_init_kwargs = {"attn_implementation": described.attn_implementation, "dtype": described.dtype} | (
         arguments.model_init_kwargs or {}

@@ -7,31 +7,37 @@ import json
 from pathlib import Path
 
 from grade.cli.options import command, option
-from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
+from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps, trl_rows
+from grade.experiments.trl_runs import require_peer
 from grade.files import check_apart, check_file, write_text
 from grade.results import environment, write_results
 
 
 @command(
     "bench",
-    option("what", choices=["memory"], help="memory: peak of one training step, traced and measured"),
+    option("what", choices=["memory", "trl"], help="peaks, traced and measured: memory: our steps; trl: those of TRL"),
     option("--device", choices=["cpu", "cuda"], default="cpu", help="where to measure"),
-    option("--output", metavar="FILE", help="default: outputs/<device name>/memory.json"),
+    option("--output", metavar="FILE", help="default: outputs/<device name>/<what>.json"),
     option("--metrics", metavar="FILE", help="headline figures go here"),
     config=BenchConfig,
 )
 def _bench(args: argparse.Namespace) -> None:
     """Measure the standard list of configurations."""
     config, about = BenchConfig.load(args.config, args.set), environment()
+    if args.what == "trl":
+        require_peer("trl")
     steps = standard_steps(args.device, config)
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
-    target = Path(f"outputs/{name}/memory.json" if args.output is None else args.output)
+    target = Path(f"outputs/{name}/{args.what}.json" if args.output is None else args.output)
     check_file(target, "--output")
     if args.metrics is not None:
         check_file(args.metrics, "--metrics")
     check_apart({"--metrics": args.metrics, "--output": target})
     target.parent.mkdir(parents=True, exist_ok=True)
-    rows = compare_with_real(steps, args.device)
+    if args.what == "trl":
+        rows = [row for model in config.models for row in trl_rows(model, args.device)]
+    else:
+        rows = compare_with_real(steps, args.device, config.processes)
     content = {"environment": about, "steps": rows}
     # With metrics it is the pipeline's run, whose files are the same bytes the next time: times stand in timings.json.
     if args.metrics:
