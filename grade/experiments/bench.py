@@ -67,6 +67,7 @@ def _cuda_steps() -> list[dict[str, Any]]:
         one,
         eight,
         eight | again,
+        two,
         two | dict(method="gumbel", reward="trunk"),
         two | dict(engine="checkpointed"),
         legacy | dict(method="ste_legacy"),

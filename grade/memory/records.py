@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -51,6 +51,16 @@ class StorageRecord:
     end_phase: str = ""  # in which it was freed
     tag: Category | None = None  # the caller's
     saved: bool = False  # by autograd, for backward
+
+
+def _operations(count: Callable[..., int], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    try:
+        return count(*args, **kwargs, out_val=result)
+    except AssertionError:  # torch before 2.12: its formulas know no grouped queries, so keys and values are repeated
+        heads = max(t.shape[1] for t in args if isinstance(t, torch.Tensor) and t.ndim == 4)
+        repeated = [t.new_empty(len(t), heads, *t.shape[2:], device="meta")
+                    if isinstance(t, torch.Tensor) and t.ndim == 4 else t for t in args]  # fmt: skip
+        return count(*repeated, **kwargs, out_val=result)
 
 
 class LiveTracker(MemoryTracker):
@@ -171,7 +181,7 @@ class LiveTracker(MemoryTracker):
             self._op = outer
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=result)
+            self.flops += _operations(count, args, kwargs or {}, result)
         return result
 
     def _count(self, tensor: torch.Tensor) -> None:

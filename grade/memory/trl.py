@@ -301,7 +301,7 @@ def build_trainer(step: TrlStep, model: PretrainedConfig, folder: str, device: s
     ):
         trainer = make(
             model=step.model, args=arguments, train_dataset=Dataset.from_dict(columns), callbacks=[watch],
-            processing_class=_tokenizer(), peft_config=trl.get_peft_config(described), **more,
+            processing_class=word_tokenizer(), peft_config=trl.get_peft_config(described), **more,
         )  # fmt: skip
     batches = max(arguments.gradient_accumulation_steps, getattr(arguments, "steps_per_generation", 1))
     batch = arguments.per_device_train_batch_size  # of one row there is nothing to pad
@@ -328,7 +328,7 @@ def _name_phases(trainer: Any, tracker: LiveTracker) -> None:
     trainer._generate_single_turn, trainer._get_per_token_logps_and_entropies = generating, scoring
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     """A word a token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

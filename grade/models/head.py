@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +83,7 @@ class Head:
 
     def rows(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [n, K] at the token ids [n, K] only, for hidden states [n, D]: K D products per row instead of V D."""
-        logits = torch.bmm(self.weight[ids], hidden.unsqueeze(-1)).squeeze(-1)  # [n, K, D] x [n, D, 1]
+        logits = _products(self.weight, ids, hidden)
         if self.bias is not None:
             logits = logits + self.bias[ids]
         return self._shape(logits.to(wide(hidden.dtype)))
@@ -134,14 +135,14 @@ class _SupportLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, support: Tensor, head: Head) -> Tensor:
         n, k = support.shape
-        vocab, dim = head.weight.shape
+        vocab = len(head.weight)
         if k == vocab:
             parts = [head(h) for h in hidden.split(chunk_rows(vocab, n))]
         elif 8 * k >= vocab:  # gathering would cost more than the dense product
             rows = chunk_rows(vocab, n)
             parts = [head(h).gather(1, i) for h, i in zip(hidden.split(rows), support.split(rows), strict=True)]
         else:
-            rows = max(1, GATHER_ELEMENTS // (k * dim))
+            rows = _gathered_rows(support, head.weight)
             parts = [head.rows(h, i) for h, i in zip(hidden.split(rows), support.split(rows), strict=True)]
         logits = torch.cat(parts) if n else hidden.new_zeros(0, k, dtype=wide(hidden.dtype))
         ctx.head, ctx.dtype = head, hidden.dtype
@@ -163,7 +164,49 @@ def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tenso
     """
     if support.shape[-1] == table.shape[0]:
         return weights.to(table.dtype) @ table.detach()
-    return F.embedding_bag(support, table.detach(), per_sample_weights=weights.to(table.dtype), mode="sum")
+    table, weights = table.detach(), weights.to(table.dtype)
+    if table.device.type == "cuda" and weights.requires_grad and not _has_backward(table.dtype):
+        return _WeightedEmbedding.apply(table, support, weights)
+    return F.embedding_bag(support, table, per_sample_weights=weights, mode="sum")
+
+
+@cache
+def _has_backward(dtype: torch.dtype) -> bool:
+    """Whether torch differentiates bags on CUDA in the weights: in bfloat16 not before pull request 185889, of 2026."""
+    table, weights = torch.ones(1, 1, dtype=dtype, device="cuda"), torch.ones(1, 1, dtype=dtype, device="cuda")
+    first = torch.zeros(1, 1, dtype=torch.long, device="cuda")
+    try:
+        with torch.enable_grad():
+            F.embedding_bag(first, table, per_sample_weights=weights.requires_grad_(), mode="sum").sum().backward()
+    except NotImplementedError:
+        return False
+    return True
+
+
+class _WeightedEmbedding(torch.autograd.Function):
+    """The bag with ``dL/dweights[n, k] = table[support[n, k]] . dL/de[n]``, for some rows at once."""
+
+    @staticmethod
+    def forward(ctx, table: Tensor, support: Tensor, weights: Tensor) -> Tensor:
+        ctx.table = table
+        ctx.save_for_backward(support)
+        return F.embedding_bag(support, table, per_sample_weights=weights, mode="sum")
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (support,) = ctx.saved_tensors
+        parts = zip(*(x.split(_gathered_rows(support, ctx.table)) for x in (support, grad)), strict=True)
+        return None, None, torch.cat([_products(ctx.table, ids, few) for ids, few in parts])
+
+
+def _gathered_rows(support: Tensor, table: Tensor) -> int:
+    """Rows of a support whose gathered rows of a table exist at once."""
+    return max(1, GATHER_ELEMENTS // (support.shape[1] * table.shape[1]))
+
+
+def _products(table: Tensor, ids: Tensor, vectors: Tensor) -> Tensor:
+    """Products [n, K] of vectors [n, D] with the rows of a table at ids [n, K]."""
+    return torch.bmm(table[ids], vectors.unsqueeze(-1)).squeeze(-1)  # [n, K, D] x [n, D, 1]
 
 
 def row_values(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grade.cli.options import command, option
 from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps, trl_rows
+from grade.experiments.bench_grpo import grpo_rows
 from grade.experiments.trl_runs import require_peer
 from grade.files import check_apart, check_file, write_text
 from grade.results import environment, write_results
@@ -15,7 +16,11 @@ from grade.results import environment, write_results
 
 @command(
     "bench",
-    option("what", choices=["memory", "trl"], help="peaks, traced and measured: memory: our steps; trl: those of TRL"),
+    option(
+        "what",
+        choices=["memory", "trl", "grpo"],
+        help="memory: peaks of our steps, traced and measured; trl: those of TRL's; grpo: ours beside TRL's",
+    ),
     option("--device", choices=["cpu", "cuda"], default="cpu", help="where to measure"),
     option("--output", metavar="FILE", help="default: outputs/<device name>/<what>.json"),
     option("--metrics", metavar="FILE", help="headline figures go here"),
@@ -24,7 +29,7 @@ from grade.results import environment, write_results
 def _bench(args: argparse.Namespace) -> None:
     """Measure the standard list of configurations."""
     config, about = BenchConfig.load(args.config, args.set), environment()
-    if args.what == "trl":
+    if args.what != "memory":
         require_peer("trl")
     steps = standard_steps(args.device, config)
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
@@ -34,10 +39,11 @@ def _bench(args: argparse.Namespace) -> None:
         check_file(args.metrics, "--metrics")
     check_apart({"--metrics": args.metrics, "--output": target})
     target.parent.mkdir(parents=True, exist_ok=True)
-    if args.what == "trl":
-        rows = [row for model in config.models for row in trl_rows(model, args.device)]
-    else:
+    if args.what == "memory":
         rows = compare_with_real(steps, args.device, config.processes)
+    else:
+        of_model = trl_rows if args.what == "trl" else grpo_rows
+        rows = [row for model in config.models for row in of_model(model, args.device)]
     content = {"environment": about, "steps": rows}
     # With metrics it is the pipeline's run, whose files are the same bytes the next time: times stand in timings.json.
     if args.metrics:

@@ -1,0 +1,68 @@
+"""GRPO on a device beside TRL's: seconds and peak memory of a step, with random weights, which neither depends on.
+
+Each trains in a process of its own, with the settings of `grade.experiments.compare.measure.peers`, layers recomputed,
+completions of full length and a reward that costs nothing. The first step pays for set-up and does not count.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from grade.experiments.compare.measure.peers import settings
+from grade.experiments.training_runs import FIXED
+from grade.experiments.trl_runs import Clock, alone, train_trl
+from grade.memory.models import model_config
+from grade.memory.settings import Device
+from grade.memory.trl import word_tokenizer
+from grade.models.backbone import Backbone
+from grade.results import peak_memory
+from grade.training.config import TrainConfig
+from grade.training.trainer import GradeTrainer
+
+SIZES = {"max_prompt_length": 128, "max_completion_length": 128, "per_device_train_batch_size": 32, "max_steps": 4}
+TRAINERS = ("grade", "grade, shared prompts", "trl")
+
+
+def grpo_rows(model: str, device: Device, sizes: dict[str, int] | None = None) -> list[dict[str, Any]]:
+    """For each trainer the seconds of its steps and the peak in bytes."""
+    values = FIXED | SIZES | (sizes or {}) | {
+        "method": "grpo", "num_generations": 8, "beta": 0.1, "bf16": True, "gradient_checkpointing": True,
+        "use_cpu": device == "cpu", "eval_strategy": "no", "eval_steps": 100, "eval_on_start": False,
+        "eval_on_end": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
+    values["min_completion_length"] = values["max_completion_length"]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.device(device):
+            AutoModelForCausalLM.from_config(model_config(model), dtype=torch.bfloat16).save_pretrained(folder)
+        word_tokenizer().save_pretrained(folder)
+        for trainer in TRAINERS:
+            seconds, peak = alone(_train, trainer, folder, values)
+            rows.append({"name": f"{model}, GRPO, {trainer}", "seconds": seconds, "measured_peak_bytes": peak})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def _train(trainer: str, folder: str, values: dict[str, Any]) -> tuple[list[float], int]:
+    config = TrainConfig.parse(values | ({"sampler": "shared"} if "shared" in trainer else {}))
+    clock, prompts = Clock(config, lambda *_: None), [" ".join("a" * config.max_prompt_length)] * 64
+    if trainer == "trl":
+        from trl import GRPOConfig, GRPOTrainer
+
+        make, arguments = partial(GRPOTrainer, reward_funcs=_length), partial(GRPOConfig, **settings(config))
+        train_trl(folder, torch.bfloat16, make, arguments, {"prompt": prompts}, clock)
+    else:
+        backbone = Backbone.load(folder, "bfloat16", lora=config.lora)
+        config.output_dir = str(Path(folder, "run"))
+        GradeTrainer(backbone, _length, config, [{"prompt": text} for text in prompts], callbacks=[clock]).train()
+    return clock.seconds, peak_memory(config.device)
+
+
+def _length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
