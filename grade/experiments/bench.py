@@ -7,10 +7,9 @@ predicts.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -21,7 +20,7 @@ from pydantic import Field
 from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.trl_traces import trl_traces
-from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER, reserved_by
+from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER, Reserved, reserved_by
 from grade.memory.settings import Device, StepConfig, TracedConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
@@ -131,54 +130,53 @@ def measure(config: TracedConfig, device: Device = "cpu") -> dict[str, Any]:
 
 def compare_with_real(
     configs: Sequence[StepConfig], device: Device = "cpu", processes: int = 1
-) -> list[dict[str, Any]]:
-    """Trace and measure each step; on CUDA also live and reserved bytes, predicted and measured."""
-    rows, pool = [], contextlib.nullcontext()
-    if device == "cuda":  # traces take longer than steps
-        pool = ProcessPoolExecutor(processes, get_context("forkserver"))
-    with pool as tracing:
-        workspace = _workspace() if tracing else 0
-        awaited = [tracing.submit(_predicted, config, workspace) for config in configs] if tracing else []
-        for number, config in enumerate(configs):
-            row = {"name": config.headline, "config": config.model_dump()}
-            row |= {} if tracing else {"traced_peak_bytes": trace(config, device=device).peak}
-            row |= measure(config, device)
+) -> Iterator[dict[str, Any]]:
+    """Trace and measure each step, a row each; on CUDA also blocks in use and reserved bytes, both predicted too."""
+    if device == "cpu":
+        for config in configs:
+            row = {
+                "name": config.headline,
+                "config": config.model_dump(),
+                "traced_peak_bytes": trace(config, device=device).peak,
+            }
+            yield _compared(row | measure(config))
+        return
+    with ProcessPoolExecutor(processes, get_context("forkserver")) as tracing:  # traces take longer than steps
+        awaited = [tracing.submit(_predicted, config, _workspace()) for config in configs]
+        for config, predicted in zip(configs, awaited, strict=True):
+            row = {"name": config.headline, "config": config.model_dump()} | measure(config, device)
             gc.collect()
-            if tracing:
-                torch.cuda.empty_cache()
-                live, reserved = awaited[number].result()
-                row |= {
-                    "traced_peak_bytes": live,
-                    "predicted_live_bytes": live,
-                    "predicted_reserved_bytes": reserved,
-                    "measured_allocated_bytes": row.get("measured_peak_bytes"),
-                    "measured_reserved_bytes": row.get("reserved_bytes"),
-                }
-            ratio = None
+            torch.cuda.empty_cache()
+            live, found = predicted.result()
+            row |= {"traced_peak_bytes": live, "predicted_allocated_bytes": found.allocated,
+                    "predicted_reserved_bytes": found.reserved}  # fmt: skip
             if "measured_peak_bytes" in row:
-                ratio = row["traced_over_measured"] = row["traced_peak_bytes"] / row["measured_peak_bytes"]
-            rows.append(row)
-            print(f"{row['name']}: traced {row['traced_peak_bytes']}, "
-                  + (f"ratio {ratio:.4f}" if ratio else "out of memory"), flush=True)  # fmt: skip
-    return rows
+                row["predicted_over_measured"] = found.allocated / row["measured_peak_bytes"]
+            yield _compared(row)
 
 
-def trl_rows(model: str, device: Device) -> list[dict[str, Any]]:
+def _compared(row: dict[str, Any]) -> dict[str, Any]:
+    told = "out of memory"
+    if "measured_peak_bytes" in row:
+        row["traced_over_measured"] = row["traced_peak_bytes"] / row["measured_peak_bytes"]
+        told = f"ratio {row['traced_over_measured']:.4f}"
+    print(f"{row['name']}: traced {row['traced_peak_bytes']}, {told}", flush=True)
+    return row
+
+
+def trl_rows(model: str, device: Device) -> Iterator[dict[str, Any]]:
     """The same of the steps of TRL's trainers in `grade.experiments.trl_traces`."""
-    table = trl_traces(model=model, layers=None, device=device)
-    return [
-        {"name": f"{model}, {row.setting}", "traced_peak_bytes": row.traced, "measured_peak_bytes": row.tracked,
-         "traced_over_measured": row.traced / row.tracked}
-        for row in table.itertuples()
-    ]  # fmt: skip
+    for row in trl_traces(model=model, layers=None, device=device).itertuples():
+        peaks = {"traced_peak_bytes": row.traced, "measured_peak_bytes": row.tracked}
+        yield _compared({"name": f"{model}, {row.setting}"} | peaks)
 
 
 def _workspace() -> int:
     return WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
 
 
-def _predicted(config: StepConfig, workspace: int) -> tuple[int, int]:
-    return trace(config, device="cuda").peak, reserved_by(config, workspace=workspace).reserved
+def _predicted(config: StepConfig, workspace: int) -> tuple[int, Reserved]:
+    return trace(config).peak, reserved_by(config, workspace=workspace)
 
 
 def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device, time_traces: bool = True) -> dict[str, float]:

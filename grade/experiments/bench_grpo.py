@@ -7,6 +7,7 @@ completions of full length and a reward that costs nothing. The first step pays 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ SIZES = {"max_prompt_length": 128, "max_completion_length": 128, "per_device_tra
 TRAINERS = ("grade", "grade, shared prompts", "trl")
 
 
-def grpo_rows(model: str, device: Device, sizes: dict[str, int] | None = None) -> list[dict[str, Any]]:
+def grpo_rows(model: str, device: Device, sizes: dict[str, int] | None = None) -> Iterator[dict[str, Any]]:
     """For each trainer the seconds of its steps and the peak in bytes."""
     values = FIXED | SIZES | (sizes or {}) | {
         "method": "grpo", "num_generations": 8, "beta": 0.1, "bf16": True, "gradient_checkpointing": True,
@@ -37,16 +38,14 @@ def grpo_rows(model: str, device: Device, sizes: dict[str, int] | None = None) -
         "eval_on_end": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
     values["min_completion_length"] = values["max_completion_length"]
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         with torch.device(device):
             AutoModelForCausalLM.from_config(model_config(model), dtype=torch.bfloat16).save_pretrained(folder)
         word_tokenizer().save_pretrained(folder)
         for trainer in TRAINERS:
             seconds, peak = alone(_train, trainer, folder, values)
-            rows.append({"name": f"{model}, GRPO, {trainer}", "seconds": seconds, "measured_peak_bytes": peak})
-            print(rows[-1], flush=True)
-    return rows
+            print(f"{trainer}: {peak} bytes, seconds of the steps {seconds}", flush=True)
+            yield {"name": f"{model}, GRPO, {trainer}", "seconds": seconds, "measured_peak_bytes": peak}
 
 
 def _train(trainer: str, folder: str, values: dict[str, Any]) -> tuple[list[float], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import chain
 from pathlib import Path
 
 from grade.cli.options import command, option
@@ -40,15 +41,18 @@ def _bench(args: argparse.Namespace) -> None:
     check_apart({"--metrics": args.metrics, "--output": target})
     target.parent.mkdir(parents=True, exist_ok=True)
     if args.what == "memory":
-        rows = compare_with_real(steps, args.device, config.processes)
+        found = compare_with_real(steps, args.device, config.processes)
     else:
         of_model = trl_rows if args.what == "trl" else grpo_rows
-        rows = [row for model in config.models for row in of_model(model, args.device)]
-    content = {"environment": about, "steps": rows}
+        found = chain.from_iterable(of_model(model, args.device) for model in config.models)
+    rows = []
+    for row in found:
+        rows.append(row)
+        if not args.metrics:  # what is measured stays, whatever comes
+            write_text(target, json.dumps({"environment": about, "steps": rows}, indent=1) + "\n")
     # With metrics it is the pipeline's run, whose files are the same bytes the next time: times stand in timings.json.
     if args.metrics:
         timed = {f"{row['name']}/seconds": row.pop("seconds") for row in rows if "seconds" in row}
         write_results(args.metrics, bench_figures(rows, args.device, config.time_traces) | timed)
-        del content["environment"]
-    write_text(target, json.dumps(content, indent=1) + "\n")
+        write_text(target, json.dumps({"steps": rows}, indent=1) + "\n")
     print(target)
