@@ -40,6 +40,9 @@ class FrozenBase(nn.Module):
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None) -> None:
         super().__init__()
+        # With a mask cuDNN's attention has NaN gradients at some lengths on H100 (pytorch issue 196678) and samples
+        # wrong tokens on B200 (issue 193893). Torch's other kernels are right, and the ones that traces know.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         _freeze(model)
         self.model, self.tokenizer = model, tokenizer
         self.decoder = model.base_model
