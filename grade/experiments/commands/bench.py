@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grade.cli.options import command, option
 from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps, trl_rows
-from grade.experiments.bench_grpo import grpo_rows
+from grade.experiments.compare.measure.steps import grpo_rows
 from grade.experiments.trl_runs import require_peer
 from grade.files import check_apart, check_file, write_text
 from grade.results import environment, write_results
