@@ -54,7 +54,8 @@ def _within(seconds: float) -> Iterator[None]:
     option("--trl", nargs="+", metavar="FILE",
            help="a run of TRL's instead: [grpo|sft|dpo] and its YAML or Python file"),
     option("--fits", metavar="SIZE", help="budget, for example 24GiB: say what fits and what saves most"),
-    option("--overhead", metavar="SIZE", help="what a trace leaves out (context, fragmentation), added"),
+    option("--overhead", metavar="SIZE",
+           help="what a trace leaves out, added (default: 605MiB, as on an H100, with --fits on cuda; else 0)"),
     option("--gpus", type=int, default=1, metavar="N", help="GPUs that train together, each a batch"),
     option("--shard", choices=get_args(Sharding), default="fsdp2",
            help="fsdp2: they divide the base; ddp: each holds a copy"),
@@ -69,13 +70,15 @@ def _memory(args: argparse.Namespace) -> None:
     """Trace a step and say what it needs and why."""
     # Here, so that --help starts without models.
     from grade.memory import plan
-    from grade.memory.allocator import reserved_by
+    from grade.memory.allocator import BEYOND_TRACE, reserved_by
     from grade.memory.report import methods_text, report, text
     from grade.memory.trace import Trace, trace
 
     values = read_values(args.config, args.set)
     budget = None if args.fits is None else plan.parse_bytes(args.fits)
-    overhead = 0 if args.overhead is None else plan.parse_bytes(args.overhead, "overhead")
+    overhead = BEYOND_TRACE if budget is not None and args.device == "cuda" else 0
+    if args.overhead is not None:
+        overhead = 0 if args.overhead == "0" else plan.parse_bytes(args.overhead, "overhead")
     with _within(args.patience), progress(None, "steps traced") as bar, contextlib.ExitStack() as after:
         gc.disable()  # searching for garbage takes a tenth of a trace's time, and finds little
         after.callback(gc.enable)

@@ -43,6 +43,10 @@ CONTEXT = 426 * 2**20
 1053); torch's maintainers say about 400 MB (pytorch/pytorch, issue 109888). It differs from card to card, and grows
 with each kernel that is loaded."""
 
+BEYOND_TRACE = CONTEXT + 179 * 2**20
+"""What a card holds beyond a trace: the context, and at most 179 MiB of workspaces and unused parts of blocks, as the
+allocator of an H100 did in ten steps of Qwen3-4B (``docs/memory.md``, On a GPU)."""
+
 WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 """cuBLAS' workspace, 8.1 MiB, which torch takes from the allocator at the first product (``parseChosenWorkspaceSize``
 in ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""

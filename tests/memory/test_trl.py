@@ -59,7 +59,7 @@ def test_passes_that_are_left_out_change_neither_peaks_nor_operations():
 
 def test_a_yaml_is_traced_with_what_fits_and_what_saves_and_liger_is_said_to_be_left_out(tmp_path, capsys):
     path = written(tmp_path, SFT + "use_liger_kernel: true\nassistant_only_loss: false\n")
-    assert main(["memory", "--trl", path, "--prompt-tokens", "4", "--fits", "6MiB"]) == 0
+    assert main(["memory", "--trl", path, "--prompt-tokens", "4", "--fits", "6MiB", "--overhead", "0"]) == 0
     out = capsys.readouterr().out
     for text in ("TRL's SFTTrainer: B=2 P=4 T=20", "per_device_train_batch_size", "max_length", "half the batch",
                  "use_liger_kernel: traced without it", "settings that fit 6.00 MiB"):  # fmt: skip
@@ -78,7 +78,7 @@ def test_a_script_is_read_and_not_executed(tmp_path, capsys):
 def test_a_colocated_vllm_takes_its_share_of_the_card(tmp_path, capsys):
     text = "model_name_or_path: tiny\nnum_generations: 2\nper_device_train_batch_size: 2\nuse_vllm: true\n"
     path = written(tmp_path, text + "max_completion_length: 4\nvllm_gpu_memory_utilization: 0.25\n")
-    assert main(["memory", "--trl", path, "--prompt-tokens", "4", "--fits", "4MiB", "--json"]) == 0
+    assert main(["memory", "--trl", path, "--prompt-tokens", "4", "--fits", "4MiB", "--overhead", "0", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["overhead_bytes"] == 2**20 and "rollout" not in data["phases"]
     assert data["notes"] == ["vLLM on the same card takes 0.25 of it beside the trace"]
