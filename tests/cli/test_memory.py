@@ -40,7 +40,7 @@ def test_a_policy_gradient_is_planned_like_any_method_in_text_and_json(capsys):
     assert set(data["beside_the_allocator"]) == {"context", "communication"}
     assert {(s["gpus"], s["sharding"]) for s in data["settings"]} == {(2, "ddp"), (2, "fsdp2")}
     assert data["settings"][0]["traced"] and data["settings"][0]["peak"] <= 600_000
-    assert main(options[:-2]) == 0
+    assert main(options[:-4]) == 0
     out = capsys.readouterr().out
     assert "grpo (G=3, 1 update)" in out and "reward " in out and "hops" not in out
 
