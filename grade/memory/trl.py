@@ -229,7 +229,7 @@ class Watch(TrainerCallback):
     """Tracks optimizer step number ``at``. At the first one the optimizer is first given the state of later ones."""
 
     def __init__(self, at: int) -> None:
-        self.at, self.tracker, self.modules = at, LiveTracker(), []
+        self.at, self.tracker, self.modules = at, LiveTracker(sums_in_place=True), []
         self._open = contextlib.ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:  # noqa: D102

@@ -108,3 +108,18 @@ def test_messages_count_what_reaches_one_process(processes):
         dist.all_reduce(part)
     assert tracker.received == 12 * (processes - 1) + 2 * (processes - 1) * 12 // processes
     assert isinstance(tracker.received, int)
+
+
+def test_two_gradients_of_one_table_are_summed_in_place_only_where_it_is_asked():
+    size, peaks, gradients = 100 * D * 4, [], []
+    for in_place in (True, False):
+        table = torch.nn.Parameter(torch.linspace(-1, 1, 100 * D).view(100, D))
+        tracker = LiveTracker(round_to=1, sums_in_place=in_place)
+        tracker.track_existing([table])
+        with tracker:
+            inputs = torch.nn.functional.embedding(torch.tensor([3, 5]), table)
+            (inputs @ table.T).square().sum().backward()
+        peaks.append(tracker.peak)
+        gradients.append(table.grad)
+    assert [peak // size for peak in peaks] == [3, 4]  # the table, its two gradients, and their sum
+    assert torch.equal(*gradients)
