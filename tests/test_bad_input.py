@@ -107,13 +107,14 @@ GOOD = {
     "peers": "--output-dir made --set model=base --set reward=bag --set gold=judge.npz --set reviews=reviews",
     "text-peers": "--output-dir made",
     "teacher-peers": "--output-dir made --set model=base --set gold_file=judge.npz --set reviews_dir=reviews",
+    "step-peers": "--output-dir made --set models=[tiny]",
     "measure": "validation --output-dir made",
     "notebook": "small.ipynb executed.ipynb",
     "repro": "--dry", "results": "", "check": "", "publish": "",
 }  # fmt: skip
 assert set(GOOD) == set(COMMANDS)
 CONFIGURED = ("train", "explained", "probe", "memory", "bench", "fetch", "data", "backbone", "pretrain", "reward",
-              "peers", "text-peers", "teacher-peers", "measure")  # fmt: skip
+              "peers", "text-peers", "teacher-peers", "step-peers", "measure")  # fmt: skip
 
 BINARY = bytes(range(256)) * 8
 FIFO, DIRECTORY, ENDLESS = os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")
@@ -258,7 +259,7 @@ def cases():
         ("data", "--set test_size=100000"), ("pretrain", "--set heads=3"), ("backbone", "--set source=nowhere"),
         ("reward", "--set bag.epochs=0"), ("probe", "--set reward=nowhere"), ("bench", "--set steps=[99]"),
         ("peers", "--set methods=[ste]"), ("text-peers", "--set reward=x"),
-        ("teacher-peers", "--set best_of=1"),
+        ("teacher-peers", "--set best_of=1"), ("step-peers", "--set models=[]"),
         ("measure", "--set repetitions=1"), ("notebook", "--set rate=x"), ("notebook", "--params nowhere.yaml"),
     ):  # fmt: skip
         yield command, text, "", {}

@@ -19,7 +19,6 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError
-from grade.experiments.trl_traces import trl_traces
 from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER, Reserved, reserved_by
 from grade.memory.settings import Device, StepConfig, TracedConfig
 from grade.memory.step import build, make_step
@@ -162,13 +161,6 @@ def _compared(row: dict[str, Any]) -> dict[str, Any]:
         told = f"ratio {row['traced_over_measured']:.4f}"
     print(f"{row['name']}: traced {row['traced_peak_bytes']}, {told}", flush=True)
     return row
-
-
-def trl_rows(model: str, device: Device) -> Iterator[dict[str, Any]]:
-    """The same of the steps of TRL's trainers in `grade.experiments.trl_traces`."""
-    for row in trl_traces(model=model, layers=None, device=device).itertuples():
-        peaks = {"traced_peak_bytes": row.traced, "measured_peak_bytes": row.tracked}
-        yield _compared({"name": f"{model}, {row.setting}"} | peaks)
 
 
 def _workspace() -> int:

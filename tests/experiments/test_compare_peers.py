@@ -91,7 +91,7 @@ def test_what_differs_from_run_to_run_is_written_apart(tmp_path):
     assert pd.read_csv(tmp_path / "timings" / "seconds.csv").seconds.tolist() == [2.0]
 
 
-@pytest.mark.parametrize("command", ["peers", "teacher-peers"])
+@pytest.mark.parametrize("command", ["peers", "teacher-peers", "step-peers"])
 def test_a_missing_extra_is_one_line_and_exit_code_2(command, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(trl_runs, "have_peer", lambda: False)
     assert main([command, "--output-dir", str(tmp_path / "peers")]) == 2

@@ -4,49 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import chain
 from pathlib import Path
 
 from grade.cli.options import command, option
-from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps, trl_rows
-from grade.experiments.compare.measure.steps import grpo_rows
-from grade.experiments.trl_runs import require_peer
+from grade.experiments.bench import BenchConfig, bench_figures, compare_with_real, standard_steps
 from grade.files import check_apart, check_file, write_text
 from grade.results import environment, write_results
 
 
 @command(
     "bench",
-    option(
-        "what",
-        choices=["memory", "trl", "grpo"],
-        help="memory: peaks of our steps, traced and measured; trl: those of TRL's; grpo: ours beside TRL's",
-    ),
+    option("what", choices=["memory"], help="memory: peak of one training step, traced and measured"),
     option("--device", choices=["cpu", "cuda"], default="cpu", help="where to measure"),
-    option("--output", metavar="FILE", help="default: outputs/<device name>/<what>.json"),
+    option("--output", metavar="FILE", help="default: outputs/<device name>/memory.json"),
     option("--metrics", metavar="FILE", help="headline figures go here"),
     config=BenchConfig,
 )
 def _bench(args: argparse.Namespace) -> None:
     """Measure the standard list of configurations."""
     config, about = BenchConfig.load(args.config, args.set), environment()
-    if args.what != "memory":
-        require_peer("trl")
     steps = standard_steps(args.device, config)
     name = "cpu" if args.device == "cpu" else about["device"].lower().replace(" ", "-")
-    target = Path(f"outputs/{name}/{args.what}.json" if args.output is None else args.output)
+    target = Path(f"outputs/{name}/memory.json" if args.output is None else args.output)
     check_file(target, "--output")
     if args.metrics is not None:
         check_file(args.metrics, "--metrics")
     check_apart({"--metrics": args.metrics, "--output": target})
     target.parent.mkdir(parents=True, exist_ok=True)
-    if args.what == "memory":
-        found = compare_with_real(steps, args.device, config.processes)
-    else:
-        of_model = trl_rows if args.what == "trl" else grpo_rows
-        found = chain.from_iterable(of_model(model, args.device) for model in config.models)
     rows = []
-    for row in found:
+    for row in compare_with_real(steps, args.device, config.processes):
         rows.append(row)
         if not args.metrics:  # what is measured stays, whatever comes
             write_text(target, json.dumps({"environment": about, "steps": rows}, indent=1) + "\n")

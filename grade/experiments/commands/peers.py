@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+from itertools import chain
+from pathlib import Path
 
 from grade.cli.options import command, print_metrics
 from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
+from grade.experiments.compare.measure.steps import StepPeersConfig, grpo_rows, trl_rows
 from grade.experiments.compare.measure.text_peers import TextPeersConfig, compare_text_peers
 from grade.experiments.compare.peers import peer_figures, text_peer_figures, write_peers
 from grade.experiments.teachers.measure.peers import TeacherPeersConfig, measure_teacher_peers
 from grade.experiments.teachers.peers import teacher_peer_figures
-from grade.experiments.trl_runs import write_contest
+from grade.experiments.trl_runs import require_peer, write_contest
 from grade.experiments.trl_traces import trl_traces
-from grade.files import claimed
+from grade.files import claimed, write_text
+from grade.results import environment
 
 
 @command("peers", output_dir="metrics.json and curves.csv go here", config=PeersConfig)
@@ -48,3 +53,18 @@ def _teacher_peers(args: argparse.Namespace) -> None:
         tables = {"curves": curves, "timings/costs": costs, "trl_traces": traces}
         write_contest(args.output_dir, tables, figures, threads=1)  # of each process that trains
     print_metrics(figures)
+
+
+@command("step-peers", output_dir="trl.json and grpo.json go here", config=StepPeersConfig)
+def _step_peers(args: argparse.Namespace) -> None:
+    """Run steps of TRL's trainers: traced and real peaks, and GRPO's seconds beside ours."""
+    config, about = StepPeersConfig.load(args.config, args.set), environment()
+    require_peer("trl")
+    with claimed(args.output_dir, (), shared=True):
+        for name, measured in (("grpo", grpo_rows), ("trl", trl_rows)):
+            rows = []
+            for row in chain.from_iterable(measured(model, config.device) for model in config.models):
+                rows.append(row)
+                text = json.dumps({"environment": about, "steps": rows}, indent=1) + "\n"
+                write_text(Path(args.output_dir, f"{name}.json"), text)
+                print(*row.values())

@@ -1,7 +1,8 @@
-"""GRPO on a device beside TRL's: seconds and peak memory of a step, with random weights, which neither depends on.
+"""Steps of TRL's trainers on a device, with random weights, which neither time nor memory depends on.
 
-Each trains in a process of its own, with the settings of `grade.experiments.compare.measure.peers`, layers recomputed,
-completions of full length and a reward that costs nothing. The first step pays for set-up and does not count.
+`trl_rows`: peaks, traced and measured. `grpo_rows`: seconds and peak of GRPO, ours and TRL's. There each trains in a
+process of its own, with the settings of `grade.experiments.compare.measure.peers`, layers recomputed, completions of
+full length and a reward that costs nothing. The first step pays for set-up and does not count.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import Field, model_validator
 from transformers import AutoModelForCausalLM
 
+from grade.config import Config
+from grade.errors import InputError
 from grade.experiments.compare.measure.peers import settings
 from grade.experiments.training_runs import FIXED
 from grade.experiments.trl_runs import Clock, alone, train_trl
+from grade.experiments.trl_traces import SETTINGS, trl_traces
 from grade.memory.models import model_config
 from grade.memory.settings import Device
 from grade.memory.trl import word_tokenizer
@@ -28,6 +33,27 @@ from grade.training.trainer import GradeTrainer
 
 SIZES = {"max_prompt_length": 128, "max_completion_length": 128, "per_device_train_batch_size": 32, "max_steps": 4}
 TRAINERS = ("grade", "grade, shared prompts", "trl")
+
+
+class StepPeersConfig(Config):
+    """Where steps are measured, and of what."""
+
+    device: Device = Field("cpu", description="where to measure")
+    models: list[str] = Field(["smollm2-135m"], min_length=1, description="shapes, Hugging Face ids or folders")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise InputError("device", self.device, "cpu: this machine has no CUDA device")
+        return self
+
+
+def trl_rows(model: str, device: Device) -> Iterator[dict[str, Any]]:
+    """Traced and measured peak of each of the steps in `grade.experiments.trl_traces`."""
+    for name, given in SETTINGS.items():
+        (row,) = trl_traces({name: given}, model, None, device).itertuples()
+        yield {"name": f"{model}, {name}", "traced_peak_bytes": row.traced, "measured_peak_bytes": row.tracked,
+               "traced_over_measured": row.traced / row.tracked}  # fmt: skip
 
 
 def grpo_rows(model: str, device: Device, sizes: dict[str, int] | None = None) -> Iterator[dict[str, Any]]:
@@ -44,7 +70,6 @@ def grpo_rows(model: str, device: Device, sizes: dict[str, int] | None = None) -
         word_tokenizer().save_pretrained(folder)
         for trainer in TRAINERS:
             seconds, peak = alone(_train, trainer, folder, values)
-            print(f"{trainer}: {peak} bytes, seconds of the steps {seconds}", flush=True)
             yield {"name": f"{model}, GRPO, {trainer}", "seconds": seconds, "measured_peak_bytes": peak}
 
 
