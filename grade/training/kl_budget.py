@@ -10,8 +10,9 @@ errors pooled over batches), and the line search asks for growth: KL of the *sam
 last step is scaled once more, along completions drawn for that, with what the filter then knows.
 
 A run that ends early, after step s, has the KL of ``B_s``. A policy beyond its budget stays where it is (c = 0), or
-goes to where KL is lowest on the line, until the schedule has caught up; one that is too slow even with `LONGEST`
-steps stays below.
+goes to where KL is lowest on the line, until the schedule has caught up. One that is `FAR` beyond it is drawn back
+instead, towards the reference: the step's completions then have prefixes that it leaves, and along them KL falls while
+it grows elsewhere. One that is too slow even with `LONGEST` steps, or whose steps lower KL, stays below.
 
 Where a run began along texts (`grade.gradients.distilled.offline`), beta is near the value whose optimum has the
 target's KL. Steps are then only shortened, where they would go beyond the budget.
@@ -46,6 +47,11 @@ TOLERANCE, LAST_TOLERANCE = 0.05, 0.01
 up for it; after the last step nothing does."""
 LARGEST_LOG_RATIO = 3.0
 """Importance ratios are cut off there, both ways; where a step lands they are mostly far smaller."""
+FAR = 2.0
+"""Times the budget, from which on a policy is drawn back. Noise of batches of 32 completions stays below 1.5."""
+SURPRISE = 6.0
+"""Standard errors between predicted and measured KL, from which on the prediction is dropped: a step went where its
+completions were not. Otherwise they stay below 4."""
 SHARE, SHARE_ERROR, LEAST_SHARE = 0.85, 0.15, 0.4
 """Growth of the whole policy's KL over that of the step's completions: first guess, its error, least that is used."""
 
@@ -108,11 +114,18 @@ class KLBudget:
         if measured.kl > 0:
             self.spread += measured.number * np.array([measured.number * (measured.error / measured.kl) ** 2, 1.0])
         noise = self.values[0] ** 2 * self.spread[0] / max(self.spread[1], 1.0) / measured.number
-        if self.covariance[0, 0] + noise > 0:
+        if abs(measured.kl - self.values[0]) > SURPRISE * math.sqrt(self.covariance[0, 0] + noise) > 0:
+            self.values[0], self.covariance[0], self.covariance[:, 0] = measured.kl, 0.0, 0.0
+            self.covariance[0, 0] = measured.error**2
+        elif self.covariance[0, 0] + noise > 0:
             gain = self.covariance[0] / (self.covariance[0, 0] + noise)
             self.values += gain * (measured.kl - self.values[0])
             self.covariance -= np.outer(gain, self.covariance[0])
         return float(self.values[0])
+
+    def exceeded(self, step: int) -> bool:
+        """Whether the policy, before step s, is `FAR` beyond the budget after it."""
+        return self.values[0] > FAR * self.after(step)
 
     def landed(self, scale: float, before: Measured, after: Measured) -> None:
         """The step was scaled by c, and its completions went from one KL to another."""
@@ -151,8 +164,9 @@ def scale_step(
     """Move parameters to ``before + c (parameters - before)``, in place, with the KL that is wanted.
 
     ``start`` was measured at ``before``; ``measure`` does so at the parameters' current values. The first c that is
-    tried is taken if KL is ``at_most`` what is wanted; the search ends at a relative error of ``tolerance``. Returns c
-    in [0, `LONGEST`] and what was measured there.
+    tried is taken if KL is ``at_most`` what is wanted; the search ends at a relative error of ``tolerance``. If KL falls
+    along the line although more is wanted, the step is taken as it is (c = 1). Returns c in [0, `LONGEST`] and what was
+    measured there.
     """
     change = [p - b for p, b in zip(parameters, before, strict=True)]
     points, scale = {0.0: start}, first
@@ -170,8 +184,9 @@ def scale_step(
             return scale, measured
         scale = _next({c: measured.kl for c, measured in points.items()}, wanted)
     scale = min(points, key=lambda c: abs(points[c].kl - wanted))
+    scale = 1.0 if scale == 0 and wanted > start.kl else scale
     set_values(parameters, [b + scale * d for b, d in zip(before, change, strict=True)])
-    return scale, points[scale]
+    return scale, points[scale] if scale in points else measure()
 
 
 def _next(points: dict[float, float], wanted: float) -> float:

@@ -78,7 +78,7 @@ from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
 from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written, run_mark, settings_of
-from grade.training.kl_budget import LAST_TOLERANCE, BatchKL, KLBudget, Measured, scale_step
+from grade.training.kl_budget import LAST_TOLERANCE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
 from grade.training.trl import refuse_unknown
@@ -738,8 +738,14 @@ class GradeTrainer(Trainer):
         steering = self.along.steering if self._opened_along_texts else None
         at_most = steering is not None  # beta is near its value then
         first = 1.0 if at_most else budget.scale
-        scale, landed = scale_step(policy, self._before, batch.start, wanted, batch.measure, first, at_most)
-        budget.landed(scale, batch.start, landed)
+        if budget.exceeded(step):
+            set_values(policy, self._before)
+            landed = self._shrink(batch, float(budget.values[0]), budget.after(step), TOLERANCE)
+            scale = 0.0  # the step is not taken, and the next one begins with its own length
+            budget.landed(1.0, batch.start, landed)
+        else:
+            scale, landed = scale_step(policy, self._before, batch.start, wanted, batch.measure, first, at_most)
+            budget.landed(scale, batch.start, landed)
         if steering is not None:
             self.objective = replace(self.objective, beta=steering.follow(float(budget.values[0]), budget.steps - step))
         # In double, as KL is: the mean of two processes is then that of one to the last digits.
@@ -753,7 +759,7 @@ class GradeTrainer(Trainer):
             self._steer(self._mean(self._kl))
         elif self.kl_budget is not None and self.state.global_step == self.state.max_steps:
             own = self._own_completions(LANDING)[1]
-            self._land(own, self.kl_budget.filter(own.start))
+            self._shrink(own, self.kl_budget.filter(own.start), self.args.target_kl, LAST_TOLERANCE)
         step_time = time.perf_counter() - self._started
         self.seconds += step_time
         self.log_buffer.add({"step_time": step_time})
@@ -815,7 +821,7 @@ class GradeTrainer(Trainer):
             "distilled/trust": learner.steering.evidence.trust,
         })  # fmt: skip
         if self.state.global_step == self.state.max_steps and self.args.target_kl is not None:
-            self._land(batch, batch.start.kl)
+            self._shrink(batch, batch.start.kl, self.args.target_kl, LAST_TOLERANCE)
 
     def _own_completions(self, number: int) -> tuple[Completions, BatchKL]:
         """Completions of the policy for prompts drawn anew, the same on all processes, and their KL."""
@@ -829,12 +835,12 @@ class GradeTrainer(Trainer):
         own = Completions(prompts, samples.ids, samples.mask)
         return own, BatchKL(self.backbone, [(own.prompts, own.ids, own.mask)], least)
 
-    def _land(self, own: BatchKL, kl: float) -> None:
-        """Scale the adapter from ``kl`` to the target's, on own completions: their prefixes are the policy's."""
+    def _shrink(self, own: BatchKL, kl: float, target: float, tolerance: float) -> Measured:
+        """Scale the adapter from ``kl`` to the target's, on own completions; what they measure then."""
         scaled = [p for name, p in self.model.named_parameters() if "lora_B" in name and p.requires_grad]
-        growth = self.args.target_kl / max(kl, 1e-12)
+        growth = target / max(kl, 1e-12)
         zeros, wanted, first = [torch.zeros_like(p) for p in scaled], growth * own.start.kl, min(growth**0.5, 1.5)
-        scale_step(scaled, zeros, Measured(0.0, 0.0), wanted, own.measure, first, tolerance=LAST_TOLERANCE)
+        return scale_step(scaled, zeros, Measured(0.0, 0.0), wanted, own.measure, first, tolerance=tolerance)[1]
 
     # ---- log and evaluation ----
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training.runs import settings, toy_project
+from transformers import TrainerCallback
 
+from grade import GradeConfig, GradeTrainer
 from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, sequence_kl
@@ -37,6 +39,7 @@ OWN = {
         ((0, 400), 25, 0.01),  # too far off at first to be measured
         ((-2, 2), 9, 1.5),  # 9 - 12 c + 8 c^2: at c = 0 it is 9 too, but a step is wanted
         ((-2, 2), 2, 0.75),  # out of reach: where it is lowest
+        ((-0.2, 0), 16, 1),  # it falls, and more is wanted: the step as it is
     ],
 )
 @pytest.mark.parametrize("first", [1.0, 0.2])
@@ -141,6 +144,36 @@ def test_training_ends_on_its_budget_at_any_rate(method, rate, tmp_path):
     assert all(0 < row["train/kl_scale"] <= LONGEST for row in steps)
     # A batch's standard error is 7 percent here, the evaluation's 5.
     assert history[-1]["val/kl"] * 8 == pytest.approx(0.5, rel=0.25)
+
+
+class _Push(TrainerCallback):
+    """Moves the adapter far away, as a batch that says nothing of other completions may."""
+
+    def on_step_begin(self, args, state, control, model, **_):
+        for name, p in model.named_parameters():
+            if state.global_step == 4 and "lora_B" in name:
+                p.data.mul_(6)
+
+
+def test_a_policy_far_beyond_its_budget_is_drawn_back(tmp_path):
+    task = toy_task()
+    args = GradeConfig(
+        str(tmp_path), method="rloo", num_generations=4, max_prompt_length=6, truncation="right", raw_prompts=True,
+        max_completion_length=8, per_device_train_batch_size=64, learning_rate=1e-2, seed=0, use_cpu=True, max_steps=9,
+        target_kl=0.5, beta=0.0, save_strategy="no", disable_tqdm=True, kl_eval_prompts=200, eval_strategy="steps",
+        eval_steps=1, logging_steps=1, report_to="none",
+    )  # fmt: skip
+    rows = [{"prompt": text} for text in task.train_prompts]
+    trainer = GradeTrainer(task.backbone, task.reward_model, args, rows, rows[:200], callbacks=[_Push()])
+    trainer.train()
+    history = {row["step"]: {} for row in trainer.state.log_history}
+    for row in trainer.state.log_history:
+        history[row["step"]] |= row
+    assert history[5]["kl_scale"] == 0  # the step, along which KL would be measured wrongly, is left out
+    # Completions of a policy so far away say little of what it is like near; those of the next step more.
+    assert history[5]["eval_kl"] * 8 < 0.5
+    assert history[7]["eval_kl"] * 8 == pytest.approx(history[7]["kl_budget"], rel=0.5)
+    assert history[9]["eval_kl"] * 8 == pytest.approx(0.5, rel=0.25)  # as above
 
 
 @pytest.mark.parametrize("method", ["ste", "rloo"])
