@@ -164,8 +164,8 @@ def scale_step(
     """Move parameters to ``before + c (parameters - before)``, in place, with the KL that is wanted.
 
     ``start`` was measured at ``before``; ``measure`` does so at the parameters' current values. The first c that is
-    tried is taken if KL is ``at_most`` what is wanted; the search ends at a relative error of ``tolerance``. If KL falls
-    along the line although more is wanted, the step is taken as it is (c = 1). Returns c in [0, `LONGEST`] and what was
+    tried is taken if KL is ``at_most`` what is wanted; the search ends at a relative error of ``tolerance``. If more KL
+    is wanted and it falls along the line, the step is taken as it is (c = 1). Returns c in [0, `LONGEST`] and what was
     measured there.
     """
     change = [p - b for p, b in zip(parameters, before, strict=True)]

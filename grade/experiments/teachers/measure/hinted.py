@@ -29,7 +29,7 @@ from pydantic import Field
 from grade.config import Config
 from grade.experiments.measured import Size
 from grade.experiments.rewards import right_sum
-from grade.experiments.sums import ANSWER_TOKENS, HINTED_STEPS, LARGEST, build_sums, sum_prompts
+from grade.experiments.sums import ANSWER_TOKENS, HINTED_STEPS, LARGEST, LORA, build_sums, sum_prompts
 from grade.experiments.training_runs import FIXED, Bench, Run
 from grade.gradients.methods import FAMILIES, HINTED
 from grade.models.adapter import LoraSettings
@@ -54,11 +54,6 @@ METHODS: dict[HintMethod, dict[str, Any]] = {
     "weight_1": {"method": "teacher"} | _READING,
 }
 """Settings of the methods."""
-LORA = LoraSettings(
-    r=32, alpha=64,
-    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-)  # fmt: skip
-"""With fewer parameters no method learns sums."""
 NAMES = ("method", "seed", "beta", "learning_rate", "completions")
 """Columns that name a run."""
 DISTILLED = ("r2", "slope", "trust")

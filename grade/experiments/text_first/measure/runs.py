@@ -18,8 +18,10 @@ from grade.experiments.measured import Size
 from grade.experiments.reward_runs import FIGURES, Grid, Method, Rewards, grid_runs
 from grade.experiments.reward_runs import NAMES as RUN_NAMES
 from grade.experiments.rewards import OWN, Models, source_values
+from grade.experiments.sums import LORA
 from grade.experiments.text_quality import distinct_n, outside
 from grade.experiments.training_runs import Run
+from grade.models.adapter import LoraSettings
 from grade.training.evaluate import Evaluation
 
 READING = ("auto_texts", "offline")
@@ -58,6 +60,10 @@ class TextBench(Rewards):
     columns: ClassVar[tuple[str, ...]] = (
         *FIGURES, "kl_stderr", "outside", "distinct", "length", "substitutions", "shown"
     )  # fmt: skip
+
+    def adapter(self, policy: str) -> LoraSettings:
+        """The adapter of a policy's runs."""
+        return LORA if policy == "sums" else super().adapter(policy)
 
     def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
         """KL's error, mean sentiment, distinct bigrams, mean words, one-token changes so far, some texts."""
