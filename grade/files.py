@@ -79,7 +79,9 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Replace a file's content in one step; see `atomic`."""
+    """Replace a file's content in one step; see `atomic`. What is in a folder of that name is not lost."""
+    if Path(path).is_dir():
+        raise InputError("output", str(path), "a file: not a folder")
     with atomic(path) as staging:
         staging.write_text(text, encoding="utf-8", newline="")
 
@@ -262,7 +264,8 @@ def claimed(
 def check_file(path: str | Path, option: str, ending: str = ".json") -> None:
     """Reject a file that cannot be written, before anything is computed. What that needs is made and removed again.
 
-    So is a file that is no earlier result: one of another kind, or one that a manifest lists, as those of runs.
+    So is a file that is no earlier result: one of another kind, one that a manifest lists, as those of runs, or one
+    beside a model's weights.
     """
     target = _resolved(path, option)
     if target.exists() and not target.is_file():
@@ -272,6 +275,8 @@ def check_file(path: str | Path, option: str, ending: str = ".json") -> None:
     for folder in target.parents:
         if str(target.relative_to(folder)) in read_manifest(folder):
             raise InputError(option, str(path), f"another file: {folder / MANIFEST} lists this one")
+    if target.exists() and any(target.parent.glob("*.safetensors")):
+        raise InputError(option, str(path), "a new file, or one in a folder without a model")
     with _made(target.parent, writing(path, option, "file")), writing(path, option, "file"):
         trial = target.with_name(f".{os.getpid()}.{target.name}")
         trial.touch()  # root may write anywhere, says os.access

@@ -14,7 +14,7 @@ from conftest import save_toy_base
 
 from grade.cli.main import main
 from grade.errors import InputError
-from grade.files import atomic, claimed
+from grade.files import atomic, claimed, write_text
 from grade.training.toy import toy_reviews
 
 PRETRAIN = dict(vocab_size=300, hidden_size=16, intermediate_size=32, layers=1, heads=2, max_positions=32, context=8,
@@ -373,6 +373,13 @@ def test_a_file_or_folder_is_whole_or_not_there(make, older, tmp_path):
 def overwrite(path):
     with atomic(path) as staging:
         staging.write_text("other")
+
+
+def test_a_text_replaces_no_folder(tmp_path):
+    (tmp_path / "page.md" / "mine").mkdir(parents=True)
+    with pytest.raises(InputError, match="not a folder"):
+        write_text(tmp_path / "page.md", "new")
+    assert (tmp_path / "page.md" / "mine").is_dir() and not litter(tmp_path)
 
 
 def test_a_device_or_pipe_is_never_replaced(tmp_path):
