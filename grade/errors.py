@@ -69,6 +69,7 @@ FILE_ERRORS = {
     "yaml.error.YAMLError": "yaml, in datasets and transformers",
     "zipfile.BadZipFile": "zipfile, numpy's .npz files",
     "zlib.error": "a damaged archive",
+    "struct.error": "a GGUF file that ends too early",
     "_lzma.LZMAError": "a damaged archive",
     "_pickle.UnpicklingError": "torch.load, which refuses code",
     "safetensors._safetensors_rust.SafetensorError": "weights: a damaged file, or a tensor that is missing",

@@ -51,7 +51,8 @@ def default_parameters(notebook: str | Path) -> dict[str, Any]:
     The cell is parsed, not matched: papermill's own inspection misses a value that holds "=" or "#".
     """
     content = _read(notebook)
-    cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
+    with reading("notebook", notebook, "a readable .ipynb file"):
+        cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) != 1 or cells[0].cell_type != "code":
         raise InputError(f"{Path(notebook).name}: cells tagged 'parameters'", len(cells), "exactly one code cell")
     defaults: dict[str, Any] = {}

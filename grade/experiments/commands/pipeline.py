@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from grade.cli.options import command, option
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.experiments import claims, headline, report
 from grade.files import write_text
 from grade.pipeline.profiles import DEFAULT_PROFILE, publish, suite_values, workspace_of
@@ -51,7 +51,8 @@ def _results(args: argparse.Namespace) -> None:
         raise InputError("--profile", args.profile, f"a profile with results in {outputs}: grade repro makes them")
     rows = report.join_claims(outputs, notebooks)
     counts = claims.verdict_counts(rows)
-    page, figures = report.report(outputs, args.profile, notebooks), headline.headline(outputs)
+    with reading("results", outputs, "results as the pipeline wrote them"):
+        page, figures = report.report(outputs, args.profile, notebooks), headline.headline(outputs)
     title = "# Claims of the source documents and verdicts"
     claims.write_claims(outputs / "claims.csv", rows)
     write_text(outputs / "claims.md", f"{title}\n\n{counts}\n{claims.to_markdown(rows)}")
