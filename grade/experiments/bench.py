@@ -20,7 +20,8 @@ from pydantic import Field
 from grade.config import Config
 from grade.errors import InputError
 from grade.memory.allocator import WORKSPACE, WORKSPACE_HOPPER, Reserved, reserved_by
-from grade.memory.settings import Device, StepConfig, TracedConfig
+from grade.memory.models import model_config
+from grade.memory.settings import Device, StepConfig, TracedConfig, require_device
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 
@@ -45,9 +46,10 @@ class BenchConfig(Config):
 
 def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
     """What ``grade bench memory`` runs; a device that this machine lacks is an error before anything is traced."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", device, "cpu: this machine has no CUDA device")
+    require_device(device)
     steps = []
+    for model in config.models:
+        model_config(model, "models")
     for every in [_cuda_steps()] if device == "cuda" else map(_cpu_steps, config.models):
         for number in config.steps:
             if not 0 <= number < len(every):

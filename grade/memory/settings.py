@@ -39,6 +39,14 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
 Device = Literal["cpu", "cuda"]
+
+
+def require_device(device: Device) -> None:
+    """Refuse a device that this machine lacks."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device", device, "cpu: this machine has no CUDA device")
+
+
 TrlName = Literal["grpo", "sft", "dpo"]
 """Trainers of TRL's that are traced, by the names of its command line."""
 Sharding = Literal["fsdp2", "ddp"]

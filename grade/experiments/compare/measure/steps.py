@@ -18,13 +18,12 @@ from pydantic import Field, model_validator
 from transformers import AutoModelForCausalLM
 
 from grade.config import Config
-from grade.errors import InputError
 from grade.experiments.compare.measure.peers import settings
 from grade.experiments.training_runs import FIXED
 from grade.experiments.trl_runs import Clock, alone, train_trl
 from grade.experiments.trl_traces import SETTINGS, trl_traces
 from grade.memory.models import model_config
-from grade.memory.settings import Device
+from grade.memory.settings import Device, require_device
 from grade.memory.trl import word_tokenizer
 from grade.models.backbone import Backbone
 from grade.results import peak_memory
@@ -43,8 +42,9 @@ class StepPeersConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError("device", self.device, "cpu: this machine has no CUDA device")
+        require_device(self.device)
+        for model in self.models:
+            model_config(model, "models")
         return self
 
 
