@@ -94,7 +94,7 @@ class Config(_Loading, pydantic.BaseModel):
         try:
             return cls.model_validate(dict(values))
         except pydantic.ValidationError as error:
-            raise _placed(_as_input_error(cls, error), source, given) from None
+            raise _placed(as_input_error(cls, error), source, given) from None
 
 
 def setting(default: Any, text: str) -> Any:
@@ -230,7 +230,8 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-def _as_input_error(cls: type[Config], error: pydantic.ValidationError) -> InputError:
+def as_input_error(cls: type[Config], error: pydantic.ValidationError) -> InputError:
+    """The first of what pydantic found wrong with the values of a config."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InputError):  # raised by a cross-field check of our own: already says everything

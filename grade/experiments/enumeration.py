@@ -59,8 +59,8 @@ def every_completion(vocab: int, length: int, eos: tuple[int, ...]) -> tuple[Ten
     >>> [row[: int(n)].tolist() for row, n in zip(ids, mask.sum(1))]
     [[0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]]
     """
-    if vocab**length > LARGEST:
-        raise InputError("completions to enumerate", vocab**length, f"at most {LARGEST}")
+    if vocab ** min(length, 99) > LARGEST:
+        raise InputError("completions to enumerate", f"{vocab}^{length}", f"at most {LARGEST}")
     every = itertools.product(range(vocab), repeat=length)
     rows = sorted({row[: next((t + 1 for t, token in enumerate(row) if token in eos), length)] for row in every})
     return padded(rows)

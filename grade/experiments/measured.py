@@ -19,16 +19,28 @@ from pathlib import Path
 from typing import IO, Annotated, Any, Protocol
 
 import pandas as pd
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationError
 
-from grade.config import Config
+from grade.config import SEEDS, Config, as_input_error
 from grade.errors import InputError
 from grade.files import write_text
 from grade.results import environment
 
+
+def _different(seeds: list[int]) -> list[int]:
+    if len({*seeds}) < len(seeds):
+        raise ValueError("different seeds: the same run again is no other sample")
+    return seeds
+
+
 Size = Annotated[int, Field(ge=1)]
 Several = Annotated[int, Field(ge=2)]
-"""Kinds of a setting: a number of things, and of things whose spread is measured."""
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=SEEDS)]], AfterValidator(_different)]
+"""Kinds of a setting: a number of things, of things whose spread is measured, of things of which there may be none; a
+number above 0; one from 0 to 1; seeds of runs that are compared."""
 Table = pd.DataFrame | dict[str, Any]
 
 
@@ -47,7 +59,10 @@ def measure_all(
     for place, tables in (("measured", experiment.TABLES), ("timings", experiment.TIMED)):
         for name, measure in tables.items():
             log(f"measuring {name}")
-            table = measure(settings)
+            try:
+                table = measure(settings)
+            except ValidationError as error:  # of a config that is made from the settings
+                raise as_input_error(Config, error) from None
             if table is not None:
                 write_table(Path(folder, place, name), table)
     write_environment(Path(folder, "timings", "measured_on.json"))

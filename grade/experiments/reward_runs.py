@@ -25,7 +25,7 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.experiments.frontier import mixed_reward
-from grade.experiments.measured import kept_text, read_csv
+from grade.experiments.measured import Positive, Seeds, kept_text, read_csv
 from grade.experiments.rewards import DIFFERENTIABLE, BlackBox, Models, Policy, RewardName, make_reward
 from grade.experiments.sums import ANSWER_TOKENS, sum_prompts
 from grade.experiments.training_runs import FIXED, SETTINGS, Bench, Run, hold_out, train_all
@@ -73,8 +73,8 @@ class Grid(Config):
     policy: Policy = Field("tiny", description="policy of all rewards but sums, which has its own")
     rewards: list[RewardName] = Field(min_length=1, description="rewards; the policy of sums is trained on sums")
     methods: list[Method] = Field(min_length=1, description="methods; those that a reward does not allow are left out")
-    target_kls: list[float] = Field([10.0], min_length=1, description="in nats per completion")
-    seeds: list[int] = Field([0, 1], min_length=1, description="one run of each method and target each")
+    target_kls: list[Positive] = Field([10.0], min_length=1, description="in nats per completion")
+    seeds: Seeds = Field([0, 1], min_length=1, description="one run of each method and target each")
     completions: int = Field(32, ge=2, description="a step")
     steps: int = Field(40, ge=1, description="optimizer steps")
     rate_factor: float = Field(1.0, gt=0, description="times the learning rates that were chosen")

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -45,6 +45,8 @@ from grade.training.toy import toy_reviews, toy_task
 
 Policy = Literal["tiny", "smollm2", "sums"]
 RewardName = Literal["bag", "trunk1", "trunk4", "trunk", "smollm2_trunk", "gold", "rule", "sums"]
+FamilyName = Annotated[str, Field(pattern=r"^(counts|bag|ngrams|values|trunk\d*)$")]
+"""Name of a family; see `grade.gradients.distilled.families.make_family`."""
 DIFFERENTIABLE = ("bag", "trunk1", "trunk4", "trunk")
 GROUP = 4
 """Completions of a prompt."""

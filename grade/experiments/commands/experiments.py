@@ -69,13 +69,20 @@ def _measure(args: argparse.Namespace) -> None:
         raise InputError("experiment", args.experiment, "a folder of grade/experiments") from None
     runs = [f"runs_dir={args.runs}"] if args.runs and "runs_dir" in experiment.Settings.model_fields else []
     settings = experiment.Settings.load(args.config, [*args.set, *runs])
-    for field, value in settings:  # a table that takes an hour may come before the first that reads them
-        if field.endswith(("_dir", "_file")) and value and not os.path.exists(value):
-            raise InputError(field, value, "a path that exists, or nothing")
-        if field == "model":
-            from grade.memory.models import model_config  # here, because a notebook starts without models
+    from grade.memory.models import model_config  # here, because a notebook starts without models
+    from grade.memory.settings import require_device
 
-            model_config(value)
+    for field, value in settings:  # a table that takes an hour may come before the first that reads them
+        kind = "file" if field.endswith("_file") else "folder" if field.endswith(("_dir", "peers")) else ""
+        if kind and value and not (os.path.isfile if kind == "file" else os.path.isdir)(value):
+            raise InputError(field, value, f"a {kind} that exists, or nothing")
+        if field == "trained_run" and value and settings.runs_dir and settings.backbone_dir:
+            if not os.path.isdir(os.path.join(settings.runs_dir, value, "adapter")):
+                raise InputError(field, value, f"a run with an adapter in {settings.runs_dir}")
+        if field == "device":
+            require_device(value)
+        if field.endswith("model") and value:
+            model_config(value, field)
     gc.freeze()  # searching imported modules for cycles is a tenth of a trace's time
     with claimed(args.output_dir, (), inputs=(args.runs or "",), shared=True):
         measure_all(experiment, settings, args.output_dir)

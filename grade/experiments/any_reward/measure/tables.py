@@ -14,6 +14,7 @@ from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.any_reward.measure import enumerated, explained
 from grade.experiments.any_reward.measure.worth import Gradients, gradient_rows, worth_table
+from grade.experiments.measured import Positive, Share, Size
 from grade.experiments.reward_runs import (
     COLUMNS,
     NAMES,
@@ -28,8 +29,9 @@ from grade.experiments.reward_runs import (
     run_all,
     search_runs,
 )
-from grade.experiments.rewards import Models, Policy, RewardName, Subject, load_subject
+from grade.experiments.rewards import FamilyName, Models, Policy, RewardName, Subject, load_subject
 from grade.experiments.training_runs import train_once
+from grade.gradients.methods import Rate
 
 SMOKE = Grid(
     rewards=["rule", "trunk"], methods=["rloo", "auto", "plug_in", "ste"], target_kls=[2.0], completions=8, steps=3,
@@ -44,7 +46,7 @@ class Critics(Config):
     best: int = Field(64, ge=8, multiple_of=4, description="completions of the others")
     samples: int = Field(800, ge=160, multiple_of=8, description="completions drawn for each critic")
     steps: int = Field(24, ge=20, description="draws of each whole step of the method")
-    shares: list[float] = Field([0.3, 0.8], min_length=1, description="shares of the reward that add up over tokens")
+    shares: list[Share] = Field([0.3, 0.8], min_length=1, description="shares of the reward that add up over tokens")
     scales: list[float] = Field([0.0, 1.0], min_length=1, description="factors on the critic")
 
 
@@ -62,7 +64,7 @@ class Settings(Models):
 
     critics: Critics = Field(Critics(), description="critics of the enumerated policy")
     explained: dict[Policy, Explained] = Field({"tiny": Explained()}, description="rewards that are distilled")
-    explained_families: list[str] = Field(["counts", "bag", "values"], description="families; empty: all")
+    explained_families: list[FamilyName] = Field(["counts", "bag", "values"], description="families; empty: all")
     worth: list[Gradients] = Field(
         [Gradients(rewards=["trunk"], prompts=4, reference=2)],
         min_length=1,
@@ -72,14 +74,14 @@ class Settings(Models):
     tokens_completions: int = Field(64, ge=8, description="completions that those rewards are distilled from")
     published: str = Field("", description="results in git whose training runs are not trained again; empty: all are")
     grids: list[Grid] = Field([SMOKE], min_length=1, description="training runs")
-    chosen_rates: dict[Method, float | None] = Field(
+    chosen_rates: dict[Method, Rate | None] = Field(
         {"rloo": 1.0e-2, "auto": 1.0e-2, "plug_in": 1.0e-2, "ste": 1.0e-2},
         description="method to learning rate, of an earlier search; the others, and those with null, are searched",
     )
     headline_kl: float = Field(2.0, gt=0, description="target for KL of the figures of samples; one of the grids'")
-    kl_levels: list[float] = Field([0.5, 1.0], min_length=1, description="KL at which rewards are compared")
+    kl_levels: list[Positive] = Field([0.5, 1.0], min_length=1, description="KL at which rewards are compared")
     headline_level: float = Field(1.0, gt=0, description="one of kl_levels: that of the paired figures")
-    cost: dict[Policy, int] = Field({"tiny": 8}, description="policies on which a step is timed: completions a step")
+    cost: dict[Policy, Size] = Field({"tiny": 8}, description="policies on which a step is timed: completions a step")
     cost_completions: int = Field(64, ge=8, description="completions in the store then")
     processes: int = Field(1, ge=1, description="worker processes of one thread each, for training")
 

@@ -27,8 +27,9 @@ from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.any_reward.measure.explained import fitted_ascent, scored_completions
 from grade.experiments.intervals import Interval
+from grade.experiments.measured import Size
 from grade.experiments.moments import moments, sketch, worth_interval
-from grade.experiments.rewards import DIFFERENTIABLE, Policy, RewardName, Subject
+from grade.experiments.rewards import DIFFERENTIABLE, FamilyName, Policy, RewardName, Subject
 from grade.gradients.distilled.learner import Sample
 from grade.gradients.distilled.store import Fit, Store
 from grade.gradients.estimators import RelaxationConfig
@@ -48,14 +49,14 @@ class Gradients(Config):
 
     policy: Policy = Field("tiny", description="policy")
     rewards: list[RewardName] = Field(min_length=1, description="its rewards")
-    families: list[str] = Field(["counts", "bag"], min_length=1, description="families")
-    fitted: list[int] = Field([16], min_length=1, description="completions N that a reward is distilled from")
+    families: list[FamilyName] = Field(["counts", "bag"], min_length=1, description="families")
+    fitted: list[Size] = Field([16], min_length=1, description="completions N that a reward is distilled from")
     prompts: int = Field(16, ge=1, description="prompts B of a batch of gradients")
     rows: int = Field(6, ge=3, description="batches")
     reference: int = Field(
         3, ge=1, description="batches of rloo that the truth of each row is the mean of, its own too"
     )
-    batches: list[int] = Field([1, 64], min_length=1, description="batch sizes n at which worth is given")
+    batches: list[Size] = Field([1, 64], min_length=1, description="batch sizes n at which worth is given")
 
 
 class Name(NamedTuple):

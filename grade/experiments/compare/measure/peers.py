@@ -27,7 +27,7 @@ from grade.errors import InputError
 from grade.experiments.compare.measure.runs import make_run
 from grade.experiments.training_runs import FIXED, Bench, Run, judged_by, train_once
 from grade.experiments.trl_runs import Clock, alone, require_peer, same_settings, train_trl
-from grade.gradients.methods import MethodName
+from grade.gradients.methods import MethodName, Rate
 from grade.gradients.objective import Objective
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_prompts, padded
@@ -57,7 +57,7 @@ class PeersConfig(Config):
     methods: list[MethodName] = Field(
         ["grpo", "ste"], min_length=1, description="ours; the first is the peer's match, the last is compared with it"
     )
-    learning_rates: list[float] = Field([2e-3, 2e-3], min_length=1, description="of each; the peer has the first")
+    learning_rates: list[Rate] = Field([2e-3, 2e-3], min_length=1, description="of each; the peer has the first")
     beta: float = Field(0.1, ge=0, description="weight beta of KL, in reward per nat and token")
     seed: int = Field(0, ge=0, lt=SEEDS, description="seed of adapter, prompt order and noise")
     max_prompt_length: int = Field(12, ge=1, description="P")

@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.experiments.compare.measure import defects, runs
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Positive, Seeds, Several, Size
 from grade.experiments.setting import kl_at_start, make_setting
 from grade.experiments.training_runs import FIXED, Run, train_all
-from grade.gradients.methods import MethodName
+from grade.gradients.methods import MethodName, Rate
 from grade.results import read_metrics
 
 
@@ -32,12 +32,12 @@ class Settings(Config):
     second_methods: list[MethodName] = []  # methods on the second reward
     betas: list[float] = Field([0.05], min_length=1)  # weights of KL, in reward per nat and token
     headline_beta: float = 0.05  # the weight of KL at which ends of runs are tabled; one of betas
-    seeds: list[int] = Field([0, 1], min_length=2)  # one run of each method and beta each
-    kl_levels: list[float] = Field([0.05, 0.2], min_length=1)  # KL of the table, nats per completion
+    seeds: Seeds = Field([0, 1], min_length=2)  # one run of each method and beta each
+    kl_levels: list[Positive] = Field([0.05, 0.2], min_length=1)  # KL of the table, nats per completion
     headline_level: float = 0.05  # KL of the verdicts; one of kl_levels
-    learning_rates: list[float] = Field([1.0e-2], min_length=1)  # grid of the search; one: no search
+    learning_rates: list[Rate] = Field([1.0e-2], min_length=1)  # grid of the search; one: no search
     # method to learning rate, of an earlier search; the others are searched
-    chosen_rates: dict[str, float] | None = None
+    chosen_rates: dict[MethodName, Rate] | None = None
     search_seed: int = Field(100, ge=0, lt=SEEDS)  # a seed that the comparison does not use
     max_steps: Size = 4  # optimizer steps of a run
     completions: Several = 8  # completions a step, greedy ones included

@@ -26,7 +26,7 @@ from grade.experiments.enumeration import random_prompts, tiny_policy
 from grade.experiments.estimators.measure.enumerated import exact_gradients, tiny_rewards
 from grade.experiments.estimators.measure.rows import KL, POLICY_GRADIENTS, Rows, Setting, Variant, gradient_rows
 from grade.experiments.intervals import interval
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Count, Positive, Several, Size
 from grade.experiments.moments import (
     Moments,
     crossover,
@@ -38,8 +38,9 @@ from grade.experiments.moments import (
 )
 from grade.experiments.setting import load_policy
 from grade.experiments.shallow import ShallowReward
+from grade.memory.settings import Device
 from grade.models.adapter import LoraSettings
-from grade.models.backbone import Backbone
+from grade.models.backbone import DTYPES, Backbone
 from grade.models.prompts import encode_prompts
 from grade.rewards.model import load_reward
 from grade.training.toy import toy_reviews
@@ -59,9 +60,9 @@ class Settings(Config):
     tiny_prompts: Size = 2  # its prompts B
     tiny_group: Several = 32  # its completions of a prompt in a batch, G
     tiny_rows: int = Field(12, ge=3)  # its batches
-    tiny_taus: list[float] = [0.5]  # temperatures, besides 1
+    tiny_taus: list[Positive] = [0.5]  # temperatures, besides 1
     tiny_topk: Size = 3  # a support smaller than the vocabulary of 5
-    tiny_draws: list[int] = Field([1, 8], min_length=1)  # draws M of gumbel_rao
+    tiny_draws: list[Size] = Field([1, 8], min_length=1)  # draws M of gumbel_rao
     tiny_kl: bool = True  # whether KL's gradient is judged too
     backbone_dir: str = ""  # folder of the language model; empty: a tiny one with random rewards
     runs_dir: str = ""  # folder of training runs, for the policy after training
@@ -70,22 +71,22 @@ class Settings(Config):
     bag_dir: str = ""  # folder of the reward on the embedding table
     trunk_dir: str = ""  # folder of the reward through the frozen transformer
     reviews_dir: str = ""  # folder of the review splits
-    depths: list[int] = [1]  # layers of rewards in between, which are trained here
+    depths: list[Size] = [1]  # layers of rewards in between, which are trained here
     depth_reviews: Size = 80  # reviews that those are trained on
     prompts: Size = 2  # B
     prompt_tokens: Size = 4  # P
     group: Several = 4  # completions of a prompt in a batch, G
     new_tokens: Size = 4  # T
     rows: int = Field(12, ge=12)  # batches; the blend is cross-fitted in four folds of at least three
-    taus: list[float] = [1.0]  # Gumbel temperatures of ste
-    hops: list[int] = [0, 1]  # feedback hops of ste
+    taus: list[Positive] = [1.0]  # Gumbel temperatures of ste
+    hops: list[Count] = [0, 1]  # feedback hops of ste
     topk: int = Field(16, ge=0)  # size K of the perturbed support; 0: the whole vocabulary
     others: bool = True  # gumbel_rao, reinmax and gumbel as well
     chosen_tau: float = Field(1.0, gt=0)  # of the ste gradient whose worth is reported and which is blended
     chosen_hops: int = Field(0, ge=0)  # its hops
-    hybrid_batches: list[int] = [8, 64, 512]  # batch sizes of the blend
-    device: str = "cpu"  # where the language model runs
-    dtype: str = "float32"  # type of its weights
+    hybrid_batches: list[Size] = [8, 64, 512]  # batch sizes of the blend
+    device: Device = "cpu"  # where the language model runs
+    dtype: Literal[tuple(DTYPES)] = "float32"  # type of its weights
 
     @property
     def chosen(self) -> Variant:

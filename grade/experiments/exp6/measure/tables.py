@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -26,10 +26,11 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError, reading
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Count, Several, Size
 from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
 from grade.experiments.traced import kept_bytes
 from grade.gradients.estimators import relax
+from grade.gradients.methods import Rate
 from grade.gradients.objective import Engine, sequence_mean
 from grade.gradients.replay import replay, replay_inputs
 from grade.gradients.rollout import Rollout
@@ -42,8 +43,9 @@ from grade.gradients.unrolled import (
     stepwise,
     unrolled,
 )
+from grade.memory.settings import Device
 from grade.memory.tracker import MemoryTracker
-from grade.models.backbone import Backbone
+from grade.models.backbone import DTYPES, Backbone
 from grade.models.head import weighted_embedding
 from grade.models.noise import gumbel_noise
 from grade.models.parameters import restoring, set_values
@@ -85,7 +87,7 @@ class Settings(Config):
     backbone_dir: str = ""  # folder of the base model; empty: a tiny random one
     reward_dir: str = ""  # folder of the reward model of the parity and speed measurements
     reviews_dir: str = ""  # folder of the review splits
-    device: str = "cpu"  # where to measure: cpu or cuda
+    device: Device = "cpu"  # where to measure: cpu or cuda
     runs_dir: str = ""  # folder of finished training runs; empty: a few tiny steps are trained here
     trained_run: str = "ste-0"  # the run whose adapter is the trained policy
     support_size: Size = 16  # K of parity, bytes and speed
@@ -93,18 +95,18 @@ class Settings(Config):
     parity_prompt_tokens: Size = 5  # P
     parity_new_tokens: Several = 6  # T
     parity_tau: float = Field(2.0, gt=0)  # Gumbel temperature, that of the training runs
-    parity_hops: list[int] = [0, 1, 2, 3]  # feedback hops whose error is measured; 2 among them
+    parity_hops: list[Count] = [0, 1, 2, 3]  # feedback hops whose error is measured; 2 among them
     parity_steps: Size = 3  # optimizer steps, optimised against legacy
-    parity_learning_rate: float = Field(1.0e-3, gt=0)  # of those steps
+    parity_learning_rate: Rate = 1.0e-3  # of those steps
     bytes_prompt_tokens: Size = 5  # P of the counted step of one prompt
     bytes_new_tokens: Size = 4  # T
-    speed_dtype: str = "float32"  # type of the base in the timings and for the support's mass
+    speed_dtype: Literal[tuple(DTYPES)] = "float32"  # type of the base in the timings and for the support's mass
     speed_batch: Size = 2  # B of the timings
     speed_prompt_tokens: Size = 5  # P
     speed_new_tokens: Several = 8  # T of the headline ratio
     speed_hops: int = Field(2, ge=0)  # feedback hops of the timings
-    replay_tokens: list[int] = [4, 8, 12]  # T of replay's time curve, besides speed_new_tokens
-    stepwise_tokens: list[int] = [4]  # T of the other engines' curves, besides speed_new_tokens
+    replay_tokens: list[Size] = [4, 8, 12]  # T of replay's time curve, besides speed_new_tokens
+    stepwise_tokens: list[Size] = [4]  # T of the other engines' curves, besides speed_new_tokens
     repeats: Size = 2  # replay is timed this often, the median counts
     mass_texts: Size = 4  # held-out reviews on which the support's mass is measured
     mass_tokens: Several = 32  # tokens of each

@@ -56,11 +56,11 @@ class Settings(Config):
     model: str = "tiny"  # shape of the traced model; the document's is qwen2.5-1.5b
     table_batch: Size = 4  # sequences of the document's table, 64
     table_tokens: Size = 192  # tokens of each, 6K
-    lengths: list[int] = Field([96], min_length=1)  # tokens of a sequence in the traced updates, 2K to 8K
+    lengths: list[Several] = Field([96], min_length=1)  # tokens of a sequence in the traced updates, 2K to 8K
     gpus: Size = 8  # GPUs that divide weights, gradients and optimizer
     settings_prompt_tokens: Size = 8  # P of the recommended settings, 2K
     # T of the conservative and of the aggressive one, 1K and 2K
-    settings_new_tokens: list[int] = Field([1, 2], min_length=2, max_length=2)
+    settings_new_tokens: list[Size] = Field([1, 2], min_length=2, max_length=2)
     budget_gb: float = Field(80.0, gt=0)  # memory of each GPU in decimal GB
     backbone_dir: str = ""  # folder of the model that writes; empty: a tiny random one
     runs_dir: str = ""  # folder of training runs, where an adapter of one is used

@@ -27,7 +27,7 @@ from grade.entropy.samples import (
     sequence_logps,
 )
 from grade.errors import InputError
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Positive, Several, Size
 from grade.experiments.probe.measure import proposals
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import categories_table, timelines_table, trace_all
@@ -67,7 +67,7 @@ class Settings(Config):
     probe: ProbeRunConfig = _TOY_PROBE  # the probe's settings; its three folders are those above
     narrow_prompts: Several = 2  # prompts on which bfloat16 is compared with float32
     # step sizes of that comparison, times the learning rate
-    narrow_multiples: list[float] = Field([0.1, 1.0], min_length=1)
+    narrow_multiples: list[Positive] = Field([0.1, 1.0], min_length=1)
     measured_prompts: Size = 2  # B of the completions on which the proposals are compared
     measured_prompt_tokens: Size = 4  # P
     measured_new_tokens: Size = 6  # T

@@ -8,16 +8,19 @@ import resource
 import subprocess
 import sys
 import time
-from typing import get_args
+from typing import Annotated, Literal, get_args
 
 import pandas as pd
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from grade.config import Config
-from grade.experiments.measured import Several, Size, read_table
+from grade.experiments.measured import Seeds, Several, Size, read_table
 from grade.experiments.scale.measure import sampling, sharded
+from grade.gradients.methods import MethodName
+from grade.memory.plan import parse_bytes
 from grade.memory.settings import Sharding, StepConfig
 from grade.memory.trace import trace
+from grade.models.samplers import known_sampler
 
 GIB = 2**30
 _COLUMNS = {
@@ -31,6 +34,17 @@ _COLUMNS = {
 """Of the tables that a smoke test leaves empty."""
 
 
+def _budget(text: str) -> str:
+    parse_bytes(text, "fits_budget")
+    return text
+
+
+_Step = Literal[tuple(sharded.STEPS)]
+_Budget = Annotated[str, AfterValidator(_budget)]
+_Sampler = Annotated[str, AfterValidator(known_sampler)]
+_Groups = Annotated[int, Field(ge=1, multiple_of=sampling.GROUP)]
+
+
 class Settings(Config):
     """Sizes of the experiment on scale."""
 
@@ -40,20 +54,20 @@ class Settings(Config):
     new_tokens: Size = 8  # T
     lean_batch: Size = 2  # B of the lean step
     lean_tokens: Size = 8  # its P and T
-    gpus: list[int] = Field([1, 2], min_length=1)  # GPUs that train together, traced
-    methods: list[str] = []  # methods that are trained in one process and in two
+    gpus: list[Size] = Field([1, 2], min_length=1)  # GPUs that train together, traced
+    methods: list[MethodName] = []  # methods that are trained in one process and in two
     steps: Size = 5  # optimizer steps of each
-    sharded_steps: list[str] = []  # steps whose traced peak is held against two real processes
+    sharded_steps: list[_Step] = []  # steps whose traced peak is held against two real processes
     fits_model: str = ""  # shape of the model that a budget is searched for; empty: no search
-    fits_budget: str = "24GiB"  # that budget
+    fits_budget: _Budget = "24GiB"  # that budget
     fits_repeats: Size = 1  # how often the search is timed
     policy_dir: str = ""  # folder of the policy that samplers are compared on; empty: none
-    samplers: list[str] = Field(["own", "shared"], min_length=1)  # samplers; own first
+    samplers: list[_Sampler] = Field(["own", "shared"], min_length=1)  # samplers; own first
     draws: Size = 20_000  # draws of one position
-    training_seeds: list[int] = []  # seeds of a training with each sampler
+    training_seeds: Seeds = []  # seeds of a training with each sampler
     training_steps: Size = 20  # its optimizer steps
     sampling_dir: str = ""  # folder of the policy whose sampling is timed; empty: none
-    sampling_batches: list[int] = Field([8, 64], min_length=1)  # completions in a batch, groups of 8
+    sampling_batches: list[_Groups] = Field([8, 64], min_length=1)  # completions in a batch, groups of 8
     sampling_repeats: Several = 5  # rounds
     sampling_file: str = ""  # table of an earlier timing, with TRL in it; empty: timed here
 

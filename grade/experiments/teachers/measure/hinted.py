@@ -27,11 +27,11 @@ import torch
 from pydantic import Field
 
 from grade.config import Config
-from grade.experiments.measured import Size
+from grade.experiments.measured import Seeds, Size
 from grade.experiments.rewards import right_sum
 from grade.experiments.sums import ANSWER_TOKENS, HINTED_STEPS, LARGEST, LORA, build_sums, sum_prompts
 from grade.experiments.training_runs import FIXED, Bench, Run
-from grade.gradients.methods import FAMILIES, HINTED
+from grade.gradients.methods import FAMILIES, HINTED, Rate
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import encode_examples
@@ -66,11 +66,11 @@ class HintedRuns(Config):
     methods: dict[HintMethod, dict[str, Any]] = Field(
         {"rloo": {}, "hinted": {}, "nonsense": {}}, min_length=1
     )  # its settings beside the shared ones, with the names of grade train
-    seeds: list[int] = Field([0, 1], min_length=1)  # one run of each method
+    seeds: Seeds = Field([0, 1], min_length=1)  # one run of each method
     pretraining_steps: Size = 20  # of the base
-    completions: int = Field(8, ge=2)  # a step, two of each prompt
+    completions: int = Field(8, ge=2, multiple_of=2)  # a step, two of each prompt
     steps: Size = 2  # optimizer steps
-    learning_rate: float = Field(4e-3, gt=0)  # falling to 0
+    learning_rate: Rate = 4e-3  # falling to 0
     beta: float = Field(0.3, ge=0)  # weight of KL
     eval_every: Size = 2  # steps between evaluations
     eval_repeats: Size = 1  # completions of each of 500 held-out prompts in an evaluation

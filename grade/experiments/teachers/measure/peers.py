@@ -33,10 +33,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, get_linear_schedule_with_warmup
 
 from grade.config import Config
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Seeds, Several, Size
 from grade.experiments.training_runs import FIXED, judged_by, review_prompts
 from grade.experiments.trl_runs import Clock, alone, require_peer, same_settings, train_trl
 from grade.files import remove
+from grade.gradients.methods import Rate
 from grade.gradients.objective import sequence_mean
 from grade.models.adapter import ADAPTER_FILES, LoraSettings
 from grade.models.backbone import Backbone
@@ -47,7 +48,7 @@ from grade.models.teacher import Teacher, make_teacher
 from grade.results import peak_memory
 from grade.rewards.gold import GoldJudge
 from grade.stats import Estimate
-from grade.training.config import Seed, TrainConfig
+from grade.training.config import TrainConfig
 from grade.training.load import name_base
 from grade.training.merge import merge
 from grade.training.trainer import GradeTrainer
@@ -68,17 +69,17 @@ class TeacherPeersConfig(Config):
     reviews_dir: str = Field("data/reviews", description="folder of the review splits")
     teachers_dir: str = Field("models/teachers", description="folder of the teachers; those that it lacks are made")
     teachers: list[Literal["rewarded", "best_of_n"]] = Field(["rewarded"], min_length=1, description="teachers")
-    seeds: list[Seed] = Field([0], min_length=1, description="of adapter, prompt order and noise; one run each")
+    seeds: Seeds = Field([0], min_length=1, description="of adapter, prompt order and noise; one run each")
     prompt_tokens: Size = Field(12, description="P")
     new_tokens: Size = Field(24, description="T, the length of every completion")
     batch: Size = Field(16, description="completions a step")
     steps: Size = Field(24, description="optimizer steps")
     eval_every: Size = Field(8, description="steps between evaluations")
     eval_prompts: Several = Field(64, description="held-out prompts of an evaluation")
-    learning_rate: float = Field(1e-3, gt=0, description="AdamW's, constant")
+    learning_rate: Rate = Field(1e-3, description="AdamW's, constant")
     gradient_checkpointing: bool = Field(False, description="both recompute layers in backward")
     teacher_steps: Size = Field(24, description="steps in which a teacher is trained, of 8 texts or completions")
-    teacher_rate: float = Field(3e-3, gt=0, description="learning rate of the teachers, falling to 0")
+    teacher_rate: Rate = Field(3e-3, description="learning rate of the teachers, falling to 0")
     teacher_kl: float = Field(5.0, gt=0, description="rewarded: KL from the base, in nats per completion")
     teacher_texts: Size = Field(4096, description="rewarded: texts, windows of reviews")
     best_of: Several = Field(16, description="best_of_n: n")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grade.config import Config
-from grade.experiments.measured import Size, read_csv
+from grade.experiments.measured import Share, Size, read_csv
 from grade.experiments.teachers.measure.divergences import divergence_table
 from grade.experiments.teachers.measure.hinted import (
     NAMES,
@@ -29,11 +30,16 @@ from grade.experiments.training_runs import train_all
 class Settings(Config):
     """Sizes."""
 
-    betas: list[float] = Field([0.5], min_length=1)  # divergences: 0 forward KL, 1 reverse KL
+    betas: list[Share] = Field([0.5], min_length=1)  # divergences: 0 forward KL, 1 reverse KL
     traced_model: str = "tiny"  # whose steps are traced and run, policy and teacher
     runs: HintedRuns = HintedRuns()  # training runs with hints
     peers: str = ""  # folder of what was measured beside TRL; empty: none
     processes: Size = 1  # worker processes of one thread each, for training
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        all(run.config for run in hinted_runs(self.runs))  # a wrong setting of a method is refused
+        return self
 
     @property
     def base(self) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field
 from grade.config import Config
 from grade.data.reviews import load_reviews, prompt_text
 from grade.data.texts import cache_folder, read_texts, reference_texts, score_texts
-from grade.experiments.rewards import GROUP, Models, Policy, RewardName, load_subject, source_values
+from grade.experiments.rewards import GROUP, FamilyName, Models, Policy, RewardName, load_subject, source_values
 from grade.gradients.distilled.families import make_family
 from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.samplers import Sampler
@@ -26,7 +26,7 @@ class TextFits(Config):
     policy: Policy = "tiny"
     reward: RewardName = "gold"
     sizes: list[Annotated[int, Field(ge=16)]] = Field(min_length=1)  # windows of reviews, n
-    families: list[str] = Field(["counts", "bag"], min_length=1)  # what the reward may be linear in
+    families: list[FamilyName] = Field(["counts", "bag"], min_length=1)  # what the reward may be linear in
     completions: int = Field(256, ge=8, multiple_of=GROUP)  # of the reference, to measure on
 
 

@@ -20,11 +20,12 @@ import pandas as pd
 from pydantic import Field, model_validator
 
 from grade.errors import InputError
-from grade.experiments.measured import Size, kept_text, read_csv
+from grade.experiments.measured import Positive, Size, kept_text, read_csv
 from grade.experiments.reward_runs import Method, published_runs, run_all
 from grade.experiments.rewards import Models
 from grade.experiments.text_first.measure.explained import TextFits, explained_table
 from grade.experiments.text_first.measure.runs import NAMES, TextBench, TextGrid, text_runs
+from grade.gradients.methods import Rate
 
 FITS = ("subject", "family", "texts")
 """Columns that name a fit."""
@@ -42,9 +43,9 @@ class Settings(Models):
     published: str = ""  # results whose runs and fits are not measured again
     peers: str = ""  # folder of the tables of other methods, as `python -m grade text-peers` wrote them; empty: none
     grids: dict[str, TextGrid] = Field({"tiny_bag": SMOKE}, min_length=1)  # training runs by subject
-    chosen_rates: dict[Method, float] = {"rloo": 1.0e-2, "auto_texts": 1.0e-2, "offline": 6.0e-3}  # learning rates
+    chosen_rates: dict[Method, Rate] = {"rloo": 1.0e-2, "auto_texts": 1.0e-2, "offline": 6.0e-3}  # learning rates
     fits: dict[str, TextFits] = {}  # fits by subject
-    kl_levels: list[float] = Field([0.5, 1.0], min_length=1)  # KL at which rewards are compared
+    kl_levels: list[Positive] = Field([0.5, 1.0], min_length=1)  # KL at which rewards are compared
     headline_level: float = 1.0  # one of kl_levels, and the target of the runs that samples are counted in
     processes: Size = 1  # worker processes of one thread each, for training
 

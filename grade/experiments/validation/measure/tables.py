@@ -38,7 +38,7 @@ from grade.experiments.enumeration import (
     random_prompts,
     tiny_policy,
 )
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Positive, Several, Size
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.results import progress
@@ -49,12 +49,12 @@ class Settings(Config):
     """Sizes of the validation."""
 
     completion_tokens: Size = 3  # T
-    etas: list[float] = Field([1e-4, 1e-5, 1e-6], min_length=1)  # step sizes along a direction of norm 1, largest first
+    etas: list[Positive] = Field([1e-4, 1e-5, 1e-6], min_length=1)  # step sizes along a unit vector, largest first
     coverage_prompts: list[Several] = [8, 32]  # B of the U-statistic
     coverage_group: Several = 4  # G
     coverage_pool: Size = 3  # prompts in the population
     repetitions: Several = 40  # draws whose intervals are counted
-    importance_etas: list[float] = [0.1, 0.5]  # step sizes of importance sampling
+    importance_etas: list[Positive] = [0.1, 0.5]  # step sizes of importance sampling
     importance_group: Several = 64  # completions of each prompt
     importance_repetitions: Several = 10  # draws
 
