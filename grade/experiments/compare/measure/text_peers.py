@@ -33,13 +33,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args
 from unittest import mock
 
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import cross_val_predict
@@ -47,16 +47,17 @@ from sklearn.pipeline import make_pipeline
 from torch import Tensor
 from transformers import TrainerCallback, get_linear_schedule_with_warmup
 
-from grade.config import Config
+from grade.config import LARGEST, Config
 from grade.data.texts import read_texts, reference_texts, score_texts
 from grade.errors import InputError
 from grade.experiments.compare.measure.peers import train_beside, train_grpo
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Seeds, Several, Size
 from grade.experiments.reward_runs import Grid, Rewards, make_run
 from grade.experiments.rewards import BATCH_ROWS, GROUP, OWN, Models, RewardName, number_of_texts, source_values
 from grade.experiments.text_quality import distinct_n, outside
 from grade.experiments.training_runs import Run
 from grade.experiments.trl_runs import have_peer
+from grade.gradients.methods import MOST_ROWS, Rate
 from grade.gradients.objective import Objective, sequence_mean
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples, encode_prompts, padded
@@ -64,7 +65,6 @@ from grade.models.samplers import make_sampler
 from grade.models.sampling import generate
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
 from grade.rewards.rewards import make_rewards
-from grade.training.config import Seed
 from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 from grade.training.run import evaluate_task
@@ -72,6 +72,9 @@ from grade.training.trainer import GradeTrainer
 
 LARGEST_WEIGHT = 20.0
 """Of advantage-weighted regression, as published."""
+RANGES = {"raft": (0, 1), "best_of_n": (1, MOST_ROWS), "policy_gradient": (0, LARGEST), "trl_grpo": (0, LARGEST)}
+"""Of strengths; those of others are above 0, or texts."""
+_Reward = Literal[tuple(name for name in get_args(RewardName) if name != "sums")]
 PENALTIES = np.logspace(-1, 4, 6)
 """Of the ridge regression on prompts' words."""
 
@@ -84,22 +87,32 @@ class Contestant(Config):
     ]
     texts: str = Field(OWN, pattern=r"^(reference:)?[1-9]\d*$|^own$")  # N, reference:N, or own for none
     strengths: list[float | str] = Field(min_length=1)  # one run each; see the module
-    learning_rate: float = Field(6e-3, gt=0)  # AdamW's, falling to 0
+    learning_rate: Rate = 6e-3  # AdamW's, falling to 0
     batch: Several = 32  # texts, pairs or completions a step
     steps: Size = 40  # optimizer steps
     eval_every: Size = 10  # steps between evaluations
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        least, most = RANGES.get(self.method, (1e-6, LARGEST))
+        for strength in self.strengths:
+            text = isinstance(strength, str)
+            if text != (self.method == "prompted") or not text and not least <= strength <= most:
+                allowed = "texts" if self.method == "prompted" else f"numbers from {least:g} to {most:g}"
+                raise InputError(f"strengths of {self.method}", strength, allowed)
+        return self
 
 
 class TextPeersConfig(Models):
     """The comparison: models, reward, and who takes part."""
 
     policy: Literal["tiny", "smollm2"] = Field("tiny", description="policy")
-    reward: RewardName = Field("gold", description="reward")
+    reward: _Reward = Field("gold", description="reward")
     contestants: list[Contestant] = Field(
         [Contestant(method="prompted", strengths=["A good film."])], min_length=1,
         description="method, texts (N or reference:N), strengths, learning_rate, batch, steps, eval_every",
     )  # fmt: skip
-    seeds: list[Seed] = Field([0], min_length=1, description="of texts, adapter, order and noise; one run each")
+    seeds: Seeds = Field([0], min_length=1, description="of texts, adapter, order and noise; one run each")
     eval_prompts: int = Field(64, ge=2, description="held-out prompts of an evaluation")
 
 
@@ -176,7 +189,10 @@ class _Contest:
         if source.isdecimal():
             file = source_values(self.config, source)["texts"]
             return read_texts(file, backbone.tokenizer, self.config.prompt_tokens, length, number)
-        prompts = random.Random(self.seed).sample(list(task.train_prompts), number // GROUP)
+        prompts = list(task.train_prompts)
+        if number > GROUP * len(prompts):
+            raise InputError("texts", source, f"at most reference:{GROUP * len(prompts)}, {GROUP} of each prompt")
+        prompts = random.Random(self.seed).sample(prompts, number // GROUP)
         return reference_texts([{"prompt": prompt} for prompt in prompts], number, backbone, make_sampler("own"),
                                completion_tokens=length, encode=partial(self._encode, backbone), seed=self.seed,
                                min_new_tokens=length)  # fmt: skip
