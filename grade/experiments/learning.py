@@ -141,7 +141,9 @@ def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.Dat
     ``of``: ``samples`` or ``seconds``. Means over seeds, then their ratio, with a 95 % interval (jackknife over seeds):
     a method that needs none has a ratio of 0. Of ``n`` seeds ``censored`` never reached it and count with their end, so
     with any the ratio is a lower bound, without an interval if all are. Best is the best evaluation: its noise helps
-    the baseline. Columns subject, method, and those of `REACHED`.
+    the baseline. A run may mix two of the policies that were evaluated so far (`frontier`): else a method that is
+    better at equal KL may never have both the reward and the KL of a single evaluation of another. Columns subject,
+    method, and those of `REACHED`.
     """
     table = []
     curves = runs.sort_values("step", kind="stable").assign(samples=lambda rows: rows[of])
@@ -161,7 +163,9 @@ def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.Dat
 def _spent(run: pd.DataFrame, base: pd.DataFrame) -> tuple[float, float, bool]:
     """What both spend to the base's best reward, and whether the run never reaches it."""
     best = base.loc[base["reward"].idxmax()]
-    reached = first_reach(run, best["reward"], best["kl"])
+    kl, reward = run["kl"].tolist(), run["reward"].tolist()
+    mixed = [frontier.mixed_reward(kl[:n], reward[:n], best["kl"]) for n in range(1, len(run) + 1)]
+    reached = first_reach(run.assign(reward=mixed, kl=best["kl"]), best["reward"], best["kl"])
     return (run["samples"].max() if reached is None else reached[0]), best["samples"], reached is None
 
 

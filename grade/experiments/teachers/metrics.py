@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from grade.experiments.frontier import estimates, mixed_reward
+from grade.experiments.frontier import estimates
 from grade.experiments.learning import AGAINST, REACHED, reach_table
 from grade.experiments.measured import Tables, figures_of, finite
 from grade.experiments.teachers.peers import teacher_peer_figures
@@ -18,8 +18,8 @@ def metrics(tables: Tables) -> Values:
     """Every figure that is the same in every run; what does not exist is None.
 
     ``hinted/<method>_over_rloo`` (``samples`` for `hinted`) is what a method samples to the best share of right sums of
-    `rloo`'s whole run, over `rloo`'s own (`learning.reach_table`), of mixtures of a run's policies (`mixed`);
-    ``hinted/unmixed/...`` without mixtures. Figures beside TRL are those of `teachers.peers.teacher_peer_figures`.
+    `rloo`'s whole run, over `rloo`'s own (`learning.reach_table`). Figures beside TRL are those of
+    `teachers.peers.teacher_peer_figures`.
     """
     errors, traces = tables["divergence"], tables["traces"]
     worst = errors[["value", "gradient"]].max(axis=1)
@@ -27,9 +27,8 @@ def metrics(tables: Tables) -> Values:
     figures |= figures_of(errors.assign(worst=worst), "divergence/{check}/{beta:g}", {"": "worst"})
     figures |= {"trace/teacher_rel_error": traces["rel_error"].abs().max(), "trace/teacher_steps": len(traces)}
     runs = right_sums(tables["runs"])
-    for curves, key in ((mixed(runs), "hinted"), (runs, "hinted/unmixed")):
-        names = reach_table(curves, AGAINST).replace({"method": {"hinted": "samples"}})
-        figures |= figures_of(names, f"{key}/{{method}}_over_rloo", REACHED)
+    names = reach_table(runs, AGAINST).replace({"method": {"hinted": "samples"}})
+    figures |= figures_of(names, "hinted/{method}_over_rloo", REACHED)
     last = ends(runs).rename(columns={"reward": "right"})
     known = last.melt("method", ["right", "kl", "r2"]).dropna()
     figures |= estimates(known, "hinted/end/{method}/{variable}", {"": "value"})
@@ -45,21 +44,6 @@ def timed_metrics(tables: Tables) -> Values:
 def right_sums(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs with the share of right sums as ``reward`` of all methods, one of which learns no reward."""
     return runs.assign(reward=runs["gold"], subject="sums")
-
-
-def mixed(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs with the highest reward, by mixing their policies, at the KL of `rloo`'s best evaluation of their seed.
-
-    Of two policies that were evaluated so far, and what a mixture has see `grade.experiments.frontier`. Without, a
-    method that is better at equal KL may never have both the reward and the KL of a single evaluation of another.
-    """
-    base, parts = runs[runs["method"] == AGAINST], []
-    levels = base.loc[base.groupby("seed")["reward"].idxmax()].set_index("seed")["kl"]
-    for (_, seed), run in runs.sort_values("step", kind="stable").groupby(["method", "seed"], sort=False):
-        kl, reward = run["kl"].tolist(), run["reward"].tolist()
-        best = [mixed_reward(kl[:n], reward[:n], levels[seed]) for n in range(1, len(run) + 1)]
-        parts.append(run.assign(reward=best, kl=levels[seed]))
-    return pd.concat(parts)
 
 
 def ends(runs: pd.DataFrame) -> pd.DataFrame:
