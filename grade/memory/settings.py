@@ -19,6 +19,7 @@ from grade.errors import InputError
 from grade.gradients.estimators import Support
 from grade.gradients.methods import (
     AUTO,
+    HINTED,
     METHODS,
     MOST_MICROBATCHES,
     OFFLINE,
@@ -132,7 +133,7 @@ def _as_in_training(name: str, default: Any = ...) -> Any:
 
 _OF_SOME_METHODS = (
     "hops", "support", "gumbel_topk", "num_generations", "kl_estimator", "passes_per_step", "minibatches",
-    "self_certainty_reward", "distil_window", "teacher_beta",
+    "self_certainty_reward", "distil_window", "distil_families", "teacher_beta",
 )  # fmt: skip
 
 
@@ -151,6 +152,7 @@ class StepConfig(TracedConfig):
     minibatches: PositiveInt = _as_in_training("minibatches")
     self_certainty_reward: bool = _as_in_training("self_certainty_reward")
     distil_window: PositiveInt = _as_in_training("distil_window")
+    distil_families: Annotated[list[str], Field(min_length=1)] | None = _as_in_training("distil_families")
     kl_coef: float = Field(0.1, ge=0, description="weight beta of KL")
     reward: Annotated[str, AfterValidator(_reward_name)] = Field(
         "bag", description="bag: on the embedding table; trunk: on the transformer; "
@@ -173,6 +175,8 @@ class StepConfig(TracedConfig):
         names, fields = ("teacher_dtype", "teacher_beta", "teacher_context_tokens"), type(self).model_fields
         changed = {name: getattr(self, name) for name in names if getattr(self, name) != fields[name].default}
         check_teacher(self.method, self.teacher, changed)
+        if self.trainer.hinted and self.teacher is None:
+            raise InputError("teacher", None, f"base, or another model, with family {HINTED}")
         if self.method == TEACHER and self.reward != fields["reward"].default:
             raise InputError("reward", self.reward, f"none with method {TEACHER}, which has no reward")
         for option in _OF_SOME_METHODS:
@@ -228,7 +232,8 @@ class StepConfig(TracedConfig):
             how = f"G={self.trainer.group}, {updates} update{'s' if updates > 1 else ''}"
         elif how == "replay":
             how = f"replay, {self.hops} hops"
-        taught = f"teacher {self.teacher} ({self.teacher_dtype or self.dtype}, beta {self.teacher_beta:g}"
+        how = "hints" if self.trainer.hinted else f"beta {self.teacher_beta:g}"
+        taught = f"teacher {self.teacher} ({self.teacher_dtype or self.dtype}, {how}"
         taught += f", context of {self.teacher_context_tokens})" if self.teacher_context_tokens else ")"
         parts = [
             f"{self.model}, {self.method} ({how}): B={self.batch_size} P={self.prompt_tokens} "

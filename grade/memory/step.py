@@ -37,6 +37,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sharding import local_part
+from grade.models.teacher import Teacher
 from grade.rewards.rewards import Rewards, TeacherReward
 
 Program = Callable[[Callable[[], None]], None]
@@ -182,16 +183,16 @@ def _policy_gradient(
 ) -> tuple[Program, list[nn.Module]]:
     """The step's code, and modules beside the backbone that are trained."""
     trainer, count = config.trainer, config.gradient_accumulation_steps
-    if config.teacher is None:
+    teacher = None if config.teacher is None else make_teacher(config, backbone, others[-1])
+    if teacher is None or trainer.hinted:
         objective = Objective(others[0], config.kl_coef)
     else:
-        *rewards, weights = others
-        teacher = make_teacher(config, backbone, weights)
+        *rewards, _ = others
         parts = [*(Objective(reward).reward_model for reward in rewards), TeacherReward(teacher)]
         objective = Objective(Rewards(parts, dtype=wide(backbone.dtype)), config.kl_coef, teacher=teacher)
     prompts = config.prompts(backbone, config.batch_size // trainer.group)
     if config.method == DISTILLED:
-        learner = _DistilledWithoutData(trainer, backbone, prompts)
+        learner = _DistilledWithoutData(trainer, backbone, prompts, teacher)
         more = [learner.kept]
     elif config.method == OFFLINE:
         learner, more = _OfflineWithoutData(trainer, backbone, prompts), []
@@ -250,8 +251,8 @@ class _DistilledWithoutData(DistilledGradient):
     of tokens.
     """
 
-    def __init__(self, config: MethodConfig, backbone: Backbone, prompts: PromptBatch) -> None:
-        super().__init__(config, backbone)
+    def __init__(self, config: MethodConfig, backbone: Backbone, prompts: PromptBatch, teacher: Teacher | None) -> None:
+        super().__init__(config, backbone, teacher)
         self.kept, self.turn = nn.Module(), 0
         seen = _seen(config, backbone, prompts, self.families.values())
         for name, family in self.families.items():
