@@ -38,7 +38,8 @@ class Settings(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        all(run.config for run in hinted_runs(self.runs))  # a wrong setting of a method is refused
+        for run in hinted_runs(self.runs):
+            _ = run.config  # a wrong setting of a method is refused
         return self
 
     @property
