@@ -5,7 +5,6 @@ TRL is an optional extra: ``pip install -e ".[peers]"``.
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import tempfile
 import time
@@ -23,6 +22,7 @@ from transformers import TrainerCallback
 
 from grade.errors import InputError
 from grade.experiments.measured import write_table
+from grade.memory.trl_file import have_trl
 from grade.models.backbone import load_pretrained
 from grade.results import environment, write_metrics
 from grade.training.config import TrainConfig
@@ -37,14 +37,9 @@ Observe = Callable[[Mapping[str, Tensor], int, float], None]
 """Takes the adapter's values (none: untrained), the step and the seconds of training so far."""
 
 
-def have_peer() -> bool:
-    """Whether TRL is installed."""
-    return importlib.util.find_spec("trl") is not None
-
-
 def require_peer(name: str) -> None:
     """Say how TRL is installed, where it is not."""
-    if not have_peer():
+    if not have_trl():
         raise InputError("peer", name, "the package trl, installed: pip install -e '.[peers]'")
 
 
@@ -56,7 +51,7 @@ def write_contest(
         if table is not None:
             write_table(Path(folder, name), table)
     write_metrics(Path(folder, "metrics.json"), figures)
-    write_table(Path(folder, "environment"), environment() | {"trl": have_peer() and version("trl")} | about)
+    write_table(Path(folder, "environment"), environment() | {"trl": have_trl() and version("trl")} | about)
 
 
 def same_settings(config: TrainConfig) -> dict[str, Any]:

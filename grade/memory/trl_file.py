@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib.util
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,6 +27,12 @@ _LOADED = {"model": "model_name_or_path", "pretrained_model_name_or_path": "mode
 """Arguments of ``from_pretrained`` that memory depends on; the first one is the model."""
 
 
+def have_trl() -> bool:
+    """Whether TRL is installed; a folder of that name, such as a clone of it, is not TRL."""
+    spec = find_spec("trl")
+    return spec is not None and spec.origin is not None
+
+
 def read_trl(path: str, trainer: str | None = None) -> tuple[TrlName, dict[str, Any], list[str]]:
     """The trainer, its settings by the names of TRL's command line, and a line for each that a script leaves open.
 
@@ -34,7 +40,7 @@ def read_trl(path: str, trainer: str | None = None) -> tuple[TrlName, dict[str, 
     None: the only one that has all settings of the file. Raises `InputError` without TRL, for another trainer, a file
     that cannot be read, or a setting that TRL does not know.
     """
-    if importlib.util.find_spec("trl") is None:
+    if not have_trl():
         raise InputError("--trl", path, "with the package trl, installed: pip install -e '.[peers]'")
     if trainer not in (None, *NAMES):
         raise InputError("--trl", trainer, f"{', '.join(NAMES)}: no other trainer of TRL's is traced")

@@ -56,7 +56,7 @@ def test_a_black_box_is_the_same_function_for_both(toy, reward):
     if reward == "bag":  # the model's own rewards, though it is asked through a function
         own = peers.train_once(*contestants(Bench, toy, "distilled"))[0]
         assert ours[0]["reward"] == pytest.approx(own[0]["reward"])
-    if trl_runs.have_peer():
+    if trl_runs.have_trl():
         theirs = peers.train_peer(*contestants(peers.FunctionBench, toy, "grpo", reward))
         assert theirs[0]["reward"] == ours[0]["reward"] and theirs[-1]["kl"] > 1e-5
 
@@ -93,7 +93,7 @@ def test_what_differs_from_run_to_run_is_written_apart(tmp_path):
 
 @pytest.mark.parametrize("command", ["peers", "teacher-peers", "step-peers"])
 def test_a_missing_extra_is_one_line_and_exit_code_2(command, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(trl_runs, "have_peer", lambda: False)
+    monkeypatch.setattr(trl_runs, "have_trl", lambda: False)
     assert main([command, "--output-dir", str(tmp_path / "peers")]) == 2
     assert "pip install -e '.[peers]'" in capsys.readouterr().err
     assert not (tmp_path / "peers").exists()

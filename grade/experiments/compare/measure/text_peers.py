@@ -56,9 +56,9 @@ from grade.experiments.reward_runs import Grid, Rewards, make_run
 from grade.experiments.rewards import BATCH_ROWS, GROUP, OWN, Models, RewardName, number_of_texts, source_values
 from grade.experiments.text_quality import distinct_n, outside
 from grade.experiments.training_runs import Run
-from grade.experiments.trl_runs import have_peer
 from grade.gradients.methods import MOST_ROWS, Rate
 from grade.gradients.objective import Objective, sequence_mean
+from grade.memory.trl_file import have_trl
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples, encode_prompts, padded
 from grade.models.samplers import make_sampler
@@ -124,7 +124,7 @@ class _Clock(TrainerCallback):
 def compare_text_peers(config: TextPeersConfig) -> Iterator[pd.DataFrame]:
     """The table, a row for each evaluation of each run, as it is after each contestant."""
     if {each.method for each in config.contestants} & {"dpo", "trl_grpo"}:
-        if not have_peer():
+        if not have_trl():
             raise InputError("contestants", "dpo or trl_grpo", "others, or pip install -e '.[peers]'")
         import trl.trainer.dpo_trainer
         import trl.trainer.grpo_trainer  # noqa: F401  its imports are not training

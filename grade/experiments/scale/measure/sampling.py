@@ -6,7 +6,6 @@ has the base: ``address``.
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from scipy.stats import chi2
 from grade.errors import InputError
 from grade.experiments.intervals import interval, paired
 from grade.experiments.training_runs import FIXED, SETTINGS, review_prompts
+from grade.memory.trl_file import have_trl
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone, load_pretrained
 from grade.models.prompts import PromptBatch, encode_prompts
@@ -138,7 +138,7 @@ def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> pd.Dat
         for batch in batches:
             prompts = encode_prompts(backbone.tokenizer, texts[: batch // GROUP], PROMPT).repeat(GROUP)
             work = {name: _of_sampler(make_sampler(name), backbone, prompts) for name in LOCAL}
-            if importlib.util.find_spec(PEER) is not None:
+            if have_trl():
                 work[PEER] = _of_peer(model, backbone, prompts, folder)
             names = list(work)
             for number in progress(range(-1, repeats), f"rounds of {batch} completions"):
