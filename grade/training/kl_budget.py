@@ -17,7 +17,9 @@ it grows elsewhere. One that is too slow even with `LONGEST` steps, or whose ste
 Where a run began along texts (`grade.gradients.distilled.offline`), beta is near the value whose optimum has the
 target's KL. Steps are then only shortened, where they would go beyond the budget.
 
-Left out: several updates within a step, each landed on its own. A step can be `LONGEST` times its length instead.
+Methods with several updates within a step (``passes_per_step``) make them all, and the change of the whole step is
+scaled. More of them gain nothing: `grpo` with four passes for one ends at the same reward at 5 nats (-0.002 +- 0.006,
+three seeds, tiny model, gold judge). Left out: landing each update. A step can be `LONGEST` times its length instead.
 """
 
 from __future__ import annotations
