@@ -232,8 +232,8 @@ class StepConfig(TracedConfig):
             how = f"G={self.trainer.group}, {updates} update{'s' if updates > 1 else ''}"
         elif how == "replay":
             how = f"replay, {self.hops} hops"
-        how = "hints" if self.trainer.hinted else f"beta {self.teacher_beta:g}"
-        taught = f"teacher {self.teacher} ({self.teacher_dtype or self.dtype}, {how}"
+        learned = "hints" if self.trainer.hinted else f"beta {self.teacher_beta:g}"
+        taught = f"teacher {self.teacher} ({self.teacher_dtype or self.dtype}, {learned}"
         taught += f", context of {self.teacher_context_tokens})" if self.teacher_context_tokens else ")"
         parts = [
             f"{self.model}, {self.method} ({how}): B={self.batch_size} P={self.prompt_tokens} "
