@@ -81,11 +81,10 @@ class Explained:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        tables = {name: getattr(self, name) for name in ("curve", "tokens", "promise")}
-        rows = {
-            name: json.loads(table.to_json(orient="records", double_precision=15)) for name, table in tables.items()
+        return vars(self) | {
+            name: json.loads(getattr(self, name).to_json(orient="records", double_precision=15))
+            for name in ("curve", "tokens", "promise")
         }
-        return rows | {name: getattr(self, name) for name in ("best", "reward", "texts", "calls")}
 
 
 def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:

@@ -216,7 +216,7 @@ def settings_of(config: GradeConfig) -> dict[str, Any]:
     """Settings that decide a run's result, as JSON."""
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
-    settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
+    settings = json.loads(json.dumps({name: getattr(config, name) for name in kept}, default=_plain))
     if is_address(settings["teacher"]):  # its model is in the teacher's fingerprint
         settings["teacher"] = "a server"
     settings["gradient_accumulation_steps"] = config.microbatches  # on however many processes

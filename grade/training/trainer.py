@@ -54,7 +54,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_check
 
 from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
-from grade.files import atomic, check_whole, hashed, remove, write_manifest, write_text, writing
+from grade.files import atomic, check_whole, hashed, remove, sha256_of, write_manifest, write_text, writing
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
@@ -227,12 +227,7 @@ class GradeTrainer(Trainer):
         budgeted = args.target_kl is not None and not self._offline
         self.kl_budget = KLBudget(args.target_kl, args.max_steps) if budgeted else None
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
-        self._pending: list[Microbatch] = []
-        self._place, self._started, self.seconds = 0, 0.0, 0.0  # microbatch in the step, the step's start
-        self._before: list[Tensor] = []  # with a budget for KL: the adapter at the step's start, and its completions
-        self._completions: list[tuple[PromptBatch, Tensor, Tensor]] = []
-        self._published = -1  # the step whose adapter the sampler has
-        self._passed = -1  # the last step that ended a pass with another after it
+        self.seconds = 0.0
         self._check_optimizers(optimizers)
         super().__init__(
             model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
@@ -439,12 +434,11 @@ class GradeTrainer(Trainer):
         total = args.max_steps * args.microbatches * args.batch_prompts
         return _Passes(rows, total, args.seed if args.shuffle_dataset else None)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **others: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``.
 
         None is ``args.resume_from_checkpoint``.
         """
-        refuse_unknown(others, (), "argument of train")
         self._check_settled()
         if self.train_dataset is None:
             raise InputError("train_dataset", None, "rows with a prompt")
@@ -455,8 +449,8 @@ class GradeTrainer(Trainer):
                 allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
                 raise InputError("resume_from_checkpoint", True, allowed)
             resume_from_checkpoint = str(newest)
-        self._place, self._published, self._passed = 0, -1, -1
-        self._pending.clear()
+        self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
+        self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
@@ -490,7 +484,7 @@ class GradeTrainer(Trainer):
         if self._place == 0:
             self._started, self.rewards.trainer_state = time.perf_counter(), self.state
             self.rewards.recorded = []
-            if args.target_kl is not None:
+            if args.target_kl is not None:  # the adapter at the step's start, and its completions
                 self._before = [p.detach().clone() for p in self.backbone.trainable_parameters()]
                 self._completions = []
         place = self._place * args.world_size + args.process_index
@@ -658,9 +652,8 @@ class GradeTrainer(Trainer):
             if self.learner and self.learner.parameters():
                 groups.append({"params": self.learner.parameters(), "lr": self.args.value_learning_rate})
             args = self.args
-            own = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
-            given = ", ".join(f"{name} = {getattr(args, name)}" for name in own)
-            with reading("optim", getattr(args.optim, "value", args.optim), f"an optimizer that takes {given}"):
+            allowed = "an optimizer that takes optim_args, adam_beta1, adam_beta2 and adam_epsilon as they are"
+            with reading("optim", getattr(args.optim, "value", args.optim), allowed):
                 kind, options = self.get_optimizer_cls_and_kwargs(args, self.model)
                 without = copy.copy(args)
                 without.optim_args = None
@@ -860,21 +853,6 @@ class GradeTrainer(Trainer):
             self.state.epoch = self.passes(step)
         super().log(logs, start_time)
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """As ``Trainer.evaluate``: on ``self.eval_dataset``, one of its sets by name, or other rows with a prompt."""
-        self._check_settled()
-        if not isinstance(eval_dataset, str):
-            self._check_sets(eval_dataset)
-        return super().evaluate(eval_dataset, None, metric_key_prefix)
-
-    def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> Any:
-        """As ``Trainer.predict``, on rows with a prompt: what `evaluate` measures, and no predictions."""
-        self._check_settled()
-        self._check_dataset(test_dataset)
-        return super().predict(test_dataset, None, metric_key_prefix)
-
     def evaluation_loop(
         self, dataloader: DataLoader, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
@@ -883,11 +861,14 @@ class GradeTrainer(Trainer):
 
         ``eval_loss`` is the negative objective.
         """
-        args, step, rows = self.args, self.state.global_step, dataloader.dataset
+        self._check_settled()
+        args, step, dataset = self.args, self.state.global_step, dataloader.dataset
         ends, self.rewards.trainer_state = step in (0, args.max_steps), self.state
-        n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(rows), len(rows))
+        n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(dataset), len(dataset))
+        rows = [dataset[i] for i in range(n)]
+        self._check_dataset(rows)
         evaluation = evaluate(
-            self.backbone, [rows[i] for i in range(n)], self.rewards, self.judge,
+            self.backbone, rows, self.rewards, self.judge,
             max_new_tokens=args.max_completion_length, min_new_tokens=args.min_completion_length,
             scope=args.reward_scope, batch_size=args.per_device_eval_batch_size, kl_prompts=args.kl_eval_prompts,
             noise_block=args.eval_noise_block, encode=self.encode, rank=args.process_index, processes=args.world_size,
@@ -907,8 +888,7 @@ class GradeTrainer(Trainer):
         """The evaluation after a step; read from its table if it was made before the run was interrupted."""
         table = self._evaluation_path(step)
         if step not in self.evaluations and table.is_file():
-            with reading("resume_from_checkpoint", table, "the table as it was written"):
-                self.evaluations[step] = Evaluation.of_table(pd.read_parquet(table, page_checksum_verification=True))
+            self.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
         return self.evaluations.get(step)
 
     def _table_path(self, name: str) -> Path:
@@ -958,8 +938,8 @@ class GradeTrainer(Trainer):
         base = {"model": getattr(self.backbone.model.config, "_name_or_path", "")}  # for `grade show`
         state = {"seconds": self.seconds, "window": self.log_buffer.state(), "settings": base | self._settings(),
                  "run": run_mark(self.args.output_dir)}  # fmt: skip
-        steps = {0, self.state.global_step}
-        state["evaluations"] = [step for step in sorted(steps) if self._evaluation_path(step).is_file()]
+        tables = {step: self._evaluation_path(step) for step in (0, self.state.global_step)}
+        state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:
             state["kl_budget"] = self.kl_budget.state()
         state |= {"text_steps": self.text_steps, "chosen": self.chosen}
@@ -1006,10 +986,13 @@ class GradeTrainer(Trainer):
         state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
         self.seconds = state["seconds"]
         self.log_buffer.restore(state["window"])
-        for step in map(int, state["evaluations"]):
-            if self.saved_evaluation(step) is None:
-                table = self._evaluation_path(step)
+        for step, known in state["evaluations"].items():
+            table = self._evaluation_path(int(step))
+            if not table.is_file():
                 logger.warning(f"{table} is missing: the results leave the evaluation after step {step} out")
+            elif sha256_of(table) != known:
+                allowed = f"the table as it was written; without it the results leave step {step} out"
+                raise InputError("resume_from_checkpoint", str(table), allowed)
         self._set_text_steps(state["text_steps"])
         self.chosen |= state["chosen"]
         if self.kl_budget is not None:

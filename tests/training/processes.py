@@ -26,7 +26,6 @@ from grade.experiments.scale.measure.sharded import track
 from grade.gradients import objective, policy_gradient, replay
 from grade.models.backbone import Backbone
 from grade.models.scoring import layer_states
-from grade.models.sharding import held_bytes
 from grade.rewards.model import HeadSettings, RewardModel
 from grade.training.config import FSDP2, SHARDING, TrainConfig
 from grade.training.run import train
@@ -57,7 +56,7 @@ def in_two(work, **environment: str) -> list[int]:
     return [wait(child) for child in children]
 
 
-def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[str, str], before=lambda: None) -> int:
+def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[str, str]) -> int:
     """Every method both ways; exit code 1 if a run fails."""
 
     def make(method: str, processes: int) -> TrainConfig:
@@ -65,7 +64,6 @@ def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[
         values |= {"target_kl": 0.5} if method in TARGETED else {}
         values |= {"substitutions": 2} if method == "distilled" else {}
         values |= {"reward": [], "teacher": "base", "teacher_context": "A good film. "} if method == "teacher" else {}
-        before()
         return settings(method, values, root / f"{method}-{processes}")
 
     return int(any(both_ways(partial(make, method), method, environment) for method in methods))
@@ -118,7 +116,7 @@ def sharded(root: Path, methods: list[str]) -> int:
     - in 0.json and 1.json what a tracker counts in steps on random weights.
     """
     common, environment = sharded_project(root), {SHARDING: FSDP2}
-    if one_and_two(root, methods, common, environment, lambda: observe(root)):
+    if one_and_two(root, methods, common, environment):
         return 1
     results = {"interrupted": interrupted(root, methods[-1], common, environment)}
     breaking = common | {"method": methods[0]}
@@ -145,18 +143,6 @@ def sharded_project(root: Path) -> dict:
         "max_steps": 5, "logging_steps": 1, "reward": [common["reward"], str(root / "trunk")],
         "per_device_eval_batch_size": 6, "kl_eval_prompts": 6,
     }  # fmt: skip
-
-
-def observe(root: Path) -> None:
-    """Let every training run write how many bytes of parameters its process holds, of all and of the adapter."""
-
-    def noting(self, *args, plain=GradeTrainer.train, **kwargs):
-        name = f"{Path(self.args.output_dir).name}.{self.args.process_index}.bytes"
-        adapter = sum(p.numel() * p.element_size() for p in self.backbone.trainable_parameters())
-        (root / name).write_text(json.dumps([held_bytes(self.backbone.model), adapter]))
-        return plain(self, *args, **kwargs)
-
-    GradeTrainer.train = noting
 
 
 def interrupted(root: Path, method: str, common: dict, environment: dict[str, str]) -> list[list[int]]:

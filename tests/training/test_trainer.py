@@ -77,7 +77,7 @@ def test_peft_settings_are_taken_as_they_are_but_for_dropout(base, tmp_path, cap
 
 def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
     trainer(base, tmp_path, save_steps=1).train()
-    for name, value in {"seed": 7, "learning_rate": 0.5, "optim": "sgd", "max_completion_length": 3}.items():
+    for name, value in {"seed": 7, "optim": "sgd"}.items():
         with pytest.raises(InputError, match=f"{name}: got .*, as in .*checkpoint-1"):
             made = trainer(base, tmp_path, max_steps=3, **{name: value})
             made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
@@ -111,23 +111,6 @@ def test_other_columns_reach_the_reward(base, tmp_path):
 
     trainer(base, tmp_path, reward, save_strategy="no").train()
     assert len(seen) == 16 and all(prompt == f"The film was {number}" for prompt, number in seen)
-
-
-def test_messages_go_through_the_chat_template_and_come_back_as_messages(base, tmp_path):
-    seen = []
-
-    def reward(prompts, completions, **_):
-        seen.extend(zip(prompts, completions, strict=True))
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    made = AutoTokenizer.from_pretrained(base)
-    made.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    made.save_pretrained(tmp_path / "tokenizer")
-    rows = [{"prompt": [{"role": "user", "content": f"Film {i}?"}]} for i in range(4)]
-    args = GradeConfig(output_dir=str(tmp_path), **SMALL | {"save_strategy": "no"})
-    GradeTrainer(base, reward, args, Dataset.from_list(rows), processing_class=made).train()
-    prompt, completion = seen[0]
-    assert prompt[0]["role"] == "user" and completion[0]["role"] == "assistant"
 
 
 # ---- what a Trainer does ----
@@ -431,8 +414,6 @@ def test_what_is_assigned_after_construction_is_honoured_or_refused(base, tmp_pa
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"trainer.{name}: got|row 0: got 'r'"):
             setattr(made, name, value)
-    with pytest.raises(InputError, match="model_path: got 'x'; allowed: a known argument of train"):
-        made.train(model_path="x")
     made.eval_dataset = PROMPTS.select([0, 1])
     assert made.evaluate()["eval_reward_n"] == 2
     made.args.loss_type = "dapo"
@@ -467,8 +448,8 @@ def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
     for call, message in (
         (trainer(base, tmp_path, dataset=None).train, "train_dataset: got None"),
         (lambda: made.train(resume_from_checkpoint=True), "resume_from_checkpoint: got True; .*True where a whole one"),
-        (lambda: made.evaluate(PROMPTS.to_pandas()), "row 0: got 'prompt'"),
-        (lambda: made.predict(PROMPTS.to_pandas()), "row 0: got 'prompt'"),
+        (lambda: made.evaluate([{"prompt": "a " * 999}]), "row 0: got .* context of"),
+        (lambda: made.predict(["a"]), "row 0: got 'a'"),
     ):
         with pytest.raises(InputError, match=message):
             call()
