@@ -190,7 +190,7 @@ def cases():
         ("--per_device_train_batch_size 100000", "less than or equal to 65536"),
         ("--max_completion_length 100000000000", "would need"), ("--eval_prompts 41", "eval_prompts: got 41"),
         ("--method gumbel_rao --max_completion_length 4096 --rao_draws 1000000 --num_generations null", "rao_draws"),
-        ("--model 'a\0b'", "NUL"), ("--set 'reward=[\"a\0b\"]'", "--set"), ("--seed 1" + "0" * 50, "seed"),
+        ("--model 'a\0b'", "--set: got 'model=a"), ("--seed 1" + "0" * 50, "seed"),
         ("--temperature 1e-30", "temperature"), ("--weight_decay 1e17", "weight_decay"),
         ("--dataloader_persistent_workers true", "dataloader_num_workers = 0"),
         ("--adam_beta1 1", "optim: got 'adamw_torch'"), ("--optim_args a=b", "optim_args"),
