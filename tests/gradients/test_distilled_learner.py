@@ -174,7 +174,8 @@ def test_the_gradient_is_that_of_the_formula(policy, monkeypatch, family, weight
 def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch, family):
     """Of one microbatch the halves are the parts; they are measured now and then, and weigh the steps between.
 
-    The share of the squared gradient is the root of R2; with `hinted` R2 itself, and KL is shortened as the reward is.
+    The share of the squared gradient is the root of R2; with `hinted` R2 itself, and the blend keeps the length
+    that the reward's gradient has.
     """
     choose_always(monkeypatch, Choice(1.0, 0.3, 1.2, 0.4))
     own, moments = learner(policy, "auto", [family]), torch.zeros(3, dtype=torch.float64)
@@ -194,8 +195,8 @@ def test_auto_is_the_blend_of_parts_that_were_computed_apart(policy, monkeypatch
         torch.testing.assert_close(own.blend.moments, moments, rtol=1e-9, atol=0)
         share = 0.3 if family == HINTED else math.sqrt(0.3)
         weight = own.blend.weight(share, own.reliability)
-        kept = own.reliability * share + weight * (1 - own.reliability * share) if family == HINTED else 1.0
-        want = plug + weight * residual + kept * penalty
+        length = own.reliability * share + weight * (1 - own.reliability * share) if family == HINTED else 1.0
+        want = (plug + weight * residual) / length + penalty
         assert (found - want).norm() <= 1e-10 * want.norm()
         assert float(own.figures["residual_weight"][0]) == pytest.approx(weight, rel=1e-6)  # float32
         assert 0 < own.reliability < 1 and 1 - own.reliability < weight < 1

@@ -317,7 +317,7 @@ class DistilledGradient(Learner):
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
-                    total = (plug + weight * residual + self._kept(weight) * penalty) * share
+                    total = ((plug + weight * residual) / self._length(weight) + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
             loss = -penalised(sample.reward, kl, seen.mask, objective.beta).nanmean().nan_to_num(0.0)
             steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, loss))
@@ -342,7 +342,7 @@ class DistilledGradient(Learner):
         square, shares = context.total(torch.stack([square, shares])).tolist()
         self.blend.add(context.total(plug), context.total(residual), square, shares, self.reliability)
         weight = self._weight()
-        gradient = plug + weight * residual + self._kept(weight) * penalty
+        gradient = (plug + weight * residual) / self._length(weight) + penalty
         parameters = self.backbone.trainable_parameters()
         for p, g in zip(parameters, split_vector(self.backbone, gradient), strict=True):
             p.grad = g if p.grad is None else p.grad + g
@@ -369,16 +369,17 @@ class DistilledGradient(Learner):
     def _weight(self) -> float:
         return self.blend.weight(self._explained(), self.reliability) if self.reliability > 0 else 1.0
 
-    def _kept(self, weight: float) -> float:
-        """How much of the reward's gradient is left, which KL's is shortened to as well; 1 where nothing tells.
+    def _length(self, weight: float) -> float:
+        """Length of the blend along the reward's gradient, by which it is divided; 1 where nothing tells.
 
-        With the share f of the squared gradient that is the plug-in's, ``1 - (1 - w) (1 - k t f)`` of its length is in
-        what is ascended. Only `hinted` has so few features that f is known (`families.Family.share`); for the others it
-        is a rough rule, with which KL would be weighed wrongly.
+        With the share f of the squared gradient that is the plug-in's, ``1 - (1 - w) (1 - k t f)`` of its length is
+        in ``a + w d``. Undivided, KL would weigh more, and AdamW, which remembers the size of a thousand gradients,
+        would take smaller steps after w has fallen. Only `hinted` has so few features that f is known
+        (`families.Family.share`); for the others it is a rough rule, with which KL would be weighed wrongly.
         """
         if self.fit is None or self.fit.family != HINTED:
             return 1.0
-        return 1 - (1 - weight) * (1 - self.reliability * self._explained())
+        return 1 - (1 - weight) * (1 - self.reliability * self._explained()) or 1.0
 
     def losses_from(
         self, hidden: Tensor, sample: Sample, first: int, objective: Objective
