@@ -44,7 +44,6 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.all_action import expected_values
 from grade.gradients.distilled.families import ADDITIVE, Family, Observed, make_family
 from grade.gradients.distilled.prior import fit_texts
 from grade.gradients.distilled.ridge import Choice, centred
@@ -58,8 +57,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
 from grade.models.prompts import ScoredTexts, decode
-from grade.models.sampling import early_rows
-from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
+from grade.models.scoring import hidden_logps, token_kl
 from grade.models.teacher import Teacher, names_sibling, with_siblings
 
 DECAY = 0.7
@@ -192,10 +190,10 @@ class DistilledGradient(Learner):
     def read(self, texts: ScoredTexts) -> None:
         """Take the reward distilled from scored texts as prior, if they explain anything of it."""
         prior = fit_texts({name: family for name, family in self.families.items() if family.additive}, texts)
-        if prior.significant:
-            self.prior = prior.fit
+        if prior.choice.significant:
+            self.prior = prior
         else:
-            r2 = prior.fit.choice.r2
+            r2 = prior.choice.r2
             warnings.warn(f"{len(texts)} texts explain {r2:.3f} of the reward: they are not used", stacklevel=2)
 
     def step(
@@ -310,8 +308,7 @@ class DistilledGradient(Learner):
             for rows in [slice(0, half), slice(half, size)] if half else [slice(0, size)]:  # whole groups
                 part = sample[rows]
                 share = each * len(part.reward) / size
-                with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
-                    hidden = predicting_hidden(self.backbone, part.seen.prompts, part.seen.ids)
+                hidden = self.hidden(part.seen.prompts, part.seen.ids)
                 losses, kl[rows] = self.losses_from(hidden, part, (place * size + rows.start) // group, objective)
                 if measured:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
@@ -404,9 +401,7 @@ class DistilledGradient(Learner):
             fits.append((self.fit, self.fit.without(first, len(seen.ids) // group) * self.trust))
         for fit, weights in fits:
             family = self.families[fit.family]
-            # Of the distribution that was sampled from.
-            values, early, eos = family.values(weights, seen), early_rows(mask, least), backbone.eos_token_ids
-            expected = expected_values(backbone.head, hidden.flatten(0, 1), values, eos, early).view(mask.shape) * mask
+            expected = family.expected(weights, seen, hidden, least)
             plug = plug - expected.sum(1).mean()
             if family.additive:
                 future = expected.detach().flip(1).cumsum(1).flip(1) - expected.detach()
