@@ -257,6 +257,22 @@ def test_a_row_of_training_from_scored_text_is_the_metrics(label, subject):
     assert " | ".join(row[3:]).removesuffix(" |") == " | ".join(cells), cells
 
 
+H100 = {
+    "Qwen3-4B: `ste` in four settings, six other methods": ("memory", "qwen3", ("traced", "predicted")),
+    "TRL's, Qwen2.5-1.5B: GRPO, SFT, DPO; LoRA or all weights": ("trl", "qwen2.5", ("traced",)),
+    "TRL's, SmolLM2: the same": ("trl", "smollm2", ("traced",)),
+}
+
+
+@pytest.mark.parametrize("label, file, model, ratios", [(label, *row) for label, row in H100.items()])
+def test_a_row_of_steps_on_a_gpu_is_what_was_measured(label, file, model, ratios):
+    folder = ROOT / "outputs/nvidia-h100-80gb-hbm3"
+    steps = [s for s in json.loads((folder / f"{file}.json").read_text())["steps"] if s["name"].startswith(model)]
+    each = [[step[f"{ratio}_over_measured"] for step in steps] for ratio in ratios]
+    cells = [label, str(len(steps)), *(f"{min(values):.3f} to {max(values):.3f}" for values in each)]
+    assert f"| {' | '.join(cells)} |" in (ROOT / "docs/memory.md").read_text(encoding="utf-8"), cells
+
+
 def test_every_public_name_is_documented():
     places = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.M)
     assert sorted(name for _, name in places) == grade.__all__

@@ -87,7 +87,7 @@ def _memory(args: argparse.Namespace) -> None:
         def known(step: StepConfig, gpus: int, way: plan.Way) -> Trace:
             bar.set_postfix_str(f"{step.method} B={step.batch_size} T={step.max_new_tokens}")
             several = {} if gpus == 1 else dict(processes=gpus, sharding=way)
-            traced = trace(step, device=args.device, all_layers=args.all_layers, all_passes=args.all_layers, **several)
+            traced = trace(step, device=args.device, all_layers=args.all_layers, **several)
             bar.update()
             return traced
 

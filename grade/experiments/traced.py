@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import pandas as pd
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from grade.gradients.losses import clipped_surrogate, k3
 from grade.memory.models import build_backbone, model_config, with_layers
@@ -136,7 +136,7 @@ class PolicyStepConfig(TracedConfig):
     reference: bool = Field(True, description="score the reference, for KL")
     kl_coef: float = Field(0.005, ge=0, description="weight beta of KL (k3 estimator)")
 
-    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
+    def microbatch(self, backbone: Backbone) -> Microbatch:  # noqa: D102
         prompts, generator, scale = self.prompts(backbone), generator_on(backbone), 1 / self.gradient_accumulation_steps
         shape = (self.batch_size, self.max_new_tokens)
         ids = torch.randint(backbone.vocab_size, shape, generator=generator, device=backbone.device)
@@ -203,6 +203,4 @@ def zero3_share(whole: Trace, config: TracedConfig, gpus: int) -> Trace:
         phases[name] = {c: -(-n // gpus) if c in divided else n for c, n in parts.items()}
         phases[name]["weights"] += table + 2 * layer
         phases[name]["gradients"] += layer if config.adapter == "full" and name == "backward" else 0
-    peak_phase = max(phases, key=lambda name: sum(phases[name].values()))
-    parts = phases[peak_phase]
-    return replace(whole, peak=sum(parts.values()), categories=parts, phases=phases, peak_phase=peak_phase)
+    return replace(whole, phases=phases)

@@ -14,7 +14,7 @@ token ids, and a relaxed token ``y = relax(z / tau)`` [K]:
   (`grade.gradients.all_action`). It has no support and no tau.
 
 All but `gumbel` are straight-through: the text is hard, and what backward needs follows from logits and token alone
-(`Estimator.draw_given`). Their completions may therefore come from any sampler; only `gumbel` needs the noise that drew
+(`Estimator.draw`). Their completions may therefore come from any sampler; only `gumbel` needs the noise that drew
 them.
 
 Each is a subclass of `Estimator` in `ESTIMATORS`. Everything else (engines, method names, which settings are read)
@@ -131,48 +131,47 @@ class Estimator:
     ``<name>`` (replay engine) and, unless it redraws, ``<name>_legacy`` (the original engine).
 
     Attributes:
-        hard: Whether the forward token is one-hot. Only hard text can be sampled elsewhere (`draw_given`).
-        redraws: Whether backward uses supports and noise redrawn given the token (`draw_given`) instead of those that
-            chose it. Only the replay engine supports that.
+        hard: Whether the forward token is one-hot. Only hard text can be sampled elsewhere.
+        redraws: Whether backward uses supports and noise redrawn given the token instead of those that chose it. Only
+            the replay engine supports that.
         dense: Whether backward goes through the policy's softmax over the whole vocabulary, without noise or tau. Then
             a rollout keeps no support but the token, and `relax` only chooses it.
-        options: Settings that only this estimator reads; with other methods they are an error.
     """
 
     hard: bool = True
     redraws: bool = False
     dense: bool = False
-    options: tuple[str, ...] = ()
 
-    def draw(self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Support and noise that choose the token of one position, from logits [B, V], -inf for forbidden tokens.
-
-        Returns token ids [B, K] (largest first, except for the full vocabulary) and their noise [B, K] in float32.
-        """
-        return _drawn(logits, None, config, generator)
-
-    def draw_given(
-        self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+    @torch.no_grad()
+    def draw(
+        self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator, token: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Support and noise of one position given its token: what the straight-through backward pass needs.
+        """Support and noise of one position that choose its token, or given its token.
 
         Args:
             logits: Policy logits [B, V] in float32 or float64, -inf for forbidden tokens.
-            token: Tokens [B].
             config: Kind and size of the support, draws M.
             generator: Source of the noise.
+            token: Tokens [B] that were drawn: what the straight-through backward pass needs for them.
 
         Returns:
-            Token ids and noise, each [B, K], or [B, M, K] for `gumbel_rao`. The token has the largest ``l + noise``
-            (except for `reinmax`, whose noise is 0). With `perturbed_top_k` each draw of noise has its own support.
-
-        Raises:
-            InputError: For an estimator with soft tokens.
+            Token ids and noise, each [B, K] (largest first, except for the full vocabulary); given a token [B, M, K]
+            for `gumbel_rao`. The token has the largest ``l + noise`` (except for `reinmax`, whose noise is 0). With
+            `perturbed_top_k` each draw of noise has its own support.
         """
-        if not self.hard:
-            hard = ", ".join(name for name, other in ESTIMATORS.items() if other.hard)
-            raise InputError("estimator", config.estimator, f"{hard}: soft tokens are not determined by text")
-        return _drawn(logits, token, config, generator)
+        k = config.gumbel_topk or logits.shape[1]
+        if k < logits.shape[1] and config.support == "perturbed_top_k":
+            if token is None:
+                noise = gumbel_noise(tuple(logits.shape), generator, logits.device)
+            else:
+                noise = _conditional_noise(logits, token, generator)
+            support = (logits + noise).topk(k).indices
+            return support, noise.gather(1, support)
+        support = _likeliest(logits, token, k)
+        if token is None:
+            return support, gumbel_noise(tuple(support.shape), generator, logits.device)
+        chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
+        return support, _conditional_noise(logits.gather(1, support), chosen, generator)
 
     def relax(self, z: Tensor, tau: float) -> Tensor:
         """Relaxed token [..., K] of perturbed logits ``z = l + g`` [..., K]; see the function `relax`."""
@@ -189,26 +188,6 @@ class Estimator:
             tau: Gumbel temperature.
         """
         return self.relax(logits + noise, tau)
-
-
-@torch.no_grad()
-def _drawn(
-    logits: Tensor, token: Tensor | None, config: RelaxationConfig, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Support and noise [B, K] of one position from logits [B, V], given its tokens [B] or not."""
-    k = config.gumbel_topk or logits.shape[1]
-    if k < logits.shape[1] and config.support == "perturbed_top_k":
-        if token is None:
-            noise = gumbel_noise(tuple(logits.shape), generator, logits.device)
-        else:
-            noise = _conditional_noise(logits, token, generator)
-        support = (logits + noise).topk(k).indices
-        return support, noise.gather(1, support)
-    support = _likeliest(logits, token, k)
-    if token is None:
-        return support, gumbel_noise(tuple(support.shape), generator, logits.device)
-    chosen = (support == token.unsqueeze(1)).to(torch.uint8).argmax(1)
-    return support, _conditional_noise(logits.gather(1, support), chosen, generator)
 
 
 def _likeliest(logits: Tensor, token: Tensor | None, k: int) -> Tensor:
@@ -233,12 +212,15 @@ class _GumbelSoftmax(Estimator):
 class _RaoBlackwellised(Estimator):
     """Straight-through, its gradient averaged over M draws of the noise given the token."""
 
-    redraws, options = True, ("rao_draws",)
+    redraws = True
 
-    def draw_given(  # noqa: D102
-        self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+    def draw(  # noqa: D102
+        self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator, token: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        draws = (_drawn(logits, token, config, generator) for _ in range(config.rao_draws))
+        draw = super().draw
+        if token is None:
+            return draw(logits, config, generator)
+        draws = [draw(logits, config, generator, token) for _ in range(config.rao_draws)]
         supports, noises = zip(*draws, strict=True)
         return torch.stack(supports, 1), torch.stack(noises, 1)
 
@@ -254,9 +236,11 @@ class _ReinMax(Estimator):
 
     redraws = True
 
-    def draw_given(  # noqa: D102
-        self, logits: Tensor, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+    def draw(  # noqa: D102
+        self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator, token: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if token is None:
+            return super().draw(logits, config, generator)
         support = _likeliest(logits, token, config.gumbel_topk)
         return support, torch.zeros_like(support, dtype=logits.dtype)
 
@@ -271,13 +255,12 @@ class _DenseStraightThrough(Estimator):
 
     redraws, dense = True, True
 
-    def draw(self, logits: Tensor, config: RelaxationConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: D102
-        one = config.model_copy(update={"gumbel_topk": 1, "support": "perturbed_top_k"})
-        return super().draw(logits, one, generator)
-
-    def draw_given(  # noqa: D102
-        self, logits: Tensor | None, token: Tensor, config: RelaxationConfig, generator: torch.Generator
+    def draw(  # noqa: D102
+        self, logits: Tensor | None, config: RelaxationConfig, generator: torch.Generator, token: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        if token is None:
+            one = config.model_copy(update={"gumbel_topk": 1, "support": "perturbed_top_k"})
+            return super().draw(logits, one, generator)
         return token.unsqueeze(-1), torch.zeros_like(token, dtype=torch.float32).unsqueeze(-1)
 
 

@@ -44,7 +44,6 @@ RELAXED: dict[str, Method] = {name: Method(name, "replay") for name in ESTIMATOR
 class PolicyGradientMethod:
     """A policy gradient."""
 
-    options: tuple[str, ...] = ()  # settings that only this method reads
     grouped: bool = False  # whether the baseline is the mean of the prompt's other completions
     clipped: bool = False  # whether the loss is the clipped surrogate, which several updates per step need
     value_head: bool = False  # whether it learns a value function, from which advantages follow token by token
@@ -54,15 +53,12 @@ class PolicyGradientMethod:
 
 
 POLICY_GRADIENT_METHODS: dict[str, PolicyGradientMethod] = {
-    "reinforce": PolicyGradientMethod(("baseline_momentum",), running_mean=True),
+    "reinforce": PolicyGradientMethod(running_mean=True),
     "rloo": PolicyGradientMethod(grouped=True),
     "remax": PolicyGradientMethod(greedy=True),
-    "grpo": PolicyGradientMethod(("scale_rewards", "self_certainty_reward"), grouped=True, clipped=True),
-    "ppo": PolicyGradientMethod(
-        ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages", "value_fit"),
-        clipped=True, value_head=True, passes=4,
-    ),
-}  # fmt: skip
+    "grpo": PolicyGradientMethod(grouped=True, clipped=True),
+    "ppo": PolicyGradientMethod(clipped=True, value_head=True, passes=4),
+}
 POLICY_GRADIENTS: tuple[str, ...] = tuple(POLICY_GRADIENT_METHODS)
 DISTILLED = "distilled"
 """The method that differentiates a reward distilled from scored completions (`grade.gradients.distilled`)."""
@@ -101,7 +97,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("hops", "hop_tolerance"), tuple(RELAXED)),
     **dict.fromkeys(("gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps"), _NOISY),
     "gradient_checkpointing": (*_REPLAYED, *POLICY_GRADIENTS, DISTILLED, OFFLINE, TEACHER),
-    **{option: (name,) for name, estimator in ESTIMATORS.items() for option in estimator.options},
+    "rao_draws": ("gumbel_rao",),
     **dict.fromkeys(
         ("num_generations", "teacher_beta", "teacher_context", "teacher_topk"), (*POLICY_GRADIENTS, DISTILLED, TEACHER)
     ),
@@ -111,7 +107,11 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("residual_weight", "distil_window", "substitutions"), (DISTILLED,)),
     **dict.fromkeys(("distil_families", "own_completions"), (DISTILLED, OFFLINE)),
     **dict.fromkeys(("epsilon", "passes_per_step", "minibatches"), _CLIPPED),
-    **{option: (name,) for name, method in POLICY_GRADIENT_METHODS.items() for option in method.options},
+    "baseline_momentum": ("reinforce",),
+    **dict.fromkeys(("scale_rewards", "self_certainty_reward"), ("grpo",)),
+    **dict.fromkeys(
+        ("gamma", "gae_lambda", "value_learning_rate", "value_clip", "whiten_advantages", "value_fit"), ("ppo",)
+    ),
 }
 """Settings that only some methods read, with those methods. Any other setting applies to every method."""
 

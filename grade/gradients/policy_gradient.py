@@ -171,6 +171,22 @@ class Learner:
         """Trained parameters other than the adapter's."""
         return []
 
+    def tensors(self) -> dict[str, Tensor]:
+        """State for a checkpoint, beside `means`."""
+        return {}
+
+    def step(
+        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
+    ) -> list[GradientStep]:
+        """Sample completions, or take those that are given, and add their gradient; one result per microbatch.
+
+        Microbatches are this process's prompts, each once, with the generator for their completions; or completions.
+        """
+        self.figures = {}
+        steps = [self.accumulate(each, objective, 1 / context.microbatches) for each in self.sampled(microbatches)]
+        context.apply()
+        return steps
+
     def sample(self, prompts: PromptBatch, generator: torch.Generator) -> Completions:
         """G completions of each prompt."""
         return self._sample(prompts.repeat(self.config.group), generator)
@@ -183,6 +199,17 @@ class Learner:
     def sampled(self, microbatches: Iterable[Microbatch]) -> Iterator[Completions]:
         """Each microbatch's completions: sampled now, unless they are given."""
         return (one if isinstance(one, Completions) else self.sample(*one) for one in microbatches)
+
+    def hidden(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
+        """The policy's hidden states [B, T, D] that predict completions [B, T]."""
+        with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing) and torch.is_grad_enabled()):
+            return predicting_hidden(self.backbone, prompts, ids)
+
+    @torch.no_grad()
+    def reference(self, prompts: PromptBatch, ids: Tensor) -> Tensor:
+        """The same of the frozen base, without gradient."""
+        with self.backbone.reference():
+            return predicting_hidden(self.backbone, prompts, ids)
 
     def _note(self, figures: Mapping[str, Tensor | float]) -> None:
         for name, value in figures.items():
@@ -203,7 +230,7 @@ class PolicyGradient(Learner):
         return [] if self.value_head is None or self.closed_form else list(self.value_head.parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """State for a checkpoint, beside `means`: the value head's."""
+        """The value head's."""
         return {} if self.value_head is None else self.value_head.state_dict()
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -213,20 +240,11 @@ class PolicyGradient(Learner):
     def step(
         self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        """Sample completions, or take those that are given, and take the method's updates.
-
-        Microbatches are this process's prompts, each once, with the generator for their completions; or completions.
-        There is one result per microbatch, under the policy that sampled it.
-        """
-        self.figures = {}
-        completions, scale = self.sampled(microbatches), 1 / context.microbatches
-        if self.config.updates > 1 or self.method.value_head:
-            steps = self._update_often(completions, objective, context, scale)
-        else:
-            steps = [self.accumulate(each, objective, scale) for each in completions]
-            context.apply()
+        """As `Learner.step`, with all of the method's updates; results are under the policy that sampled."""
+        often = self.config.updates > 1 or self.method.value_head
+        steps = (self._update_often if often else super().step)(microbatches, objective, context)
         if self.method.running_mean:
-            means = torch.stack([-step.loss for step in steps]).sum() * scale
+            means = torch.stack([-step.loss for step in steps]).sum() * (1 / context.microbatches)
             self.means.append(float(context.total(means)))
         return steps
 
@@ -237,17 +255,16 @@ class PolicyGradient(Learner):
         """
         # Scored before the pass with gradient, so that a large reward model does not come on top of its graph.
         reward = None if self.config.self_certainty_reward else self._reward(completions, objective)
-        logps, kl, *others = self._terms(completions, None)
-        seen = self._experience(completions, objective, (logps, kl, *others), reward)
-        loss = self._loss(logps, kl, seen, objective, objective.taught(others[0], *completions.text))
-        (loss * scale).backward(inputs=self.backbone.trainable_parameters())
+        terms = self._terms(completions, None)
+        seen = self._experience(completions, objective, terms, reward)
+        (self._loss(terms, seen, objective) * scale).backward(inputs=self.backbone.trainable_parameters())
         return _result(seen)
 
     def _update_often(
-        self, microbatches: Iterable[Completions], objective: Objective, context: StepContext, scale: float
+        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
     ) -> list[GradientStep]:
-        experience = []
-        for completions in microbatches:
+        self.figures, experience = {}, []
+        for completions in self.sampled(microbatches):
             with torch.no_grad():
                 experience.append(self._experience(completions, objective, self._terms(completions, None)))
         if self.closed_form:  # after the advantages: a baseline must not have seen its own completions
@@ -263,10 +280,8 @@ class PolicyGradient(Learner):
                     p.grad = None
                 for seen in experience:
                     rows = seen.rows(slice(part, None, self.config.minibatches))
-                    logps, kl, hidden, _ = self._terms(rows.completions, rows.reference)
-                    taught = objective.taught(hidden, *rows.completions.text)
-                    loss = self._loss(logps, kl, rows, objective, taught) + self._value_loss(hidden, rows)
-                    (loss * scale).backward(inputs=inputs)
+                    loss = self._loss(self._terms(rows.completions, rows.reference), rows, objective)
+                    (loss * (1 / context.microbatches)).backward(inputs=inputs)
                 context.apply()
         return [_result(seen) for seen in experience]
 
@@ -298,11 +313,9 @@ class PolicyGradient(Learner):
         prompts, ids, mask = completions.text
         exact = self.config.kl_estimator == "exact"
         if reference is None:
-            with torch.no_grad(), self.backbone.reference():
-                reference = predicting_hidden(self.backbone, prompts, ids)
-                reference = reference if exact else self._logps(reference, completions)
-        with self.backbone.checkpointed_layers(self.config.gradient_checkpointing and torch.is_grad_enabled()):
-            hidden = predicting_hidden(self.backbone, prompts, ids)
+            reference = self.reference(prompts, ids)
+            reference = reference if exact else self._logps(reference, completions)
+        hidden = self.hidden(prompts, ids)
         logps = self._logps(hidden, completions)
         if exact:
             return logps, token_kl(self.backbone, hidden, reference, mask), hidden, reference
@@ -357,10 +370,11 @@ class PolicyGradient(Learner):
             advantages = losses.grpo(grouped, self.config.scale_rewards == "group")
         return advantages.nan_to_num(0.0).reshape(-1, 1)
 
-    def _loss(
-        self, logps: Tensor, kl: Tensor, seen: _Experience, objective: Objective, taught: Tensor | None
-    ) -> Tensor:
+    def _loss(self, terms: tuple[Tensor, ...], seen: _Experience, objective: Objective) -> Tensor:
+        """Of an update, with a trained value head's; ``terms`` are those of `_terms`, with gradient."""
+        logps, kl, hidden, _ = terms
         mask, epsilon = seen.completions.mask, self.config.epsilon
+        taught = objective.taught(hidden, *seen.completions.text)
         if self.method.clipped:
             weighted = losses.clipped_surrogate(logps, seen.logps, seen.advantages, epsilon)
             self._note({"clip_fraction": losses.clip_fraction(logps.detach(), seen.logps, mask, epsilon)})
@@ -373,15 +387,13 @@ class PolicyGradient(Learner):
         penalty = objective.beta * seen.kl_factor * sequence_mean(kl, mask).mean()
         if taught is not None:
             penalty = penalty + seen.kl_factor * sequence_mean(taught, mask).mean()
-        return -(weighted * mask).sum(-1).mean() + penalty
-
-    def _value_loss(self, hidden: Tensor, seen: _Experience) -> Tensor | float:
+        loss = -(weighted * mask).sum(-1).mean() + penalty
         if self.value_head is None or self.closed_form:
-            return 0.0
+            return loss
         each = losses.value_loss(self.value_head(hidden), seen.values, seen.targets, self.config.value_clip)
-        loss = sequence_mean(each, seen.completions.mask).mean()
-        self._note({"value_loss": loss.detach()})
-        return loss
+        value_loss = sequence_mean(each, mask).mean()
+        self._note({"value_loss": value_loss.detach()})
+        return loss + value_loss
 
 
 def _result(seen: _Experience) -> GradientStep:

@@ -72,7 +72,7 @@ def sample(backbone: Backbone, prompts: PromptBatch, config: RelaxationConfig, g
             else:
                 e = weighted_embedding(backbone.embedding_weight, support, y) * backbone.embedding_scale
             if estimator.redraws:
-                support, noise = estimator.draw_given(logits, token, config, generator)
+                support, noise = estimator.draw(logits, config, generator, token)
             rows.append((token, alive, support, noise, e))
             alive = alive & ~is_eos(token, eos)
             if step + 1 < config.max_new_tokens:
@@ -90,7 +90,7 @@ def condition(
     """A rollout of completions that were sampled elsewhere, for the straight-through estimators.
 
     One teacher-forced pass without gradient gives the logits of every position; supports and noise are drawn given the
-    tokens (`Estimator.draw_given`). `st` needs neither, so it takes no pass. For samples of the policy, the rollout has
+    tokens (`Estimator.draw`). `st` needs neither, so it takes no pass. For samples of the policy, the rollout has
     the same distribution as one of `sample`. For samples of another policy the gradient is off-policy, which is not
     corrected here.
 
@@ -110,14 +110,17 @@ def noise_given(
     backbone: Backbone, hidden: Tensor | None, ids: Tensor, mask: Tensor, config: RelaxationConfig,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Estimator.draw_given` for completions [B, T], from the hidden states [B, T, D] that predict their tokens.
+    """`Estimator.draw` given completions [B, T], from the hidden states [B, T, D] that predict their tokens.
 
     Supports and noise are [B, T, K] or [B, T, M, K]. The head runs in row chunks, so no [B, T, V] tensor exists; a
     dense estimator reads neither it nor the hidden states.
     """
     estimator = ESTIMATORS[config.estimator]
+    if not estimator.hard:
+        hard = ", ".join(name for name, other in ESTIMATORS.items() if other.hard)
+        raise InputError("estimator", config.estimator, f"{hard}: soft tokens are not determined by text")
     if estimator.dense:
-        return estimator.draw_given(None, ids, config, generator)
+        return estimator.draw(None, config, generator, ids)
     rows, flat = hidden.flatten(0, 1), ids.flatten()
     # A masked position may hold a token that is forbidden there. Draws there affect no result, so none is forbidden.
     steps = torch.where(mask.bool(), torch.arange(ids.shape[1], device=ids.device), config.min_new_tokens)
@@ -127,7 +130,7 @@ def noise_given(
             logits = backbone.head(rows[chunk])
             step = steps.flatten()[chunk].unsqueeze(1)
             logits = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
-            draws.append(estimator.draw_given(logits, flat[chunk], config, generator))
+            draws.append(estimator.draw(logits, config, generator, flat[chunk]))
     return tuple(torch.cat(parts).unflatten(0, ids.shape) for parts in zip(*draws, strict=True))
 
 
@@ -135,9 +138,8 @@ def _check(backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, 
     """Reject completions [B, T] that the policy could not have written."""
     check_shapes(prompts, ids, mask)
     valid = mask.bool()
-    for n, row in enumerate(mask.tolist()):
-        if row != sorted((int(bool(m)) for m in row), reverse=True) or not row[0]:
-            raise ValueError(f"completion mask, row {n}: {row} is not ones, at least one, and then zeros")
+    if not valid[:, 0].all() or (valid[:, 1:] & ~valid[:, :-1]).any():
+        raise ValueError(f"completion masks {mask.tolist()} are not ones, at least one, and then zeros")
     tokenizer = backbone.tokenizer
     known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
     if unknown := {token for token in ids[valid].tolist() if not 0 <= token < known}:

@@ -14,14 +14,11 @@ policy gradient or `distilled` the divergence is a reward, and its gradient is e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor
 
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
-from grade.gradients.policy_gradient import Completions, Learner, Microbatch, StepContext
-from grade.models.scoring import predicting_hidden, token_kl
+from grade.gradients.policy_gradient import Completions, Learner
+from grade.models.scoring import token_kl
 
 
 class TeacherGradient(Learner):
@@ -29,26 +26,12 @@ class TeacherGradient(Learner):
 
     inverse = True  # nothing here reads the noise
 
-    def tensors(self) -> dict[str, Tensor]:
-        """State for a checkpoint: none."""
-        return {}
-
-    def step(
-        self, microbatches: Iterable[Microbatch], objective: Objective, context: StepContext
-    ) -> list[GradientStep]:
-        """Add the gradient along completions, sampled now or given; the reward is minus the divergence."""
-        self.figures = {}
-        steps = [self._accumulate(each, objective, 1 / context.microbatches) for each in self.sampled(microbatches)]
-        context.apply()
-        return steps
-
-    def _accumulate(self, completions: Completions, objective: Objective, scale: float) -> GradientStep:
+    def accumulate(self, completions: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
+        """Add the gradient along completions; the reward is minus the divergence."""
         (prompts, ids, mask), teacher, near = completions.text, objective.teacher, objective.beta > 0
         states = teacher.hidden(prompts, ids, mask)
-        with torch.no_grad(), self.backbone.reference():
-            reference = predicting_hidden(self.backbone, prompts, ids) if near else None
-        with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
-            hidden = predicting_hidden(self.backbone, prompts, ids)
+        reference = self.reference(prompts, ids) if near else None
+        hidden = self.hidden(prompts, ids)
         divergence = sequence_mean(teacher.divergence(hidden, states, mask), mask)
         loss, kl = teacher.weight * divergence.mean(), torch.full(mask.shape, torch.nan, device=mask.device)
         if near:

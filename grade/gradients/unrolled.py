@@ -92,21 +92,6 @@ unrolled = partial(stepwise, options=UNROLLED)
 checkpointed = partial(stepwise, options=CHECKPOINTED)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One generated token, in the graph; what is optional is held as the options say, even if nothing reads it."""
-
-    token: Tensor  # hard [B]
-    alive: Tensor  # whether it counts [B]
-    support: Tensor  # [B, K]
-    e: Tensor  # [B, D]
-    y: Tensor  # weights [B, K]
-    soft: Tensor | None  # dense soft token [B, V]
-    logits: Tensor | None  # the policy's [B, V]
-    ref_logits: Tensor | None
-    kl: Tensor | None  # [B]
-
-
 class _Loop:
     """State of one generation."""
 
@@ -118,26 +103,29 @@ class _Loop:
         self.prompt_embeds, self.mask = backbone.embed(prompts.ids).detach(), prompts.mask
         self.alive = torch.ones(len(prompts), dtype=torch.bool, device=backbone.device)
         self.ref_cache = backbone.new_cache() if options.reference_cache else None
-        self.steps: list[_Step] = []
+        # Of each token its tensors in the graph, held as the options say, even if nothing reads them.
+        self.steps: list[dict[str, Tensor | None]] = []
 
     def step(self) -> None:
-        prefix = torch.cat([self.prompt_embeds, *[step.e.unsqueeze(1) for step in self.steps]], 1)
+        prefix = torch.cat([self.prompt_embeds, *[step["e"].unsqueeze(1) for step in self.steps]], 1)
         ref_hidden = self._reference(prefix.detach())
         draw: list[Tensor] = []  # support and noise: drawn once, reused when the step is recomputed
         run = partial(self._policy, len(self.steps), self.mask, ref_hidden, draw)
         if self.options.checkpoint:
-            e, y, soft, logits, kl = checkpoint(run, prefix, use_reentrant=False)
+            step = checkpoint(run, prefix, use_reentrant=False)
         else:
-            e, y, soft, logits, kl = run(prefix)
+            step = run(prefix)
         support = draw[0]
-        token = support.gather(1, y.detach().argmax(-1, keepdim=True)).squeeze(1)
+        token = support.gather(1, step["y"].detach().argmax(-1, keepdim=True)).squeeze(1)
         ref_logits = None if self.options.online_kl else self.backbone.head(ref_hidden)
-        self.steps.append(_Step(token, self.alive, support, e, y, soft, logits, ref_logits, kl))
+        self.steps.append(step | {"token": token, "alive": self.alive, "support": support, "ref_logits": ref_logits})
         self.alive = self.alive & ~is_eos(token, self.backbone.eos_token_ids)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
 
-    def _policy(self, step: int, mask: Tensor, ref_hidden: Tensor, draw: list[Tensor], prefix: Tensor):
-        """One policy step: relaxed embedding, weights, dense soft token, logits, KL."""
+    def _policy(
+        self, step: int, mask: Tensor, ref_hidden: Tensor, draw: list[Tensor], prefix: Tensor
+    ) -> dict[str, Tensor | None]:
+        """One policy step: relaxed embedding e [B, D], weights y [B, K], dense soft token and logits [B, V], KL [B]."""
         backbone, config, options = self.backbone, self.config, self.options
         estimator = ESTIMATORS[config.estimator]
         h = backbone.hidden(prefix, mask)
@@ -157,7 +145,8 @@ class _Loop:
             e = soft.to(backbone.dtype) @ backbone.embedding_weight
         kl = kl_divergence(backbone.head, last, ref_hidden) if options.online_kl else None
         keep_logits = not options.online_kl or not options.drop_lists
-        return e * backbone.embedding_scale, y, soft, logits if keep_logits else None, kl
+        e = e * backbone.embedding_scale
+        return {"e": e, "y": y, "soft": soft, "logits": logits if keep_logits else None, "kl": kl}
 
     @torch.no_grad()
     def _reference(self, prefix: Tensor) -> Tensor:
@@ -169,8 +158,8 @@ class _Loop:
             return self.backbone.decode(new, self.mask, self.ref_cache)[:, -1]
 
     def stacked(self, name: str) -> Tensor:
-        """A field of all steps [B, T, ...]."""
-        return torch.stack([getattr(step, name) for step in self.steps], 1)
+        """A tensor of all steps [B, T, ...]."""
+        return torch.stack([step[name] for step in self.steps], 1)
 
     def reward_embeds(self, own: EmbeddingTable | None = None) -> Tensor:
         """Completion embeddings [B, T, D] for the reward, from the soft tokens; in its own table if it has one."""

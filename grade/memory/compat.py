@@ -32,12 +32,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from grade.errors import InputError
 from grade.memory.records import Category, LiveTracker
 from grade.memory.settings import Device
+from grade.memory.tracker import DispatchMode
 from grade.models import sampling
 from grade.models.backbone import Backbone
 from grade.models.sharding import RowShards, ShardedTable
@@ -86,7 +86,7 @@ class _Generator(torch.Generator):
         return super().__new__(cls) if torch.device(device).type == "meta" else _RealGenerator(device)
 
 
-class _SmallBags(TorchDispatchMode):
+class _SmallBags(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if ShardedTable in types:
             return NotImplemented  # it gathers its rows first

@@ -22,9 +22,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from grade.memory.tracker import tensors_in
+from grade.memory.tracker import DispatchMode, tensors_in
 from grade.models.sharding import ShardedTable
 
 FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -38,17 +37,13 @@ _outputs: dict[tuple, tuple[type | None, list] | None] = {}
 """How each call's outputs are made: the type that holds several, and shape, stride and type of each, or its value."""
 
 
-class NoData(TorchDispatchMode):
+class NoData(DispatchMode):
     """Lets code whose memory does not depend on data run on tensors without data.
 
     A check (``if finite``, ``if any alive``) is true and a step count is 1, as in a step without error; random numbers
     need no generator; copies to the CPU are zeros. Any other read of a value fails, because memory would then depend on
     data.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `grade.memory.tracker.MemoryTracker`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
@@ -69,7 +64,7 @@ class NoData(TorchDispatchMode):
         return call_on_meta(func, args, kwargs)
 
 
-class FakeFloats(TorchDispatchMode):
+class FakeFloats(DispatchMode):
     """Lets code of others run with fake numbers but real integers: token ids, masks, lengths, permutations.
 
     What is computed from real tensors alone and is neither floating-point nor larger than `_MOST_INTEGERS` is computed.
@@ -80,10 +75,6 @@ class FakeFloats(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `grade.memory.tracker.MemoryTracker`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}

@@ -56,11 +56,8 @@ def model_config(name: str, field: str = "model") -> PretrainedConfig:
 def read_config(field: str, value: str, source: str, allowed: str) -> PretrainedConfig:
     """A model's ``config.json``, from a folder or the hub."""
     require_source(field, source, allowed, SHAPES)
-    try:
+    with reading(field, value, allowed, Exception):  # transformers raises a dozen types
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # transformers raises a dozen types, which mean the same to the user
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(field, value, f"{allowed} ({reason})") from None
 
 
 def _shipped(name: str) -> PretrainedConfig:

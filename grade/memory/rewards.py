@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.gradients.methods import POLICY_GRADIENTS
 from grade.memory.meta import NoData
 from grade.memory.models import build_backbone, model_config, read_config
@@ -92,10 +92,8 @@ class _ClassifierInPhase(nn.Module, EmbeddedClassifier):
         nn.Module.__init__(self)
         device, config = backbone.device, _classifier_config(spec)
         with torch.device(device), NoData() if device.type == "meta" else contextlib.nullcontext():
-            try:
+            with reading("reward", spec, "a sequence classifier", ValueError):
                 model = AutoModelForSequenceClassification.from_config(config, dtype=config.dtype or torch.float32)
-            except ValueError as error:
-                raise InputError("reward", spec, f"a sequence classifier ({str(error)[:100]})") from None
         TextClassifier.__init__(self, model, None, model.config.id2label[0] if model.config.num_labels > 1 else None)
         self.left = hasattr(model, "score")  # decoders
         self._backbone = (backbone,)  # in a tuple: its weights are not this model's

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 import torch
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
-from torch import nn
 
 from grade.config import Config, allowed_names
 from grade.errors import InputError
@@ -88,7 +87,7 @@ class TracedConfig(Config):
         """A copy with other values, checked like any configuration."""
         return type(self).parse(self.model_dump() | values)
 
-    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:
+    def microbatch(self, backbone: Backbone) -> Microbatch:
         """The code that adds one microbatch's gradient; that of a `StepConfig` is in `grade.memory.step`."""
         raise NotImplementedError
 
@@ -129,12 +128,6 @@ def _as_in_training(name: str, default: Any = ...) -> Any:
     """A field of `MethodConfig`, perhaps with another default."""
     field = MethodConfig.schema().model_fields[name]
     return Field(field.default if default is ... else default, description=field.description)
-
-
-_OF_SOME_METHODS = (
-    "hops", "support", "gumbel_topk", "num_generations", "kl_estimator", "passes_per_step", "minibatches",
-    "self_certainty_reward", "distil_window", "distil_families", "teacher_beta",
-)  # fmt: skip
 
 
 class StepConfig(TracedConfig):
@@ -179,10 +172,6 @@ class StepConfig(TracedConfig):
             raise InputError("teacher", None, f"base, or another model, with family {HINTED}")
         if self.method == TEACHER and self.reward != fields["reward"].default:
             raise InputError("reward", self.reward, f"none with method {TEACHER}, which has no reward")
-        for option in _OF_SOME_METHODS:
-            value = getattr(self, option)
-            if not reads(self.method, option) and value != type(self).model_fields[option].default:
-                raise InputError(option, value, f"only with {', '.join(OPTIONS[option])}, not with {self.method}")
         if self.policy_gradient and self.engine != "auto":
             raise InputError("engine", self.engine, f"auto for {self.method}: a policy gradient has no engine")
         if self.gradient_checkpointing and self.engine_name == "checkpointed":
@@ -214,9 +203,13 @@ class StepConfig(TracedConfig):
 
     @property
     def trainer(self) -> MethodConfig:
-        """The trainers' settings of this step."""
-        names = (*_OF_SOME_METHODS, "gradient_checkpointing")
-        own = {name: getattr(self, name) for name in names if reads(self.method, name)}
+        """The trainers' settings of this step, which refuse those that the method does not read."""
+        own = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            changed = value != field.default and name != "gradient_checkpointing"  # here *_legacy has it too
+            if name in OPTIONS and (changed or reads(self.method, name)):
+                own[name] = value
         return MethodConfig(method=self.method, max_completion_length=self.max_new_tokens, **own)
 
     @property

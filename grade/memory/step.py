@@ -135,22 +135,27 @@ def make_step(config: TracedConfig, backbone: Backbone, others: list[nn.Module])
     """The step on the modules from `build`, on real tensors or without data; its optimizer state is filled."""
     trained_too: list[nn.Module] = []
     if not isinstance(config, StepConfig):
-        program = _accumulated(config, config.microbatch(backbone, others))
+        program = _accumulated(config, config.microbatch(backbone))
     elif not config.policy_gradient:
         program = _accumulated(config, _relaxed(config, backbone, others[0]))
     else:
         program, trained_too = _policy_gradient(config, backbone, others)
     groups = [backbone.trainable_parameters(), *(list(module.parameters()) for module in trained_too)]
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, weight_decay=0.0)
-    for parameter in (p for group in groups for p in group):
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    fill_state(optimizer)
     trained = {id(p) for p in groups[0]}
     base = [p for p in backbone.parameters() if config.adapter == "full" or id(p) not in trained]
     copies = [torch.empty_like(p, requires_grad=False) for _ in range(config.base_copies - 1) for p in base]
     kinds = 2 if isinstance(config, StepConfig) and config.method == DISTILLED else 1
     return Step(backbone, optimizer, program, [*others, *trained_too], copies, kinds)
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the state that it has in every step of a run but the first."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _accumulated(config: TracedConfig, microbatch: Microbatch) -> Program:

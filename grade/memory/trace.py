@@ -64,10 +64,7 @@ class LargeTensor:
 class Trace:
     """The memory of one optimizer step."""
 
-    peak: int  # highest live bytes
-    categories: dict[Category, int]  # bytes at the peak by category; they sum to ``peak``
     phases: dict[str, dict[Category, int]]  # for each phase, in order, bytes by category at its own peak
-    peak_phase: str  # phase of the peak
     largest: list[LargeTensor]  # the ten largest tensors at the peak that the step made (of the traced layers)
     timeline: list[tuple[str, int]]  # live bytes after each allocation, and the phase (of the traced layers)
     layers: int  # layers of the model
@@ -75,6 +72,21 @@ class Trace:
     flops: int  # floating point operations of the step's products and attention
     seconds: float  # wall time of the trace
     received: int = 0  # bytes that reach this process from others in the step
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of the peak."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def categories(self) -> dict[Category, int]:
+        """Bytes at the peak by category."""
+        return self.phases[self.peak_phase]
+
+    @property
+    def peak(self) -> int:
+        """The highest live bytes."""
+        return sum(self.categories.values())
 
     @property
     def fixed_bytes(self) -> int:
@@ -88,16 +100,16 @@ class Trace:
 
 
 def trace(
-    config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False, all_passes: bool = True,
-    processes: int = 1, sharding: Sharding = "fsdp2",
+    config: TracedConfig, *, device: Device = "cuda", all_layers: bool = False, processes: int = 1,
+    sharding: Sharding = "fsdp2",
 ) -> Trace:  # fmt: skip
     """Trace one optimizer step.
 
     Args:
         config: The step.
         device: Where it would run; on a CPU, float32 sampling uses another product for few rows.
-        all_layers: Trace every layer, without extrapolation.
-        all_passes: Run every pass that samples; otherwise the first and the last ones, for the same peaks.
+        all_layers: Trace every layer, without extrapolation, and every pass that samples, not only the first and the
+            last ones: the same peaks, and a timeline of the whole step.
         processes: Processes that train together, each with the batch of ``config``; the first one is traced.
         sharding: How they share the base.
 
@@ -108,7 +120,7 @@ def trace(
         InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
             message names the line).
     """
-    with contextlib.nullcontext() if all_passes else few_passes(config.max_new_tokens):
+    with contextlib.nullcontext() if all_layers else few_passes(config.max_new_tokens):
         return extrapolated(config.model, all_layers, lambda m: trace_layers(config, m, device, processes, sharding))
 
 
@@ -245,7 +257,7 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
         return round(values[1] + slope * (layers - traced[1]))
 
     last, sites = trackers[-1], [tracker.peaks() for tracker in trackers]
-    highest = dict[str, tuple[int, tuple]]()
+    highest = dict[str, tuple[int, tuple]]()  # of each phase, and where
     for key in sites[-1]:
         if all(key in site for site in sites):
             peak = at(*(site[key].live for site in sites))
@@ -259,8 +271,7 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
             for record in tracker.alive_at(site[key].birth):
                 count[tracker.category(record, vocab)] += record.nbytes
         phases[name] = {c: at(*(count[c] for count in parts)) for c in categories}
-    peak_phase = max(highest, key=lambda name: highest[name][0])
-    peak, key = highest[peak_phase]
+    _, key = max(highest.values(), key=lambda site: site[0])
     made = [r for r in last.alive_at(sites[-1][key].birth) if last.category(r, vocab) not in FIXED]
     largest = [
         LargeTensor(r.nbytes, r.shape, str(r.dtype).removeprefix("torch."), last.category(r, vocab), r.op, r.module,
@@ -268,7 +279,5 @@ def _assemble(trackers: list[LiveTracker], traced: list[int], layers: int, vocab
         for r in sorted(made, key=lambda r: -r.nbytes)[:10]
     ]  # fmt: skip
     timeline = [(r.phase, r.live) for r in last.records if r.op != "existing"]
-    return Trace(
-        peak, phases[peak_phase], phases, peak_phase, largest, timeline, layers, traced[-1],
-        at(*(t.flops for t in trackers)), seconds, at(*(t.received for t in trackers)),
-    )  # fmt: skip
+    flops, received = (at(*(getattr(t, name) for t in trackers)) for name in ("flops", "received"))
+    return Trace(phases, largest, timeline, layers, traced[-1], flops, seconds, received)

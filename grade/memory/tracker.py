@@ -26,7 +26,15 @@ _OLDER = -1
 _INTRODUCES_ITS_INPUT = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
-class MemoryTracker(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """A mode without what torch wraps around it, which takes a tenth of a trace: nothing is compiled here."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class MemoryTracker(DispatchMode):
     """Counts live storage bytes while it is active.
 
     Storages that existed before are not counted, not even when an operator views or writes them, unless they were
@@ -67,10 +75,6 @@ class MemoryTracker(TorchDispatchMode):
             if known is not None and known[1] == _OLDER:
                 del self._live[storage._cdata]
             self._count(tensor)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and what torch wraps around a mode takes a tenth of a trace
 
     def __torch_dispatch__(  # noqa: D105 - the hook of TorchDispatchMode
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -38,6 +38,7 @@ from grade.memory.compat import kernels_of
 from grade.memory.meta import FakeFloats
 from grade.memory.records import LiveTracker
 from grade.memory.settings import Device, TrlName
+from grade.memory.step import fill_state
 from grade.memory.trace import AT_EACH_END, Trace, extrapolated, grow_cache, to_fake
 from grade.memory.trl_file import parser, read_trl
 
@@ -206,7 +207,7 @@ def trace_trl(step: TrlStep, *, device: Device = "cuda", all_layers: bool = Fals
     return extrapolated(step.model, all_layers, lambda model: _trace_layers(step, model, device, all_layers))
 
 
-def _trace_layers(step: TrlStep, model: PretrainedConfig, device: Device, all_passes: bool) -> LiveTracker:
+def _trace_layers(step: TrlStep, model: PretrainedConfig, device: Device, all_layers: bool) -> LiveTracker:
     mode, watch = FakeFloats(), Watch(0)
     with contextlib.ExitStack() as within:
         folder = within.enter_context(tempfile.TemporaryDirectory())
@@ -216,7 +217,7 @@ def _trace_layers(step: TrlStep, model: PretrainedConfig, device: Device, all_pa
         to_fake(mode.fake, *watch.modules)
         if device == "cuda":
             within.enter_context(_in_place(watch.tracker))
-        if not all_passes and hasattr(trainer, "generation_config"):
+        if not all_layers and hasattr(trainer, "generation_config"):
             within.enter_context(_few_passes(trainer, watch.tracker))
         within.enter_context(reading("traced step", step.trainer, "a step that runs on fake tensors", Exception))
         for context in (_quiet(), mode, kernels_of(device, fakes=True)):
@@ -233,12 +234,8 @@ class Watch(TrainerCallback):
         self._open = contextlib.ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **_: Any) -> None:  # noqa: D102
-        if self.at:
-            return
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if not self.at:
+            fill_state(optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:  # noqa: D102
         if state.global_step != self.at:

@@ -16,11 +16,10 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grade.config import allowed_names, parse_yaml, read_yaml
+from grade.config import parse_yaml, read_yaml
 from grade.errors import InputError, reading
 from grade.files import atomic, write_text
 
@@ -86,8 +85,8 @@ def workspace_of(root: Path, profile: str) -> Path:
     return (root / ".workspaces" / profile).resolve()
 
 
-def prepare_workspace(root: Path, profile: str, stages: Sequence[str] = ()) -> Path:
-    """Make or refresh a profile's workspace, and return it, if the stages that are to run in it exist.
+def prepare_workspace(root: Path, profile: str) -> Path:
+    """Make or refresh a profile's workspace, and return it.
 
     It gets the project's files as they are now (tracked, or untracked and not ignored) without its results; what the
     workspace made itself stays.
@@ -102,8 +101,6 @@ def prepare_workspace(root: Path, profile: str, stages: Sequence[str] = ()) -> P
         pipeline = (root / "dvc.yaml").read_text(encoding="utf-8")
         if suite not in pipeline:
             raise ValueError("it does not")
-        if stages:
-            _check_stages(root, pipeline, profile, stages)
     files, workspace = _project_files(root), workspace_of(root, profile)
     workspace.mkdir(parents=True, exist_ok=True)
     manifest = workspace / ".workspace-files"  # what was copied last time, so that what is gone can go here too
@@ -125,19 +122,6 @@ def prepare_workspace(root: Path, profile: str, stages: Sequence[str] = ()) -> P
             write_text(workspace / name, text)
     manifest.write_bytes(b"".join(os.fsencode(f"{name}\0") for name in files))
     return workspace
-
-
-def _check_stages(root: Path, pipeline: str, profile: str, stages: Sequence[str]) -> None:
-    """Refuse a name that is neither a stage's nor that of a matrix of stages."""
-    from dvc.parsing import DataResolver
-    from dvc.repo import Repo
-
-    with Repo(str(root)) as repo:
-        content = parse_yaml(pipeline) | {"vars": [suite_values(root, profile)]}
-        known = list(DataResolver(repo, str(root), content).get_keys())
-    for name in stages:
-        if name not in {*known, *(stage.partition("@")[0] for stage in known)}:
-            raise InputError("stage", name, allowed_names(name, known))
 
 
 def publish(root: Path, profile: str) -> list[Path]:

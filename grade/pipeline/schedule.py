@@ -22,6 +22,7 @@ from pathlib import Path
 import networkx as nx
 from filelock import FileLock, Timeout
 
+from grade.config import allowed_names
 from grade.errors import InputError
 from grade.files import write_text
 from grade.pipeline.profiles import prepare_workspace, suite_values
@@ -64,7 +65,7 @@ def run(
     jobs = min(suite["jobs"], os.cpu_count() or 1) if jobs is None else jobs
     if jobs < 1:
         raise InputError("jobs", jobs, "at least 1")
-    place = prepare_workspace(root, profile, names)
+    place = prepare_workspace(root, profile)
     lock = FileLock(place / ".dvc" / "tmp" / "repro.lock")
     Path(lock.lock_file).parent.mkdir(exist_ok=True)
     try:
@@ -99,6 +100,8 @@ def _outdated(place: Path, names: Sequence[str], force: bool) -> nx.DiGraph:
     wanted = set() if names else set(graph)
     for name in names:
         matching = {stage for stage in graph if name in (stage, stage.partition("@")[0])}
+        if not matching:
+            raise InputError("stage", name, allowed_names(name, graph))
         wanted |= matching.union(*(nx.ancestors(graph, stage) for stage in matching))
     return graph.subgraph(changed.union(*(nx.descendants(graph, stage) for stage in changed)) & wanted).copy()
 

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
 BATCH_ROWS = 64
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-_HALF_TOLERANCE = 1e-2
-"""Largest relative error of the probe: far above rounding, far below what a wrong position does."""
 _UNLIMITED = 10**9
 """Limit of a tokenizer that has none; transformers gives it a larger number."""
 _BUFFERS = ("position_ids", "inv_freq", "masked_bias")
@@ -60,6 +57,8 @@ class TextClassifier(Reward):
     is the reward.
     """
 
+    no_gradient = "a classifier of text, which has no gradient"
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -67,17 +66,14 @@ class TextClassifier(Reward):
         label: str | None = None,
         scope: RewardScope = "prompt_and_completion",
         name: str = "classifier",
-        no_gradient: str = "a classifier of text, which has no gradient",
     ) -> None:
         self.model, self.tokenizer = model.requires_grad_(False).eval(), tokenizer
-        self.scope, self.name, self.no_gradient = scope, name, no_gradient
+        self.scope, self.name = scope, name
         labels = {str(text): int(index) for index, text in model.config.id2label.items()}
-        listed = ", ".join(labels)
-        if label is None and model.config.num_labels > 1:
-            raise InputError(f"reward {name!r}: label", None, f"one of {listed}, as in hf:{name}@{next(iter(labels))}")
-        if label is not None and label not in labels:
-            raise InputError(f"reward {name!r}: label", label, f"one of {listed}")
-        self.column = 0 if label is None else labels[label]
+        if label not in labels and (label is not None or model.config.num_labels > 1):
+            allowed = f"one of {', '.join(labels)}, as in hf:{name}@{next(iter(labels))}"
+            raise InputError(f"reward {name!r}: label", label, allowed)
+        self.column = labels.get(label, 0)
 
     @property
     def limit(self) -> int:
@@ -241,18 +237,18 @@ def _checked_side(model: PreTrainedModel, table: EmbeddingTable, tokens: int, na
     ids = torch.arange(tokens - 1, tokens - 17, -1, device=model.device).remainder(tokens).view(2, 8)
     mask = torch.ones_like(ids)
     mask[0, :2], mask[1, 5:] = 0, 0
-    reason, tolerance = "logits that differ", _TOLERANCE.get(table.weight.dtype, _HALF_TOLERANCE)
+    # Relative error: far above rounding, far below what a wrong position does.
+    reason, tolerance = "logits that differ", 1e-4 if table.weight.dtype.itemsize >= 4 else 1e-2
     with _any_batch(model):
         want = torch.cat([model(input_ids=row[m.bool()].unsqueeze(0)).logits for row, m in zip(ids, mask, strict=True)])
-    for left in (False, True):
-        with _any_batch(model):
+        for left in (False, True):
             try:
                 got = _logits(model, table.embed(ids), mask, left)
             except (TypeError, ValueError, RuntimeError) as error:
                 reason = str(error).strip().split("\n")[0]
                 continue
-        if (got - want).norm() <= tolerance * want.norm():
-            return left
+            if (got - want).norm() <= tolerance * want.norm():
+                return left
     raise InputError(f"reward {name!r}", reason, "a classifier that reads inputs_embeds as it reads input_ids")
 
 

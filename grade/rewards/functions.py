@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _MOST_SHOWN = 300  # characters of an exception's text
-_RETURNS = "a list with a finite number, or None, for each completion"
+_RETURNS = "a list (of a tensor its .tolist()) with a finite number, or None, for each completion"
 
 
 @dataclass(frozen=True)
@@ -194,22 +194,15 @@ def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    """An exception's text, also of one that cannot write its own, and the innermost line of the user's code."""
-    try:
-        text = str(error) or "no message"
-    except Exception as other:
-        text = f"its text raises {type(other).__name__}"
+    """An exception's text and the innermost line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f" in {frame.filename}, line {frame.lineno}" for frame in frames if is_users(frame.filename)]
-    return f"({text[:_MOST_SHOWN]})" + "".join(lines[-1:])
+    return f"({(str(error) or 'no message')[:_MOST_SHOWN]})" + "".join(lines[-1:])
 
 
 def _values(reward: FunctionReward, result: Any, texts: Texts, dtype: torch.dtype) -> Tensor:
     """What a function returned, as a tensor [B]; an error names the row."""
     field, size = f"reward {reward.name!r}", len(texts.completions)
-    if isinstance(result, Tensor):
-        kind = "a tensor with gradient, which would be lost" if result.requires_grad else "a tensor"
-        raise InputError(field, kind, f"{_RETURNS}: use .tolist()")
     if not isinstance(result, (list, tuple)):
         if inspect.iscoroutine(result):
             result.close()

@@ -13,6 +13,7 @@ A bare hub id or a classifier's folder works too, as in TRL.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import operator
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
 
 KINDS = "package.module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder that 'grade reward' wrote"
-ALL_NONE = "all reward functions returned None for {row}: it has no advantage, and no part in means"
 
 
 @dataclass(frozen=True)
@@ -109,18 +109,16 @@ class Rewards(Reward):
                 raise InputError(f"reward {name!r}, row {row}", float(given[row]), "a finite number")
             seconds[name] = time.perf_counter() - start if took is None else took
             values.append(given.to(device=ids.device, dtype=self.dtype))
-        self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, dict(log.columns), dict(log.metrics))
+        self.last = Scores(dict(zip(self.names, values, strict=True)), seconds, log.columns, log.metrics)
         if self.recorded is not None:
             self.recorded.append(self.last)
-        present = ~torch.stack(values).isnan()
-        if present.all():
-            return self._sum(values)
-        missing = ~present
-        if missing.all(0).any() and not self._warned:
-            row = f"the completion {beginning(texts.completions[int(missing.all(0).nonzero()[0])])}"
-            warnings.warn(ALL_NONE.format(row=row), stacklevel=2)
+        unscored = torch.stack(values).isnan().all(0)
+        if unscored.any() and not self._warned:
+            first = beginning(texts.completions[int(unscored.nonzero()[0])])
+            none = f"all reward functions returned None for the completion {first}"
+            warnings.warn(f"{none}: it has no advantage, and no part in means", stacklevel=2)
             self._warned = True
-        return self._sum([value.nan_to_num(0.0) for value in values]).masked_fill(missing.all(0), torch.nan)
+        return self._sum([value.masked_fill(value.isnan(), 0.0) for value in values]).masked_fill(unscored, torch.nan)
 
     def fingerprint(self, policy: Backbone) -> str | None:
         """Of all parts with their weights."""
@@ -134,10 +132,7 @@ class Rewards(Reward):
         return self._sum(values)
 
     def _sum(self, values: Sequence[Tensor]) -> Tensor:
-        first, *others = (weight * value for weight, value in zip(self.weights, values, strict=True))
-        for other in others:
-            first = first + other
-        return first
+        return functools.reduce(operator.add, (w * value for w, value in zip(self.weights, values, strict=True)))
 
 
 class TeacherReward(Reward):
@@ -180,11 +175,11 @@ def make_rewards(
     if isinstance(reward_funcs, Rewards):
         return reward_funcs
     given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    several = isinstance(processing_classes, (list, tuple))
-    tokenizers = list(processing_classes) if several else [processing_classes] * len(given)
-    if len(tokenizers) != len(given) or (processing_classes is not None and not several and len(given) > 1):
+    tokenizers = [None] * len(given) if processing_classes is None else processing_classes
+    tokenizers = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+    if len(tokenizers) != len(given):
         allowed = f"{len(given)}, one for each reward (None for the default)"
-        raise InputError("reward_processing_classes", len(tokenizers) if several else 1, allowed)
+        raise InputError("reward_processing_classes", len(tokenizers), allowed)
     parts = [make_reward(one, backbone, scope, tokenizer) for one, tokenizer in zip(given, tokenizers, strict=True)]
     return Rewards(parts, weights, scope, wide(backbone.dtype))
 

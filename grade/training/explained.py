@@ -124,7 +124,7 @@ def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
         places = {prompt: place for place, prompt in enumerate(asked)}
         own = scored(sorted(drawn, key=lambda row: places[json.dumps(row["prompt"])]))
     curve = explained_curve(families, texts, own, config.group)
-    fit = fit_texts(families, texts).fit
+    fit = fit_texts(families, texts)
     best, shown = families[fit.family], texts[:SMALLEST] if own is None else own
     level, slopes = float(shown.rewards.nanmean()), curve[curve["family"] == fit.family]["slope"]
     share = 1.0 if own is None else min(max(float(slopes.iloc[-1]), 0.0), 1.0)
@@ -149,7 +149,7 @@ def explained_curve(
     features = {} if own is None else {name: family.rows(observed(family, own)) for name, family in families.items()}
     rows = []
     for name, size in progress(list(itertools.product(families, sizes)), "fits", delay=WAIT):
-        fit = fit_texts({name: families[name]}, texts[:size]).fit
+        fit = fit_texts({name: families[name]}, texts[:size])
         rows.append({"family": name, "texts": size, "held_out": fit.choice.r2})
         if own is not None:
             predicted = families[name].predict(fit.all[0], features[name]).double().cpu()

@@ -4,20 +4,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ToyReward, make_backbone
-from transformers import GPT2Config
+from conftest import ToyReward
 
 from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import CLOSED_FORM_PENALTY, ClosedFormValues, PolicyGradient, StepContext
 from grade.models.prompts import PromptBatch
-
-
-@pytest.fixture
-def backbone():
-    config = GPT2Config(vocab_size=11, n_embd=16, n_layer=1, n_head=2, n_positions=32, eos_token_id=1, bos_token_id=0)
-    return make_backbone(config, target_modules=["c_attn"])
 
 
 def batch(seed, rows=6, length=4):
@@ -27,8 +20,8 @@ def batch(seed, rows=6, length=4):
     return hidden, torch.randn(rows, generator=generator, dtype=torch.float64), mask
 
 
-def test_the_fit_is_ridge_regression_on_all_tokens_so_far_with_a_free_mean(backbone):
-    head, parts = ClosedFormValues(backbone), [batch(seed) for seed in (0, 1)]
+def test_the_fit_is_ridge_regression_on_all_tokens_so_far_with_a_free_mean(policy):
+    head, parts = ClosedFormValues(policy), [batch(seed) for seed in (0, 1)]
     for hidden, returns, mask in parts:
         head.add(hidden, returns, mask, lambda x: x)
     head.solve()
@@ -43,8 +36,8 @@ def test_the_fit_is_ridge_regression_on_all_tokens_so_far_with_a_free_mean(backb
     assert torch.allclose(got, torch.from_numpy(want), atol=1e-10)
 
 
-def test_two_processes_give_the_fit_of_one(backbone):
-    one, two = ClosedFormValues(backbone), ClosedFormValues(backbone)
+def test_two_processes_give_the_fit_of_one(policy):
+    one, two = ClosedFormValues(policy), ClosedFormValues(policy)
     one.add(*batch(0), lambda x: x)
     one.add(*batch(0), lambda x: x)
     two.add(*batch(0), lambda x: 2 * x)
@@ -52,9 +45,9 @@ def test_two_processes_give_the_fit_of_one(backbone):
     assert torch.allclose(one.linear.weight, two.linear.weight, atol=1e-12)
 
 
-def test_a_step_uses_the_fit_of_the_steps_before_and_trains_no_head(backbone):
+def test_a_step_uses_the_fit_of_the_steps_before_and_trains_no_head(policy):
     config = MethodConfig(method="ppo", value_fit="closed_form", max_completion_length=3, num_generations=1)
-    learner = PolicyGradient(config, backbone)
+    learner = PolicyGradient(config, policy)
     prompts = PromptBatch(torch.tensor([[2, 3], [4, 5], [6, 7]]), torch.ones(3, 2, dtype=torch.long))
     assert learner.parameters() == []
     for step in range(2):
@@ -63,7 +56,7 @@ def test_a_step_uses_the_fit_of_the_steps_before_and_trains_no_head(backbone):
         learner.step(pairs, Objective(ToyReward(16), 0.1), StepContext(1, lambda: None))
         assert not torch.equal(learner.value_head.linear.bias, before)
     tokens = learner.value_head.tokens
-    other = PolicyGradient(config, backbone)
+    other = PolicyGradient(config, policy)
     other.load_tensors(learner.tensors())
     assert tokens > 0 and torch.equal(other.value_head.products, learner.value_head.products)
 

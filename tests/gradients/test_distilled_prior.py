@@ -49,9 +49,9 @@ def test_weights_are_those_of_ridge_regression_on_completion_and_prompt(backbone
     x = np.hstack([features, counts(scored.prompts.ids, scored.prompts.mask)]).astype(float)
     x, y = x - x.mean(0), scored.rewards.numpy() - scored.rewards.numpy().mean()
     size = features.shape[1]
-    weights = np.linalg.solve(x.T @ x + prior.fit.choice.penalty * np.eye(x.shape[1]), x.T @ y)[:size]
-    assert np.allclose(prior.fit.weights[0].double(), weights, atol=1e-4 * np.abs(weights).max())
-    assert prior.choices[name].r2 > 0.3  # a linear reward with 60 texts of 5 of some 30 tokens
+    weights = np.linalg.solve(x.T @ x + prior.choice.penalty * np.eye(x.shape[1]), x.T @ y)[:size]
+    assert np.allclose(prior.weights[0].double(), weights, atol=1e-4 * np.abs(weights).max())
+    assert prior.choice.r2 > 0.3  # a linear reward with 60 texts of 5 of some 30 tokens
 
 
 def test_what_the_prompt_explains_is_not_put_down_to_the_completion(backbone):
@@ -59,7 +59,7 @@ def test_what_the_prompt_explains_is_not_put_down_to_the_completion(backbone):
     scored = texts(copied=0.9, rewards=lambda worth, prompt: worth[prompt].sum(1))
     prior = fit_texts({"counts": make_family("counts", backbone)}, scored)
     naive = np.linalg.lstsq(counts(scored.ids, scored.mask), scored.rewards.numpy(), rcond=None)[0]
-    assert prior.fit.all.abs().max() < 0.35 * np.abs(naive).max()
+    assert prior.all.abs().max() < 0.35 * np.abs(naive).max()
 
 
 @pytest.mark.parametrize("name", ADDITIVE)
@@ -67,8 +67,8 @@ def test_every_additive_family_can_be_fitted_in_parts(backbone, name):
     scored, family = texts(), make_family(name, backbone)
     prior = fit_texts({name: family}, scored, batch=7)
     whole = fit_texts({name: family}, scored, batch=TEXTS)
-    assert torch.allclose(prior.fit.weights, whole.fit.weights, rtol=1e-6, atol=1e-9)
-    values = family.own(prior.fit.all, observed(family, scored)).sum(1)
+    assert torch.allclose(prior.weights, whole.weights, rtol=1e-6, atol=1e-9)
+    values = family.own(prior.all, observed(family, scored)).sum(1)
     assert np.corrcoef(values.double(), scored.rewards)[0, 1] > 0.5
 
 
@@ -89,7 +89,7 @@ def test_texts_that_say_nothing_are_refused(backbone, change, says):
 @pytest.mark.parametrize("name", ["counts", "bag", "ngrams"])
 def test_a_promise_is_kl_and_gain_of_the_tilted_policy(backbone, name):
     scored, family = texts(), make_family(name, backbone)
-    fit = fit_texts({name: family}, scored).fit
+    fit = fit_texts({name: family}, scored)
     promised = promise(family, fit.all, scored)
     values = family.values(fit.all, observed(family, scored))
     s = torch.stack([values(place.unsqueeze(0)) for place in torch.arange(TEXTS * LENGTH)]).view(TEXTS, LENGTH, -1)

@@ -5,20 +5,19 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, VOCAB, ToyReward, make_backbone, make_prompts, tiny_gpt2
+from conftest import EOS, VOCAB, ToyReward, make_prompts
 from scipy.stats import chisquare
 from sklearn.linear_model import Ridge
 
 from grade.errors import InputError
 from grade.gradients.distilled import substitutions as module
-from grade.gradients.distilled.families import ADDITIVE, Observed, make_family
+from grade.gradients.distilled.families import ADDITIVE, Observed
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.ridge import Choice
 from grade.gradients.distilled.store import Fit
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
-from grade.gradients.policy_gradient import Completions, StepContext
-from grade.models.parameters import flatten
+from grade.gradients.policy_gradient import StepContext
 from grade.models.prompts import PromptBatch
 from grade.models.scoring import predicting_hidden
 from grade.rewards.base import EmbeddingReward, Reward
@@ -60,7 +59,7 @@ def test_draws_have_the_policys_law(policy, temperature, least):
     prompts = make_prompts(1).repeat(n)
     ids = torch.tensor([[5, 9]]).expand(n, 2)
     seen = Observed(prompts, ids, torch.ones_like(ids), torch.zeros(n, 2, 0), {})
-    rows, places, tokens = module.draw_substitutions(seen, make_family("counts", backbone), 1, least)
+    rows, places, tokens = module.draw_substitutions(backbone, seen, 1, least)
     assert len({*zip(rows.tolist(), places.tolist(), strict=True)}) == len(rows)
     logits = backbone.head(predicting_hidden(backbone, prompts[:1], ids[:1]))[0].detach()
     logits[:least, EOS] = -torch.inf
@@ -135,12 +134,9 @@ def test_a_reward_that_skips_rows_and_columns_that_it_reads(policy):
 def test_the_fit_is_ridge_regression_on_rows_of_both_kinds(policy, monkeypatch, name, prior):
     """On everything, and without completions and substitutions of each of the newest groups."""
     monkeypatch.setattr("grade.gradients.distilled.store.choose", lambda *_: Choice(1.0, -9.0, 0.0, np.inf))
-    own = learner(policy, [name])
-    if prior:
-        worth = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        own.prior = Fit("counts", worth, Choice(1.0, 0.3, 1.0, 0.0))
-        own.families["counts"] = make_family("counts", policy)
-        own.store = learner(policy, [*{name, "counts"}]).store
+    own = learner(policy, {name, "counts"})
+    worth = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    own.prior = Fit("counts", worth, Choice(1.0, 0.3, 1.0, 0.0)) if prior else None
     samples = []
     for seed in (0, 1):
         sample = own.scored(
@@ -214,57 +210,6 @@ def test_noise_is_not_explained(policy):
     own = learner(policy, substitutions=4)
     own.update_fit([scored(own, Noise(), prompts=16)], StepContext(1, lambda: None))
     assert own.fit.choice.r2 < 0.02, own.fit.choice
-
-
-def test_the_corrected_gradient_is_unbiased_over_all_pairs_of_completions(monkeypatch):
-    """Every pair of one prompt's completions, with its fit and its own substitutions, weighted by its probability."""
-    monkeypatch.setattr("grade.gradients.distilled.store.LARGE", 100)  # the second step makes a fit, but no choice
-    monkeypatch.setattr("grade.gradients.distilled.store.choose", lambda *_: Choice(1.0, -9.0, 0.0, np.inf))
-    backbone = make_backbone(tiny_gpt2(vocab_size=4, eos_token_id=2), target_modules=["c_attn"])
-    table = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    completions = [(2, -1)] + [(a, b) for a in (0, 1, 3) for b in range(4)]
-    tokens = torch.tensor(completions)
-    ids, mask = tokens.clamp_min(0), (tokens >= 0).long()
-
-    class Table(Reward):
-        name = "table"
-
-        def score(self, policy, prompts, ids, mask):
-            first, second = torch.where(mask.bool(), ids, 5)[:, 0], torch.full_like(ids[:, 0], 5)
-            if ids.shape[1] > 1:
-                second = torch.where(mask[:, 1].bool(), ids[:, 1], 5)
-            return table[first, second]
-
-    prompts = PromptBatch(torch.tensor([[1, 3], [2, 1], [3, 3], [0, 2]]), torch.ones(4, 2, dtype=torch.long))
-    objective, context = Objective(Table(), 0.0), StepContext(1, lambda: None)
-    make = dict(num_generations=2, max_completion_length=2, min_completion_length=0, residual_weight=1.0)
-    before = learner(backbone, substitutions=2, **make)
-    first = before.scored(before.sample(prompts.repeat(5), torch.Generator().manual_seed(2)), objective)
-    before.update_fit([first], context)
-    assert before.fit.choice.substitutions > 0 and before.fit.choice.slope > 0
-    state = before.tensors()
-    parameters = backbone.trainable_parameters()
-    n, others = len(ids), (ids[[3, 9]], mask[[3, 9]])
-    hidden = predicting_hidden(backbone, prompts[:1].repeat(n), ids)
-    logps = (backbone.head(hidden).log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2) * mask).sum(1)
-    truth = flatten(torch.autograd.grad(logps.exp() @ objective.score(backbone, None, ids, mask), parameters))
-    p, mean, own_seen = logps.exp().detach(), torch.zeros_like(truth), []
-    for a in range(n):
-        for b in range(n):
-            own = learner(backbone, substitutions=2, **make)
-            own.load_tensors(state)
-            pair = torch.cat([ids[[a, b]], others[0]]), torch.cat([mask[[a, b]], others[1]])
-            sample = own.scored(Completions(prompts[[0, 0, 1, 1]], *pair), objective)
-            own.update_fit([sample], context)
-            assert own.fit.predates and len(own.fit.weights) == 3
-            part = sample[:2]
-            states = predicting_hidden(backbone, part.seen.prompts, part.seen.ids)
-            plug, residual, _ = own.losses_from(states, part, 0, objective)[0]
-            gradient = flatten(torch.autograd.grad(plug + residual, parameters))
-            mean -= p[a] * p[b] * gradient
-            own_seen.append(own.fit.weights[1])
-    assert torch.stack(own_seen).std(0).max() == 0, "no fit has seen its own pair"
-    assert (mean - truth).norm() <= 1e-12 * truth.norm()
 
 
 # ---- the rest ----

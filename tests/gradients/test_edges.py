@@ -7,10 +7,11 @@ import torch
 from conftest import ToyReward, make_backbone, make_prompts, tiny_config
 from gradients.test_policy_gradient import policy as tiny_policy
 
+from grade.errors import InputError
 from grade.experiments.enumeration import every_completion
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.ridge import Choice
-from grade.gradients.distilled.store import Evidence, Fit
+from grade.gradients.distilled.store import Fit
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import Completions, PolicyGradient, StepContext
@@ -90,6 +91,20 @@ def test_features_that_do_not_differ_leave_the_step_to_rloo(policy, family):
         torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("method", ["rloo", "ppo", "distilled"])
+def test_a_reward_that_is_not_finite_updates_nothing(policy, method):
+    class Broken(ToyReward):
+        def forward(self, embeds, mask):
+            return super().forward(embeds, mask) * torch.nan
+
+    own, batch = learner(policy, method), (make_prompts(), torch.Generator().manual_seed(0))
+    policy.zero_grad(set_to_none=True)
+    with pytest.raises(InputError, match="reward: got .*nan.*; allowed: finite numbers; nothing was updated"):
+        own.step([batch], Objective(Broken(16)), StepContext(1, pytest.fail))
+    assert all(p.grad is None for p in policy.trainable_parameters())
+    assert method != "distilled" or len(own.store) == 0
+
+
 @pytest.mark.parametrize("vocab", [300, 5000, 50_000])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sparse_verifier_does_not_make_gradients_explode(vocab, seed):
@@ -104,16 +119,8 @@ def test_a_sparse_verifier_does_not_make_gradients_explode(vocab, seed):
     assert max(norms) < 100
 
 
-def test_predictions_that_are_rounding_are_no_evidence():
-    evidence, y = Evidence(), torch.tensor([0.75, -0.25, -0.25, -0.25] * 2, dtype=torch.float64)
-    evidence.add(-1e-14 * y, y, 4)
-    assert evidence.trust == 1.0
-    evidence.add(-y, y, 4)
-    assert evidence.trust == 0.0
-
-
-@pytest.mark.parametrize("prior", [False, True])
-def test_residual_weight_1_is_unbiased(prior):
+@pytest.mark.parametrize(("prior", "substitutions"), [(False, 0), (True, 0), (False, 2)])
+def test_residual_weight_1_is_unbiased(prior, substitutions):
     """Enumerated: every pair of completions by its probability, after 18 completions, with a refit on the pair."""
     backbone, length = tiny_policy(), 2
     ids, mask = every_completion(3, length, backbone.eos_token_ids)
@@ -121,7 +128,8 @@ def test_residual_weight_1_is_unbiased(prior):
     every = Completions(prompts.repeat(len(ids)), ids, mask)
     goal = Objective(ToyReward(16), 0.0)
     own = learner(backbone, "distilled", num_generations=2, max_completion_length=length, residual_weight=1.0,
-                  distil_families=["counts", "values"])  # fmt: skip
+                  distil_families=["counts"] if substitutions else ["counts", "values"],
+                  substitutions=substitutions)  # fmt: skip
     if prior:  # of texts that know half of the reward, and something else
         worth = goal.score(backbone, every.prompts, ids, mask)
         values = torch.stack([worth[(ids == token).any(1)].mean() for token in range(3)])
@@ -137,7 +145,7 @@ def test_residual_weight_1_is_unbiased(prior):
 
     order = torch.randint(len(ids), (18,), generator=torch.Generator().manual_seed(1)).tolist()
     step(order)
-    assert own.fit.choice.slope > 0
+    assert own.fit.choice.slope > 0 and (own.fit.choice.substitutions > 0) == (substitutions > 0)
     before = {name: value.clone() for name, value in own.tensors().items()}
     logps = completion_logps(backbone, every.prompts, ids, mask).sum(1)
     rewards = goal.score(backbone, every.prompts, ids, mask)

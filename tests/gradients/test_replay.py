@@ -125,11 +125,9 @@ def test_layer_checkpointing_changes_nothing(backbone, prompts, reward):
         StepwiseOptions(reference_cache=True),
         StepwiseOptions(reward_embedding="gathered"),
         StepwiseOptions(reward_embedding="bagged"),
-        StepwiseOptions(compact=True, reward_embedding="gathered"),
         StepwiseOptions(checkpoint=True),
         StepwiseOptions(drop_lists=True),
         StepwiseOptions(head_positions="last"),
-        StepwiseOptions(compact=True, head_positions="last"),
     ],
     ids=lambda o: "+".join(k for k, v in vars(o).items() if v != getattr(StepwiseOptions(), k)),
 )
@@ -138,20 +136,6 @@ def test_each_optimisation_alone_keeps_the_gradient(backbone, prompts, reward, o
     want = gradient(unrolled, backbone, prompts, objective, config())[1]
     got = gradient(partial(stepwise, options=options), backbone, prompts, objective, config())[1]
     torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("engine", [unrolled, checkpointed, partial(replay, hops=2)])
-def test_accumulated_microbatches_equal_one_big_batch(backbone, reward, engine):
-    """Gradients of two microbatches, each scaled by 1/2, add up to the gradient of all four prompts."""
-    prompts, objective = make_prompts(4), Objective(reward, beta=0.3)
-    cfg = config(support="top_k", gumbel_topk=1)  # one candidate: the noise cannot change the sample
-    big = gradient(engine, backbone, prompts, objective, cfg)[1]
-    backbone.zero_grad(set_to_none=True)
-    for rows in (slice(0, 2), slice(2, 4)):
-        half = replace(prompts, ids=prompts.ids[rows], mask=prompts.mask[rows])
-        engine(backbone, half, objective, cfg, torch.Generator().manual_seed(9), scale=0.5)
-    got = torch.cat([p.grad.flatten() for p in backbone.trainable_parameters()])
-    torch.testing.assert_close(got, big)
 
 
 @pytest.mark.parametrize("engine", [unrolled, checkpointed, replay])
@@ -278,21 +262,13 @@ def test_conditioned_completions_have_the_law_of_sampled_ones(backbone, estimato
 
 
 def test_text_from_elsewhere_gives_the_gradient_of_the_engines_own_rollout(backbone, prompts, reward):
-    """ReinMax uses no noise, so the same text is the same gradient; `gumbel_rao` nears its mean as M grows."""
+    """ReinMax uses no noise, so the same text is the same gradient."""
     objective = Objective(reward, beta=0.3)
     cfg = config(estimator="reinmax")
     rollout = sample(backbone, prompts, cfg, torch.Generator().manual_seed(4))
     want = gradient(replay, backbone, prompts, objective, cfg, rollout=rollout)[1]
     text = rollout.completion_ids, rollout.completion_mask
     torch.testing.assert_close(gradient(replay, backbone, prompts, objective, cfg, completions=text)[1], want)
-
-    def spread(draws):
-        cfg = config(estimator="gumbel_rao", rao_draws=draws)
-        run = partial(gradient, replay, backbone, prompts, objective, cfg, completions=text, hops=0)
-        (_, one), (_, two) = (run(seed=seed) for seed in (1, 2))
-        return relative_error(one, two)
-
-    assert spread(256) < spread(1) / 4  # about 16 times less
 
 
 def test_completions_that_do_not_fit_are_refused(backbone, prompts, reward):
@@ -310,17 +286,12 @@ def test_completions_that_do_not_fit_are_refused(backbone, prompts, reward):
         (lambda: run(ended, ones), "completions: got 'a token after an end-of-sequence'"),
         (lambda: run(ids, ones, estimator="gumbel"), "estimator: got 'gumbel'; allowed: .*ste"),
         (lambda: run(ended[:, :2], ones[:, :2], min_new_tokens=2), "completions: .* none before min_new_tokens = 2"),
-    ):
-        with pytest.raises(InputError, match=message):
-            bad()
-    for mistake, message in (  # of the caller, not of an input
-        (lambda: run(ids, hole), "completion mask, row 1: .* ones, at least one, and then zeros"),
-        (lambda: run(ids, torch.zeros_like(ids)), "completion mask, row 0"),
+        # Mistakes of the caller, not of an input.
+        (lambda: run(ids, hole), "completion masks .* ones, at least one, and then zeros"),
         (lambda: run(ids[:2], ones[:2]), r"completions .* not \[3, T\]"),
     ):
-        with pytest.raises(ValueError, match=message) as caught:
-            mistake()
-        assert not isinstance(caught.value, InputError)
+        with pytest.raises(ValueError, match=message):
+            bad()
     assert all(p.grad is None for p in backbone.trainable_parameters())
 
 

@@ -76,22 +76,7 @@ def test_of_a_support_divergences_and_gradients_are_those_of_its_cells(options, 
     grads = (torch.autograd.grad(each, h, weight, retain_graph=True)[0] for each in (got, want))
     torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
     missed = jensen_shannon(head, h, other, states, beta) - got
-    if k == V:
-        assert missed.abs().max() < 1e-9
-        return
-    for n, tokens in enumerate(support):  # the chain rule, and its bound
-        outside = torch.ones(V, dtype=torch.bool).index_fill(0, tokens, False)
-        p_r, q_r = p[n, outside].sum(), q[n, outside].sum()
-        m_r, within = beta * q_r + (1 - beta) * p_r, (p[n, outside] / p_r, q[n, outside] / q_r)
-        share = beta * q_r / m_r
-        conditional = (beta * q[n] + (1 - beta) * p[n])[outside] / m_r
-        kl = [(each * (each / conditional).log()).sum() for each in within]
-        if 0 < beta < 1:
-            torch.testing.assert_close(missed[n], m_r * ((1 - share) * kl[0] + share * kl[1]), rtol=0, atol=1e-9)
-            assert 0 < missed[n] <= m_r * -(share * share.log() + (1 - share) * (1 - share).log()) <= m_r * 0.6932
-        else:
-            of, to, mass = (*within, p_r) if beta else (*within[::-1], q_r)
-            torch.testing.assert_close(missed[n], mass * (of * (of / to).log()).sum(), rtol=0, atol=1e-9)
+    assert missed.abs().max() < 1e-9 if k == V else missed.min() > 0
 
 
 def enumerated_divergence(backbone, teacher, completions):
@@ -101,37 +86,34 @@ def enumerated_divergence(backbone, teacher, completions):
     return each.sum(1) / completions.mask.sum(1)
 
 
-@pytest.mark.parametrize(("method", "beta"), [("rloo", 0.5), ("grpo", 1.0), ("reinforce", 0.0)])
-def test_beside_a_reward_the_expected_gradient_has_the_divergences_future_terms(method, beta):
-    """All pairs of completions of a policy of three tokens: ``E[R - beta mean KL - w mean D]``, exactly."""
-    backbone, other = policy(), make_backbone(policy().model.config, target_modules=["c_attn"], seed=5)
-    teacher = Teacher(backbone, "other", weight=0.7, beta=beta, own=FrozenBase(other.peft.unload()))
-    rewards = Rewards([Objective(Reward(16)).reward_model, TeacherReward(teacher)], [1.0, 0.7], dtype=torch.float64)
-    every, probability, returns, _ = enumerated(backbone)
-    divergence = enumerated_divergence(backbone, teacher, every)
-    assert divergence.max() > 0.1
-    want = flat_grad(-(probability * (returns - 0.7 * divergence)).sum(), backbone)
-    group, total = 1 if method == "reinforce" else 2, 0.0
-    for rows in map(list, product(range(len(every.ids)), repeat=group)):
-        own = learner(backbone, method, num_generations=group)
-        backbone.zero_grad(set_to_none=True)
-        own.step([every.rows(rows)], Objective(rewards, BETA, teacher=teacher), StepContext(1, lambda: None))
-        total = total + probability.detach()[rows].prod() * gradient(backbone)
-    torch.testing.assert_close(total, want, rtol=1e-8, atol=1e-10)
-
-
-def beside(backbone, scale=1.0, seed=5):
+def beside(backbone, scale=1.0, beta=1.0, kl=0.0):
     """The objective of a reward beside a teacher, both times ``scale``."""
-    other = make_backbone(policy().model.config, target_modules=["c_attn"], seed=seed)
-    teacher = Teacher(backbone, "other", weight=0.7 * scale, own=FrozenBase(other.peft.unload()))
+    other = make_backbone(policy().model.config, target_modules=["c_attn"], seed=5)
+    teacher = Teacher(backbone, "other", weight=0.7 * scale, beta=beta, own=FrozenBase(other.peft.unload()))
     parts = [Objective(Reward(16)).reward_model, TeacherReward(teacher)]
-    return Objective(Rewards(parts, [scale, 0.7 * scale], dtype=torch.float64), 0.0, teacher=teacher)
+    return Objective(Rewards(parts, [scale, 0.7 * scale], dtype=torch.float64), kl, teacher=teacher)
 
 
 def step_of(own, completions, objective):
     own.backbone.zero_grad(set_to_none=True)
     own.step([completions], objective, StepContext(1, lambda: None))
     return gradient(own.backbone)
+
+
+@pytest.mark.parametrize(("method", "beta"), [("rloo", 0.5), ("grpo", 1.0), ("reinforce", 0.0)])
+def test_beside_a_reward_the_expected_gradient_has_the_divergences_future_terms(method, beta):
+    """All pairs of completions of a policy of three tokens: ``E[R - beta mean KL - w mean D]``, exactly."""
+    backbone = policy()
+    goal = beside(backbone, beta=beta, kl=BETA)
+    every, probability, returns, _ = enumerated(backbone)
+    divergence = enumerated_divergence(backbone, goal.teacher, every)
+    assert divergence.max() > 0.1
+    want = flat_grad(-(probability * (returns - 0.7 * divergence)).sum(), backbone)
+    group, total = 1 if method == "reinforce" else 2, 0.0
+    for rows in map(list, product(range(len(every.ids)), repeat=group)):
+        own = learner(backbone, method, num_generations=group)
+        total = total + probability.detach()[rows].prod() * step_of(own, every.rows(rows), goal)
+    torch.testing.assert_close(total, want, rtol=1e-8, atol=1e-10)
 
 
 def test_the_divergences_own_gradient_is_weighed_as_the_rewards_is():

@@ -49,7 +49,6 @@ def test_a_step_takes_the_method_s_updates_with_its_value_head():
         (dict(method="grpo", batch_size=6, num_generations=4), r"batch_size: got 6; allowed: a multiple of 4 \(4 comp"),
         (dict(method="ppo", batch_size=6, minibatches=4), "batch_size: got 6; .*multiple of 4 .*4 minibatches"),
         (dict(method="grpo", hops=3), "hops: got 3; allowed: only with gumbel.*not with grpo"),
-        (dict(method="ppo", self_certainty_reward=True), "self_certainty_reward: got True; allowed: only with grpo"),
         (dict(method="grpo", engine="replay"), "engine: got 'replay'; allowed: auto for grpo"),
         (dict(method="grpo", explicit_freeing=True), "explicit_freeing: got True; allowed: false for the method grpo"),
         (dict(method="distilled", distil_window=8), "distil_window: got 8; allowed: at least 16: two groups of 8"),

@@ -34,12 +34,11 @@ def by_hand(weights, **parts):
     """A trace with two phases."""
     high = dict.fromkeys(CATEGORIES, 0) | {"weights": weights} | parts
     low = dict.fromkeys(CATEGORIES, 0) | {"weights": weights}
-    return Trace(sum(high.values()), high, {"rollout": low, "forward": high}, "forward", [], [], 2, 2, 0, 0.0)
+    return Trace({"rollout": low, "forward": high}, [], [], 2, 2, 0, 0.0)
 
 
 def fixed_tracer(step):
     """1,000 bytes of weights and 10 for each token of each sequence; hops cost nothing."""
-    ASKED.append(step.model_dump_json())
     return by_hand(1000, temporary=10 * step.batch_size * step.max_new_tokens)
 
 
@@ -90,7 +89,7 @@ def test_the_lines_are_near_real_traces():
     """Of four GPUs, where two were traced."""
 
     def tracer(step, gpus, way):
-        return trace(step, all_passes=False, **({} if gpus == 1 else dict(processes=gpus, sharding=way)))
+        return trace(step, **({} if gpus == 1 else dict(processes=gpus, sharding=way)))
 
     step = STEP.changed(batch_size=8, max_new_tokens=4)
     rows = ways_to_run(step, 1_500_000, tracer, counts=(2, 4))

@@ -137,7 +137,6 @@ def test_a_plan_stops_at_the_reward_s_context(rewards):
     ("method", "name", "changes", "message"),
     [
         ("ste", "bert_300", {}, "reward: got .*; allowed: .* vocabulary of 512 tokens, not 300: ste .*grpo, ppo take"),
-        ("gumbel_legacy", "llama_300", {}, "reward: got .*vocabulary of 512 tokens, not 300: gumbel_legacy"),
         ("reinforce", "bert", dict(max_new_tokens=61), r"got 65; allowed: at most 64 .*the reward"),
         ("reinforce", "nowhere", {}, "reward: got '.*nowhere'; allowed: hf:<Hugging Face id, or folder"),
         ("reinforce", "t5", {}, "reward: got .*; allowed: a sequence classifier that is not an encoder-decoder"),

@@ -1,6 +1,5 @@
 """The tracer against the same step on real tensors, against hand arithmetic, and against itself without shortcuts."""
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from grade.experiments.traced import saved_bytes
 from grade.memory import meta
 from grade.memory.compat import kernels_of
 from grade.memory.models import TINY, build_backbone, model_config, with_layers
-from grade.memory.records import LiveTracker
 from grade.memory.settings import StepConfig, TracedConfig
 from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace, trace_layers
@@ -82,7 +80,7 @@ def test_the_predicted_peak_is_that_of_the_real_step_and_extrapolation_changes_n
 def test_categories_sum_to_the_peak_and_name_what_is_there():
     config = StepConfig(model="tiny", **SMALL)
     found = trace(config, all_layers=True)
-    assert sum(found.categories.values()) == found.peak
+    assert found.peak == trace_layers(config, model_config("tiny"), "cuda").peak
     for parts in found.phases.values():
         assert sum(parts.values()) <= found.peak
     backbone = build_backbone(model_config("tiny"), "float32")
@@ -112,36 +110,12 @@ def test_saved_bytes_of_the_trace_are_autograds():
     assert sum(r.nbytes for r in tracker.records if r.saved and r.op != "existing") == counted
 
 
-def test_more_copies_of_the_base_cost_their_weights():
-    one, three = (trace(StepConfig(model="tiny", **SMALL, base_copies=n)) for n in (1, 3))
-    base = build_backbone(model_config("tiny"), "float32", "full")
-    weights = sum(-(-p.numel() * 4 // 512) * 512 for p in base.model.parameters())  # in blocks of 512 bytes
-    assert three.peak - one.peak == 2 * weights
-
-
-def test_a_live_tracker_knows_who_made_what_and_why():
-    linear = torch.nn.Linear(128, 128)
-    x = torch.ones(4, 128)
-    tracker = LiveTracker(round_to=1)
-    tracker.track_existing(linear.parameters())
-    tracker.tag(linear.parameters(), "weights")
-    with tracker, tracker.naming(torch.nn.ModuleDict({"first": linear})), tracker.during("rollout"):
-        y = linear(x).exp()
-        loss = y.sum()
-    made = {r.op: r for r in tracker.records}
-    assert made["addmm"].module == "first" and made["exp"].saved and made["exp"].phase == "rollout"
-    assert made["addmm"].death is not None and made["exp"].death is None
-    assert tracker.category(made["exp"], vocab=10_000) == "activations"
-    assert tracker.category(made["exp"], vocab=128) == "logits"
-    loss.backward()
-
-
 class Reads(TracedConfig):
     """A step that reads the values of a tensor, or divides by zero."""
 
     zero: bool = False
 
-    def microbatch(self, backbone, others):
+    def microbatch(self, backbone):
         def run():
             x = torch.ones(3, device=backbone.device)
             return 1 / 0 if self.zero else x[x > 0]
@@ -162,23 +136,21 @@ def test_code_that_reads_values_is_named_and_any_other_error_stays_what_it_is(au
 def test_a_gpu_s_attention_keeps_no_scores(masked, dtype):
     q = torch.empty(2, 4, 40, 16, dtype=dtype, device="meta", requires_grad=True)
     mask = torch.empty(2, 1, 40, 40, dtype=torch.bool, device="meta") if masked else None
-    sizes = {}
-    for name, kernels in (("fused", kernels_of("cuda")), ("unfused", contextlib.nullcontext())):
-        saved = sizes.setdefault(name, [])
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t, saved=saved: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t
-        )
-        with kernels, hooks:
+
+    def attention():
+        """The output, and the bytes of the largest storage that is saved for backward."""
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-        assert out.shape == q.shape
+        return out, max(t.untyped_storage().nbytes() for t in saved)
+
+    with kernels_of("cuda"):
+        out, fused = attention()
     scores = 2 * 4 * 40 * 40 * dtype.itemsize
     # The mask's storage, padded, is [2, 1, 40, 48]: smaller than scores of four heads.
-    assert max(sizes["fused"]) < scores <= max(sizes["unfused"])
-    with kernels_of("cuda"):
-        out = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert fused < scores <= attention()[1]
     out.sum().backward()
     assert q.grad.shape == q.shape
-    assert torch.nn.functional.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
 
 
 def test_operations_are_those_of_torchs_own_counter():
@@ -202,36 +174,24 @@ def test_a_shipped_shape_has_its_published_parameters_and_fewer_layers_keep_the_
 
 SAMPLED = dict(model="tiny", prompt_tokens=4, max_new_tokens=9)
 FEW_PASSES = [
-    dict(batch_size=2, gumbel_topk=8),
-    dict(method="gumbel", reward="trunk", gumbel_topk=0, attention="eager", dtype="float32"),
-    dict(method="remax", batch_size=2),
-    dict(method="ppo", batch_size=2, minibatches=2),
-    dict(method="distilled", num_generations=2, distil_window=64),
-    dict(method="ste_legacy", max_new_tokens=3, gumbel_topk=8),
+    (dict(batch_size=2, gumbel_topk=8), 1),
+    (dict(gumbel_topk=8), 2),
+    (dict(method="gumbel", reward="trunk", gumbel_topk=0, attention="eager", dtype="float32"), 1),
+    (dict(method="remax", batch_size=2), 1),
+    (dict(method="ppo", batch_size=2, minibatches=2), 1),
+    (dict(method="distilled", num_generations=2, distil_window=64), 1),
+    (dict(method="ste_legacy", max_new_tokens=3, gumbel_topk=8), 1),
+    *((dict(max_new_tokens=tokens, gumbel_topk=8), 1) for tokens in (1, 2, 5, 6)),
 ]
 
 
-@pytest.mark.parametrize("case", FEW_PASSES, ids=str)
-def test_peaks_and_operations_are_those_of_a_full_trace(case):
+@pytest.mark.parametrize(("case", "processes"), FEW_PASSES, ids=str)
+def test_passes_that_are_left_out_change_neither_peaks_nor_operations_nor_what_is_received(case, processes):
     config = StepConfig(**SAMPLED | case)
-    full, few = trace(config), trace(config, all_passes=False)
+    full, few = (trace(config, all_layers=every, processes=processes) for every in (True, False))
     assert replace(few, seconds=0, timeline=[]) == replace(full, seconds=0, timeline=[])
-    assert len(few.timeline) < len(full.timeline) or case.get("method") == "ste_legacy"
-
-
-def test_on_several_gpus_what_is_received_is_counted_for_every_pass():
-    config = StepConfig(**SAMPLED, gumbel_topk=8)
-    full, few = trace(config, processes=2), trace(config, all_passes=False, processes=2)
-    assert full.received > 0
-    assert replace(few, seconds=0, timeline=[]) == replace(full, seconds=0, timeline=[])
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 5, 6])
-def test_short_completions_run_every_pass(tokens):
-    config = StepConfig(**SAMPLED | dict(max_new_tokens=tokens), gumbel_topk=8)
-    full, few = trace(config), trace(config, all_passes=False)
-    assert (few.peak, few.flops) == (full.peak, full.flops)
-    assert (len(few.timeline) == len(full.timeline)) == (tokens <= 5)
+    assert (len(few.timeline) < len(full.timeline)) == (config.max_new_tokens > 5)
+    assert (full.received > 0) == (processes > 1)
 
 
 @pytest.mark.parametrize("values", [dict(method="gumbel_legacy", reward="trunk"), dict(method="ste", dtype="bfloat16")])

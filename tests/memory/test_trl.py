@@ -94,7 +94,6 @@ def test_a_colocated_vllm_takes_its_share_of_the_card(tmp_path, capsys):
         (SFT + "per_device_train_batch_size_: [\n", ["sft"], "a readable YAML file"),
         ("- 1\n", ["sft"], "a mapping of TRL's settings"),
         ("max_length: 64\n", ["sft"], "model_name_or_path: got None"),
-        (SFT.replace("24", "x"), ["sft"], "settings that TRL takes"),
         ("num_generations: 3\nmodel_name_or_path: tiny\n", [], "divisible"),
     ],
 )

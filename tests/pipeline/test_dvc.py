@@ -28,13 +28,10 @@ class Stage:
     """A stage as DVC resolves it."""
 
     cmd: str
-    desc: str
-    deps: frozenset[str]
-    params: frozenset[str]
-    outs: tuple[tuple[str, bool], ...]
+    deps: set[str]  # parameter files among them
+    outs: list[tuple[str, bool]]  # and whether DVC's cache has it
 
 
-@cache
 def stages(profile, folder):
     """Stages of a profile: dvc.yaml and the profile's resolved parameters in a folder of their own."""
     text = (ROOT / "dvc.yaml").read_text().replace("params/cpu/suite.yaml", f"params/{profile}/suite.yaml")
@@ -44,27 +41,30 @@ def stages(profile, folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     Repo.init(str(folder), no_scm=True).close()
-    found = {}
+
+    def name(part):
+        return Path(part.fs_path).relative_to(folder).as_posix()
+
     with Repo(str(folder)) as repo:
-        for stage in repo.index.stages:
-            paths = [(Path(dep.fs_path).relative_to(folder).as_posix(), "params" in type(dep).__module__ or
-                      type(dep).__name__ == "ParamsDependency") for dep in stage.deps]  # fmt: skip
-            outs = tuple((Path(out.fs_path).relative_to(folder).as_posix(), out.use_cache) for out in stage.outs)
-            found[stage.name] = Stage(
-                stage.cmd, stage.desc, frozenset(path for path, is_params in paths if not is_params),
-                frozenset(path for path, is_params in paths if is_params), outs,
-            )  # fmt: skip
-    return found
-
-
-@pytest.fixture(scope="module", params=PROFILES)
-def pipeline(request, tmp_path_factory):
-    return request.param, stages(request.param, tmp_path_factory.mktemp(request.param))
+        return {
+            stage.name: Stage(stage.cmd, {name(d) for d in stage.deps}, [(name(o), o.use_cache) for o in stage.outs])
+            for stage in repo.index.stages
+        }
 
 
 @pytest.fixture(scope="module")
-def default(tmp_path_factory):
-    return stages("cpu", tmp_path_factory.mktemp("default"))
+def resolved(tmp_path_factory):
+    return cache(lambda profile: stages(profile, tmp_path_factory.mktemp(profile)))
+
+
+@pytest.fixture(params=PROFILES)
+def pipeline(request, resolved):
+    return request.param, resolved(request.param)
+
+
+@pytest.fixture
+def default(resolved):
+    return resolved("cpu")
 
 
 # --- dependencies ---
@@ -136,7 +136,7 @@ def test_a_drawing_never_costs_a_measurement(default):
 def test_a_stage_depends_on_the_files_that_its_command_names(pipeline):
     roots = ("data/", "models/", "notebooks/", "params/")
     for name, stage in pipeline[1].items():
-        known = stage.deps | stage.params | {out for out, _ in stage.outs}
+        known = stage.deps | {out for out, _ in stage.outs}
         for word in stage.cmd.split():
             if word.startswith(roots):
                 assert any(covers(path, word) for path in known), f"{name}'s command reads {word}"

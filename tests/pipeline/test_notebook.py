@@ -45,7 +45,7 @@ def test_defaults_are_read_whatever_the_literals_hold(tmp_path):
     }
 
 
-@pytest.mark.parametrize("source", ["n = 2 * 3", "import os", "a, b = 1, 2", "a = b = 1", "n: int", "n = ("])
+@pytest.mark.parametrize("source", ["n = 2 * 3", "import os", "a = b = 1", "n: int", "n = ("])
 def test_a_parameters_cell_of_anything_else_than_literals_is_refused(tmp_path, source):
     with pytest.raises(InputError, match="n.ipynb: parameters cell"):
         default_parameters(write(tmp_path / "n.ipynb", parameters=source))
@@ -63,11 +63,7 @@ def test_good_parameters_are_converted_to_the_type_of_the_default(tmp_path):
         ({"sed": 1}, "did you mean 'seed'"),
         ({"zzz": 1}, "n.ipynb: zzz: got 'zzz'; allowed: one of lr, method"),
         ({"lr": "1e-5"}, "n.ipynb: lr: got '1e-5'; allowed: a valid number"),
-        ({"seed": 1.0}, "a valid integer"),
         ({"seed": True}, "a valid integer"),
-        ({"use_kl": 1}, "a valid boolean"),
-        ({"method": None}, "a valid string"),
-        ({"runs": "ste"}, "a valid list"),
         ({"runs": ["ste", 1]}, "runs.1: got 1; allowed: a valid string"),
     ],
 )

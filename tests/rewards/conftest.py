@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from grade.data.tiny_lm import train_tokenizer
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch
+from grade.models.prompts import PromptBatch, padded
 
 TEXTS = ["The film was a delight.", "This movie was dull and clumsy.", "The second half was great fun, not a mess."]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -62,21 +62,9 @@ def make_classifier(tokenizer):
     return make
 
 
-def encoded(tokenizer, prompts, completions, width=None, examples=None):
-    """Prompts padded on the left, completions on the right; as many tokens as each text has."""
-    rows = [tokenizer(p)["input_ids"] for p in prompts]
-    long = max(map(len, rows))
-    ids = torch.tensor([[1] * (long - len(r)) + r for r in rows])
-    mask = torch.tensor([[0] * (long - len(r)) + [1] * len(r) for r in rows])
-    answers = [tokenizer(c)["input_ids"] for c in completions]
-    long = width or max(map(len, answers))
-    after = torch.tensor([a + [1] * (long - len(a)) for a in answers])
-    valid = torch.tensor([[1] * len(a) + [0] * (long - len(a)) for a in answers])
-    return PromptBatch(ids, mask, examples), after, valid
-
-
 @pytest.fixture
 def batch(tokenizer):
     """Three prompts and completions, all of different lengths."""
-    prompts = ["The film was", "This movie", "The second half of it was not"]
-    return encoded(tokenizer, prompts, [" a delight.", " was dull and clumsy, a mess", " fun"])
+    prompts = tokenizer(["The film was", "This movie", "The second half of it was not"])["input_ids"]
+    completions = tokenizer([" a delight.", " was dull and clumsy, a mess", " fun"])["input_ids"]
+    return PromptBatch(*padded(prompts, 1, "left")), *padded(completions, 1)

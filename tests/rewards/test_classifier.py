@@ -112,10 +112,6 @@ def no_tokenizer(folder, policy, tokenizer):
     BertForSequenceClassification(BertConfig(**sizes)).save_pretrained(folder)
 
 
-def broken_config(folder, policy, tokenizer):
-    (folder / "config.json").write_text("{")
-
-
 def pickled(folder, policy, tokenizer):
     base_model(folder, policy, tokenizer)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -135,7 +131,6 @@ def fewer_layers(folder, policy, tokenizer):
         (fewer_layers, r"a classifier whose config has a place for bert.encoder.layer.1"),
         (base_model, "a trained classifier: it has no weights for score.weight"),
         (no_tokenizer, "reward: tokenizer.*files are missing"),
-        (broken_config, "a sequence classifier with safetensors"),
         (pickled, "safetensors"),
         (lambda *_: None, "a sequence classifier"),
     ],

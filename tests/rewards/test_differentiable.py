@@ -12,7 +12,7 @@ from grade.gradients.objective import Objective
 from grade.gradients.replay import replay
 from grade.gradients.unrolled import unrolled
 from grade.rewards.base import EmbeddingReward
-from grade.rewards.classifier import EmbeddedClassifier, TextClassifier
+from grade.rewards.classifier import EmbeddedClassifier
 from grade.rewards.rewards import Rewards
 
 KINDS = ["bert", "llama", "gpt2"]
@@ -46,16 +46,6 @@ def test_every_row_gets_what_its_ids_get_alone(kind, make_classifier, make_polic
     noise = torch.where(mask.bool()[..., None], reward.reads.embed(ids), 1e3)
     assert_close(reward.differentiable(noise, mask), want, **tolerance)
     assert not any(p.requires_grad for p in model.parameters()) and not model.training
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scope", ["prompt_and_completion", "completion"])
-def test_text_that_encodes_to_the_same_ids_has_the_same_reward(kind, scope, make_classifier, policy, tokenizer, batch):
-    model = make_classifier(kind, dtype=torch.float32)
-    by_ids = EmbeddedClassifier(model, tokenizer, policy, scope=scope).score(policy, *batch)
-    by_text = TextClassifier(model, tokenizer, scope=scope).score(policy, *batch)
-    assert_close(by_ids, by_text, rtol=1e-4, atol=1e-5)
-    assert by_ids.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -219,15 +219,10 @@ def written(name, change):
 FITS = "reward model: got .*weights in reward.safetensors.*"
 SPOILT = {
     "a tensor less": (tensors(lambda t: {k: v for k, v in t.items() if k != "head.1.bias"}), f"{FITS}Missing.*bias"),
-    "a tensor more": (tensors(lambda t: t | {"more": torch.ones(1)}), f"{FITS}Unexpected key.*more"),
-    "another shape": (tensors(lambda t: t | {"head.1.bias": torch.ones(5)}), f"{FITS}size mismatch for head.1.bias"),
     "not finite": (tensors(lambda t: t | {"spread": t["spread"] * torch.nan}), f"{FITS}spread is not finite"),
     "no settings": (lambda folder: (folder / "reward.json").unlink(), "reward model"),
-    "no weights": (lambda folder: (folder / "reward.safetensors").unlink(), "reward model"),
     "bad settings": (written("reward.json", lambda text: text[:30]), "reward model"),
-    "no settings but a list": (written("reward.json", lambda text: b"[1]"), "reward model"),
     "bad weights": (written("reward.safetensors", lambda content: content[:-10]), "reward model"),
-    "another size": (written("reward.json", lambda t: t.replace(b'"hidden": 0', b'"hidden": 5')), f"{FITS}head"),
 }  # fmt: skip
 
 
@@ -275,9 +270,6 @@ def test_training_learns_and_leaves_the_base_alone(kind):
     assert all(torch.equal(a, b) for a, b in zip(before, backbone.parameters(), strict=True))
     test = evaluate_reward(model, reviews(100, 2), [4, 12])
     assert test["accuracy_12"] > 0.75  # 3 of 12 words carry the label; chance is 0.5 with a standard error of 0.05
-    p = test["accuracy_4"]
-    assert test["accuracy_4_stderr"] == pytest.approx((p * (1 - p) / 100) ** 0.5) and test["n"] == 100
-    assert report["train_n"] == 120 and report["validation_n"] == 40
     assert 1 <= report["best_epoch"] <= report["epochs"] <= 15
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 

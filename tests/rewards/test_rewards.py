@@ -129,7 +129,6 @@ def test_not_finite_rewards_of_models_are_refused_by_name_and_row(policy, batch)
         ([length, length], None, [None], "reward_processing_classes: got 1; allowed: 2"),
         ([length, length], None, "tokenizer", "reward_processing_classes"),
         ([3], None, None, "reward: got 3"),
-        (None, None, None, "reward: got None"),
         (dict, None, None, "reward: got <class 'dict'>"),
     ],
 )
@@ -190,8 +189,6 @@ class Shaped(Reward):
     "change, says",
     [
         (lambda each: each.sum(1, keepdim=True), r"shape \[\d+, 1\], with gradient"),
-        (lambda each: each, "with gradient'; allowed: a tensor of shape"),
-        (lambda each: each.sum(), r"shape \[\], with"),
         (lambda each: each.sum(1).detach(), "without gradient'; .*, with gradient"),
         (lambda each: (each.sum(1),), "'tuple'; allowed: a tensor"),
     ],
@@ -232,8 +229,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "sibling.py").write_text("VALUE = 1.5\n")
     (tmp_path / "raises.py").write_text("1 / 0\n")
     (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
-    (tmp_path / "syntax.py").write_text("def f(:\n")
-    (tmp_path / "imports.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -281,8 +276,6 @@ def test_folders_by_name(folder, policy, make_classifier, tokenizer, batch):
         ("sibling.py:f", "'none'"),
         ("raises.py:f", r"imported \(ZeroDivisionError: division by zero\)"),
         ("exits.py:f", r"imported \(SystemExit: 3\)"),
-        ("syntax.py:f", "SyntaxError"),
-        ("imports.py:f", "not_installed_anywhere"),
         ("empty", "a folder with reward.json"),
         ("hf:", "hf:<id or folder>"),
         ("hf:nobody/nothing", "a sequence classifier"),

@@ -26,7 +26,7 @@ def messages(*contents):
     ("made", "completions", "answers", "want"),
     [
         (exact_answer(), ["7", " 7\n", "7.0", "77", ""], ["7"] * 5, [1, 1, 0, 0, 0]),
-        (exact_answer(), ["7", "7", "x"], [7, None, None], [1, None, None]),
+        (exact_answer(), ["7", "x"], [7, None], [1, None]),
         (exact_answer(pattern=r"-?\d+"), ["3 + 4 = 7", "7 is 3 + 4", "-7", ""], ["7", "4", "-7", "7"], [1, 1, 1, 0]),
         (exact_answer(pattern=r"#### (.+)"), ["#### a\n#### 42 ", "42"], ["42", "42"], [1, 0]),
         (exact_answer(pattern=r"(x)?y"), ["y"], ["y"], [0]),
@@ -106,10 +106,7 @@ def test_reasoning_gym_scores_the_rows_entry(monkeypatch):
     [
         (lambda: matches("("), r"pattern: got '\('; allowed: a regular expression"),
         (lambda: matches(None), "pattern: got None"),
-        (lambda: exact_answer(pattern="["), "pattern"),
         (lambda: valid_json({"type": "objekt"}), "schema: got .*a JSON schema"),
-        (lambda: valid_json({"required": "n"}), "schema"),
-        (lambda: valid_json("object"), "schema: got 'object'"),
     ],
 )
 def test_what_cannot_be_verified_is_refused_when_it_is_made(make, match):

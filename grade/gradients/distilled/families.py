@@ -40,11 +40,12 @@ from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.all_action import Values, embedding_values
+from grade.gradients.all_action import Values, embedding_values, expected_values
 from grade.gradients.methods import HINTED
 from grade.models.backbone import Backbone
 from grade.models.head import chunk_rows, wide
 from grade.models.prompts import PromptBatch
+from grade.models.sampling import early_rows
 from grade.models.scoring import completion_states, layer_states, pool
 from grade.models.teacher import Teacher
 
@@ -132,6 +133,15 @@ class Family:
         values with R2 of .003 had .46.
         """
         return math.sqrt(min(max(r2, 0.0), 1.0))
+
+    def expected(self, weights: Tensor, seen: Observed, hidden: Tensor, min_new_tokens: int) -> Tensor:
+        """``E_pi s_t`` at each token [B, T], 0 where masked, from the policy's hidden states [B, T, D].
+
+        Under the distribution that is sampled from: no end-of-sequence before ``min_new_tokens``.
+        """
+        head, rows, values = self.backbone.head, hidden.flatten(0, 1), self.values(weights, seen)
+        early = early_rows(seen.mask, min_new_tokens)
+        return expected_values(head, rows, values, self.backbone.eos_token_ids, early).view(seen.mask.shape) * seen.mask
 
     def gram(self, new: Tensor, rows: Tensor) -> Tensor:
         """Inner products [m, n] of rows, float64."""

@@ -44,7 +44,6 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.all_action import expected_values
 from grade.gradients.distilled.families import ADDITIVE, Family, Observed, make_family
 from grade.gradients.distilled.prior import fit_texts
 from grade.gradients.distilled.ridge import Choice, centred
@@ -58,8 +57,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.parameters import flatten, split_vector
 from grade.models.prompts import ScoredTexts, decode
-from grade.models.sampling import early_rows
-from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
+from grade.models.scoring import hidden_logps, token_kl
 from grade.models.teacher import Teacher, names_sibling, with_siblings
 
 DECAY = 0.7
@@ -192,10 +190,10 @@ class DistilledGradient(Learner):
     def read(self, texts: ScoredTexts) -> None:
         """Take the reward distilled from scored texts as prior, if they explain anything of it."""
         prior = fit_texts({name: family for name, family in self.families.items() if family.additive}, texts)
-        if prior.significant:
-            self.prior = prior.fit
+        if prior.choice.significant:
+            self.prior = prior
         else:
-            r2 = prior.fit.choice.r2
+            r2 = prior.choice.r2
             warnings.warn(f"{len(texts)} texts explain {r2:.3f} of the reward: they are not used", stacklevel=2)
 
     def step(
@@ -310,14 +308,13 @@ class DistilledGradient(Learner):
             for rows in [slice(0, half), slice(half, size)] if half else [slice(0, size)]:  # whole groups
                 part = sample[rows]
                 share = each * len(part.reward) / size
-                with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
-                    hidden = predicting_hidden(self.backbone, part.seen.prompts, part.seen.ids)
+                hidden = self.hidden(part.seen.prompts, part.seen.ids)
                 losses, kl[rows] = self.losses_from(hidden, part, (place * size + rows.start) // group, objective)
                 if measured:
                     parts.append((share, [self._gradient(loss * share) for loss in losses]))
                 else:
                     plug, residual, penalty = losses
-                    total = (plug + weight * residual + self._kept(weight) * penalty) * share
+                    total = ((plug + weight * residual) / self._length(weight) + penalty) * share
                     torch.autograd.backward(total, inputs=self.backbone.trainable_parameters())
             loss = -penalised(sample.reward, kl, seen.mask, objective.beta).nanmean().nan_to_num(0.0)
             steps.append(GradientStep(seen.ids, seen.mask, sample.reward, kl, loss))
@@ -342,7 +339,7 @@ class DistilledGradient(Learner):
         square, shares = context.total(torch.stack([square, shares])).tolist()
         self.blend.add(context.total(plug), context.total(residual), square, shares, self.reliability)
         weight = self._weight()
-        gradient = plug + weight * residual + self._kept(weight) * penalty
+        gradient = (plug + weight * residual) / self._length(weight) + penalty
         parameters = self.backbone.trainable_parameters()
         for p, g in zip(parameters, split_vector(self.backbone, gradient), strict=True):
             p.grad = g if p.grad is None else p.grad + g
@@ -369,16 +366,17 @@ class DistilledGradient(Learner):
     def _weight(self) -> float:
         return self.blend.weight(self._explained(), self.reliability) if self.reliability > 0 else 1.0
 
-    def _kept(self, weight: float) -> float:
-        """How much of the reward's gradient is left, which KL's is shortened to as well; 1 where nothing tells.
+    def _length(self, weight: float) -> float:
+        """Length of the blend along the reward's gradient, by which it is divided; 1 where nothing tells.
 
-        With the share f of the squared gradient that is the plug-in's, ``1 - (1 - w) (1 - k t f)`` of its length is in
-        what is ascended. Only `hinted` has so few features that f is known (`families.Family.share`); for the others it
-        is a rough rule, with which KL would be weighed wrongly.
+        With the share f of the squared gradient that is the plug-in's, ``1 - (1 - w) (1 - k t f)`` of its length is
+        in ``a + w d``. Undivided, KL would weigh more, and AdamW, which remembers the size of a thousand gradients,
+        would take smaller steps after w has fallen. Only `hinted` has so few features that f is known
+        (`families.Family.share`); for the others it is a rough rule, with which KL would be weighed wrongly.
         """
         if self.fit is None or self.fit.family != HINTED:
             return 1.0
-        return 1 - (1 - weight) * (1 - self.reliability * self._explained())
+        return 1 - (1 - weight) * (1 - self.reliability * self._explained()) or 1.0
 
     def losses_from(
         self, hidden: Tensor, sample: Sample, first: int, objective: Objective
@@ -403,9 +401,7 @@ class DistilledGradient(Learner):
             fits.append((self.fit, self.fit.without(first, len(seen.ids) // group) * self.trust))
         for fit, weights in fits:
             family = self.families[fit.family]
-            # Of the distribution that was sampled from.
-            values, early, eos = family.values(weights, seen), early_rows(mask, least), backbone.eos_token_ids
-            expected = expected_values(backbone.head, hidden.flatten(0, 1), values, eos, early).view(mask.shape) * mask
+            expected = family.expected(weights, seen, hidden, least)
             plug = plug - expected.sum(1).mean()
             if family.additive:
                 future = expected.detach().flip(1).cumsum(1).flip(1) - expected.detach()

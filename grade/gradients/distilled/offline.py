@@ -30,24 +30,22 @@ this run would end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.gradients.all_action import expected_values
 from grade.gradients.distilled.families import ADDITIVE, Family, make_family
 from grade.gradients.distilled.prior import Promise, fit_texts, observed, promise
 from grade.gradients.distilled.ridge import centred
 from grade.gradients.distilled.store import Evidence, Fit
 from grade.gradients.methods import FAMILIES, OFFLINE, MethodConfig
 from grade.gradients.objective import GradientStep, Objective, sequence_mean
-from grade.gradients.policy_gradient import Completions, Learner, StepContext
+from grade.gradients.policy_gradient import Completions, Learner
 from grade.models.backbone import Backbone
 from grade.models.prompts import ScoredTexts
-from grade.models.sampling import early_rows
-from grade.models.scoring import predicting_hidden, token_kl
+from grade.models.scoring import token_kl
 
 GAIN = 0.1
 """Change of log beta in a step at an error of 1, the largest that counts."""
@@ -146,11 +144,10 @@ class OfflineGradient(Learner):
     def read(self, texts: ScoredTexts) -> None:
         """Distil the reward of scored texts."""
         prior = fit_texts(self.families, texts)
-        if not prior.significant:
-            r2 = prior.fit.choice.r2
-            raise InputError("texts", f"{len(texts)} that explain {r2:.3f} of the reward on other prompts", "more, or "
-                             "others: no family of distil_families predicts the reward")  # fmt: skip
-        self.prior = prior.fit
+        if not prior.choice.significant:
+            value = f"{len(texts)} that explain {prior.choice.r2:.3f} of the reward on other prompts"
+            raise InputError("texts", value, "more, or others: no family of distil_families predicts the reward")
+        self.prior = prior
 
     def begin(self, texts: ScoredTexts, prior: Fit, target: float | None, beta: float) -> None:
         """Train along these texts with this distilled reward; ``beta`` is fixed without a target."""
@@ -166,24 +163,12 @@ class OfflineGradient(Learner):
         """Continue where `tensors` was taken."""
         self.steering.restore(tensors)
 
-    def step(
-        self, microbatches: Iterable[Completions], objective: Objective, context: StepContext
-    ) -> list[GradientStep]:
-        """Add the gradient along texts of the step, given as completions; the results have no rewards."""
-        self.figures = {}
-        steps = [self._accumulate(each, objective, 1 / context.microbatches) for each in microbatches]
-        context.apply()
-        return steps
-
-    def _accumulate(self, texts: Completions, objective: Objective, scale: float) -> GradientStep:
+    def accumulate(self, texts: Completions, objective: Objective, scale: float = 1.0) -> GradientStep:
+        """Add the gradient along texts; the result has no rewards."""
         prompts, ids, mask = texts.text
-        with torch.no_grad(), self.backbone.reference():
-            reference = predicting_hidden(self.backbone, prompts, ids)
-        with self.backbone.checkpointed_layers(bool(self.config.gradient_checkpointing)):
-            hidden = predicting_hidden(self.backbone, prompts, ids)
-        early, eos = early_rows(mask, self.config.min_completion_length), self.backbone.eos_token_ids
-        values = self.family.values(self.prior.all, observed(self.family, texts))
-        expected = expected_values(self.backbone.head, hidden.flatten(0, 1), values, eos, early).view(mask.shape) * mask
+        reference, hidden = self.reference(prompts, ids), self.hidden(prompts, ids)
+        seen = observed(self.family, texts)
+        expected = self.family.expected(self.prior.all, seen, hidden, self.config.min_completion_length)
         kl = token_kl(self.backbone, hidden, reference, mask)
         penalty = objective.beta * sequence_mean(kl, mask).mean()
         loss = penalty - expected.sum(1).mean()

@@ -42,27 +42,12 @@ from grade.models.scoring import predicting_hidden
 
 FOLDS = 5
 """Fits of the cross-validation."""
-SIGNIFICANT = 3.0
-"""Standard errors by which the reward's slope on its prediction must exceed 0: it is the best of several fits."""
 FEWEST = 8
 """Texts that a fit needs."""
 TOLERANCE = 1e-6
 """Relative residual at which conjugate gradients end."""
 TILTS = 24
 """Points of the curve of `promise`."""
-
-
-@dataclass(frozen=True)
-class Prior:
-    """A reward distilled from texts."""
-
-    fit: Fit  # that of the family which explains most
-    choices: dict[str, Choice]  # penalty, R2 and slope of each family, of predictions for prompts that were not fitted
-
-    @property
-    def significant(self) -> bool:
-        """Whether the reward rises with its prediction beyond doubt."""
-        return self.fit.choice.raw_slope > SIGNIFICANT * self.fit.choice.stderr
 
 
 def observed(family: Family, texts: ScoredTexts | Completions) -> Observed:
@@ -73,8 +58,8 @@ def observed(family: Family, texts: ScoredTexts | Completions) -> Observed:
 
 
 @torch.no_grad()
-def fit_texts(families: Mapping[str, Family], texts: ScoredTexts, batch: int = 256) -> Prior:
-    """Distil the reward of N texts in additive families; texts without a reward are left out.
+def fit_texts(families: Mapping[str, Family], texts: ScoredTexts, batch: int = 256) -> Fit:
+    """Distil the reward of N texts in the additive family that explains most; texts without a reward are left out.
 
     ``batch`` texts are in a pass of the base, for families that read its states. `InputError` if too few texts have a
     reward, or all have the same.
@@ -88,15 +73,12 @@ def fit_texts(families: Mapping[str, Family], texts: ScoredTexts, batch: int = 2
     backbone = next(iter(families.values())).backbone
     own = _own_part(texts.prompts, backbone.vocab_size)
     folds = _folds(texts.prompts)
-    fits = {name: _cross_validated(_features(family, texts, batch), own, rewards, folds)
-            for name, family in families.items()}  # fmt: skip
-    best = max(fits, key=lambda name: fits[name][0].r2)
-    choice, rows = fits[best]
-    (weights,) = _ridges([choice.penalty], rows, own, rewards)
-    weights = weights[: rows.shape[1]]
-    family = families[best]
-    weights = torch.from_numpy(weights).to(backbone.device, family.dtype).unsqueeze(0)
-    return Prior(Fit(best, weights, choice), {name: choice for name, (choice, _) in fits.items()})
+    features = {name: _features(family, texts, batch) for name, family in families.items()}
+    choices = {name: _cross_validated(rows, own, rewards, folds) for name, rows in features.items()}
+    best = max(choices, key=lambda name: choices[name].r2)
+    (weights,) = _ridges([choices[best].penalty], features[best], own, rewards)
+    weights = torch.from_numpy(weights[: features[best].shape[1]]).to(backbone.device, families[best].dtype)
+    return Fit(best, weights.unsqueeze(0), choices[best])
 
 
 def _features(family: Family, texts: ScoredTexts, batch: int) -> csr_matrix | np.ndarray:
@@ -154,8 +136,8 @@ def _ridges(
 
 def _cross_validated(
     rows: csr_matrix | np.ndarray, own: csr_matrix, rewards: np.ndarray, folds: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> tuple[Choice, csr_matrix | np.ndarray]:
-    """The best penalty, in units of the mean square of a row, with its out-of-sample slope; and the rows."""
+) -> Choice:
+    """The best penalty, in units of the mean square of a row, with its out-of-sample slope."""
     size, choices = rows.shape[1], list[Choice]()
     square = float((rows.multiply(rows) if isinstance(rows, csr_matrix) else rows * rows).sum()) / len(rewards)
     penalties = [share * max(square, 1e-12) for share in sorted(PENALTIES, reverse=True)]
@@ -170,7 +152,7 @@ def _cross_validated(
         choices.append(Choice(penalty, *calibrated(*parts, 1)))
         if len(choices) > 1 and choices[-1].r2 < choices[-2].r2:  # smaller ones, which take longest, explain less still
             break
-    return max(choices, key=lambda choice: choice.r2), rows
+    return max(choices, key=lambda choice: choice.r2)
 
 
 def _without(x: np.ndarray, y: np.ndarray) -> np.ndarray:

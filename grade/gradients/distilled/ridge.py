@@ -23,6 +23,8 @@ from torch import Tensor
 
 ROUNDING = 1e-8
 """Predictions below this share of the rewards' size are rounding: groups without a common feature predict nothing."""
+SIGNIFICANT = 3.0
+"""Standard errors by which the reward's slope on its prediction must exceed 0: it is the best of several fits."""
 PENALTIES = (0.01, 0.1, 1.0, 10.0)
 """Ridge penalties, in units of the mean diagonal of the Gram matrix."""
 
@@ -38,6 +40,11 @@ class Choice:
     raw_slope: float  # c, the reward's slope on its prediction. Ridge shrinks predictions, so it is usually above 1.
     stderr: float  # its standard error, over groups; infinite where three or fewer decide
     substitutions: float = 0.0  # weight of a substitution's row beside a completion's; 0: none is used
+
+    @property
+    def significant(self) -> bool:
+        """Whether the reward rises with its prediction beyond doubt."""
+        return self.raw_slope > SIGNIFICANT * self.stderr
 
     @property
     def shrinkage(self) -> float:

@@ -12,6 +12,7 @@ rewards.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -250,12 +251,11 @@ class Store:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue where `state` was taken."""
         device = next(iter(self.families.values())).backbone.device
-        groups: dict[str, dict[str, Tensor]] = {"kept": {}, "waiting": {}, "gram": {}, "choice": {}, "changed": {}}
+        groups = defaultdict[str, dict[str, Tensor]](dict)
         for key, tensor in state.items():
             kind, _, name = key.partition("/")
-            if kind in groups:
-                features = kind in ("kept", "waiting") and name in self.families
-                groups[kind][name] = tensor.to(device) if features else tensor
+            features = kind in ("kept", "waiting") and name in self.families
+            groups[kind][name] = tensor.to(device) if features else tensor
         self.kept, self.grams = groups["kept"], groups["gram"]
         self.waiting = [groups["waiting"]] if groups["waiting"] else []
         self.since_choice, self.dropped = state["counters"].tolist()

@@ -36,6 +36,7 @@ from grade.gradients.distilled.families import Family, Observed
 from grade.gradients.distilled.ridge import PENALTIES, Choice, calibrated
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import scored_rewards
+from grade.models.backbone import Backbone
 from grade.models.head import chunk_rows
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import draw, forbid_eos, is_eos
@@ -60,14 +61,13 @@ class Substituted:
 
 
 @torch.no_grad()
-def draw_substitutions(seen: Observed, family: Family, number: int, least: int) -> tuple[Tensor, Tensor, Tensor]:
+def draw_substitutions(backbone: Backbone, seen: Observed, number: int, least: int) -> tuple[Tensor, Tensor, Tensor]:
     """Completions, places and tokens [N] of up to ``number`` other tokens at each place.
 
     From the distribution that was sampled from: no end-of-sequence in the first ``least`` tokens. A completion seeds
     its own draws: they depend on no other completion, nor on the process, nor on where a run was resumed.
     """
-    backbone, drawn = family.backbone, []
-    hidden = predicting_hidden(backbone, seen.prompts, seen.ids)
+    hidden, drawn = predicting_hidden(backbone, seen.prompts, seen.ids), []
     step, eos = chunk_rows(backbone.vocab_size, seen.ids.numel()), backbone.eos_token_ids
     with whole(backbone.head.weight):
         for row, tokens in enumerate(seen.tokens):
@@ -87,7 +87,7 @@ def substitute(
 ) -> Substituted:
     """Draw substitutions of completions with rewards [B], and score them, B at a time."""
     backbone, at = next(iter(families.values())).backbone, torch.arange(seen.ids.shape[1], device=seen.ids.device)
-    rows, places, tokens = draw_substitutions(seen, next(iter(families.values())), number, least)
+    rows, places, tokens = draw_substitutions(backbone, seen, number, least)
     here, end = at == places.unsqueeze(1), is_eos(tokens, backbone.eos_token_ids).unsqueeze(1)
     cut = end & (at > places.unsqueeze(1))
     ids = torch.where(here, tokens.unsqueeze(1), seen.ids[rows])

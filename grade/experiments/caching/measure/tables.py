@@ -115,7 +115,7 @@ class CachingConfig(TracedConfig):
 
     option: Option = Field("selected", description=", ".join(OPTIONS))
 
-    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
+    def microbatch(self, backbone: Backbone) -> Microbatch:  # noqa: D102
         prompts, generator = self.prompts(backbone), generator_on(backbone)
         shape = (self.batch_size, self.max_new_tokens)
         ids = torch.randint(backbone.vocab_size, shape, generator=generator, device=backbone.device)

@@ -32,7 +32,7 @@ class ProbeStepConfig(TracedConfig):
     num_generations: int = Field(4, ge=2, description="completions of a prompt, G")
     microbatch_size: int = Field(2, ge=1, description="completions in a forward pass (chunked, streamed)")
 
-    def microbatch(self, backbone: Backbone, others: list[nn.Module]) -> Microbatch:  # noqa: D102
+    def microbatch(self, backbone: Backbone) -> Microbatch:  # noqa: D102
         prompts = self.prompts(backbone).to("cpu")
         shape = (self.batch_size, self.num_generations, self.max_new_tokens)
         ids = torch.randint(backbone.vocab_size, shape, generator=torch.Generator().manual_seed(0))

@@ -94,7 +94,7 @@ def _lean(s: Settings) -> pd.DataFrame:
         model=s.model, batch_size=s.lean_batch, prompt_tokens=s.lean_tokens, max_new_tokens=s.lean_tokens, method="ste",
         reward="bag", gradient_checkpointing=True,
     )  # fmt: skip
-    traced = trace(step, all_passes=False)
+    traced = trace(step)
     parts = traced.phases | {"step": traced.categories}
     rows = [(name, sum(bytes_of.values()), bytes_of["weights"]) for name, bytes_of in parts.items()]
     table = pd.DataFrame(rows, columns=["phase", "peak_bytes", "weights_bytes"])
