@@ -48,7 +48,7 @@ from accelerate.utils.memory import clear_device_cache
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 
@@ -161,6 +161,8 @@ class GradeTrainer(Trainer):
         teacher: PreTrainedModel | str | None = None,
         **others: Any,
     ) -> None:
+        for name in others.keys() & GradeConfig.__dataclass_fields__.keys():
+            raise InputError(name, others[name], f"a setting: args = GradeConfig({name}=...)")
         refuse_unknown(others, GradeTrainer.__init__.__annotations__.keys(), "argument of GradeTrainer")
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
@@ -174,6 +176,10 @@ class GradeTrainer(Trainer):
                 allowed = f"as in GradeTrainer, which does not call it; a subclass may change {', '.join(_CALLED)}"
                 raise InputError(f"{type(self).__name__}.{name}", "another method", allowed)
         self.args = args
+        if callbacks is not None and not isinstance(callbacks, list | tuple):
+            raise InputError("callbacks", callbacks, "a list of TrainerCallback")
+        for callback in callbacks or ():
+            self._check_callback(callback)
         policy = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
         place(policy, args.device, args.bf16, args.sharded)
         self.backbone = policy.view(processing_class, args.temperature)
@@ -229,11 +235,12 @@ class GradeTrainer(Trainer):
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
         self.seconds = 0.0
         self._check_optimizers(optimizers)
-        super().__init__(
-            model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer, callbacks=callbacks,
-            optimizers=optimizers,
-        )  # fmt: skip
+        with writing(args.output_dir, "output_dir"):
+            super().__init__(
+                model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
+                eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer,
+                callbacks=callbacks and list(callbacks), optimizers=optimizers,
+            )  # fmt: skip
         for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(theirs)
         self.add_callback(Lines(self.evaluations))
@@ -259,20 +266,48 @@ class GradeTrainer(Trainer):
                 allowed = f"{self._settled[name]!r}, as the trainer was made: settings are for a new GradeTrainer"
                 raise InputError(f"trainer.args.{name}", value, allowed)
 
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """As ``Trainer.add_callback``."""
+        self._check_callback(callback)
+        super().add_callback(callback)
+
+    def _check_callback(self, callback: Any) -> None:
+        """Refuse what is no callback, and one that waits for a metric that nobody measures."""
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise InputError("callbacks", callback, "a list of TrainerCallback")
+        for name, missing in (("metric_for_best_model", None), ("eval_strategy", "no")):
+            if issubclass(kind, EarlyStoppingCallback) and getattr(self.args, name) == missing:
+                raise InputError(name, missing, "another value with EarlyStoppingCallback, which reads it")
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """As ``Trainer.init_hf_repo``."""
+        with reading("push_to_hub", self.args.hub_model_id or self.args.output_dir, "a repository of the hub"):
+            super().init_hf_repo(*args, **kwargs)
+
     def _check_optimizers(self, optimizers: Any) -> None:
         """A given optimizer must have what is trained, and nothing else: the frozen base is also the reference."""
+        pair = isinstance(optimizers, tuple | list) and len(optimizers) == 2
+        if not pair or not isinstance(optimizers[0], torch.optim.Optimizer | None):
+            allowed = "a pair: an optimizer of the adapter's parameters and its schedule, or None for either"
+            raise InputError("optimizers", optimizers, allowed)
         optimizer, schedule = optimizers
-        if schedule is not None and schedule.optimizer is not optimizer:
+        if schedule is not None and getattr(schedule, "optimizer", None) is not optimizer:
             allowed = "a schedule of the optimizer that is given with it"
             raise InputError("optimizers", type(schedule).__name__, allowed)
         if optimizer is None:
             return
-        head = self.learner.parameters() if self.learner else []
-        trained = {id(p) for p in (*self.backbone.trainable_parameters(), *head)}
+        adapter = {id(p) for p in self.backbone.trainable_parameters()}
+        trained = adapter | {id(p) for p in (self.learner.parameters() if self.learner else [])}
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if given != trained:
-            allowed = f"one with the {len(trained)} of the adapter, and of PPO's value head, and no others"
-            raise InputError("optimizers", f"an optimizer with {len(given)} parameters", allowed)
+        missing = "the adapter's parameters" if adapter - given else "PPO's value head"
+        for wrong, what, allowed in (
+            (given - trained, "parameters that are not trained", "the adapter's parameters alone"),
+            (trained - given, f"an optimizer without {missing}", "one with all that is trained, or none"),
+            (isinstance(optimizer, torch.optim.LBFGS), "LBFGS", "one whose step needs no closure"),
+        ):
+            if wrong:
+                raise InputError("optimizers", what, allowed)
 
     # ---- data ----
     def _make_teacher(self, given: Any, dataset: Any, texts: bool) -> Teacher | None:
@@ -320,12 +355,19 @@ class GradeTrainer(Trainer):
 
     def _check_sets(self, eval_dataset: Any) -> None:
         """Check a set of held-out rows, or several by name."""
+        if isinstance(eval_dataset, dict) and not eval_dataset:
+            raise InputError("eval_dataset", eval_dataset, "rows with a prompt, or sets of them by name")
         for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
             self._check_dataset(dataset)
 
     def _check_dataset(self, dataset: Any) -> None:
         if dataset is None:
             return
+        if isinstance(dataset, pd.DataFrame):
+            raise InputError("dataset", "DataFrame", "rows with a prompt: frame.to_dict('records') makes them")
+        if isinstance(dataset, str | Path | Mapping):
+            allowed = "rows with a prompt; of several splits one, and datasets.load_dataset reads one by name"
+            raise InputError("dataset", str(dataset), allowed)
         if not hasattr(dataset, "__len__"):
             raise InputError("dataset", str(dataset), "rows with a prompt, and their number: not a stream")
         # By number where there is no iterator: __getitem__ need not raise IndexError.
@@ -434,21 +476,26 @@ class GradeTrainer(Trainer):
         total = args.max_steps * args.microbatches * args.batch_prompts
         return _Passes(rows, total, args.seed if args.shuffle_dataset else None)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: None = None,
+        ignore_keys_for_eval: None = None, **others: Any,
+    ) -> TrainOutput:  # fmt: skip
         """Train, or continue from a checkpoint's folder; True: from the newest whole one in ``output_dir``.
 
         None is ``args.resume_from_checkpoint``.
         """
+        refuse_unknown(others, (), "argument of train")
+        _refuse_unread(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._check_settled()
         if self.train_dataset is None:
             raise InputError("train_dataset", None, "rows with a prompt")
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
-        if resume_from_checkpoint is True:
-            if (newest := last_checkpoint(self.args.output_dir)) is None:
-                allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
-                raise InputError("resume_from_checkpoint", True, allowed)
+        if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
             resume_from_checkpoint = str(newest)
+        if resume_from_checkpoint is True or not isinstance(resume_from_checkpoint, str | Path | bool | None):
+            allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
+            raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
         eval_on_start = self.args.eval_on_start
@@ -670,6 +717,10 @@ class GradeTrainer(Trainer):
         with reading("lr_scheduler_kwargs", str(args.lr_scheduler_kwargs), f"those of {args.lr_scheduler_type.value}"):
             return super().create_scheduler(num_training_steps, optimizer)
 
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Not here: it makes the model anew for each trial."""
+        raise InputError("hyperparameter_search", "a call", "a loop over settings, each with a GradeTrainer of its own")
+
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         name = self.args.metric_for_best_model
         with reading("metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}", KeyError):
@@ -853,22 +904,41 @@ class GradeTrainer(Trainer):
             self.state.epoch = self.passes(step)
         super().log(logs, start_time)
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As ``Trainer.evaluate``: on ``self.eval_dataset``, one of its sets by name, or other rows with a prompt."""
+        if eval_dataset is None and self.eval_dataset is None:
+            raise InputError("eval_dataset", None, "rows with a prompt")
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        if not isinstance(eval_dataset, str):
+            self._check_sets(eval_dataset)
+        elif eval_dataset not in sets:
+            raise InputError("eval_dataset", eval_dataset, f"one of the sets by name: {', '.join(sets) or 'none'}")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> Any:
+        """As ``Trainer.predict``, on rows with a prompt: what `evaluate` measures, and no predictions."""
+        if test_dataset is None:
+            raise InputError("test_dataset", None, "rows with a prompt")
+        self._check_dataset(test_dataset)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
     def evaluation_loop(
         self, dataloader: DataLoader, description: str, prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+        ignore_keys: None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
         """Sample held-out prompts and score them: ``eval_reward``, ``eval_kl``, ..., with standard error and n.
 
         ``eval_loss`` is the negative objective.
         """
+        _refuse_unread(ignore_keys=ignore_keys)
         self._check_settled()
-        args, step, dataset = self.args, self.state.global_step, dataloader.dataset
+        args, step, rows = self.args, self.state.global_step, dataloader.dataset
         ends, self.rewards.trainer_state = step in (0, args.max_steps), self.state
-        n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(dataset), len(dataset))
-        rows = [dataset[i] for i in range(n)]
-        self._check_dataset(rows)
+        n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(rows), len(rows))
         evaluation = evaluate(
-            self.backbone, rows, self.rewards, self.judge,
+            self.backbone, [rows[i] for i in range(n)], self.rewards, self.judge,
             max_new_tokens=args.max_completion_length, min_new_tokens=args.min_completion_length,
             scope=args.reward_scope, batch_size=args.per_device_eval_batch_size, kl_prompts=args.kl_eval_prompts,
             noise_block=args.eval_noise_block, encode=self.encode, rank=args.process_index, processes=args.world_size,
@@ -921,17 +991,21 @@ class GradeTrainer(Trainer):
                 if args.should_save:
                     write_manifest(folder)
                     rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint)
-        except InputError:
+        except InputError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise
+            stands = last_checkpoint(output)
+            what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
+            raise InputError("output_dir", str(output), f"{error.allowed}; {what}") from error
         finally:
             args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            write_fingerprint(self.backbone.peft, output_dir or self.args.output_dir)
+        folder = output_dir or self.args.output_dir
+        with writing(folder, "output_dir"):
+            super()._save(folder, state_dict)
+            if self.args.should_save:
+                write_fingerprint(self.backbone.peft, folder)
 
     def _save_state(self, folder: Path) -> None:
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
@@ -982,31 +1056,36 @@ class GradeTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        super()._load_optimizer_and_scheduler(checkpoint)
-        state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
-        self.seconds = state["seconds"]
-        self.log_buffer.restore(state["window"])
-        for step, known in state["evaluations"].items():
-            table = self._evaluation_path(int(step))
-            if not table.is_file():
-                logger.warning(f"{table} is missing: the results leave the evaluation after step {step} out")
-            elif sha256_of(table) != known:
-                allowed = f"the table as it was written; without it the results leave step {step} out"
-                raise InputError("resume_from_checkpoint", str(table), allowed)
-        self._set_text_steps(state["text_steps"])
-        self.chosen |= state["chosen"]
-        if self.kl_budget is not None:
-            self.kl_budget.restore(state["kl_budget"])
-        if self.learner is not None:
-            self.learner.means[:] = state["means"]
-            if self._learned():
-                tensors = load_file(Path(checkpoint) / LEARNER_FILE)
-                self.learner.load_tensors(tensors)
-                if self.along not in (None, self.learner):
-                    self.along.load_tensors({name.removeprefix("along/"): value for name, value in tensors.items()
-                                             if name.startswith("along/")})  # fmt: skip
-                beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
-                self.objective = replace(self.objective, beta=beta)
+        with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
+            self.seconds = state["seconds"]
+            self.log_buffer.restore(state["window"])
+            for step, known in state["evaluations"].items():
+                table = self._evaluation_path(int(step))
+                if not table.is_file():
+                    logger.warning(f"{table} is missing: the results leave the evaluation after step {step} out")
+                elif sha256_of(table) != known:
+                    allowed = f"the table as it was written; without it the results leave step {step} out"
+                    raise InputError("resume_from_checkpoint", str(table), allowed)
+            self._set_text_steps(state["text_steps"])
+            self.chosen |= state["chosen"]
+            if self.kl_budget is not None:
+                self.kl_budget.restore(state["kl_budget"])
+            if self.learner is not None:
+                self.learner.means[:] = state["means"]
+                if self._learned():
+                    tensors = load_file(Path(checkpoint) / LEARNER_FILE)
+                    self.learner.load_tensors(tensors)
+                    if self.along not in (None, self.learner):
+                        self.along.load_tensors({name.removeprefix("along/"): v for name, v in tensors.items()
+                                                 if name.startswith("along/")})  # fmt: skip
+                    beta = self.along.steering.beta if self._opened_along_texts else self.args.beta
+                    self.objective = replace(self.objective, beta=beta)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading("resume_from_checkpoint", str(checkpoint), "a checkpoint with the state of its generators"):
+            super()._load_rng_state(checkpoint)
 
     def _learned(self) -> dict[str, Tensor]:
         """The learner's state, and that of what learns along texts."""
@@ -1128,6 +1207,13 @@ _READ_ONCE = {
 def _added(args: GradeConfig, known: Iterable[str]) -> dict[str, Any]:
     """Attributes that were set on a config and are none of its own; what libraries keep there begins with _."""
     return {name: value for name, value in vars(args).items() if name not in known and not name.startswith("_")}
+
+
+def _refuse_unread(**given: Any) -> None:
+    """Refuse arguments of the Trainer's that have no effect here."""
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(name, value, "None: it has no effect here")
 
 
 def _listed(value: Any) -> list[str]:

@@ -43,6 +43,15 @@ DROPPED = {
 """Settings of TRL's that are not ours, with what does it here. Without them the objective is the same.
 
 Others are refused as unknown, unless they ask for nothing."""
+NEUTRAL = {
+    "mask_truncated_completions": False, "sync_ref_model": False, "use_adaptive_entropy": False,
+    "use_liger_loss": False, "trust_remote_code": False, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
+    "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
+    "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}  # fmt: skip
+"""TRL's defaults of what there is nothing for here."""
 REFUSED = {
     "steps_per_generation": (None, _PACKING), "generation_batch_size": (None, _PACKING),
     "generation_kwargs": (None, "temperature, max_completion_length, min_completion_length"),
@@ -91,7 +100,7 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
     ``ours`` is a config of our defaults, ``own`` the settings whose defaults are not those of ``TrainingArguments``.
     """
     if isinstance(config, Mapping):
-        given, theirs = dict(config), {}
+        given, theirs = dict(config), NEUTRAL
         _say("defaults", f"what is not given is as here: scale_rewards {ours.scale_rewards}, learning_rate "
              f"{ours.learning_rate:g}, logging_steps {ours.logging_steps}")  # fmt: skip
     elif dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -123,7 +132,7 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
             neutral, here = REFUSED[name]
             if value != neutral:
                 raise InputError(name, value, f"{neutral}, because it is not here; instead: {here}")
-        elif (value or None) == (theirs.get(name) or None):
+        elif value in (None, theirs.get(name)):
             continue
         elif name in DROPPED:
             _say(name, f"{value!r} dropped; here: {DROPPED[name]}")
