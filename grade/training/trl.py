@@ -49,7 +49,8 @@ NEUTRAL = {
     "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
     "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "sapo_temperature_neg": 1.05,
     "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
+    "vespo_lambda_neg": 2.0, "pad_to_multiple_of": None, "cache_implementation": None, "router_aux_loss_coef": None,
+    "max_tool_calling_iterations": None,
 }  # fmt: skip
 """TRL's defaults of what there is nothing for here."""
 REFUSED = {
@@ -82,6 +83,8 @@ def refuse_theirs(values: Mapping[str, Any]) -> None:
         if name in DROPPED or name in REFUSED:
             here = DROPPED.get(name) or REFUSED[name][1]
             raise InputError(name, value, f"TRL's, not ours; here: {here}")
+        if name in NEUTRAL:
+            raise InputError(name, value, "TRL's, not ours; there is no such setting here")
         if name in RENAMED:
             raise InputError(name, value, f"not a setting; here: {RENAMED[name]}")
 

@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+import torch
 from training.runs import settings, toy_project
 
 from grade.errors import InputError
+from grade.files import write_manifest
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.training.folder import last_checkpoint
 from grade.training.load import load_task
@@ -84,6 +86,19 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint_to_the_same_bits(run, co
     assert again("yes").step == 4
     for file in ("adapter/adapter_model.safetensors", "adapter/optimizer.pt", "history.csv", "metrics.json"):
         assert (copied / file).read_bytes() == (run[0] / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "grade_state.json"])
+def test_what_another_program_wrote_into_a_checkpoint_is_one_line(run, copied, name):
+    checkpoint, config = copied / "checkpoint-2", settings("ste", run[1], copied)
+    if name == "grade_state.json":
+        state = json.loads((checkpoint / name).read_text())
+        (checkpoint / name).write_text(json.dumps(state | {"window": 3}))
+    else:
+        torch.save({"a": 1}, checkpoint / name)
+    write_manifest(checkpoint)
+    with pytest.raises(InputError, match="resume_from_checkpoint: got .*checkpoint-2'; allowed: a checkpoint"):
+        run_training(config, load_task(config), None, copied, checkpoint)
 
 
 @pytest.mark.parametrize("name", ADAPTER_FILES)

@@ -10,12 +10,13 @@ from grade import GradeConfig, GradeTrainer
 from grade.errors import InputError
 from grade.training.config import TrainConfig
 from grade.training.toy import toy_task
+from grade.training.trl import NEUTRAL
 
 NO_EFFECT = {
     "neftune_noise_alpha": 5.0, "torch_compile": True, "gradient_checkpointing_kwargs": {"use_reentrant": True},
     "fsdp_config": {"min_num_params": 3},
 }  # fmt: skip
-TRL = {"loss_type": "dr_grpo", "steps_per_generation": 2, "vllm_mode": "colocate"}
+TRL = {"loss_type": "dr_grpo", "steps_per_generation": 2, "vllm_mode": "colocate", "sync_ref_model": False}
 
 
 @pytest.mark.parametrize("make", [lambda v: GradeConfig(**v), TrainConfig.parse])
@@ -114,6 +115,11 @@ def test_a_config_of_trls_becomes_ours(caplog):
     assert GradeConfig.from_trl({"max_prompt_length": 9}, method="distilled").truncation == "left"
 
 
+def test_what_asks_for_nothing_passes(caplog):
+    GradeConfig.from_trl(NEUTRAL)
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["defaults"]
+
+
 def test_a_distillation_of_trls_becomes_ours(caplog):
     kwargs = {"dtype": "bfloat16"}
     theirs = {"teacher_model_name_or_path": "big", "beta": 0.5, "lmbda": 0.25, "max_new_tokens": 9, "loss_type": "nll",
@@ -136,7 +142,8 @@ def test_a_distillation_of_trls_becomes_ours(caplog):
 @pytest.mark.parametrize(
     "name, value",
     [("steps_per_generation", 4), ("mask_truncated_completions", True), ("loss_type", "cispo"), ("seq_kd", True),
-     ("generation_kwargs", {"top_p": 0.9}), ("scale_rewards", "batch"), ("warmup_ratio", 0.1), ("learning_rat", 1)],
+     ("generation_kwargs", {"top_p": 0.9}), ("scale_rewards", "batch"), ("warmup_ratio", 0.1), ("learning_rat", 0),
+     ("top_entropy_quantile", 0.2), ("ref_model_sync_steps", 64)],
 )  # fmt: skip
 def test_what_would_train_something_else_is_refused(name, value):
     known = name in GRPOConfig.__dataclass_fields__

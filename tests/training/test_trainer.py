@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -322,8 +323,13 @@ BAD_RUNS = {
         {}, dict(dataset=Dataset.from_list([{"prompt": "a"}, {"prompt": "a " * 999}])), "row 1: got .* context of"),
     "pictures beside": ({}, dict(dataset=PROMPTS.add_column("image", [b"a"] * 10)), "column image: got 'images'"),
     "a stream": ({}, dict(dataset=PROMPTS.to_iterable_dataset()), "dataset: got .*not a stream"),
-    "columns": ({}, dict(dataset=PROMPTS.to_dict()), "row 0: got 'prompt'; allowed: a mapping"),
-    "splits": ({}, dict(dataset=DatasetDict(train=PROMPTS)), "row 0: got 'train'"),
+    "a table": ({}, dict(dataset=PROMPTS.to_pandas()), "dataset: got 'DataFrame'; .*frame.to_dict"),
+    "splits": ({}, dict(dataset=DatasetDict(train=PROMPTS)), "dataset: got .*of several splits one"),
+    "a path": ({}, dict(dataset=Path("rows.jsonl")), "dataset: got 'rows.jsonl'"),
+    "no held-out set": ({}, dict(held_out={}), "eval_dataset: got {}"),
+    "no callbacks": ({}, dict(callbacks="tensorboard"), "callbacks: got 'tensorboard'"),
+    "a callback without its metric": (
+        {}, dict(callbacks=[EarlyStoppingCallback()]), "metric_for_best_model: got None; .*with EarlyStoppingCallback"),
     "a column that functions get": (
         {}, dict(dataset=PROMPTS.add_column("completions", range(10))), "column of the dataset: got 'completions'"),
     "a text reward for a relaxed method": (dict(method="ste", num_generations=None), {}, "ste.*rloo"),
@@ -383,10 +389,17 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(base)
     made = Backbone(AutoModelForCausalLM.from_pretrained(base), tokenizer, LoraSettings(r=2, alpha=4))
     args = GradeConfig(str(tmp_path / "run"), **SMALL | {"max_steps": -1, "method": "ppo", "num_generations": None})
-    adapter = torch.optim.AdamW(made.trainable_parameters())
+    rloo, weights = GradeConfig(args.output_dir, **SMALL), made.trainable_parameters()
+    everything, adapter, part = (torch.optim.AdamW(p) for p in (made.peft.parameters(), weights, weights[:1]))
     for given, message in (
-        (dict(optimizers=(adapter, None)), "optimizers: got .*PPO's value head"),
+        (dict(optimizers=(everything, None)), "optimizers: got 'parameters that are not trained'"),
+        (dict(optimizers=(adapter, None)), "optimizers: got .*without PPO's value head"),
+        (dict(optimizers=(part, None)), "optimizers: got .*without the adapter's parameters"),
+        (dict(optimizers=adapter), "optimizers: got AdamW.*; allowed: a pair"),
+        (dict(optimizers=(torch.optim.AdamW, None)), "optimizers: got .*; allowed: a pair"),
         (dict(optimizers=(None, LambdaLR(adapter, float))), "optimizers: got 'LambdaLR'; .* the optimizer that is"),
+        (dict(optimizers=(torch.optim.LBFGS(weights), None), args=rloo), "optimizers: got 'LBFGS'.*closure"),
+        (dict(beta=0.1), "beta: got 0.1; allowed: a setting: args = GradeConfig"),
         (dict(args=GradeConfig(args.output_dir, model_init_kwargs={"dtype": "float16"})), "model_init_kwargs: got "),
         (dict(args=vars(args)), "args: got 'dict'; allowed: a GradeConfig"),
         (dict(args=GradeConfig(args.output_dir, **SMALL, eval_on_end=True)), "eval_on_end: got .* an eval_dataset"),
@@ -412,7 +425,7 @@ def test_what_is_assigned_after_construction_is_honoured_or_refused(base, tmp_pa
         ("reward_funcs", [length]), ("train_dataset", PROMPTS.select([0])), ("beta", 0.5), ("compute_loss", print),
         ("eval_dataset", "reviews"),
     ):  # fmt: skip
-        with pytest.raises(InputError, match=f"trainer.{name}: got|row 0: got 'r'"):
+        with pytest.raises(InputError, match=f"trainer.{name}: got|dataset: got 'reviews'"):
             setattr(made, name, value)
     made.eval_dataset = PROMPTS.select([0, 1])
     assert made.evaluate()["eval_reward_n"] == 2
@@ -448,8 +461,21 @@ def test_a_dataset_has_rows_by_number_and_an_end(base, tmp_path):
     for call, message in (
         (trainer(base, tmp_path, dataset=None).train, "train_dataset: got None"),
         (lambda: made.train(resume_from_checkpoint=True), "resume_from_checkpoint: got True; .*True where a whole one"),
+        (lambda: made.train(3), "resume_from_checkpoint: got 3"),
+        (lambda: made.train(trial={"a": 1}), "trial: got .*; allowed: None"),
+        (lambda: made.train(ignore_keys_for_eval=["a"]), "ignore_keys_for_eval: got .*; allowed: None"),
+        (lambda: made.train(model_path="x"), "model_path: got 'x'; allowed: a known argument of train"),
+        (lambda: made.evaluate(PROMPTS, ignore_keys=["a"]), "ignore_keys: got .*; allowed: None"),
+        (made.evaluate, "eval_dataset: got None"),
+        (lambda: made.evaluate("test"), "eval_dataset: got 'test'; allowed: one of the sets by name: none"),
         (lambda: made.evaluate([{"prompt": "a " * 999}]), "row 0: got .* context of"),
-        (lambda: made.predict(["a"]), "row 0: got 'a'"),
+        (lambda: made.predict(None), "test_dataset: got None"),
+        (lambda: made.predict(PROMPTS.to_pandas()), "dataset: got 'DataFrame'"),
+        (lambda: made.add_callback("tensorboard"), "callbacks: got 'tensorboard'"),
+        (made.hyperparameter_search, "hyperparameter_search: got 'a call'"),
+        (made.push_to_hub, "push_to_hub: got"),
+        (lambda: made.save_model(__file__), "output_dir: got .*a folder that can be written"),
+        (lambda: trainer(base, __file__), "output_dir: got .*a folder that can be written"),
     ):
         with pytest.raises(InputError, match=message):
             call()
