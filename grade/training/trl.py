@@ -40,9 +40,7 @@ DROPPED = {
         "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap",
     ), "importance_sampling, importance_sampling_cap"),
 }  # fmt: skip
-"""Settings of TRL's that are not ours, with what does it here. Without them the objective is the same.
-
-Others are refused as unknown, unless they ask for nothing."""
+"""Settings of TRL's that are not ours, with what does it here. Without them the objective is the same."""
 NEUTRAL = {
     "mask_truncated_completions": False, "sync_ref_model": False, "use_adaptive_entropy": False,
     "use_liger_loss": False, "trust_remote_code": False, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
@@ -52,7 +50,7 @@ NEUTRAL = {
     "vespo_lambda_neg": 2.0, "pad_to_multiple_of": None, "cache_implementation": None, "router_aux_loss_coef": None,
     "max_tool_calling_iterations": None,
 }  # fmt: skip
-"""TRL's defaults of what there is nothing for here."""
+"""Those that nothing does here, with TRL's defaults, which ask for nothing."""
 REFUSED = {
     "steps_per_generation": (None, _PACKING), "generation_batch_size": (None, _PACKING),
     "generation_kwargs": (None, "temperature, max_completion_length, min_completion_length"),
