@@ -194,10 +194,14 @@ def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    """An exception's text and the innermost line of the user's code."""
+    """An exception's text, also of one that cannot write its own, and the innermost line of the user's code."""
+    try:
+        text = str(error) or "no message"
+    except Exception as other:
+        text = f"its text raises {type(other).__name__}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f" in {frame.filename}, line {frame.lineno}" for frame in frames if is_users(frame.filename)]
-    return f"({(str(error) or 'no message')[:_MOST_SHOWN]})" + "".join(lines[-1:])
+    return f"({text[:_MOST_SHOWN]})" + "".join(lines[-1:])
 
 
 def _values(reward: FunctionReward, result: Any, texts: Texts, dtype: torch.dtype) -> Tensor:

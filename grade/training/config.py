@@ -304,9 +304,10 @@ class GradeConfig(MethodConfig, TrainingArguments):
             given = {field.name: getattr(self, field.name) for field in fields(TrainingArguments) if field.init}
             changed = {name: value for name, value in given.items() if value != self.default_of(name)}
             changed.pop("output_dir", None)
-            named = [name for name in changed if name in reason]
-            named += [name for name, value in changed.items() if reason.startswith(f"{value} is not a valid ")
-                      or name.replace("_", "") in reason.lower() or repr(value) in reason]  # fmt: skip
+            named = [name for name, value in changed.items() if reason.startswith(f"{value} is not a valid ")]
+            named += [name for name in changed if name in reason]
+            named += [name for name, value in changed.items()
+                      if name.replace("_", "") in reason.lower() or repr(value) in reason]  # fmt: skip
             name, value = (named[0], changed[named[0]]) if named else (type(self).__name__, changed)
             allowed = reason.partition("please select ")[2] or f"values that fit together ({reason})"
             raise InputError(name, value, allowed) from error
