@@ -202,10 +202,7 @@ def whole(change):
 
 
 WRONG = {
-    "text only": (choices(lambda c: (c.pop("token_ids"), c.pop("logprobs"))), "choices.0.logprobs: Field required"),
-    "text in the place of tokens": (
-        choices(lambda c: (c.pop("token_ids"), c["logprobs"].update(tokens=["a"]))), "text without token ids"
-    ),
+    "text only": (choices(lambda c: c.pop("token_ids")), "vLLM >= 0.10.2.*choices.0.token_ids: Field required"),
     "no log-probabilities": (choices(lambda c: c.pop("logprobs")), "choices.0.logprobs: Field required"),
     "NaN": (
         choices(lambda c: c["logprobs"].update(token_logprobs=[float("nan")] * 3)),
@@ -216,29 +213,11 @@ WRONG = {
         choices(lambda c: c.update(token_ids=[True, 3, 3])),
         "got True; .*token_ids.0: Input should be a valid integer",
     ),
-    "too many tokens": (
-        choices(lambda c: (c.update(token_ids=[3] * 4), c["logprobs"].update(token_logprobs=[-1.0] * 4))),
-        "got '4 tokens'; allowed: 3 tokens",
-    ),
-    "no tokens": (choices(lambda c: (c.update(token_ids=[]), c["logprobs"].update(token_logprobs=[]))), "0 tokens"),
     "an early end": (choices(lambda c: c.update(token_ids=[EOS[0], 3, 3])), "end-of-sequence after 0'.*not before 3"),
     "cut short": (
         choices(lambda c: (c["token_ids"].pop(), c["logprobs"]["token_logprobs"].pop())), "got '2 tokens'; .*: 3"
     ),
-    "texts of other tokens": (
-        choices(lambda c: c["logprobs"].update(tokens=["token_id:9"] * 3)), r"texts of tokens \[9, 9, 9\]"
-    ),
-    "more texts than tokens": (choices(lambda c: c["logprobs"]["tokens"].append("token_id:3")), "texts of tokens"),
-    "a number of thousands of digits": (
-        choices(lambda c: (c.pop("token_ids"), c["logprobs"].update(tokens=["token_id:" + "1" * 5000] * 3))),
-        "text without token ids",
-    ),
-    "no logarithm": (
-        choices(lambda c: c["logprobs"].update(token_logprobs=[-1e300] * 3)), "token_logprobs.0: .* greater than"
-    ),
-    "nested too deeply": (whole(lambda a: (200, '{"choices": ' + "[" * 20_000)), "JSON"),
     "fewer completions": (whole(lambda a: (200, {"choices": a["choices"][1:]})), "1 choices.*2 choices"),
-    "the same twice": (whole(lambda a: (200, {"choices": a["choices"][:1] * 2})), "2 choices with indices 0 to 1"),
     "another prompt": (choices(lambda c: c.update(prompt_token_ids=[1])), r"\[1\]'; allowed: the prompt \["),
     "no JSON": (whole(lambda a: (200, "<html>")), "got '<html>'; .* JSON"),
     "an error": (whole(lambda a: (500, "out of memory")), "POST .*/v1/completions: got .status 500.; .* said: out of"),
@@ -263,18 +242,14 @@ def test_tokens_after_the_end_are_refused(served):
         sampler.sample(backbone, one_prompt(2), 3, generator())
 
 
-def test_ids_may_be_written_beside_the_log_probabilities(served):
+def test_the_index_of_a_completion_counts_and_not_its_place(served):
     backbone, server, sampler = served
     want = sampler.sample(backbone, one_prompt(2), 3, generator())
-    server.spoil = choices(lambda c: c.pop("token_ids"))
-    assert torch.equal(sampler.sample(backbone, one_prompt(2), 3, generator()).ids, want.ids)
-    server.spoil = whole(lambda a: (200, {"choices": a["choices"][::-1]}))  # the index counts, not the place
+    server.spoil = whole(lambda a: (200, {"choices": a["choices"][::-1]}))
     assert torch.equal(sampler.sample(backbone, one_prompt(2), 3, generator()).ids, want.ids)
 
 
-@pytest.mark.parametrize(
-    ("status", "requests"), [(429, 3), (502, 3), (503, 3), (504, 3), (500, 1), (404, 1), (201, 1), (307, 1)]
-)
+@pytest.mark.parametrize(("status", "requests"), [(429, 3), (503, 3), (500, 1), (404, 1), (201, 1), (307, 1)])
 def test_only_a_busy_server_is_asked_again(status, requests, served):
     server, asked = served[1], []
     server.spoil = lambda path, *_: (asked.append(path), (status, "x" * 400))[1]
@@ -303,14 +278,11 @@ def test_nobody_there_and_nobody_who_answers(monkeypatch):
     "answer, wait, says",
     [
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b" " * 99, 0.1, "no answer for 0.5 s"),
-        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 50, 0.1, "no answer for 0.5 s"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[]", None, "Error: "),
         (b"\x00" * 99, None, "RemoteProtocolError"),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n[]", None, "DecodingError"),
-        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: 2\r\n\r\n[]", None, "gzip, gzip, not"),
-        (b"HTTP/1.1 500 X\r\nContent-Type: a/b; charset=base64\r\n\r\n[]", None, "status 500'; .*said: "),
     ],
-    ids=["a slow body", "slow headers", "too short", "no HTTP", "no gzip", "gzip in gzip", "a codec, no charset"],
+    ids=["a slow body", "too short", "no HTTP", "no gzip"],
 )  # fmt: skip
 def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(answer, wait, says):
     """``wait``: seconds between bytes; None: all at once, and the connection is closed."""
@@ -353,9 +325,8 @@ def test_a_server_that_takes_no_adapters_says_what_it_needs(served, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["transformers", "vllm", "", "http://", "ftp://a", "http://a:b", "http://a:99999", "http://a:0", "http://a:-1",
-     "http://me:secret@a", "http://a?b", "http://a#b", "http://a b", "http://[a", "http://\xe4", "http://a\tb"],
-)  # fmt: skip
+    ["vllm", "", "http://", "ftp://a", "http://a:b", "http://me:secret@a", "http://a?b", "http://a b", "http://[a"],
+)
 def test_what_is_no_sampler_is_one_line_with_what_there_is(name):
     with pytest.raises(InputError, match="sampler: got .*; allowed: own, shared, or .* http://host:port"):
         make_sampler(name)
@@ -363,9 +334,8 @@ def test_what_is_no_sampler_is_one_line_with_what_there_is(name):
 
 @pytest.mark.parametrize(
     ("text", "address"),
-    [("http://a", "http://a"), ("https://a:8/", "https://a:8"), ("http://a:8/v1", "http://a:8"),
-     ("http://a/b/v1/", "http://a/b"), ("http://[::1]:8", "http://[::1]:8"), ("http://a/v1/b", "http://a/v1/b")],
-)  # fmt: skip
+    [("https://a:8/", "https://a:8"), ("http://a/b/v1/", "http://a/b"), ("http://[::1]:8", "http://[::1]:8")],
+)
 def test_an_address_is_without_its_end(text, address):
     assert ServerSampler(text).name == address
 
