@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grade.errors import InputError
 from grade.models.sharding import whole
 
 CHUNK_ROWS = 64
@@ -413,23 +412,19 @@ def entropy(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
     return row_values(head, hidden, of_logits)
 
 
-def self_certainty(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """``KL(U || softmax(head(h) / t))`` in nats, row by row: how far each distribution is from uniform; `row_values`.
+def self_certainty(head: Head, hidden: Tensor) -> Tensor:
+    """``KL(U || softmax(head(h)))`` in nats, row by row: how far each distribution is from uniform; `row_values`.
 
     Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590, section 3.2; the metric is Kang et al. 2025,
     arXiv:2502.18581). The published code leaves ``log V`` out: a constant, which cancels where a group mean is
-    subtracted. Differentiable in ``hidden``: ``dSC/dl_v = (p_v - 1 / V) / t``.
+    subtracted. Differentiable in ``hidden``: ``dSC/dl_v = p_v - 1 / V``.
 
     A row needs all V logits: chunking the vocabulary and averaging the chunks' values, as document 004 proposes, gives
     a different quantity.
     """
-    if not 0 < temperature < math.inf:
-        raise InputError("temperature", temperature, "a finite number above 0")
 
     def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        scaled = logits.div_(temperature)
-        values = certainty_of_logits(scaled)
-        return values, scaled.softmax(-1).sub_(1 / scaled.shape[-1]).div_(temperature) if needed else None
+        return certainty_of_logits(logits), logits.softmax(-1).sub_(1 / logits.shape[-1]) if needed else None
 
     return row_values(head, hidden, of_logits)
 

@@ -33,10 +33,11 @@ def test_scores_are_those_of_the_distribution_that_predicts_the_token(temperatur
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions()
     logp = (dense(backbone, prompts, ids) / temperature).log_softmax(-1)
     hidden = predicting_hidden(backbone, prompts, ids).flatten(0, 1)
+    uniform = -dense(backbone, prompts, ids).log_softmax(-1).mean(-1) - math.log(VOCAB)
     cases = (
+        (self_certainty(backbone.head, hidden).view(mask.shape) * mask, uniform),
         (completion_logps(backbone, prompts, ids, mask, temperature), logp.gather(2, ids.unsqueeze(2)).squeeze(2)),
         (entropy(backbone.head, hidden, temperature).view(mask.shape) * mask, -(logp.exp() * logp).sum(-1)),
-        (self_certainty(backbone.head, hidden, temperature).view(mask.shape) * mask, -logp.mean(-1) - math.log(VOCAB)),
     )
     parameters = backbone.trainable_parameters()
     for got, want in cases:

@@ -198,7 +198,7 @@ def test_tokens_of_prompts_are_compared_where_the_server_tells_them(served, tmp_
     assert sorted(body["prompt"] for body in asked) == sorted(want)
     server.spoil = answers(lambda a: (200, {"tokens": a["tokens"][:2] + [5, 5]}), "/tokenize")
     with pytest.raises(
-        InputError, match=r"renders prompts .*: row 0 goes on with .* after token 2 for .* '\[5, 5\]' for"
+        InputError, match=r"renders prompts .*: row 0 goes on with .* after token 2 for .* \[5, 5\] for"
     ):
         make_teacher(server.address, policy, rows=rows, topk=3)
 
