@@ -297,7 +297,7 @@ def check_apart(outputs: Mapping[str, str | Path | None]) -> None:
 
 def writing(place: str | Path, option: str = OPTION, kind: str = "folder") -> AbstractContextManager[None]:
     """Name the option where something cannot be written."""
-    return reading(option, place, f"a {kind} that can be written", ())
+    return reading(option, place, f"a {kind} that can be written", OSError)
 
 
 def _resolved(path: str | Path, option: str) -> Path:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grade.data.prompts import load_rows
-from grade.errors import BAD_CONTENT, InputError, is_file_error
+from grade.errors import InputError
 from grade.files import atomic, hashed
 from grade.models.backbone import Backbone
 from grade.models.parameters import fingerprint
@@ -278,23 +278,16 @@ def _kept(file: Path, column: str) -> list[Any] | None:
     if not file.is_file():
         return None
     try:
-        frame = pd.read_parquet(file, page_checksum_verification=True)
-        if frame.attrs.get("file", file.name) != file.name:
-            raise ValueError("another file's content")
-        return frame[column].tolist()
-    except Exception as error:
-        if not (is_file_error(error) or isinstance(error, BAD_CONTENT)):
-            raise
+        return pd.read_parquet(file, page_checksum_verification=True)[column].tolist()
+    except Exception:
         warnings.warn(f"{file} is damaged, and made anew", stacklevel=3)
         return None
 
 
 def _keep(file: Path, columns: Mapping[str, Any]) -> None:
     """Write a file whole; a folder that cannot be written costs the cache, not the scores."""
-    frame = pd.DataFrame(columns)
-    frame.attrs["file"] = file.name
     try:
         with atomic(file) as staging:
-            frame.to_parquet(staging, write_page_checksum=True)
+            pd.DataFrame(columns).to_parquet(staging, write_page_checksum=True)
     except OSError as error:
         warnings.warn(f"the scores of the texts are not kept: {error}", stacklevel=3)

@@ -20,7 +20,6 @@ import dataclasses
 import json
 import logging
 import math
-import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -81,7 +80,7 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: i
     linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
     targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
     allowed = f"names of this model's linear layers ({', '.join(linear)})"
-    with reading("lora.target_modules", f"{targets}", allowed, (ValueError, re.error, UserWarning)):
+    with reading("lora.target_modules", f"{targets}", allowed):
         _check_targets(model, config)
         with torch.random.fork_rng(devices=[]), _wrapping(model):
             warnings.filterwarnings("error", "You have passed exclude_modules")  # and nothing was excluded
@@ -130,8 +129,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     """
     refuse_adapted(model)
     _check_files(model, folder)
-    # With re and safetensors PEFT raises many types that mean the same to the user.
-    with reading("adapter", folder, _FITS, Exception), _wrapping(model):
+    with reading("adapter", folder, _FITS), _wrapping(model):
         config = PeftConfig.from_pretrained(str(folder))
         known = {field.name for field in dataclasses.fields(config)}
         for name, value in json.loads((Path(folder) / ADAPTER_FILES[0]).read_text("utf-8")).items():
@@ -161,7 +159,7 @@ def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tenso
     _check_files(model.get_base_model(), folder, field)
     _check_tensors(model, folder, field)
     here = model.peft_config[model.active_adapter]
-    with reading(field, folder, _FITS, Exception):  # as in `load_adapter`
+    with reading(field, folder, _FITS):
         there = PeftConfig.from_pretrained(str(folder))
     for name in ("lora_alpha", "alpha_pattern", "use_rslora"):
         if getattr(there, name, None) != getattr(here, name):

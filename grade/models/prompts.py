@@ -111,17 +111,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max
     completion follows. Padding uses the id of the padding token, else of EOS, else 0: it may be a real token's, since
     the mask decides.
 
-    Args:
-        tokenizer: The policy's tokenizer.
-        texts: B prompts.
-        max_prompt_tokens: Maximum number of tokens per prompt, at least 1.
-
-    Returns:
-        Ids and mask, int64 [B, P].
-
-    Raises:
-        InputError: If there are no prompts, for a prompt without text or without tokens, or if ``max_prompt_tokens``
-            is less than 1.
+    Ids and mask are int64 [B, P]. `InputError` for no prompts, for one without text or without tokens, or if
+    ``max_prompt_tokens`` is less than 1.
     """
     rows = [{"prompt": text} for text in texts]
     return replace(encode_examples(tokenizer, rows, max_prompt_tokens, "right", warn_raw=False), examples=None)
@@ -281,7 +272,7 @@ def _token_ids(
         encoded = checked = []
         for field, prompt in zip(fields, prompts, strict=True):
             continued = prompt[-1]["role"] == "assistant"
-            with reading(field, str(prompt), "messages that the chat template accepts", Exception):
+            with reading(field, str(prompt), "messages that the chat template accepts"):
                 encoded.append(tokenizer.apply_chat_template(
                     prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
                     **options,
