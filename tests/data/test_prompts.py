@@ -146,11 +146,9 @@ BAD = {
     "rows.txt": ("a\n", "prompts: got .*rows.txt'; allowed: a file .*jsonl"),
     "empty.jsonl": ("", "at least one row"),
     "broken.jsonl": (GOOD + '{"prompt": "b"\n', "broken.jsonl, line 2'; allowed: JSON"),
-    "cut.json": ('[\n{"prompt": "b"},\n{"prompt": ]', "cut.json'; allowed: JSON.*line 3"),
     "pretty.json": ('{\n"prompt": "b"\n}', "pretty.json, line 1'; allowed: JSON in UTF-8: a list of objects, or"),
     "list.jsonl": (GOOD + '["b"]\n', r"list.jsonl, line 2: got \['b'\]; allowed: an object"),
     "surrogate.jsonl": ('{"prompt": "\\ud800"}\n', "values that Arrow can hold .UnicodeEncodeError"),
-    "deep.jsonl": ("[" * 100000 + "\n", "deep.jsonl, line 1'; allowed: JSON.*RecursionError"),
     "twice.jsonl": ('{"prompt": "a", "prompt": "b"}\n', "twice.jsonl, line 1'; allowed: .*two values of 'prompt'"),
     "twice.json": ('[{"prompt": "a", "x": {"y": 1, "y": 2}}]', "allowed: .*two values of 'y'"),
     "mixed.jsonl": (
@@ -159,9 +157,7 @@ BAD = {
     ),
     "columns.jsonl": ('{"question": "a", "answer": 1}\n', r"columns of .*: got \['question', 'answer'\]; .*\"prompt\""),
     "empty.csv": ("", "a table in UTF-8, separated by commas .EmptyDataError"),
-    "header.csv": ("prompt,answer\n", "at least one row"),
     "commas.csv": ("prompt\nHello, you\nDear, me\n", "quote a text that holds a comma"),
-    "ragged.csv": ("prompt\nHello\nDear, me\n", "a table .*Expected 1 fields in line 3, saw 2"),
     "text.parquet": ("prompt\n", "a parquet file .ArrowInvalid"),
 }
 
