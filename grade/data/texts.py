@@ -35,6 +35,8 @@ from grade.results import progress
 
 LEAST = 8
 """Texts, below which there is nothing to fit."""
+DRAWN = 64
+"""Completions of the reference that are drawn at once."""
 WAIT = 3.0
 """Seconds until a bar appears."""
 Row = Mapping[str, Any]
@@ -75,7 +77,7 @@ def read_texts(
     """
     named = isinstance(source, (str, Path))
     place = str(source) if named else "texts"
-    rows = load_rows(source, field="texts") if named else source
+    rows = load_rows(source, "texts") if named else source
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         raise InputError("texts", type(rows).__name__, 'a file, a hub id, or rows such as {"text": "..."}')
     found: list[dict[str, Any]] = []
@@ -237,7 +239,6 @@ def reference_texts(
     encode: Encode,
     seed: int = 0,
     min_new_tokens: int = 0,
-    batch_size: int = 64,
     cache: Path | None = None,
 ) -> list[dict[str, Any]]:
     """N completions of the reference as texts, from the file of an earlier run if there is one.
@@ -260,8 +261,8 @@ def reference_texts(
         kept = []
         with progress(None, "completions of the reference", delay=WAIT) as bar, backbone.reference():
             bar.total = number
-            for start in range(0, number, batch_size):
-                batch = prompts[slice(start, start + batch_size)].to(backbone.device)
+            for start in range(0, number, DRAWN):
+                batch = prompts[slice(start, start + DRAWN)].to(backbone.device)
                 drawn = sampler.sample(backbone, batch, completion_tokens, generator, min_new_tokens)
                 lengths = drawn.mask.sum(1).tolist()
                 kept += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths, strict=True)]
