@@ -44,7 +44,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, generate
-from grade.models.server import WAITS, Logprob, Server
+from grade.models.server import Logprob, Server
 
 COMPLETIONS = 128
 """Most completions of a prompt in one request to a server, which batches them."""
@@ -165,10 +165,8 @@ class ServerSampler(Server, Sampler):
     can read under the same path; it is loaded under a new name, and the one before it is unloaded.
     """
 
-    def __init__(
-        self, address: str, timeout: float = 600.0, folder: str | Path | None = None, waits: tuple[float, ...] = WAITS
-    ) -> None:
-        Server.__init__(self, "sampler", address, timeout, waits, "own, shared, or ")
+    def __init__(self, address: str, timeout: float = 600.0, folder: str | Path | None = None) -> None:
+        Server.__init__(self, "sampler", address, timeout, "own, shared, or ")
         self.folder = None if folder is None else Path(folder).absolute()
         self.model: str | None = None
         self._loaded: tuple[str, Path] | None = None

@@ -28,8 +28,6 @@ SAID = 400
 """Characters of an error that are shown."""
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer later."""
-WAITS = (0.5, 2.0)
-"""Seconds before the second and the third attempt, the last one."""
 KEY = "VLLM_API_KEY"
 """Environment variable with the key that the server was started with, if it asks for one."""
 
@@ -58,11 +56,11 @@ def is_address(name: object) -> bool:
 class Server:
     """What is asked at an address, up to three times; ``field`` is the setting, ``others`` what else it may be."""
 
-    def __init__(
-        self, field: str, address: str, timeout: float = 600.0, waits: tuple[float, ...] = WAITS, others: str = ""
-    ) -> None:
-        self.field, self.name = field, address_of(field, address, others)
-        self.timeout, self.waits = timeout, waits
+    waits = (0.5, 2.0)
+    """Seconds before the second and the third attempt, the last one."""
+
+    def __init__(self, field: str, address: str, timeout: float = 600.0, others: str = "") -> None:
+        self.field, self.name, self.timeout = field, address_of(field, address, others), timeout
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:

@@ -23,6 +23,7 @@ from grade.models.prompts import PromptBatch
 from grade.models.samplers import Samples, ServerSampler, make_sampler
 from grade.models.sampling import BLOCK, draw, forbid_eos
 from grade.models.scoring import completion_logps
+from grade.models.server import Server
 
 NAMES = ("own", "shared", "server")
 ALL_CASES = bool(os.environ.get("GRADE_ALL_CASES"))
@@ -45,8 +46,9 @@ def served(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def honest(served):
+def honest(served, monkeypatch):
     """A test may spoil the server's answers."""
+    monkeypatch.setattr(Server, "waits", (0.0, 0.0))
     yield
     served[1].spoil = None
 
@@ -239,11 +241,11 @@ def test_only_a_busy_server_is_asked_again(status, requests, served):
     server, asked = served[1], []
     server.spoil = lambda path, *_: (asked.append(path), (status, "x" * 400))[1]
     with pytest.raises(InputError, match=f"POST .*/v1/unload_lora_adapter: got 'status {status}'; .*: xxx"):
-        ServerSampler(server.address, 30.0, waits=(0.0, 0.0)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+        ServerSampler(server.address, 30.0).post("/v1/unload_lora_adapter", {"lora_name": "x"})
     assert len(asked) == requests
     server.spoil = lambda path, *_: (asked.append(path), (503, "busy") if len(asked) == 1 else (200, "here"))[1]
     asked.clear()
-    ServerSampler(server.address, 30.0, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+    ServerSampler(server.address, 30.0).post("/v1/unload_lora_adapter", {"lora_name": "x"})
     assert len(asked) == 2
 
 
@@ -253,10 +255,10 @@ def test_nobody_there_and_nobody_who_answers(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(InputError, match=f"POST {address}/v1/.*: got 'ConnectError: .*failed"):
-            ServerSampler(address, 5.0, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+            ServerSampler(address, 5.0).post("/v1/unload_lora_adapter", {"lora_name": "x"})
         taken.listen()  # connections are taken, and nothing follows
         with pytest.raises(InputError, match=r"no answer for 0.2 s.* sampler_timeout"):
-            ServerSampler(address, 0.2, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+            ServerSampler(address, 0.2).post("/v1/unload_lora_adapter", {"lora_name": "x"})
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,8 @@ def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=serve, daemon=True).start()
         limit = 0.5 if wait else 30.0  # long where it is not what is tested: the machine may be busy
-        sampler = ServerSampler(f"http://127.0.0.1:{listening.getsockname()[1]}", limit, waits=())
+        sampler = ServerSampler(f"http://127.0.0.1:{listening.getsockname()[1]}", limit)
+        sampler.waits = ()  # it is asked once
         start = time.monotonic()
         with pytest.raises(InputError, match=says):
             sampler.post("/v1/completions", {})
