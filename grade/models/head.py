@@ -375,39 +375,37 @@ def coarse_jensen_shannon(
 
 
 def token_logps(
-    head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.0, forbidden: tuple[int, ...] = (),
-    where: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``log softmax(head(h) / t)`` in nats at one token per row, from hidden states; see `row_values`.
+    head: Head, hidden: Tensor, ids: Tensor, forbidden: tuple[int, ...] = (), where: Tensor | None = None
+) -> Tensor:
+    """``log softmax(head(h))`` in nats at one token per row, from hidden states; see `row_values`.
 
-    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``, 0 at a forbidden v.
+    Differentiable in ``hidden``: ``dlogp/dl_v = 1[v = id] - p_v``, 0 at a forbidden v.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         (token,) = others
-        logp = logits.div_(temperature).log_softmax(-1)
+        logp = logits.log_softmax(-1)
         del logits
         value = logp.gather(1, token)
         if not needed:
             return value.squeeze(1), None
-        grad = logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
-        return value.squeeze(1), grad.div_(temperature)
+        return value.squeeze(1), logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
 
     return row_values(head, hidden, of_logits, ids.unsqueeze(1), forbidden=forbidden, where=where)
 
 
-def entropy(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """``H = -sum_v p_v log p_v`` in nats, ``p = softmax(head(h) / t)``, row by row; see `row_values`.
+def entropy(head: Head, hidden: Tensor) -> Tensor:
+    """``H = -sum_v p_v log p_v`` in nats, ``p = softmax(head(h))``, row by row; see `row_values`.
 
-    Differentiable in ``hidden``: ``dH/dl_v = -p_v (log p_v + H) / t``.
+    Differentiable in ``hidden``: ``dH/dl_v = -p_v (log p_v + H)``.
     """
 
     def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        logp = logits.div_(temperature).log_softmax(-1)
+        logp = logits.log_softmax(-1)
         del logits
         p = logp.exp()
         value = -(p * logp).sum(-1)
-        return value, p.mul_(logp.add_(value.unsqueeze(-1))).div_(-temperature) if needed else None
+        return value, p.mul_(logp.add_(value.unsqueeze(-1))).neg_() if needed else None
 
     return row_values(head, hidden, of_logits)
 
