@@ -220,8 +220,7 @@ def _traces(s: Settings) -> pd.DataFrame:
 
 def _effects(s: Settings) -> dict[str, Any]:
     """What the document's proposals do, on completions that a model samples here; see `measure.proposals`."""
-    adapter = str(Path(s.runs_dir) / s.trained_run / "adapter") if s.backbone_dir else ""
-    backbone, texts = load_policy(s.backbone_dir, adapter, s.reviews_dir)
+    backbone, texts = load_policy(s.backbone_dir, f"{s.runs_dir}/{s.trained_run}/adapter", s.reviews_dir)
     prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
     samples = draw(backbone, prompts, s.measured_group, s.measured_new_tokens, torch.Generator().manual_seed(0))
     coefficients = entropy_coefficients(sequence_logps(backbone, samples, s.microbatch))
