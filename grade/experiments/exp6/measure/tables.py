@@ -170,59 +170,44 @@ class Settings(Config):
 
 
 # ---- finished training runs ----
-def _of_each(s: Settings, read: Callable[[Path], Any]) -> dict[str, Any]:
-    """What is read in the folder of each run, by the folder's name."""
-    folders, values = sorted(file.parent for file in s.runs.glob("*/history.csv")), dict[str, Any]()
+def _of_each(s: Settings, read: Callable[[Path], pd.DataFrame]) -> pd.DataFrame:
+    """What is read in the folder of each run, one below the other; the first column has the folder's name."""
+    folders, tables = sorted(file.parent for file in s.runs.glob("*/history.csv")), dict[str, pd.DataFrame]()
     if not folders:
         raise InputError("runs_dir", str(s.runs), "a folder with <run>-<seed>/history.csv")
     for folder in folders:
         with reading("runs_dir", folder, "the folder of a finished run"):
-            values[folder.name] = read(folder)
-    return values
+            tables[folder.name] = read(folder)
+    return pd.concat(tables, names=["run"]).reset_index("run").reset_index(drop=True)
 
 
-def _runs(s: Settings) -> pd.DataFrame:
-    """Finished runs before and after training, with standard errors over prompts (of a gain's paired differences)."""
-
-    def row_of(folder: Path) -> dict[str, Any]:
-        m = read_metrics(folder / "metrics.json")
-        row: dict[str, Any] = {"run": folder.name, "samples": m["samples"]}
-        for judge in ("reward", "gold"):
-            gain, stderr = m[f"gain/{judge}"], m[f"gain/{judge}_stderr"]
-            row |= {f"{judge} {when}": m[f"{when}/val/{judge}_mean"] for when in ("before", "after")}
-            row |= {f"{judge} stderr": stderr, f"{judge} z": gain / stderr}
-        kl = {"KL": m["after/val/kl"], "KL stderr": m["after/val/kl_stderr"]}
-        return row | kl | {"n": m["gain/reward_n"]}
-
-    return pd.DataFrame(_of_each(s, row_of).values())
+def _run(folder: Path) -> pd.DataFrame:
+    """A finished run before and after training, with standard errors over prompts (of a gain's paired differences)."""
+    m = read_metrics(folder / "metrics.json")
+    row: dict[str, Any] = {"samples": m["samples"]}
+    for judge in ("reward", "gold"):
+        gain, stderr = m[f"gain/{judge}"], m[f"gain/{judge}_stderr"]
+        row |= {f"{judge} {when}": m[f"{when}/val/{judge}_mean"] for when in ("before", "after")}
+        row |= {f"{judge} stderr": stderr, f"{judge} z": gain / stderr}
+    row |= {"KL": m["after/val/kl"], "KL stderr": m["after/val/kl_stderr"], "n": m["gain/reward_n"]}
+    return pd.DataFrame([row])
 
 
 def _curves(s: Settings) -> pd.DataFrame:
-    """Histories of the runs without their times, one below the other."""
-    histories = _of_each(s, lambda folder: pd.read_csv(folder / "history.csv"))
-    table = pd.concat(histories, names=["run"]).reset_index("run").reset_index(drop=True)
+    """Histories of the runs without their times."""
+    table = _of_each(s, lambda folder: pd.read_csv(folder / "history.csv"))
     return table.drop(columns=[column for column in table if "seconds" in column])
 
 
-def _run_seconds(s: Settings) -> pd.DataFrame:
-    """Seconds since the start of each run by step, evaluations not counted."""
-
-    def seconds_of(folder: Path) -> pd.DataFrame:
-        file = folder / "timings.csv"
-        times = pd.read_csv(file if file.is_file() else folder / "history.csv")
-        return times[["step", "seconds"]].assign(run=folder.name)
-
-    return pd.concat(_of_each(s, seconds_of).values(), ignore_index=True)[["run", "step", "seconds"]]
+def _seconds(folder: Path) -> pd.DataFrame:
+    """Seconds since the start of a run by step, evaluations not counted."""
+    file = folder / "timings.csv"
+    return pd.read_csv(file if file.is_file() else folder / "history.csv")[["step", "seconds"]]
 
 
-def _texts(s: Settings) -> pd.DataFrame:
-    """Three completions of each run before and after training, with the trained reward and the gold judge's score."""
-
-    def samples_of(folder: Path) -> list[dict[str, Any]]:
-        samples = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
-        return [{"run": folder.name, **sample} for sample in samples[:3]]
-
-    return pd.DataFrame([row for rows in _of_each(s, samples_of).values() for row in rows])
+def _texts(folder: Path) -> pd.DataFrame:
+    """Three completions of a run before and after training, with the trained reward and the gold judge's score."""
+    return pd.DataFrame(json.loads((folder / "samples.json").read_text(encoding="utf-8"))[:3])
 
 
 # ---- parity of the engines ----
@@ -260,9 +245,8 @@ def _parity(s: Settings) -> pd.DataFrame:
         with restoring(parameters):
             optimizer = torch.optim.AdamW(parameters, lr=s.parity_learning_rate, weight_decay=0.0)
             for i in progress(range(s.parity_steps), f"training steps, {name}"):
-                generator = torch.Generator(backbone.device).manual_seed(setting.seed + i)
                 optimizer.zero_grad(set_to_none=True)
-                step = engine(backbone, setting.prompts, setting.objective, setting.relaxation, generator)
+                step = engine(backbone, setting.prompts, setting.objective, setting.relaxation, setting.noise(i))
                 optimizer.step()
                 rewards.append(float(step.reward.mean()))
                 kls.append(float(sequence_mean(step.kl, step.completion_mask).mean()))
@@ -300,8 +284,7 @@ def _kept(s: Settings) -> pd.DataFrame:
 
 
 def _kept_by_stepwise(setting: Setting, options: StepwiseOptions) -> int:
-    generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed)
-    args = (setting.backbone, setting.prompts, setting.objective, setting.relaxation, generator)
+    args = (setting.backbone, setting.prompts, setting.objective, setting.relaxation, setting.noise())
     return kept_bytes(lambda: stepwise(*args, options=options, backward=False))[1]
 
 
@@ -325,8 +308,7 @@ def _bytes(s: Settings) -> dict[str, float]:
     The policy's passes have relaxation, KL and reward in their lean forms. A step drops dense lists at once or not.
     """
     setting = s.counted_setting()
-    vocab = setting.backbone.vocab_size
-    figures = _relaxation_bytes(vocab, min(256, vocab)) | _reward_embedding_bytes(**_REWARD_SIZES) | {
+    figures = _relaxation_bytes(setting.backbone.vocab_size) | _reward_embedding_bytes(**_REWARD_SIZES) | {
         "policy_completion_tokens": len(setting.prompts) * setting.relaxation.max_new_tokens,
         "policy_unrolled_bytes": _kept_by_stepwise(setting, replace(CHECKPOINTED, checkpoint=False)),
         "policy_checkpointed_bytes": _kept_by_stepwise(setting, CHECKPOINTED),
@@ -346,9 +328,9 @@ def _bytes(s: Settings) -> dict[str, float]:
     return figures
 
 
-def _relaxation_bytes(vocab: int, k: int) -> dict[str, float]:
+def _relaxation_bytes(vocab: int) -> dict[str, float]:
     """Bytes that one relaxed token keeps for backward, from logits to embedding: dense, as published, compact."""
-    generator = torch.Generator().manual_seed(0)
+    generator, k = torch.Generator().manual_seed(0), min(256, vocab)
     table = torch.randn(vocab, 64, generator=generator)
     logits = torch.randn(1, vocab, generator=generator)
     support = logits.topk(k).indices
@@ -359,13 +341,13 @@ def _relaxation_bytes(vocab: int, k: int) -> dict[str, float]:
         soft = torch.zeros_like(source).scatter(1, support, y)
         return gathered_embedding(table, support, soft.gather(1, support))
 
+    def compact(source: Tensor) -> Tensor:
+        return weighted_embedding(table, support, relax(source + noise_k, 1.0, "gumbel"))
+
     forms: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
         "dense": (logits, lambda source: relax(source + noise, 1.0, "gumbel") @ table),
         "topk_scattered": (logits, scattered),
-        "topk_compact": (
-            logits.gather(1, support),
-            lambda source: weighted_embedding(table, support, relax(source + noise_k, 1.0, "gumbel")),
-        ),
+        "topk_compact": (logits.gather(1, support), compact),
     }
     figures: dict[str, float] = {"relax_vocab_size": vocab}
     for name, (source, form) in forms.items():
@@ -478,9 +460,9 @@ def _reference_seconds(s: Settings) -> dict[str, float]:
 
 
 TABLES = {
-    "runs": _runs,
+    "runs": lambda s: _of_each(s, _run),
     "curves": _curves,
-    "texts": _texts,
+    "texts": lambda s: _of_each(s, _texts),
     "kl_at_start": lambda s: kl_at_start(s.parity_setting(trained=False)),
     "hops": _hops,
     "parity": _parity,
@@ -492,5 +474,5 @@ TABLES = {
 TIMED = {
     "time_against_tokens": _time_against_tokens,
     "reference_seconds": _reference_seconds,
-    "run_seconds": _run_seconds,
+    "run_seconds": lambda s: _of_each(s, _seconds),
 }
