@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -28,9 +27,7 @@ from grade.experiments.traced import (
 )
 from grade.memory.plan import plan, remembering
 from grade.memory.trace import Trace, trace
-from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty
-from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_certainty, predicting_hidden
 
@@ -96,10 +93,7 @@ class Settings(Config):
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:
         """Figures of the scores, and the scores."""
-        adapter = str(Path(self.runs_dir) / self.trained_run / "adapter") if self.trained_run else ""
-        backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
-        prompts, _ = text_sequences(backbone, texts, self.measured_prompts, self.measured_prompt_tokens, 1)
-        return _certainties(backbone, prompts, self.measured_new_tokens, self.group, self.chunk)
+        return _certainties(self)
 
 
 def _formulas(s: Settings) -> pd.DataFrame:
@@ -122,22 +116,23 @@ def _formulas(s: Settings) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def _certainties(
-    backbone: Backbone, prompts: PromptBatch, new: int, group: int, chunk: int
-) -> tuple[dict[str, float], pd.DataFrame]:
+def _certainties(s: Settings) -> tuple[dict[str, float], pd.DataFrame]:
     """Figures in nats of sampled completions' self-certainty beside the document's formula, and both by completion.
 
     ``document_offset`` is the mean absolute difference per token between the document's formula and ``logsumexp -
     mean``, which it is meant to compute.
     """
-    index, many = torch.arange(len(prompts)).repeat_interleave(group), prompts.repeat(group)
-    generator = torch.Generator(backbone.device).manual_seed(0)
+    adapter = f"{s.runs_dir}/{s.trained_run}/adapter" if s.trained_run else ""
+    backbone, texts = load_policy(s.backbone_dir, adapter, s.reviews_dir)
+    prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
+    index, many = torch.arange(len(prompts)).repeat_interleave(s.group), prompts.repeat(s.group)
+    generator, new = torch.Generator(backbone.device).manual_seed(0), s.measured_new_tokens
     ids, mask = generate(backbone, many, new, generator, min_new_tokens=min(4, new))
     hidden = predicting_hidden(backbone, many, ids)
     logits = backbone.head(hidden)  # [N, T, V], float32
     right = self_certainty(backbone.head, hidden.flatten(0, 1)).view(mask.shape)
     exact = certainty_of_logits(logits.double())
-    wrong = chunked_over_vocabulary(logits, min(chunk, logits.shape[-1] // 2))
+    wrong = chunked_over_vocabulary(logits, min(s.chunk, logits.shape[-1] // 2))
     low = certainty_of_logits(logits.bfloat16())
     scores = pd.DataFrame({
         "group": index.tolist(), "self_certainty": completion_certainty(right, mask).tolist(),
