@@ -20,13 +20,12 @@ from typing import Any, Literal
 import pandas as pd
 import torch
 from peft import set_peft_model_state_dict
-from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError, reading
-from grade.experiments.measured import Count, Several, Size
+from grade.experiments.measured import Count, Positive, Several, Size
 from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
 from grade.experiments.traced import kept_bytes
 from grade.gradients.estimators import relax
@@ -58,7 +57,6 @@ from grade.training.toy import toy_task
 TAUS = (0.5, 1.0, 2.0)
 LAST_POSITION = "unrolled, last position"  # with logits at the last position of each prefix only
 _SUPPORTS = (1, 4, 16, 64, 256, 1024, 4096)  # K whose mass is measured, as far as they are below V
-_REWARD_SIZES = dict(tokens=64, k=256, hidden=2560, vocab=32_000)  # the document's, with the width of Qwen3-4B
 _REFERENCE_REPEATS = 3  # a pass is short: one timing alone could turn the verdict
 _TOY_TRAINING = dict(
     max_steps=6, per_device_train_batch_size=8, max_prompt_length=6, truncation="right", raw_prompts=True,
@@ -94,7 +92,7 @@ class Settings(Config):
     parity_batch: Several = 2  # B of the parity measurements
     parity_prompt_tokens: Size = 5  # P
     parity_new_tokens: Several = 6  # T
-    parity_tau: float = Field(2.0, gt=0)  # Gumbel temperature, that of the training runs
+    parity_tau: Positive = 2.0  # Gumbel temperature, that of the training runs
     parity_hops: list[Count] = [0, 1, 2, 3]  # feedback hops whose error is measured; 2 among them
     parity_steps: Size = 3  # optimizer steps, optimised against legacy
     parity_learning_rate: Rate = 1.0e-3  # of those steps
@@ -104,7 +102,7 @@ class Settings(Config):
     speed_batch: Size = 2  # B of the timings
     speed_prompt_tokens: Size = 5  # P
     speed_new_tokens: Several = 8  # T of the headline ratio
-    speed_hops: int = Field(2, ge=0)  # feedback hops of the timings
+    speed_hops: Count = 2  # feedback hops of the timings
     replay_tokens: list[Size] = [4, 8, 12]  # T of replay's time curve, besides speed_new_tokens
     stepwise_tokens: list[Size] = [4]  # T of the other engines' curves, besides speed_new_tokens
     repeats: Size = 2  # replay is timed this often, the median counts
@@ -308,7 +306,7 @@ def _bytes(s: Settings) -> dict[str, float]:
     The policy's passes have relaxation, KL and reward in their lean forms. A step drops dense lists at once or not.
     """
     setting = s.counted_setting()
-    figures = _relaxation_bytes(setting.backbone.vocab_size) | _reward_embedding_bytes(**_REWARD_SIZES) | {
+    figures = _relaxation_bytes(setting.backbone.vocab_size) | _reward_embedding_bytes() | {
         "policy_completion_tokens": len(setting.prompts) * setting.relaxation.max_new_tokens,
         "policy_unrolled_bytes": _kept_by_stepwise(setting, replace(CHECKPOINTED, checkpoint=False)),
         "policy_checkpointed_bytes": _kept_by_stepwise(setting, CHECKPOINTED),
@@ -357,8 +355,9 @@ def _relaxation_bytes(vocab: int) -> dict[str, float]:
     return figures
 
 
-def _reward_embedding_bytes(tokens: int, k: int, hidden: int, vocab: int) -> dict[str, float]:
+def _reward_embedding_bytes() -> dict[str, float]:
     """Bytes that making the reward's soft embeddings keeps for backward, from the weights [T, K] on."""
+    tokens, k, vocab, hidden = 64, 256, 32_000, 2560  # the document's sizes, with the width of Qwen3-4B
     generator = torch.Generator().manual_seed(0)
     table = torch.empty(vocab, hidden).normal_(generator=generator)
     support = torch.randint(vocab, (tokens, k), generator=generator)

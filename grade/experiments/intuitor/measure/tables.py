@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.experiments.formulas import parameter_count, rows_bytes
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Positive, Several, Size
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import (
     PolicyStepConfig,
@@ -58,7 +58,7 @@ class Settings(Config):
     settings_prompt_tokens: Size = 8  # P of the recommended settings, 2K
     # T of the conservative and of the aggressive one, 1K and 2K
     settings_new_tokens: list[Size] = Field([1, 2], min_length=2, max_length=2)
-    budget_gb: float = Field(80.0, gt=0)  # memory of each GPU in decimal GB
+    budget_gb: Positive = 80.0  # memory of each GPU in decimal GB
     backbone_dir: str = ""  # folder of the model that writes; empty: a tiny random one
     runs_dir: str = ""  # folder of training runs, where an adapter of one is used
     trained_run: str = ""  # the run whose adapter is used; empty: the base alone
