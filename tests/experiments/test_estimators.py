@@ -49,12 +49,6 @@ def test_rows_are_of_every_reward_and_reproducible(alone, rows):
         torch.testing.assert_close(rows.norms[key].norm(dim=1), rows.gradients[key].norm(dim=1))
 
 
-def test_the_unbiased_estimator_is_worth_itself(alone):
-    table = experiment.TABLES["worth"](alone).set_index(["reward", "estimator"])
-    assert table.worth.xs("rloo", level=1).tolist() == pytest.approx([1, 1, 1])
-    assert (table.n == 96).all()
-
-
 def test_the_papers_spread_is_the_mean_over_steps_of_numpys_std(alone, rows):
     table = experiment.TABLES["spread"](alone).set_index(["reward", "estimator"])
     want = np.mean([np.std(row) for row in rows.norms["bag", "rloo"].numpy()])
