@@ -36,7 +36,7 @@ PEER = "trl"
 PROMPT, COMPLETION, GROUP = 12, 24, 8
 """P, T and G of the contest with the peer: prompts of at most 12 tokens, completions of exactly 24, groups of 8."""
 BATCH = 1024
-"""Completions that a sampler of `law_table` is asked for at once."""
+"""Completions that a sampler of `law_rows` is asked for at once."""
 ADAPTER_NOISE = 0.05
 """Standard deviation of the noise on the adapter's weights."""
 
