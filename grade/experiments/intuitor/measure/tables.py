@@ -27,7 +27,9 @@ from grade.experiments.traced import (
 )
 from grade.memory.plan import plan, remembering
 from grade.memory.trace import Trace, trace
+from grade.models.backbone import Backbone
 from grade.models.head import certainty_of_logits, self_certainty
+from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import completion_certainty, predicting_hidden
 
@@ -93,7 +95,10 @@ class Settings(Config):
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:
         """Figures of the scores, and the scores."""
-        return _certainties(self)
+        adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.trained_run else ""
+        backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
+        prompts, _ = text_sequences(backbone, texts, self.measured_prompts, self.measured_prompt_tokens, 1)
+        return _certainties(self, backbone, prompts)
 
 
 def _formulas(s: Settings) -> pd.DataFrame:
@@ -116,15 +121,12 @@ def _formulas(s: Settings) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def _certainties(s: Settings) -> tuple[dict[str, float], pd.DataFrame]:
+def _certainties(s: Settings, backbone: Backbone, prompts: PromptBatch) -> tuple[dict[str, float], pd.DataFrame]:
     """Figures in nats of sampled completions' self-certainty beside the document's formula, and both by completion.
 
     ``document_offset`` is the mean absolute difference per token between the document's formula and ``logsumexp -
     mean``, which it is meant to compute.
     """
-    adapter = f"{s.runs_dir}/{s.trained_run}/adapter" if s.trained_run else ""
-    backbone, texts = load_policy(s.backbone_dir, adapter, s.reviews_dir)
-    prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
     index, many = torch.arange(len(prompts)).repeat_interleave(s.group), prompts.repeat(s.group)
     generator, new = torch.Generator(backbone.device).manual_seed(0), s.measured_new_tokens
     ids, mask = generate(backbone, many, new, generator, min_new_tokens=min(4, new))
