@@ -57,6 +57,7 @@ def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None
     for _, prompts, ids, mask in samples.microbatches(chunk or group, backbone.device):
         inputs, every = torch.cat([prompts.ids, ids], 1), prompts.mask_with(length)
         logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # all positions, as in the document
+        # Written out: what is alive between the chunks is traced.
         logps = logits[:, :-1].log_softmax(-1).gather(2, inputs[:, 1:].unsqueeze(2)).squeeze(2)
         parts.append((logps[:, -length:] * mask).sum(1))
     sums = torch.cat(parts)
