@@ -113,8 +113,8 @@ def training_differences(table: pd.DataFrame) -> pd.DataFrame:
     after = {name: dict(zip(part["seed"], part["after"], strict=True)) for name, part in table.groupby("sampler")}
     first, rows = table["sampler"].iloc[0], []
     for name in (name for name in table["sampler"].unique() if name != first):
-        result = paired(after[name], after[first])
-        rows.append((name, result.difference.mean, result.difference.stderr, result.difference.n, result.p))
+        difference, p = paired(after[name], after[first])
+        rows.append((name, *difference, p))
     return pd.DataFrame(rows, columns=["sampler", "difference", "stderr", "n", "p"])
 
 

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Self
 
 import pandas as pd
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grade.config import Config
 from grade.experiments.measured import Share, Size, read_csv
+from grade.experiments.sums import sums_folder
 from grade.experiments.teachers.measure.divergences import divergence_table
-from grade.experiments.teachers.measure.hinted import (
-    NAMES,
-    HintedBench,
-    HintedRuns,
-    hint_table,
-    hinted_base,
-    hinted_runs,
-)
+from grade.experiments.teachers.measure.hinted import NAMES, HintedBench, HintedRuns, hint_table, hinted_runs
 from grade.experiments.teachers.measure.traces import traces_table
 from grade.experiments.training_runs import train_all
 
@@ -36,16 +29,10 @@ class Settings(Config):
     peers: str = ""  # folder of what was measured beside TRL; empty: none
     processes: Size = 1  # worker processes of one thread each, for training
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for run in hinted_runs(self.runs):
-            _ = run.config  # a wrong setting of a method is refused
-        return self
-
     @property
     def base(self) -> str:
         """Folder of the base that reads hints."""
-        return hinted_base(self.runs.pretraining_steps).name
+        return sums_folder(self.runs.pretraining_steps, hinted=True).name
 
     @cached_property
     def trained_runs(self) -> pd.DataFrame:
