@@ -20,6 +20,8 @@ import dataclasses
 import json
 import logging
 import math
+import subprocess
+import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -60,6 +62,8 @@ _NOISE, _SHARE, _TOKENS = 0.1, 0.1, 5
 """Of the check that folding is exact: size of its adapter against the weights', largest difference against the
 adapter's effect, and tokens. A layer type that is left out has a larger share; rounding, TF32 included, a smaller."""
 _FITS = "an adapter that fits this model"
+MATCHING = 10.0
+"""Seconds for a regular expression of layers: a thousand names take a hundredth."""
 _OTHER_LAYERS = "layers other than the head and the embedding: policy, reference and reward share those"
 
 
@@ -252,11 +256,25 @@ def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
     """Reject adapters on the head or the embedding before PEFT wraps these, which it warns of and cannot undo."""
+    patterns = [p for p in (config.target_modules, config.exclude_modules) if isinstance(p, str)]
+    if patterns:
+        _check_patterns(patterns, [name for name, _ in model.named_modules()])
     shared = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
     names = [name for name, module in model.named_modules() if id(module) in shared]
     hit = [name for name in names if config.target_modules and check_target_module_exists(config, name)]
     if hit:
         raise InputError("lora.target_modules", hit, _OTHER_LAYERS)
+
+
+def _check_patterns(patterns: list[str], names: list[str]) -> None:
+    """Reject a regular expression whose search of the layers' names goes on for ever: re cannot be interrupted."""
+    code = "import json, re, sys; p, n = json.load(sys.stdin); [re.fullmatch(x, name) for x in p for name in n]"
+    words, given = [sys.executable, "-S", "-c", code], json.dumps([patterns, names])
+    try:
+        subprocess.run(words, input=given, text=True, capture_output=True, timeout=MATCHING)
+    except subprocess.TimeoutExpired:
+        allowed = f"a regular expression that finds layers within {MATCHING:g} s"
+        raise InputError("lora.target_modules", patterns[0], allowed) from None
 
 
 def _check_files(model: PreTrainedModel, folder: str | Path, field: str = "adapter") -> None:

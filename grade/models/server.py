@@ -24,6 +24,10 @@ from grade.models.background import wait_for
 
 CONNECTIONS = 64
 """Most requests under way at the same time."""
+MOST_BYTES = 2**28
+"""Of an answer."""
+SINGLE = ("identity", "gzip", "deflate")
+"""Codings of an answer, which expand a part a thousand times at most; two on top of each other fill any memory."""
 SAID = 400
 """Characters of an error that are shown."""
 BUSY = (429, 502, 503, 504)
@@ -43,7 +47,8 @@ def address_of(field: str, text: str, others: str = "") -> str:
     >>> address_of("sampler", "http://127.0.0.1:8000/v1/")
     'http://127.0.0.1:8000'
     """
-    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?(/[\w./~%-]*)?", text, re.ASCII):
+    match = re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:(\d{1,5}))?(/[\w./~%-]*)?", text, re.ASCII)
+    if not match or not 0 < int(match[3] or 1) < 2**16:
         raise InputError(field, text, f"{others}the address of a server: http://host:port")
     return text.rstrip("/").removesuffix("/v1")
 
@@ -70,10 +75,18 @@ class Server:
 
     async def _answer(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> tuple[int, str]:
         """Status and content, all of it within the time limit: httpx's own limits are for each part."""
-        async with asyncio.timeout(self.timeout):
-            method = "GET" if body is None else "POST"
-            answer = await self._client.request(method, self.name + path, json=body, headers=headers)
-        return answer.status_code, answer.content.decode(errors="replace")
+        content, method = b"", "GET" if body is None else "POST"
+        async with (
+            asyncio.timeout(self.timeout),
+            self._client.stream(method, self.name + path, json=body, headers=headers) as answer,
+        ):
+            if answer.headers.get("Content-Encoding", "identity") not in SINGLE:
+                raise ValueError(f"Content-Encoding {answer.headers['Content-Encoding']}, not {', '.join(SINGLE)}")
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+        return answer.status_code, content.decode(errors="replace")
 
     def post(
         self, path: str, body: dict[str, Any] | None, needs: str = "an answer with status 200",

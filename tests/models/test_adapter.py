@@ -399,3 +399,10 @@ def test_the_check_leaves_adapter_generators_and_switches_as_they_were(config):
     assert torch.equal(torch.get_rng_state(), state) and not backbone.model.training
     assert torch.equal(backbone.hidden(embeds, prompts.mask), policy)
     assert [p.requires_grad for p in backbone.model.parameters()] == trained and any(trained)
+
+
+def test_a_regular_expression_that_goes_on_for_ever_is_one_line(monkeypatch):
+    monkeypatch.setattr("grade.models.adapter.MATCHING", 0.5)
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    with pytest.raises(InputError, match="lora.target_modules: got .*a regular expression"):
+        Backbone(model, None, LoraConfig(target_modules=r"(\w+\.?)+!"))

@@ -268,8 +268,9 @@ def test_nobody_there_and_nobody_who_answers(monkeypatch):
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[]", None, "Error: "),
         (b"\x00" * 99, None, "RemoteProtocolError"),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n[]", None, "DecodingError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: 2\r\n\r\n[]", None, "gzip, gzip, not"),
     ],
-    ids=["a slow body", "too short", "no HTTP", "no gzip"],
+    ids=["a slow body", "too short", "no HTTP", "no gzip", "gzip in gzip"],
 )  # fmt: skip
 def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(answer, wait, says):
     """``wait``: seconds between bytes; None: all at once, and the connection is closed."""
@@ -313,8 +314,9 @@ def test_a_server_that_takes_no_adapters_says_what_it_needs(served, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["vllm", "", "http://", "ftp://a", "http://a:b", "http://me:secret@a", "http://a?b", "http://a b", "http://[a"],
-)
+    ["vllm", "", "http://", "ftp://a", "http://a:b", "http://a:99999", "http://a:0", "http://me:secret@a", "http://a?b",
+     "http://a b", "http://[a"],
+)  # fmt: skip
 def test_what_is_no_sampler_is_one_line_with_what_there_is(name):
     with pytest.raises(InputError, match="sampler: got .*; allowed: own, shared, or .* http://host:port"):
         make_sampler(name)
