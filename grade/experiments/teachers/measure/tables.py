@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grade.config import Config
 from grade.experiments.measured import Share, Size, read_csv
@@ -28,6 +29,12 @@ class Settings(Config):
     runs: HintedRuns = HintedRuns()  # training runs with hints
     peers: str = ""  # folder of what was measured beside TRL; empty: none
     processes: Size = 1  # worker processes of one thread each, for training
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for run in hinted_runs(self.runs):
+            _ = run.config  # a wrong setting of a method is refused
+        return self
 
     @property
     def base(self) -> str:
