@@ -93,9 +93,11 @@ class RunSettings(Models):
     processes: Size = 1  # worker processes of one thread each, for training
 
     @model_validator(mode="after")
-    def _check_level(self) -> Self:
+    def _check_runs(self) -> Self:
         if self.headline_level not in self.kl_levels:
             raise InputError("headline_level", self.headline_level, f"one of kl_levels = {self.kl_levels}")
+        if self.published and not kept_text(f"{self.published}/measured/runs.csv"):
+            raise InputError("published", self.published, "a folder with measured/runs.csv, here or in git, or nothing")
         return self
 
     def run_all(self, bench: Rewards, runs: Sequence[Run], train: bool = True) -> pd.DataFrame:
