@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,13 @@ def _show(args: argparse.Namespace) -> None:
     finished = bool(metrics) and bool(about.get("finished", not about))
     if args.html is not None:
         check_file(args.html, "--html", ".html")
-    tables = _tables(run, args.step, mark)
-    liked = [tables.pop(title) for title in list(tables) if title.startswith("tokens, ")]
+    paths = _table_paths(run)
+    step = max(paths, default=None) if args.step is None else args.step
+    if step is not None and step not in paths:
+        allowed = ", ".join(map(str, sorted(paths))) or "none yet"
+        raise InputError("--step", step, f"a step with completions: {allowed}")
+    tables = {kind: _table(path, mark) for kind, path in paths.get(step, {}).items()}
+    liked = tables.pop("tokens", None)
     shown = _chosen(tables, args.columns)
     with reading("RUN", run, "the folder of a training run"):
         known = about.get("settings") or ours.get("settings", {})  # the latter of a run from Python
@@ -74,12 +80,14 @@ def _show(args: argparse.Namespace) -> None:
     with reading("RUN", run / "history.csv" if finished else newest / "trainer_state.json", WRITTEN):
         log = _log(run, state, finished)
         history = _history(log) if len(log) else log
-    tokens = _liked(run, liked[-1], args.rows) if liked else []
+    tokens = [] if liked is None else _liked(run, liked, args.rows)
     if args.html is not None:
         from grade.cli.page import page  # here: matplotlib takes a second
 
-        evaluations = {step: _tables(run, step, mark)[f"eval, step {step}"] for step in _eval_steps(run)}
-        evaluations = evaluations or {int(title.split()[-1]): table for title, table in tables.items()}
+        evaluated = _spaced(sorted(step for step, kinds in paths.items() if "eval" in kinds), EVALUATIONS)
+        evaluations = {step: _table(paths[step]["eval"], mark) for step in evaluated}
+        if tables and not evaluations:
+            evaluations = {step: tables[max(tables)]}
         versions = _read_json(run / "timings.json").get("environment", {}) if finished else {}
         with reading("RUN", run, "the folder of a training run"):
             title, command = run.resolve().name, str(about.get("command", ""))
@@ -91,8 +99,8 @@ def _show(args: argparse.Namespace) -> None:
     console.print(settings, soft_wrap=True)
     if len(history):
         console.print("", rich_table(history), sep="\n")
-    for title, table in shown.items():
-        console.print(f"\n{_shown(title)}: {min(args.rows, len(table))} of {len(table)} completions")
+    for kind, table in shown.items():
+        console.print(f"\n{_shown(kind)}, step {step}: {min(args.rows, len(table))} of {len(table)} completions")
         console.print(rich_table(table.head(args.rows)))
     if tokens:
         best, worst = (", ".join(words) or "nothing yet" for words in tokens)
@@ -169,54 +177,46 @@ def _history(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows[["step", "reward", "KL", HELD_OUT, "stderr"]]
     evaluated = rows.index[rows[HELD_OUT].notna()]
     kept = evaluated.union(rows.index[-1:]) if len(evaluated) > 2 else rows.index
-    places = np.linspace(0, len(kept) - 1, min(HISTORY_ROWS, len(kept))).round().astype(int)
-    rows = rows.loc[kept[places]].astype({"step": int})
+    rows = rows.loc[_spaced(kept, HISTORY_ROWS)].astype({"step": int})
     errors = rows.pop("stderr").map(lambda v: "" if pd.isna(v) else f" ± {v:.2g}")
     rows[HELD_OUT] = rows[HELD_OUT].map(_shown) + errors
     return rows if len(evaluated) else rows.drop(columns=HELD_OUT)
 
 
-def _eval_steps(run: Path) -> list[int]:
-    """Steps of some evaluations whose completions were kept: evenly spaced, with the first and the last."""
-    steps = sorted(step for name, step, _ in _table_paths(run) if name == "eval")
-    return [steps[i] for i in np.linspace(0, len(steps) - 1, min(EVALUATIONS, len(steps))).round().astype(int)]
+def _spaced(values: Sequence[int], most: int) -> list[int]:
+    """Some of the values: evenly spaced, with the first and the last."""
+    return [values[i] for i in np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)]
 
 
-def _table_paths(run: Path) -> list[tuple[str, int, Path]]:
-    """Tables of completions, with their kinds and steps."""
+def _table_paths(run: Path) -> dict[int, dict[str, Path]]:
+    """Tables of completions by step and kind."""
     folder = run / "completions"
     check_whole(run, "RUN", ("completions/*",))
     with reading("RUN", folder, "a folder that a training run wrote"):
         names = sorted(os.listdir(folder)) if os.path.lexists(folder) else []
-    found = [(re.fullmatch(r"([^.].*)_(\d+)\.parquet", name), folder / name) for name in names]
-    return [(match[1], int(match[2]), path) for match, path in found if match]
+    paths: dict[int, dict[str, Path]] = {}
+    for name in names:
+        if match := re.fullmatch(r"([^.].*)_(\d+)\.parquet", name):
+            paths.setdefault(int(match[2]), {})[match[1]] = folder / name
+    return paths
 
 
-def _tables(run: Path, step: int | None, mark: str | None) -> dict[str, pd.DataFrame]:
-    """Tables of a step's completions by title; each reward's part has the reward's own name unless a column has it."""
-    paths = _table_paths(run)
-    steps = sorted({its for _, its, _ in paths})
-    if step is None and steps:
-        step = steps[-1]
-    if step is not None and step not in steps:
-        allowed = ", ".join(map(str, steps)) or "none yet"
-        raise InputError("--step", step, f"a step with completions: {allowed}")
-    tables = {}
-    for kind, its, path in paths:
-        if its == step:
-            with reading("RUN", path, "a table that a training run wrote"):
-                table = pd.read_parquet(require_file(path), page_checksum_verification=True)
-                if (written := f"{path.stem} of {mark}") != table.attrs.get("table", written):
-                    raise InputError("RUN", str(path), "a table of this run and step: it is another's")
-                texts, number = (["token"], "value") if kind == "tokens" else (["prompt", "completion"], "reward")
-                names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
-                table = table.astype(dict.fromkeys((number, *names), float))
-                if not table[texts].map(lambda text: isinstance(text, str)).all(None):
-                    raise ValueError(f"{' and '.join(texts)} are not texts")
-                names = {name: name if part in table else part for name, part in names.items()}
-                tables[f"{kind}, step {step}"] = table = table.rename(columns=names)
-                table.attrs["names"] = names
-    return tables
+def _table(path: Path, mark: str | None) -> pd.DataFrame:
+    """A table of completions or tokens; each reward's part has the reward's own name unless a column has it."""
+    with reading("RUN", path, "a table that a training run wrote"):
+        table = pd.read_parquet(require_file(path), page_checksum_verification=True)
+        if (written := f"{path.stem} of {mark}") != table.attrs.get("table", written):
+            raise InputError("RUN", str(path), "a table of this run and step: it is another's")
+        of_tokens = path.stem.startswith("tokens_")
+        texts, number = (["token"], "value") if of_tokens else (["prompt", "completion"], "reward")
+        names = {name: name.removeprefix(PART) for name in table if name.startswith(PART)}
+        table = table.astype(dict.fromkeys((number, *names), float))
+        if not table[texts].map(lambda text: isinstance(text, str)).all(None):
+            raise ValueError(f"{' and '.join(texts)} are not texts")
+        names = {name: name if part in table else part for name, part in names.items()}
+        table = table.rename(columns=names)
+        table.attrs["names"] = names
+    return table
 
 
 def _chosen(tables: dict[str, pd.DataFrame], columns: str | None) -> dict[str, pd.DataFrame]:
@@ -227,11 +227,11 @@ def _chosen(tables: dict[str, pd.DataFrame], columns: str | None) -> dict[str, p
         if tables and name not in known:
             raise InputError("--columns", name, f"names of columns: {', '.join(known)}")
     chosen = {}
-    for title, table in tables.items():
+    for kind, table in tables.items():
         parts = table.attrs["names"]
         usual = ["prompt", "completion", "reward", *(parts if len(parts) > 1 else [])]  # a single part is the reward
         present = [parts.get(name, name) for name in wanted or usual if name in table or name in parts]
-        chosen |= {title: table[present]} if present else {}
+        chosen |= {kind: table[present]} if present else {}
     return chosen
 
 

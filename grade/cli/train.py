@@ -49,7 +49,7 @@ def _train(args: argparse.Namespace) -> None:
         configs = [TrainConfig.load(args.config, overrides)]
     for config in configs:
         show = config.process_index == 0
-        result = train(config, None if show else str, args.resume, args.overwrite)
+        result = train(config, None, args.resume, args.overwrite)
         if result is not None and result.interrupted is not None:
             if show:
                 print(f"interrupted after step {result.step}: continue with --resume", file=sys.stderr)

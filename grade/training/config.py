@@ -66,22 +66,17 @@ REWARD = "models/reward/backbone/bag"
 FSDP2, SHARDING = "fsdp2", "GRADE_SHARDING"
 """The only way to divide the base, and the variable that asks for it without Accelerate."""
 _OFF = ("", "false", "0", "no")
-_PLAIN = (_OFF, "plain data parallelism, or fsdp_version: 2")
-_NOT_ASKED = (("", "false"), "false: shards stay where they are; gradient_checkpointing is a setting of the run")
-_EVERY_LAYER = "every layer is a unit, TRANSFORMER_BASED_WRAP"
 _LAUNCH = {
-    "ACCELERATE_USE_DEEPSPEED": _PLAIN, "ACCELERATE_USE_MEGATRON_LM": _PLAIN,
-    "ACCELERATE_USE_PARALLELISM_CONFIG": _PLAIN,
-    "ACCELERATE_MIXED_PRECISION": (("", "no"), "no: the base's type is a setting of the run, dtype or bf16"),
-    SHARDING: (("", FSDP2), f"{FSDP2}, or empty"),
+    "ACCELERATE_USE_DEEPSPEED": _OFF, "ACCELERATE_USE_MEGATRON_LM": _OFF, "ACCELERATE_USE_PARALLELISM_CONFIG": _OFF,
+    "ACCELERATE_MIXED_PRECISION": ("", "no"),  # the base's type is a setting of the run, dtype or bf16
+    SHARDING: ("", FSDP2),
 }  # fmt: skip
 _FSDP = {
-    "FSDP_VERSION": (("2",), "2"), "FSDP_OFFLOAD_PARAMS": _NOT_ASKED, "FSDP_ACTIVATION_CHECKPOINTING": _NOT_ASKED,
-    "FSDP_RESHARD_AFTER_FORWARD": (("", "true", "full_shard"), "true: a layer is freed after each pass"),
-    "FSDP_AUTO_WRAP_POLICY": (("", "transformer_based_wrap"), _EVERY_LAYER),
-    "FSDP_IGNORED_MODULES": (("",), _EVERY_LAYER), "FSDP_TRANSFORMER_CLS_TO_WRAP": (("",), _EVERY_LAYER),
+    "FSDP_VERSION": ("2",), "FSDP_OFFLOAD_PARAMS": ("", "false"), "FSDP_ACTIVATION_CHECKPOINTING": ("", "false"),
+    "FSDP_RESHARD_AFTER_FORWARD": ("", "true", "full_shard"), "FSDP_AUTO_WRAP_POLICY": ("", "transformer_based_wrap"),
+    "FSDP_IGNORED_MODULES": ("",), "FSDP_TRANSFORMER_CLS_TO_WRAP": ("",),  # every layer is a unit
 }  # fmt: skip
-"""Variables of ``accelerate launch``: supported values, and what to say of others."""
+"""Variables of ``accelerate launch``, with the values that are supported."""
 
 
 def sharding() -> str:
@@ -91,11 +86,11 @@ def sharding() -> str:
     longer asked of Accelerate, which would wrap a model that the engines do not call.
     """
     divided = os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in _OFF
-    for variable, (values, allowed) in (_LAUNCH | (_FSDP if divided else {})).items():
+    for variable, values in (_LAUNCH | (_FSDP if divided else {})).items():
         given = os.environ.get(variable, "")
         if given.lower() not in values:
             name = variable.removeprefix("ACCELERATE_").removeprefix("USE_").lower()
-            raise InputError(f"accelerate launch: {name}", given, allowed)
+            raise InputError(f"accelerate launch: {name}", given, " or ".join(value or "nothing" for value in values))
     if divided:
         os.environ.update({"ACCELERATE_USE_FSDP": "false", SHARDING: FSDP2})
     return os.environ.get(SHARDING, "").lower()
@@ -306,15 +301,13 @@ class GradeConfig(MethodConfig, TrainingArguments):
             yield
         except (ValueError, TypeError, ImportError, OSError) as error:
             reason = str(error).strip().splitlines()[0]
-            given = {f.name: getattr(self, f.name) for f in fields(TrainingArguments) if f.init}
-            named = [name for name, value in given.items() if reason.startswith(f"{value} is not a valid ")]
-            named += sorted(
-                (name for name in given if name in reason), key=lambda name: (reason.index(name), -len(name))
-            )
+            given = {field.name: getattr(self, field.name) for field in fields(TrainingArguments) if field.init}
             changed = {name: value for name, value in given.items() if value != self.default_of(name)}
-            named += [name for name, value in changed.items()
-                      if name.replace("_", "") in reason.lower() or repr(value) in reason]  # fmt: skip
-            name, value = (named[0], given[named[0]]) if named else (type(self).__name__, changed)
+            changed.pop("output_dir", None)
+            named = [name for name in changed if name in reason]
+            named += [name for name, value in changed.items() if reason.startswith(f"{value} is not a valid ")
+                      or name.replace("_", "") in reason.lower() or repr(value) in reason]  # fmt: skip
+            name, value = (named[0], changed[named[0]]) if named else (type(self).__name__, changed)
             allowed = reason.partition("please select ")[2] or f"values that fit together ({reason})"
             raise InputError(name, value, allowed) from error
 
@@ -359,6 +352,11 @@ class GradeConfig(MethodConfig, TrainingArguments):
         """Experiment trackers that are named in ``report_to``."""
         names = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
         return [name for name in names if name not in ("none", "all")]
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches in a step, of all processes."""
+        return self.gradient_accumulation_steps * self.world_size
 
     @property
     def batch_prompts(self) -> int:

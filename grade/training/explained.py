@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,7 +34,7 @@ from grade.models.samplers import Sampler
 from grade.results import progress
 from grade.rewards.base import RewardScope
 from grade.rewards.rewards import make_rewards
-from grade.training.logs import token_values
+from grade.training.logs import token_table
 
 STYLE = ["seaborn-v0_8-whitegrid", "tableau-colorblind10"]
 """Of the figure: matplotlib's own."""
@@ -55,10 +55,8 @@ class ExplainConfig(Config):
     max_prompt_length: int = Field(12, ge=1, description="prompts are cut to this many tokens, P; also of windows")
     max_completion_length: int = Field(24, ge=1, description="completions are cut to this many tokens, T")
     most_texts: int = Field(8192, ge=16, description="texts that are read, at most")
-    families: list[str] = Field(
-        ["counts", "bag", "ngrams"],
-        min_length=1,
-        description=f"what the reward may be linear in: {', '.join(ADDITIVE)}",
+    families: list[Literal[ADDITIVE]] = Field(
+        ["counts", "bag", "ngrams"], min_length=1, description=f"what it may be linear in: {', '.join(ADDITIVE)}"
     )
     reference: int = Field(256, ge=0, description="completions of the reference to measure on; 0: none")
     group: int = Field(4, ge=2, description="completions of each prompt")
@@ -83,11 +81,10 @@ class Explained:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        tables = {name: getattr(self, name) for name in ("curve", "tokens", "promise")}
-        rows = {
-            name: json.loads(table.to_json(orient="records", double_precision=15)) for name, table in tables.items()
+        return vars(self) | {
+            name: json.loads(getattr(self, name).to_json(orient="records", double_precision=15))
+            for name in ("curve", "tokens", "promise")
         }
-        return rows | {name: getattr(self, name) for name in ("best", "reward", "texts", "calls")}
 
 
 def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
@@ -96,9 +93,6 @@ def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
     The promise is that of policies tilted token by token (`grade.gradients.distilled.prior.promise`), its gain times
     the slope that was measured on completions of the reference, at most 1.
     """
-    for name in config.families:
-        if name not in ADDITIVE:
-            raise InputError("families", name, ", ".join(ADDITIVE))
     if config.reference % config.group:
         raise InputError("reference", config.reference, f"a multiple of group = {config.group}")
     cache = cache_folder() if cache is None else cache
@@ -139,7 +133,7 @@ def explain(config: ExplainConfig, cache: Path | None = None) -> Explained:
     counts = torch.bincount(texts.ids[texts.mask.bool()].cpu(), minlength=backbone.vocab_size)
     liked = best.typical(fit.all, observed(best, texts[:SMALLEST]))
     return Explained(
-        curve, token_values(backbone.tokenizer, liked, counts),
+        curve, token_table(backbone.tokenizer, liked, counts),
         pd.DataFrame(table, columns=["kl", "gain", "reward", "beta"]), fit.family, level, len(texts),
         texts.calls + (0 if own is None else own.calls),
     )  # fmt: skip

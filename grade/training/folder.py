@@ -21,7 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 import grade
-from grade.errors import InputError, file_error, reading, require_file
+from grade.errors import InputError, reading, require_file
 from grade.files import (
     LOCK,
     MANIFEST,
@@ -92,8 +92,7 @@ class RunFolder:
         # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.
         finished = bool(before.get("finished")) and (self.path / RESULTS_FILE).is_file()
         whole = finished and self._whole()
-        unusable = [path.name for path in map(Path, sort_checkpoints(str(self.path))) if (path / STATE_FILE).is_file()]
-        begun = finished or checkpoint or unusable
+        begun = finished or checkpoint or any(self.path.glob(f"checkpoint-*/{STATE_FILE}"))
         if not before or not begun:  # nothing was trained: a bad start may be mended
             return None
         changed, replaced = (
@@ -102,12 +101,7 @@ class RunFolder:
         if resume == "auto" and (changed or before["inputs"] != now["inputs"] or before["code"] != now["code"]):
             return None
         if not whole and not checkpoint:
-            what = (
-                f"{unusable[-1]} has no {MANIFEST}, is damaged or another run's"
-                if unusable
-                else "it has no checkpoint to go on from"
-            )
-            allowed = f"--overwrite to start over: {what}; nothing was deleted"
+            allowed = "--overwrite to start over: no checkpoint of this run is there and whole; nothing was deleted"
             raise InputError("output_dir", str(self.path), allowed)
         if resume != "no":
             for name in changed:
@@ -178,14 +172,6 @@ class RunFolder:
             return {name: dict(content[name]) for name in ("settings", "inputs")} | {"code": content["code"]} | content
 
 
-def not_written(output_dir: str | Path, error: Exception) -> InputError:
-    """The error for a folder that cannot be written, with the checkpoint that stands."""
-    stands = last_checkpoint(output_dir)
-    what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
-    allowed = f"a folder that can be written, with space left ({file_error(error)}); {what}"
-    return InputError("output_dir", str(output_dir), allowed)
-
-
 def run_mark(output_dir: str | Path) -> str | None:
     """What its checkpoints and tables have of the run in a folder: a hash of its note, None where there is none."""
     path = Path(output_dir) / RUN_FILE
@@ -216,7 +202,6 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 def _about(config: TrainConfig) -> dict[str, Any]:
     """Settings that decide a run's result, and hashes of its inputs and of this package's code."""
-    settings = settings_of(config)
     package = Path(grade.__file__).parent
     others = {"experiments", "cli", "pipeline"}
     sources = [p for p in sorted(package.rglob("*.py")) if p.relative_to(package).parts[0] not in others]
@@ -224,21 +209,17 @@ def _about(config: TrainConfig) -> dict[str, Any]:
     for name, spec in _inputs(config).items():
         code = code_fingerprint(spec) if name.startswith("reward ") else {}
         inputs |= {f"{name}: {file}": about for file, about in code.items()} or {name: _fingerprint(spec)}
-    return {
-        "settings": settings,
-        "inputs": inputs,
-        "code": _digest(sources, package),
-    }
+    return {"settings": settings_of(config), "inputs": inputs, "code": _digest(sources, package)}
 
 
 def settings_of(config: GradeConfig) -> dict[str, Any]:
     """Settings that decide a run's result, as JSON."""
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
-    settings = {name: json.loads(json.dumps(getattr(config, name), default=_plain)) for name in kept}
+    settings = json.loads(json.dumps({name: getattr(config, name) for name in kept}, default=_plain))
     if is_address(settings["teacher"]):  # its model is in the teacher's fingerprint
         settings["teacher"] = "a server"
-    settings["gradient_accumulation_steps"] *= config.world_size  # microbatches in a step, on however many processes
+    settings["gradient_accumulation_steps"] = config.microbatches  # on however many processes
     return settings
 
 

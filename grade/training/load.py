@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from grade.training.config import TrainConfig
 
 Prompts = Sequence[str] | Sequence[Mapping[str, Any]]
-_INIT_KEYS = ("dtype", "attn_implementation")
 
 
 @dataclass
@@ -86,10 +85,6 @@ def make_policy(
     Without a tokenizer it is the model's own. Without ``peft_config`` a new adapter has `LoraSettings`, on all linear
     layers if the base has none of those names; ``seed`` initialises it. ``init_kwargs`` are for a model given by name.
     """
-    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise InputError("processing_class", type(tokenizer).__name__, "a tokenizer of transformers, or None")
-    if peft_config is not None and not isinstance(peft_config, LoraConfig):
-        raise InputError("peft_config", type(peft_config).__name__, "a LoraConfig")
     if peft_config is not None and isinstance(model, Backbone | PeftModel):
         raise InputError("peft_config", "given", f"none: the {type(model).__name__} has an adapter, which is continued")
     if init_kwargs and not isinstance(model, str | Path):
@@ -100,11 +95,11 @@ def make_policy(
         return model
     if isinstance(model, str | Path):
         kwargs = dict(init_kwargs or {})
-        unknown = sorted(set(kwargs) - {*_INIT_KEYS, *(() if "dtype" in kwargs else ("torch_dtype",))})
-        if unknown:
-            raise InputError("model_init_kwargs", unknown[0], f"{', '.join(_INIT_KEYS)} (or torch_dtype, for dtype)")
-        dtype = str(kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))).removeprefix("torch.")
-        backbone = Backbone.load(str(model), dtype, attention=kwargs.get("attn_implementation") or "auto")
+        dtype = str(kwargs.pop("dtype" if "dtype" in kwargs else "torch_dtype", "float32")).removeprefix("torch.")
+        attention = kwargs.pop("attn_implementation", None) or "auto"
+        for name in kwargs:
+            raise InputError("model_init_kwargs", name, "dtype (or torch_dtype) and attn_implementation alone")
+        backbone = Backbone.load(str(model), dtype, attention=attention)
     elif isinstance(model, PreTrainedModel | PeftModel):
         backbone = Backbone(model, tokenizer or _tokenizer_of(model))
     else:

@@ -14,17 +14,15 @@ import pandas as pd
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import TrainerCallback
+from tqdm.auto import tqdm
+from transformers import ProgressCallback
 
 from grade.errors import InputError
 from grade.gradients.objective import GradientStep, sequence_mean
 from grade.models.prompts import PromptBatch, decode
-from grade.results import progress, timeless
+from grade.results import timeless
 
 if TYPE_CHECKING:
-    from grade.gradients.distilled.learner import DistilledGradient
-    from grade.gradients.distilled.offline import OfflineGradient
-    from grade.models.backbone import Backbone
     from grade.rewards.rewards import Scores
     from grade.training.evaluate import Evaluation
 
@@ -127,19 +125,13 @@ class LogBuffer:
         self.rows = state["rows"]
 
 
-def token_table(backbone: Backbone, learner: DistilledGradient | OfflineGradient) -> pd.DataFrame:
-    """The `SHOWN` tokens that a distilled reward likes most and least; empty before the first fit.
+def token_table(tokenizer: Any, values: Tensor | None, counts: Tensor) -> pd.DataFrame:
+    """The `SHOWN` tokens that a reward likes most and least, from values [V], if there are any, and counts [V].
 
-    Only tokens of the kept completions are listed: the fit extrapolates to others. Columns are rank (1 is liked most,
-    -1 least), token, id, value (the change of a completion's reward by one token, less its mean over those tokens) and
+    Only tokens that were counted are listed: a fit extrapolates to others. Columns are rank (1 is liked most, -1
+    least), token, id, value (the change of a completion's reward by one token, less its mean over those tokens) and
     count.
     """
-    values, counts = learner.liked_tokens(), learner.token_counts()
-    return token_values(backbone.tokenizer, values, counts)
-
-
-def token_values(tokenizer: Any, values: Tensor | None, counts: Tensor) -> pd.DataFrame:
-    """The table of `token_table` from values [V], if there are any, and counts [V] of tokens."""
     columns = ["rank", "token", "id", "value", "count"]
     if values is None:
         return pd.DataFrame(columns=columns)
@@ -150,8 +142,7 @@ def token_values(tokenizer: Any, values: Tensor | None, counts: Tensor) -> pd.Da
     ends = [(rank + 1, i) for rank, i in enumerate(order[:SHOWN])]
     least = order[max(SHOWN, len(order) - SHOWN) :]
     ends += [(rank - len(least), i) for rank, i in enumerate(least)]
-    text = tokenizer.decode if tokenizer is not None else lambda ids: str(ids[0])
-    rows = [(rank, text([i]), i, float(values[i]), int(counts[i])) for rank, i in ends]
+    rows = [(rank, tokenizer.decode([i]), i, float(values[i]), int(counts[i])) for rank, i in ends]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -178,27 +169,19 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [table[step] for step in sorted(table)]
 
 
-class Lines(TrainerCallback):
+class Lines(ProgressCallback):
     """A short line for every row of the log, with one completion after an evaluation; a bar where somebody sees it."""
 
-    def __init__(self, evaluations: Mapping[int, Evaluation], write: Callable[[str], None] = print) -> None:
-        self.evaluations, self.write, self.bar = evaluations, write, None
+    def __init__(self, evaluations: Mapping[int, Evaluation], write: Callable[[str], None] = tqdm.write) -> None:
+        super().__init__()
+        self.evaluations, self.write = evaluations, write
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Open the bar."""
-        if state.is_world_process_zero and not args.disable_tqdm:
-            self.bar = progress(range(state.max_steps), "training")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move it."""
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close it."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        """Open the bar, which the base class moves and closes."""
+        hidden = args.disable_tqdm or timeless() or not state.is_world_process_zero
+        hidden = hidden or None  # None: where there is no terminal
+        self.training_bar = tqdm(total=state.max_steps, desc="training", leave=False, disable=hidden)
+        self.current_step = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Write the line, above the bar."""
@@ -209,10 +192,9 @@ class Lines(TrainerCallback):
         figures = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         if not figures or not state.is_world_process_zero:
             return
-        write = self.write if self.bar is None else self.bar.write
         seconds = "" if timeless() else f"  {row['seconds']:7.1f} s" if "seconds" in row else " " * 11
-        write(f"step {state.global_step:>4}/{state.max_steps}{seconds}  {figures}")
+        self.write(f"step {state.global_step:>4}/{state.max_steps}{seconds}  {figures}")
         evaluation = self.evaluations.get(state.global_step)
         if "eval_reward" in row and evaluation is not None:
             text = " ".join(f"{evaluation.prompts[0]}|{evaluation.completions[0]}".split())
-            write(f"  {textwrap.shorten(text, 100)}  reward {evaluation.reward[0]:.4g}")
+            self.write(f"  {textwrap.shorten(text, 100)}  reward {evaluation.reward[0]:.4g}")

@@ -32,7 +32,7 @@ from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training.card import run_card
 from grade.training.evaluate import Evaluation
-from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, last_checkpoint, not_written
+from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, last_checkpoint
 from grade.training.load import Prompts, Task, load_task
 from grade.training.logs import Lines, history_rows
 from grade.training.trainer import GradeTrainer
@@ -105,8 +105,6 @@ def train(
             if main:
                 folder.forget()
             raise
-        except OSError as error:
-            raise not_written(config.output_dir, error) from error
     return result
 
 
@@ -120,10 +118,9 @@ def run_training(
     """
     with tempfile.TemporaryDirectory() if output_dir is None else nullcontext(str(output_dir)) as place:
         kept = {} if output_dir else {"save_strategy": "no"}
-        trainer = _trainer(
-            config, task, task.train_prompts, place, disable_tqdm=log is not None or output_dir is None, **kept
-        )
-        if log is not None or output_dir is None:
+        own_lines = log is None and output_dir is not None
+        trainer = _trainer(config, task, task.train_prompts, place, disable_tqdm=not own_lines, **kept)
+        if not own_lines:
             trainer.remove_callback(Lines)
         if log is not None:
             trainer.add_callback(Lines(trainer.evaluations, log))

@@ -45,7 +45,6 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -77,7 +76,7 @@ from grade.rewards.rewards import beside, make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, not_written, run_mark, settings_of
+from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, run_mark, settings_of
 from grade.training.kl_budget import LAST_TOLERANCE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
@@ -176,15 +175,16 @@ class GradeTrainer(Trainer):
             if getattr(type(self), name, None) is not getattr(GradeTrainer, name, None):
                 allowed = f"as in GradeTrainer, which does not call it; a subclass may change {', '.join(_CALLED)}"
                 raise InputError(f"{type(self).__name__}.{name}", "another method", allowed)
-        if callbacks and not isinstance(callbacks, list | tuple):
+        self.args = args
+        if callbacks is not None and not isinstance(callbacks, list | tuple):
             raise InputError("callbacks", callbacks, "a list of TrainerCallback")
         for callback in callbacks or ():
-            _check_callback(callback, args)
+            self._check_callback(callback)
         policy = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
         place(policy, args.device, args.bf16, args.sharded)
         self.backbone = policy.view(processing_class, args.temperature)
-        self._check_dataset(train_dataset, args)
-        self._check_sets(eval_dataset, args)
+        self._check_dataset(train_dataset)
+        self._check_sets(eval_dataset)
         teacher = args.teacher if teacher is None else teacher
         self.rewards = None
         if teacher is None or reward_funcs not in (None, []):
@@ -194,9 +194,9 @@ class GradeTrainer(Trainer):
         self.learner, self.chosen = None, dict[str, str]()
         if args.method == AUTO:
             args.method, why = _choose_method(args, self.rewards, texts is not None, teacher is not None)
-            self._choose(args, "method", f"{args.method}: {why}")
+            self._choose("method", f"{args.method}: {why}")
             args.check_groups()
-        self.teacher = self._make_teacher(teacher, args, train_dataset, texts is not None)
+        self.teacher = self._make_teacher(teacher, train_dataset, texts is not None)
         of_rewards = None if args.hinted else self.teacher
         self.objective = Objective(self.rewards, args.beta, args.reward_scope, of_rewards)
         if args.relaxed:
@@ -223,28 +223,23 @@ class GradeTrainer(Trainer):
         self.along = self.learner if self._offline else None
         self.text_steps = 0
         if texts is not None or (self._offline and train_dataset is not None):
-            self._texts = self._read_texts(texts, args)
+            self._texts = self._read_texts(texts)
         if self._offline and self._texts is not None:
             train_dataset = [{"number": number} for number in range(len(self._texts))]
         if args.max_steps < 0 and train_dataset is not None:
-            per_step = args.batch_prompts * args.gradient_accumulation_steps * args.world_size
+            per_step = args.batch_prompts * args.microbatches
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
             args.check_values(["max_steps"])
         budgeted = args.target_kl is not None and not self._offline
         self.kl_budget = KLBudget(args.target_kl, args.max_steps) if budgeted else None
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
-        self._pending: list[Microbatch] = []
-        self._place, self._started, self.seconds = 0, 0.0, 0.0  # microbatch in the step, the step's start
-        self._before: list[Tensor] = []  # with a budget for KL: the adapter at the step's start, and its completions
-        self._completions: list[tuple[PromptBatch, Tensor, Tensor]] = []
-        self._published = -1  # the step whose adapter the sampler has
-        self._passed = -1  # the last step that ended a pass with another after it
+        self.seconds = 0.0
         self._check_optimizers(optimizers)
         with writing(args.output_dir, "output_dir"):
             super().__init__(
                 model=self.backbone.peft, args=args, data_collator=list, train_dataset=train_dataset,
                 eval_dataset=eval_dataset, processing_class=self.backbone.tokenizer,
-                callbacks=callbacks and list(callbacks), optimizers=tuple(optimizers),
+                callbacks=callbacks and list(callbacks), optimizers=optimizers,
             )  # fmt: skip
         for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(theirs)
@@ -260,7 +255,7 @@ class GradeTrainer(Trainer):
                 allowed = "as the trainer was made: it is an argument, a setting or a method of a new GradeTrainer"
                 raise InputError(f"trainer.{name}", type(value).__name__, allowed)
             if name == "eval_dataset":
-                self._check_sets(value, self.args)
+                self._check_sets(value)
         super().__setattr__(name, value)
 
     def _check_settled(self) -> None:
@@ -273,8 +268,17 @@ class GradeTrainer(Trainer):
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """As ``Trainer.add_callback``."""
-        _check_callback(callback, self.args)
+        self._check_callback(callback)
         super().add_callback(callback)
+
+    def _check_callback(self, callback: Any) -> None:
+        """Refuse what is no callback, and one that waits for a metric that nobody measures."""
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise InputError("callbacks", callback, "a list of TrainerCallback")
+        for name, missing in (("metric_for_best_model", None), ("eval_strategy", "no")):
+            if issubclass(kind, EarlyStoppingCallback) and getattr(self.args, name) == missing:
+                raise InputError(name, missing, "another value with EarlyStoppingCallback, which reads it")
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As ``Trainer.init_hf_repo``."""
@@ -283,31 +287,32 @@ class GradeTrainer(Trainer):
 
     def _check_optimizers(self, optimizers: Any) -> None:
         """A given optimizer must have what is trained, and nothing else: the frozen base is also the reference."""
-        if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
-            allowed = "a pair: an optimizer and its schedule, or None for either"
-            raise InputError("optimizers", type(optimizers).__name__, allowed)
+        pair = isinstance(optimizers, tuple | list) and len(optimizers) == 2
+        if not pair or not isinstance(optimizers[0], torch.optim.Optimizer | None):
+            allowed = "a pair: an optimizer of the adapter's parameters and its schedule, or None for either"
+            raise InputError("optimizers", optimizers, allowed)
         optimizer, schedule = optimizers
-        if not isinstance(optimizer, torch.optim.Optimizer | None):
-            raise InputError("optimizers", type(optimizer).__name__, "an optimizer, made of the adapter's parameters")
         if schedule is not None and getattr(schedule, "optimizer", None) is not optimizer:
-            about = f"{type(schedule).__name__} of another optimizer"
-            raise InputError("optimizers", about, "a schedule of the optimizer that is given with it")
+            allowed = "a schedule of the optimizer that is given with it"
+            raise InputError("optimizers", type(schedule).__name__, allowed)
         if optimizer is None:
             return
-        trained = self.backbone.trainable_parameters()
-        head = self.learner.parameters() if self.learner else []
+        adapter = {id(p) for p in self.backbone.trainable_parameters()}
+        trained = adapter | {id(p) for p in (self.learner.parameters() if self.learner else [])}
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if given - {id(p) for p in (*trained, *head)}:
-            raise InputError("optimizers", "parameters that are not trained", "the adapter's parameters alone")
-        missing = "the adapter's parameters" if {id(p) for p in trained} - given else "PPO's value head"
-        if {id(p) for p in (*trained, *head)} - given:
-            raise InputError("optimizers", f"an optimizer without {missing}", "one with all that is trained, or none")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise InputError("optimizers", "LBFGS", "one whose step needs no closure")
+        missing = "the adapter's parameters" if adapter - given else "PPO's value head"
+        for wrong, what, allowed in (
+            (given - trained, "parameters that are not trained", "the adapter's parameters alone"),
+            (trained - given, f"an optimizer without {missing}", "one with all that is trained, or none"),
+            (isinstance(optimizer, torch.optim.LBFGS), "LBFGS", "one whose step needs no closure"),
+        ):
+            if wrong:
+                raise InputError("optimizers", what, allowed)
 
     # ---- data ----
-    def _make_teacher(self, given: Any, args: GradeConfig, dataset: Any, texts: bool) -> Teacher | None:
+    def _make_teacher(self, given: Any, dataset: Any, texts: bool) -> Teacher | None:
         """The teacher, if there is one: it becomes one of the rewards, or what predicts them."""
+        args = self.args
         if args.hinted and (given is None or self.rewards is None):
             missing, allowed = ("teacher", "base, or another model,") if given is None else ("reward", "a reward")
             raise InputError(missing, None, f"{allowed} with family {HINTED}, which predicts rewards by a teacher")
@@ -328,50 +333,49 @@ class GradeTrainer(Trainer):
             )
         if names_sibling(args.teacher_context) and not args.hinted:
             raise InputError("teacher_context", args.teacher_context, f"{{{SIBLING}}} with family {HINTED} alone")
-        reading = _reading(args) | {"max_prompt_length": None}
+        encode = partial(encode_examples, **self._reading | {"max_prompt_length": None})
         teacher = make_teacher(
             given, self.backbone, weight=args.teacher_weight, beta=args.teacher_beta, context=args.teacher_context,
-            dtype=args.teacher_dtype, rows=dataset or (), encode=partial(encode_examples, **reading),
-            topk=args.teacher_topk, timeout=args.sampler_timeout,
+            dtype=args.teacher_dtype, rows=dataset or (), encode=encode, topk=args.teacher_topk,
+            timeout=args.sampler_timeout,
         )  # fmt: skip
         if "teacher_topk" in changed and teacher.served is None:
             raise InputError("teacher_topk", args.teacher_topk, "another value than the default only with a server")
         if args.hinted and teacher.served is not None:
             raise InputError("teacher", teacher.name, f"base or another model with {HINTED}, which needs every token")
         if args.hinted:
-            self._choose(args, "teacher", f"{teacher.name}: its log-ratios predict rewards")
+            self._choose("teacher", f"{teacher.name}: its log-ratios predict rewards")
             return teacher
         kind = {0: "forward KL", 1: "reverse KL"}.get(teacher.beta, f"Jensen-Shannon divergence, beta {teacher.beta:g}")
         if teacher.served is not None:
             kind = f"{kind}, of {teacher.served.model}'s {args.teacher_topk} likeliest tokens and the rest as one"
-        self._choose(args, "teacher", f"{teacher.name}: {kind}")
+        self._choose("teacher", f"{teacher.name}: {kind}")
         self.rewards = beside(self.rewards, teacher, args.reward_scope, wide(self.backbone.dtype))
         return teacher
 
-    def _check_sets(self, eval_dataset: Any, args: GradeConfig) -> None:
+    def _check_sets(self, eval_dataset: Any) -> None:
         """Check a set of held-out rows, or several by name."""
         if isinstance(eval_dataset, dict) and not eval_dataset:
             raise InputError("eval_dataset", eval_dataset, "rows with a prompt, or sets of them by name")
         for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-            self._check_dataset(dataset, args)
+            self._check_dataset(dataset)
 
-    def _check_dataset(self, dataset: Any, args: GradeConfig) -> None:
+    def _check_dataset(self, dataset: Any) -> None:
         if dataset is None:
             return
-        kind = type(dataset).__name__
         if isinstance(dataset, pd.DataFrame):
-            raise InputError("dataset", kind, "rows with a prompt: frame.to_dict('records') makes them")
+            raise InputError("dataset", "DataFrame", "rows with a prompt: frame.to_dict('records') makes them")
         if isinstance(dataset, str | Path | Mapping):
             allowed = "rows with a prompt; of several splits one, and datasets.load_dataset reads one by name"
             raise InputError("dataset", str(dataset), allowed)
         if not hasattr(dataset, "__len__"):
-            raise InputError("dataset", kind, "one with a length: a stream cannot be continued where it was")
+            raise InputError("dataset", str(dataset), "rows with a prompt, and their number: not a stream")
         # By number where there is no iterator: __getitem__ need not raise IndexError.
         rows = dataset if hasattr(dataset, "__iter__") else (dataset[i] for i in range(len(dataset)))
-        longest, row = check_prompts(self.backbone.tokenizer, rows, **_reading(args))
+        longest, row = check_prompts(self.backbone.tokenizer, rows, **self._reading)
         for name in {*_GIVEN}.intersection(getattr(dataset, "column_names", None) or dataset[0]):
             raise InputError("column of the dataset", name, "another name: functions get the trainer's own by this one")
-        context, most = self.backbone.max_positions, args.max_completion_length
+        context, most = self.backbone.max_positions, self.args.max_completion_length
         if most >= context:
             raise InputError("max_completion_length", most, f"less than the model's context of {context} tokens")
         if longest + most > context:
@@ -379,11 +383,20 @@ class GradeTrainer(Trainer):
             allowed = f"at most {room}; or max_prompt_length = {context - most} and truncation left or right"
             raise InputError(f"tokens of the prompt in row {row}", longest, allowed)
 
-    def encode(self, rows: Sequence[Mapping[str, Any]], args: GradeConfig | None = None) -> PromptBatch:
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         """Rows of a dataset as prompts."""
-        return encode_examples(self.backbone.tokenizer, rows, **_reading(args or self.args)).to(self.backbone.device)
+        return encode_examples(self.backbone.tokenizer, rows, **self._reading).to(self.backbone.device)
 
-    def _read_texts(self, texts: Any, args: GradeConfig) -> list[dict[str, Any]]:
+    @property
+    def _reading(self) -> dict[str, Any]:
+        """How prompts are read."""
+        return {
+            "max_prompt_length": self.args.max_prompt_length, "truncation": self.args.truncation,
+            "chat_template_kwargs": self.args.chat_template_kwargs, "warn_raw": not self.args.raw_prompts,
+        }  # fmt: skip
+
+    def _read_texts(self, texts: Any) -> list[dict[str, Any]]:
+        args = self.args
         if args.method not in (OFFLINE, DISTILLED, TEACHER):
             raise InputError("texts", texts, f"only with method {OFFLINE}, {DISTILLED} or {TEACHER}")
         if texts is None:
@@ -401,10 +414,10 @@ class GradeTrainer(Trainer):
         else:
             rows = reference_texts(
                 self._prompts, number, backbone, self.sampler or make_sampler("own"), completion_tokens=length,
-                encode=partial(self.encode, args=args), seed=args.seed, min_new_tokens=args.min_completion_length,
+                encode=self.encode, seed=args.seed, min_new_tokens=args.min_completion_length,
                 cache=cache_folder(),
             )  # fmt: skip
-        self._check_dataset(rows, args)
+        self._check_dataset(rows)
         return rows
 
     def _distil_texts(self) -> None:
@@ -425,7 +438,7 @@ class GradeTrainer(Trainer):
             return
         if args.process_index == 0:
             logger.warning(f"{texts.calls} texts were scored, for the others rewards were kept")
-        self._choose(args, "texts", f"{len(texts)}; {learner.prior.summary}")
+        self._choose("texts", f"{len(texts)}; {learner.prior.summary}")
         text_steps = args.max_steps if self._offline else int(OPENING * args.max_steps)
         if not text_steps or not (target or args.beta):
             return  # without either nothing would keep the policy near
@@ -439,17 +452,17 @@ class GradeTrainer(Trainer):
         gain = self.along.promised.at(target)[0] if target else math.nan
         promised = f", where they promise {gain:+.3f} at {target:g} nats" if target else ""
         text = f"{self.text_steps} of {args.max_steps}, beta from {steering.beta:.3g}{promised}"
-        self._choose(args, "steps along the texts", text)
+        self._choose("steps along the texts", text)
 
     def _set_text_steps(self, steps: int) -> None:
         self.text_steps = steps
         if self.kl_budget is not None:
             self.kl_budget = KLBudget(self.args.target_kl, self.args.max_steps - steps)
 
-    def _choose(self, args: GradeConfig, what: str, text: str) -> None:
+    def _choose(self, what: str, text: str) -> None:
         """Note what was chosen for the user, and why: a line of the log, and a row of the model card."""
         self.chosen[what] = text
-        if args.process_index == 0:  # a warning, because others are not shown unless asked for
+        if self.args.process_index == 0:  # a warning, because others are not shown unless asked for
             logger.warning(f"{what}: {text}")
 
     def get_train_dataloader(self) -> DataLoader:
@@ -460,7 +473,7 @@ class GradeTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> _Passes:
         args, rows = self.args, len(self.train_dataset)
-        total = args.max_steps * args.gradient_accumulation_steps * args.world_size * args.batch_prompts
+        total = args.max_steps * args.microbatches * args.batch_prompts
         return _Passes(rows, total, args.seed if args.shuffle_dataset else None)
 
     def train(
@@ -480,11 +493,11 @@ class GradeTrainer(Trainer):
             resume_from_checkpoint = self.args.resume_from_checkpoint
         if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
             resume_from_checkpoint = str(newest)
-        self._place, self._published, self._passed = 0, -1, -1
-        self._pending.clear()
         if resume_from_checkpoint is True or not isinstance(resume_from_checkpoint, str | Path | bool | None):
             allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
+        self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
+        self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
@@ -518,7 +531,7 @@ class GradeTrainer(Trainer):
         if self._place == 0:
             self._started, self.rewards.trainer_state = time.perf_counter(), self.state
             self.rewards.recorded = []
-            if args.target_kl is not None:
+            if args.target_kl is not None:  # the adapter at the step's start, and its completions
                 self._before = [p.detach().clone() for p in self.backbone.trainable_parameters()]
                 self._completions = []
         place = self._place * args.world_size + args.process_index
@@ -531,12 +544,11 @@ class GradeTrainer(Trainer):
         else:
             prompts = self.encode(inputs)
             completions = None if self.sampler is None else self._sample_elsewhere(prompts, generator)
-        microbatches = args.gradient_accumulation_steps * args.world_size
         if self.learner is None:
-            parts = [self._relaxed_step(prompts, generator, completions, 1 / microbatches)]
+            parts = [self._relaxed_step(prompts, generator, completions)]
         else:
             self._pending.append((prompts, generator) if completions is None else completions)
-            parts = self._learn(microbatches) if last else []
+            parts = self._learn() if last else []
         if last:
             self._sum_gradients()
         loss = torch.stack([part.loss.detach() for part in parts]).sum() if parts else torch.zeros(())
@@ -561,14 +573,14 @@ class GradeTrainer(Trainer):
     def _text_numbers(self, place: int, rows: int) -> list[int]:
         """Texts of a microbatch, in shuffled passes over all ``rows``."""
         args = self.args
-        before = self.state.global_step * args.gradient_accumulation_steps * args.world_size + place
+        before = self.state.global_step * args.microbatches + place
         numbers = range(before * args.batch_completions, (before + 1) * args.batch_completions)
         orders = {turn: np.random.default_rng([args.seed, 3, turn]).permutation(rows)
                   for turn in {number // rows for number in numbers}}  # fmt: skip
         return [int(orders[number // rows][number % rows]) for number in numbers]
 
     def _relaxed_step(
-        self, prompts: PromptBatch, generator: torch.Generator, completions: Completions | None, scale: float
+        self, prompts: PromptBatch, generator: torch.Generator, completions: Completions | None
     ) -> GradientStep:
         args = self.args
         engine = make_engine(
@@ -577,13 +589,13 @@ class GradeTrainer(Trainer):
         if completions is not None:
             engine = partial(engine, completions=(completions.ids, completions.mask))
         relaxation = args.relaxation(self.state.global_step)
-        step = engine(self.backbone, prompts, self.objective, relaxation, generator, scale)
+        step = engine(self.backbone, prompts, self.objective, relaxation, generator, 1 / args.microbatches)
         residual = None if step.residual is None else step.residual.double()
         self.log_buffer.add({"tau": relaxation.tau, "residual": residual})
         self._add_step(step, prompts, self.rewards.last)
         return step
 
-    def _learn(self, microbatches: int) -> list[GradientStep]:
+    def _learn(self) -> list[GradientStep]:
         """Sample the whole step and update; the gradient of the last update is left to the Trainer."""
         pending, self._pending, done = self._pending, [], 0
 
@@ -597,7 +609,7 @@ class GradeTrainer(Trainer):
 
         taught = self.teacher.figures if self.teacher else []
         taught.clear()  # what evaluations have left
-        context = StepContext(microbatches, apply, self._sum, gather_object, self.args.process_index)
+        context = StepContext(self.args.microbatches, apply, self._sum, gather_object, self.args.process_index)
         learner = self.along if self._along_texts(self.state.global_step + 1) else self.learner
         parts = learner.step(pending, self.objective, context)
         self._along, self._kl = pending, [(p.kl.double() * p.completion_mask).sum(-1).mean() for p in parts]
@@ -687,9 +699,8 @@ class GradeTrainer(Trainer):
             if self.learner and self.learner.parameters():
                 groups.append({"params": self.learner.parameters(), "lr": self.args.value_learning_rate})
             args = self.args
-            own = ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
-            given = ", ".join(f"{name} = {getattr(args, name)}" for name in own)
-            with reading("optim", getattr(args.optim, "value", args.optim), f"an optimizer that takes {given}"):
+            allowed = "an optimizer that takes optim_args, adam_beta1, adam_beta2 and adam_epsilon as they are"
+            with reading("optim", getattr(args.optim, "value", args.optim), allowed):
                 kind, options = self.get_optimizer_cls_and_kwargs(args, self.model)
                 without = copy.copy(args)
                 without.optim_args = None
@@ -803,7 +814,7 @@ class GradeTrainer(Trainer):
             self._set_text_steps(step)
             self.objective = replace(self.objective, beta=args.beta)
             text = f"{found} do not rise with the prediction: from step {step + 1} on without texts, from the start"
-        self._choose(args, "transfer", text)
+        self._choose("transfer", text)
 
     def _texts_kl(self) -> float:
         """KL along the step's texts, in nats per completion."""
@@ -873,14 +884,12 @@ class GradeTrainer(Trainer):
     def _samples(self, step: int) -> int:
         """Completions of the policy that a run has drawn."""
         args = self.args
-        microbatches = max(0, step - self.text_steps) * args.gradient_accumulation_steps * args.world_size
-        return microbatches * args.batch_completions + (self.along.steering.samples if self.along else 0)
+        drawn = max(0, step - self.text_steps) * args.microbatches * args.batch_completions
+        return drawn + (self.along.steering.samples if self.along else 0)
 
     def passes(self, steps: int) -> float:
         """Passes over the prompts in so many steps."""
-        args = self.args
-        prompts = steps * args.gradient_accumulation_steps * args.world_size * args.batch_prompts
-        return prompts / len(self.train_dataset)
+        return steps * self.args.microbatches * self.args.batch_prompts / len(self.train_dataset)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the steps since the last row had, as means over microbatches and processes."""
@@ -899,35 +908,32 @@ class GradeTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """As ``Trainer.evaluate``: on ``self.eval_dataset``, one of its sets by name, or other rows with a prompt."""
-        _refuse_unread(ignore_keys=ignore_keys)
-        self._check_settled()
         if eval_dataset is None and self.eval_dataset is None:
             raise InputError("eval_dataset", None, "rows with a prompt")
-        if isinstance(eval_dataset, str):
-            sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
-            if eval_dataset not in sets:
-                raise InputError("eval_dataset", eval_dataset, f"one of the sets by name: {', '.join(sets) or 'none'}")
-        else:
-            self._check_sets(eval_dataset, self.args)
-        return super().evaluate(eval_dataset, None, metric_key_prefix)
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        if not isinstance(eval_dataset, str):
+            self._check_sets(eval_dataset)
+        elif eval_dataset not in sets:
+            raise InputError("eval_dataset", eval_dataset, f"one of the sets by name: {', '.join(sets) or 'none'}")
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset: Any, ignore_keys: None = None, metric_key_prefix: str = "test") -> Any:
         """As ``Trainer.predict``, on rows with a prompt: what `evaluate` measures, and no predictions."""
-        _refuse_unread(ignore_keys=ignore_keys)
-        self._check_settled()
         if test_dataset is None:
             raise InputError("test_dataset", None, "rows with a prompt")
-        self._check_dataset(test_dataset, self.args)
-        return super().predict(test_dataset, None, metric_key_prefix)
+        self._check_dataset(test_dataset)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
         self, dataloader: DataLoader, description: str, prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+        ignore_keys: None = None, metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:  # fmt: skip
         """Sample held-out prompts and score them: ``eval_reward``, ``eval_kl``, ..., with standard error and n.
 
         ``eval_loss`` is the negative objective.
         """
+        _refuse_unread(ignore_keys=ignore_keys)
+        self._check_settled()
         args, step, rows = self.args, self.state.global_step, dataloader.dataset
         ends, self.rewards.trainer_state = step in (0, args.max_steps), self.state
         n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(rows), len(rows))
@@ -942,7 +948,8 @@ class GradeTrainer(Trainer):
         self._write_table(f"{metric_key_prefix}_{step:05d}", evaluation.table())
         if isinstance(self.learner, DistilledGradient | OfflineGradient):
             learner = self.along if self._along_texts(max(step, 1)) else self.learner
-            self._write_table(f"tokens_{step:05d}", token_table(self.backbone, learner))
+            tokens = token_table(self.backbone.tokenizer, learner.liked_tokens(), learner.token_counts())
+            self._write_table(f"tokens_{step:05d}", tokens)
         # One n for the whole curve: the ends are evaluated on more prompts, the first of which are the curve's.
         metrics = evaluation.first(args.eval_prompts or n).summary(self.objective.beta, metric_key_prefix)
         return EvalLoopOutput(None, None, metrics, n)
@@ -964,7 +971,7 @@ class GradeTrainer(Trainer):
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
         if self.args.should_save and self.args.save_strategy != "no" and len(table):
             table.attrs["table"] = f"{name} of {run_mark(self.args.output_dir)}"
-            with atomic(self._table_path(name)) as file:
+            with writing(self.args.output_dir, "output_dir"), atomic(self._table_path(name)) as file:
                 table.to_parquet(file, index=False, write_page_checksum=True)
 
     # ---- checkpoints ----
@@ -973,33 +980,32 @@ class GradeTrainer(Trainer):
         folder, limit = output / f"checkpoint-{self.state.global_step}", args.save_total_limit
         args.save_total_limit = None  # older ones go once this one is whole
         try:
-            if args.should_save:
-                remove(folder)  # of a run that was resumed from an earlier one
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            if args.should_save:
-                self._save_state(folder)
-            self.accelerator.wait_for_everyone()  # every process has written its generators
-            if args.should_save:
-                write_manifest(folder)
-                rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint)
-        except (OSError, RuntimeError, SafetensorError) as error:
+            with writing(output, "output_dir"):
+                if args.should_save:
+                    remove(folder)  # of a run that was resumed from an earlier one
+                self.accelerator.wait_for_everyone()
+                super()._save_checkpoint(model, trial)
+                if args.should_save:
+                    self._save_state(folder)
+                self.accelerator.wait_for_everyone()  # every process has written its generators
+                if args.should_save:
+                    write_manifest(folder)
+                    rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint)
+        except InputError as error:
             shutil.rmtree(folder, ignore_errors=True)
-            raise not_written(output, error) from error
+            stands = last_checkpoint(output)
+            what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
+            raise InputError("output_dir", str(output), f"{error.allowed}; {what}") from error
         finally:
             args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As ``Trainer.save_model``."""
-        folder = output_dir or self.args.output_dir
-        with nullcontext() if _internal_call else writing(folder, "output_dir"):
-            super().save_model(output_dir, _internal_call)
-
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            write_fingerprint(self.backbone.peft, output_dir or self.args.output_dir)
+        folder = output_dir or self.args.output_dir
+        with writing(folder, "output_dir"):
+            super()._save(folder, state_dict)
+            if self.args.should_save:
+                write_fingerprint(self.backbone.peft, folder)
 
     def _save_state(self, folder: Path) -> None:
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""
@@ -1208,24 +1214,6 @@ def _refuse_unread(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise InputError(name, value, "None: it has no effect here")
-
-
-def _check_callback(callback: Any, args: GradeConfig) -> None:
-    """Refuse what is no callback, and one that waits for a metric that nobody measures."""
-    kind = callback if isinstance(callback, type) else type(callback)
-    if not issubclass(kind, TrainerCallback):
-        raise InputError("callbacks", callback, "a list of TrainerCallback")
-    for name, missing in (("metric_for_best_model", None), ("eval_strategy", "no")):
-        if issubclass(kind, EarlyStoppingCallback) and getattr(args, name) == missing:
-            raise InputError(name, missing, "another value with EarlyStoppingCallback, which reads it")
-
-
-def _reading(args: GradeConfig) -> dict[str, Any]:
-    """How prompts are read."""
-    return {
-        "max_prompt_length": args.max_prompt_length, "truncation": args.truncation,
-        "chat_template_kwargs": args.chat_template_kwargs, "warn_raw": not args.raw_prompts,
-    }  # fmt: skip
 
 
 def _listed(value: Any) -> list[str]:

@@ -14,7 +14,6 @@ from grade.gradients.methods import TEACHER, reads
 
 logger = logging.getLogger(__name__)
 
-_NONE = "nothing: there is no such setting here"
 _PACKING = "per_device_train_batch_size and gradient_accumulation_steps: a step samples what it trains on"
 _SERVER = "sampler: http://host:port, a server that is started by itself"
 _TABLES = "log_completions, which writes them as tables"
@@ -29,13 +28,7 @@ DROPPED = {
     "log_unique_prompts": _TABLES, "wandb_log_unique_prompts": _TABLES, "log_multimodal": _TABLES,
     "log_completions_hub_repo": _TABLES, "ds3_gather_for_generation": "accelerate launch with FSDP2",
     "cast_lm_head_to_fp32": "dtype or bf16", "logging_dir": "the variable TENSORBOARD_LOGGING_DIR",
-    "disable_dropout": "nothing: dropout is always off", "pad_to_multiple_of": _NONE, "cache_implementation": _NONE,
-    "max_tool_calling_iterations": _NONE,
-    **dict.fromkeys((
-        "ref_model_mixup_alpha", "ref_model_sync_steps", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
-        "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "entropy_coef_min", "entropy_coef_max",
-        "entropy_coef_delta", "entropy_target",
-    ), _NONE),
+    "disable_dropout": "nothing: dropout is always off",
     **dict.fromkeys((
         "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
         "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_model_impl",
@@ -48,6 +41,16 @@ DROPPED = {
     ), "importance_sampling, importance_sampling_cap"),
 }  # fmt: skip
 """Settings of TRL's that are not ours, with what does it here. Without them the objective is the same."""
+NEUTRAL = {
+    "mask_truncated_completions": False, "sync_ref_model": False, "use_adaptive_entropy": False,
+    "use_liger_loss": False, "trust_remote_code": False, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
+    "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
+    "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0, "pad_to_multiple_of": None, "cache_implementation": None, "router_aux_loss_coef": None,
+    "max_tool_calling_iterations": None,
+}  # fmt: skip
+"""Those that nothing does here, with TRL's defaults, which ask for nothing."""
 REFUSED = {
     "steps_per_generation": (None, _PACKING), "generation_batch_size": (None, _PACKING),
     "generation_kwargs": (None, "temperature, max_completion_length, min_completion_length"),
@@ -56,10 +59,6 @@ REFUSED = {
     "teacher_model_revision": (None, "teacher: a folder, or a hub id without a revision"),
     "teacher_model_init_kwargs": (None, "teacher_dtype"), "seq_kd": (False, "texts, with lmbda"),
     "reward_clip_range": (None, "the reward function, which can clip what it returns"),
-    "top_entropy_quantile": (1.0, _NONE), "entropy_coef": (0.0, _NONE), "router_aux_loss_coef": (None, _NONE),
-    **dict.fromkeys((
-        "mask_truncated_completions", "sync_ref_model", "use_adaptive_entropy", "use_liger_loss", "trust_remote_code",
-    ), (False, _NONE)),
 }  # fmt: skip
 """Those that would train something else, with the value that asks for nothing."""
 RENAMED = {
@@ -82,6 +81,8 @@ def refuse_theirs(values: Mapping[str, Any]) -> None:
         if name in DROPPED or name in REFUSED:
             here = DROPPED.get(name) or REFUSED[name][1]
             raise InputError(name, value, f"TRL's, not ours; here: {here}")
+        if name in NEUTRAL:
+            raise InputError(name, value, "TRL's, not ours; there is no such setting here")
         if name in RENAMED:
             raise InputError(name, value, f"not a setting; here: {RENAMED[name]}")
 
@@ -99,21 +100,26 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
 
     ``ours`` is a config of our defaults, ``own`` the settings whose defaults are not those of ``TrainingArguments``.
     """
-    if not isinstance(config, Mapping) and (isinstance(config, type) or not hasattr(config, "__dict__")):
-        raise InputError("config", config, "a config of TRL's, or a mapping with its names")
-    if dataclasses.is_dataclass(config):
+    if isinstance(config, Mapping):
+        given, theirs = dict(config), NEUTRAL
+        _say("defaults", f"what is not given is as here: scale_rewards {ours.scale_rewards}, learning_rate "
+             f"{ours.learning_rate:g}, logging_steps {ours.logging_steps}")  # fmt: skip
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
         given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
         theirs = {field.name: field.default for field in dataclasses.fields(config)}
     else:
-        given, theirs = dict(config if isinstance(config, Mapping) else vars(config)), {}
-        _say("defaults", f"what is not given is as here: scale_rewards {ours.scale_rewards}, learning_rate "
-             f"{ours.learning_rate:g}, logging_steps {ours.logging_steps}")  # fmt: skip
+        raise InputError("config", config, "a config of TRL's, or a mapping with its names")
     given, distils = {name: getattr(value, "value", value) for name, value in given.items()}, _OF_TEACHERS in given
     theirs_alone = TEACHER if distils else "rloo" if "RLOO" in type(config).__name__.upper() else "grpo"
     method = method or theirs_alone
     if distils:
         _distillation(given)
     values: dict[str, Any] = {"method": method}
+    loss = given.pop("loss_type", None)
+    if loss not in (None, *_LOSSES):
+        raise InputError("loss_type", loss, f"{' or '.join(_LOSSES)}; here: {DROPPED['loss_type']}")
+    if loss is not None:
+        _say("loss_type", f"{loss!r} dropped; here: {DROPPED['loss_type']}")
     _packing(given, ours)
     given = _generation(given)
     for name, value in given.items():
@@ -123,14 +129,15 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
                 _say(name, f"{value!r} dropped: {method} does not have it")
             elif name in own or changed:
                 values[name] = value
-        elif name in REFUSED or (name == "loss_type" and value not in _LOSSES):
-            neutral, here = REFUSED.get(name, (" or ".join(_LOSSES), DROPPED["loss_type"]))
+        elif name in REFUSED:
+            neutral, here = REFUSED[name]
             if value != neutral:
                 raise InputError(name, value, f"{neutral}, because it is not here; instead: {here}")
+        elif value in (None, theirs.get(name)):
+            continue
         elif name in DROPPED:
-            if name == "loss_type" or (value is not None and value != theirs.get(name)):
-                _say(name, f"{value!r} dropped; here: {DROPPED[name]}")
-        elif value is not None and value != theirs.get(name):
+            _say(name, f"{value!r} dropped; here: {DROPPED[name]}")
+        else:
             refuse_unknown({name: value}, ours.__dataclass_fields__)
     if values.get("beta"):
         length = values.get("max_completion_length", ours.max_completion_length)

@@ -46,10 +46,9 @@ def test_a_policy_gradient_is_planned_like_any_method_in_text_and_json(capsys):
 
 
 def test_where_there_is_no_allocator_none_is_shown(capsys):
-    assert main([*TINY, "--json", "--device", "cpu"]) == 0
-    assert json.loads(capsys.readouterr().out)["reserved"] is None
-    assert main([*TINY, "--json", "--engine", "checkpointed"]) == 0
-    assert json.loads(capsys.readouterr().out)["reserved"] is None
+    for options in (["--device", "cpu"], ["--engine", "checkpointed"]):
+        assert main([*TINY, "--json", *options]) == 0
+        assert json.loads(capsys.readouterr().out)["reserved"] is None
     assert main([*TINY, "--engine", "checkpointed", "--all-layers"]) == 0
     assert "by the caching allocator" in capsys.readouterr().out
 

@@ -134,25 +134,6 @@ def test_a_long_history_keeps_its_evaluations_and_its_end(copied, capsys):
                  ).to_csv(copied / "history.csv", index=False)  # fmt: skip
     rows = show(capsys, copied).split("\n\n")[1].splitlines()[1:]
     assert [int(row.split()[0]) for row in rows] == [3, 503, 1003, 1503, 2000]
-    pd.DataFrame({"step": steps, "train/reward": 0.5, "train/kl": 0.1}).to_csv(copied / "history.csv", index=False)
-    head, *rows = show(capsys, copied).split("\n\n")[1].splitlines()
-    assert head.split() == ["step", "reward", "KL"]
-    assert [int(row.split()[0]) for row in rows] == [0, 222, 444, 667, 889, 1111, 1333, 1556, 1778, 2000]
-
-
-def test_the_default_method_shows_completions_and_what_the_reward_likes(place, tmp_path, capsys):
-    here, run = os.getcwd(), tmp_path / "distilled"
-    os.chdir(place)
-    try:
-        assert main(["train", "--config", "train.yaml", "--reward", "rewards.py:vowels", "--set", "eval_strategy=steps",
-                     "--set", "eval_steps=2", "--output-dir", str(run)]) == 0  # fmt: skip
-        capsys.readouterr()
-        assert main(["show", str(run)]) == 0
-    finally:
-        os.chdir(here)
-    shown = capsys.readouterr().out
-    assert "eval, step 4" in shown and "prompt" in shown
-    assert re.search(r"^the reward likes: .+ [+-]\d.*\ndislikes: ", shown, re.M)
 
 
 def test_a_run_that_was_killed_is_shown_up_to_its_checkpoint(place, unfinished, capsys):
@@ -215,7 +196,7 @@ def test_a_page_of_a_run_that_was_killed_or_has_only_begun(unfinished, tmp_path,
     show(capsys, unfinished, "--html", tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert "step 2 of 4, not finished" in page and "<svg" in page and "<th>step 0</th>" in page
-    assert "<td>learning_rate</td><td>0.1</td>" in page and "<th>step 4</th>" not in page
+    assert "<th>step 4</th>" not in page
     shutil.rmtree(unfinished / "checkpoint-2")
     shutil.rmtree(unfinished / "completions")
     show(capsys, unfinished, "--html", tmp_path / "run.html")
@@ -230,6 +211,8 @@ def test_a_page_of_a_run_from_python_has_the_fit_of_the_distilled_reward(tmp_pat
     reward = lambda completions, **_: [float("e" in text) for text in completions]  # noqa: E731
     GradeTrainer(task.backbone, reward, config, prompts, eval_dataset=prompts).train()
     capsys.readouterr()
+    shown = show(capsys, tmp_path / "run")
+    assert "eval, step 4" in shown and re.search(r"^the reward likes: .+ [+-]\d.*\ndislikes: ", shown, re.M)
     show(capsys, tmp_path / "run", "--html", tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert "R² of the distilled reward" in page and "The reward likes" in page
@@ -255,11 +238,8 @@ def test_a_damaged_file_is_one_line(place, copied, capsys, name):
 
 @pytest.mark.parametrize(
     "name, content",
-    [
-        ("history.csv", "step,train/reward\n"),
-        ("checkpoint-4/trainer_state.json", '{"global_step": NaN, "log_history": []}'),
-        ("checkpoint-4/trainer_state.json", '{"global_step": 4, "log_history": null}'),
-    ],
+    [("history.csv", "step,train/reward\n"),
+     ("checkpoint-4/trainer_state.json", '{"global_step": 4, "log_history": 0}')],
 )  # fmt: skip
 def test_what_has_no_content_or_another_type_is_one_line(copied, capsys, name, content):
     (copied / name).write_text(content)

@@ -26,7 +26,6 @@ from grade.experiments.scale.measure.sharded import track
 from grade.gradients import objective, policy_gradient, replay
 from grade.models.backbone import Backbone
 from grade.models.scoring import layer_states
-from grade.models.sharding import held_bytes
 from grade.rewards.model import HeadSettings, RewardModel
 from grade.training.config import FSDP2, SHARDING, TrainConfig
 from grade.training.run import train
@@ -57,7 +56,7 @@ def in_two(work, **environment: str) -> list[int]:
     return [wait(child) for child in children]
 
 
-def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[str, str], before=lambda: None) -> int:
+def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[str, str]) -> int:
     """Every method both ways; exit code 1 if a run fails."""
 
     def make(method: str, processes: int) -> TrainConfig:
@@ -65,7 +64,6 @@ def one_and_two(root: Path, methods: list[str], common: dict, environment: dict[
         values |= {"target_kl": 0.5} if method in TARGETED else {}
         values |= {"substitutions": 2} if method == "distilled" else {}
         values |= {"reward": [], "teacher": "base", "teacher_context": "A good film. "} if method == "teacher" else {}
-        before()
         return settings(method, values, root / f"{method}-{processes}")
 
     return int(any(both_ways(partial(make, method), method, environment) for method in methods))
@@ -114,16 +112,16 @@ def sharded(root: Path, methods: list[str]) -> int:
 
     - ``interrupted``: exit codes of the last method's run, begun on one process, continued on two, then on one;
     - ``breaking``: exit codes of two processes of which the second one fails in the middle of a step;
-    - ``reduced``: the gradient of a weight that is trained for once, over the mean of both processes' gradients;
+    - ``recorded``: exit codes of two processes that compare hidden states;
     - in 0.json and 1.json what a tracker counts in steps on random weights.
     """
     common, environment = sharded_project(root), {SHARDING: FSDP2}
-    if one_and_two(root, methods, common, environment, lambda: observe(root)):
+    if one_and_two(root, methods, common, environment):
         return 1
     results = {"interrupted": interrupted(root, methods[-1], common, environment)}
     breaking = common | {"method": methods[0]}
     results["breaking"] = failing(root, breaking, environment, break_second_process)
-    results["reduced"] = reduced(root, common["model"])
+    results["recorded"] = recorded(common["model"])
     in_two(lambda: track(root, TRACKED))
     (root / "results.json").write_text(json.dumps(results))
     return 0
@@ -145,18 +143,6 @@ def sharded_project(root: Path) -> dict:
         "max_steps": 5, "logging_steps": 1, "reward": [common["reward"], str(root / "trunk")],
         "per_device_eval_batch_size": 6, "kl_eval_prompts": 6,
     }  # fmt: skip
-
-
-def observe(root: Path) -> None:
-    """Let every training run write how many bytes of parameters its process holds, of all and of the adapter."""
-
-    def noting(self, *args, plain=GradeTrainer.train, **kwargs):
-        name = f"{Path(self.args.output_dir).name}.{self.args.process_index}.bytes"
-        adapter = sum(p.numel() * p.element_size() for p in self.backbone.trainable_parameters())
-        (root / name).write_text(json.dumps([held_bytes(self.backbone.model), adapter]))
-        return plain(self, *args, **kwargs)
-
-    GradeTrainer.train = noting
 
 
 def interrupted(root: Path, method: str, common: dict, environment: dict[str, str]) -> list[list[int]]:
@@ -188,34 +174,24 @@ def break_second_process() -> None:
     replay.check_finite = policy_gradient.check_finite = check
 
 
-def reduced(root: Path, model: str) -> float:
-    """What sharded processes make of a gradient of the base, over the mean of their gradients.
+def recorded(model: str) -> list[int]:
+    """Exit codes of two processes that compare a divided base's hidden states with the whole one's.
 
-    Recorded hidden states are compared on the way: FSDP2 changes the class by which transformers finds them.
+    FSDP2 changes the class by which transformers finds them.
     """
 
     def states(base: Backbone) -> torch.Tensor:
         ids = torch.arange(1, 7).view(1, -1)
         return layer_states(base, base.embed(ids), torch.ones_like(ids), [1])[1]
 
-    def gradient(base: Backbone, factor: int) -> torch.Tensor:
-        base.decoder.norm.weight.requires_grad_(True)
-        ids = torch.arange(1, 7).view(1, -1)
-        (factor * base.hidden(base.embed(ids), torch.ones_like(ids)).square().sum()).backward()
-        return base.decoder.norm.weight.grad
-
     def work():
-        rank = int(os.environ["RANK"])
         dist.init_process_group("gloo")
-        whole_base, base = Backbone.load(model), Backbone.load(model)
-        mean, expected = 1.5 * gradient(whole_base, 1), states(whole_base)
+        base = Backbone.load(model)
+        expected = states(base)
         base.shard(torch.device("cpu"))
         assert torch.equal(states(base), expected)
-        whole = gradient(base, rank + 1).full_tensor()
-        (root / f"reduced.{rank}").write_text(json.dumps(float(whole.norm() / mean.norm())))
 
-    assert in_two(work) == [0, 0]
-    return json.loads((root / "reduced.0").read_text())
+    return in_two(work)
 
 
 def main(root: Path, kind: str, *rest: str) -> int:

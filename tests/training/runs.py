@@ -12,6 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from safetensors.torch import load_file
+
 from grade.gradients.methods import AUTO, GROUPED, OFFLINE, OPTIONS
 from grade.training.config import TrainConfig
 from grade.training.toy import toy_reviews, toy_task
@@ -73,3 +75,10 @@ def wait(child: int) -> int:
     """The exit code, negative for a signal."""
     status = os.waitpid(child, 0)[1]
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def assert_equal_adapters(one: Path, two: Path, tolerance: float = 1e-5) -> None:
+    """Two runs trained the same adapter, but for the order of sums in float32."""
+    first, second = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (one, two))
+    for name, value in first.items():
+        assert (second[name] - value).norm() <= tolerance * value.norm(), name

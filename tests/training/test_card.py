@@ -64,12 +64,8 @@ def test_samples_cannot_leave_their_block_and_are_short(tmp_path):
     assert "Before (reward 1):\n\n```text\nsecond\n```" in text
     assert "After (reward 2):\n\n````text\n```\nthird\n````" in text
     assert f"{'x' * 400} ...\n" in text and "x" * 401 not in text and "\x1b" not in text
-    assert "## Samples" not in card_of(tmp_path, samples=0)[1].text
-
-
-def test_a_run_without_evaluations_has_a_card(tmp_path):
-    text = card_of(tmp_path, None, None, eval_dataset="")[1].text
-    assert "## Figures" not in text and "held-out" not in text and "## Use" in text
+    without = card_of(tmp_path, None, None, eval_dataset="")[1].text
+    assert "## Samples" not in without and "## Figures" not in without and "held-out" not in without
 
 
 @pytest.mark.parametrize("chosen", ["distilled", "ste"])

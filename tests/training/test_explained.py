@@ -61,7 +61,7 @@ def test_a_reward_that_is_a_sum_over_tokens_is_explained_also_on_the_reference(e
 def test_what_cannot_be_explained_is_one_line(explained, capsys):
     for options, message in [
         (("--reference", "30"), "reference: got 30; allowed: a multiple of group = 4"),
-        (("--families", '["trunk"]'), "families: got 'trunk'; allowed: counts"),
+        (("--families", '["trunk"]'), "families.0: got 'trunk'; allowed: 'counts'"),
         (("--most_texts", "18"), "at least 16 different prompts for the reference, and 8 texts"),
         (("--texts", "missing.csv"), "texts: got 'missing.csv'; allowed: a file that exists"),
     ]:

@@ -27,16 +27,16 @@ def more_w_than_s(completions, **_):
     return [float(text.count("w") - text.count("s")) for text in completions]
 
 
-def trainer(output, reward=more_w_than_s, texts=TEXTS, **changes):
+def trainer(output, reward=more_w_than_s, texts=TEXTS, task=None, **changes):
     CALLS.clear()
-    task = toy_task(pretrain_steps=60)
+    task = task or toy_task(pretrain_steps=60)
     values = dict(
         method="offline", max_prompt_length=6, truncation="right", max_completion_length=8, min_completion_length=8,
         per_device_train_batch_size=32, max_steps=24, learning_rate=1e-2, target_kl=1.0, use_cpu=True, report_to=[],
         save_strategy="no", disable_tqdm=True, raw_prompts=True,
     )  # fmt: skip
     args = GradeConfig(str(output), **values | changes)
-    rows = [{"prompt": text} for text in task.train_prompts]
+    rows = [{"prompt": text, "tone": "sad"} for text in task.train_prompts]
     return GradeTrainer(task.backbone, reward, args, rows, rows[:64], texts=texts)
 
 

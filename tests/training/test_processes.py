@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from fresh_process import script
-from safetensors.torch import load_file
+from training.runs import assert_equal_adapters
 
 from grade.gradients.methods import AUTO, METHODS, OFFLINE
 from grade.results import read_metrics
@@ -43,15 +43,7 @@ def test_two_processes_train_as_one_does_on_both_batches(runs, method):
     }
     pd.testing.assert_frame_equal(*(pd.read_csv(folder / "history.csv") for folder in (one, two)), rtol=1e-4, atol=1e-6)
     assert ("train/kl_scale" in (one / "history.csv").read_text()) == (method in ("gumbel", "ppo"))
-    adapters = [load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (one, two)]
-    for name, value in adapters[0].items():
-        assert (adapters[1][name] - value).norm() <= 1e-5 * value.norm(), name
-
-
-def test_files_are_written_once(runs):
-    for folder in runs[0].glob("*-2"):
-        assert not {path.name for path in folder.iterdir()} & {".partial", ".old"}
-        assert len(list(folder.glob("checkpoint-*/rng_state_*.pth"))) == 2 * len(list(folder.glob("checkpoint-*")))
+    assert_equal_adapters(one, two)
 
 
 def test_a_reward_that_fails_on_one_process_says_so_and_ends_both(runs):

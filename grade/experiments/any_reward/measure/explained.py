@@ -136,7 +136,7 @@ def liked_tokens(subject: Subject, completions: int) -> pd.DataFrame:
                for start in range(0, completions // GROUP, prompts)]  # fmt: skip
     learner.update_fit(samples, context)
     learner.last = samples[-1].seen
-    table = token_table(subject.backbone, learner)
+    table = token_table(subject.backbone.tokenizer, learner.liked_tokens(), learner.token_counts())
     table["token"] = [repr(token) for token in table["token"]]  # spaces can be seen, line ends do no harm
     table.insert(0, "policy", subject.policy)
     table.insert(1, "reward", name)
