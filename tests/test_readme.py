@@ -160,7 +160,7 @@ FIGURES = [
     ("README.md", "another number: at least {} [", "full/teachers", "hinted/nonsense_over_rloo", ".2f"),
     ("README.md", "never got there) | tiny | {} [", "full/teachers", "hinted/samples_over_rloo", ".2f"),
     ("docs/methods.md", "this needs {} [0.33", "full/teachers", "hinted/samples_over_rloo", ".2f"),
-    ("docs/methods.md", "another number in front at least {} [", "full/teachers", "hinted/nonsense_over_rloo", ".2f"),
+    ("docs/methods.md", "number in front it needs at least {} [", "full/teachers", "hinted/nonsense_over_rloo", ".2f"),
     ("docs/methods.md", "same sums this needs at least {} [", "full/teachers", "hinted/sibling_over_rloo", ".2f"),
     ("docs/methods.md", "takes {} of the time", "full/teachers", "over_trl/seconds", ".2f±"),
     ("docs/methods.md", "the process {} of the memory", "full/teachers", "over_trl/peak", ".3f±"),
