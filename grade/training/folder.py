@@ -200,6 +200,18 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
     return None
 
 
+@contextmanager
+def writing_run(output_dir: str | Path) -> Iterator[None]:
+    """Name the folder where something cannot be written, and the checkpoint that stands."""
+    try:
+        with writing(output_dir, "output_dir"):
+            yield
+    except InputError as error:
+        stands = last_checkpoint(output_dir)
+        what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
+        raise InputError(error.field, error.value, f"{error.allowed}; {what}") from error
+
+
 def _about(config: TrainConfig) -> dict[str, Any]:
     """Settings that decide a run's result, and hashes of its inputs and of this package's code."""
     package = Path(grade.__file__).parent

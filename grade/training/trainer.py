@@ -76,7 +76,7 @@ from grade.rewards.rewards import beside, make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, run_mark, settings_of
+from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, run_mark, settings_of, writing_run
 from grade.training.kl_budget import LAST_TOLERANCE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, token_table
@@ -971,7 +971,7 @@ class GradeTrainer(Trainer):
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
         if self.args.should_save and self.args.save_strategy != "no" and len(table):
             table.attrs["table"] = f"{name} of {run_mark(self.args.output_dir)}"
-            with writing(self.args.output_dir, "output_dir"), atomic(self._table_path(name)) as file:
+            with writing_run(self.args.output_dir), atomic(self._table_path(name)) as file:
                 table.to_parquet(file, index=False, write_page_checksum=True)
 
     # ---- checkpoints ----
@@ -980,7 +980,7 @@ class GradeTrainer(Trainer):
         folder, limit = output / f"checkpoint-{self.state.global_step}", args.save_total_limit
         args.save_total_limit = None  # older ones go once this one is whole
         try:
-            with writing(output, "output_dir"):
+            with writing_run(output):
                 if args.should_save:
                     remove(folder)  # of a run that was resumed from an earlier one
                 self.accelerator.wait_for_everyone()
@@ -991,11 +991,9 @@ class GradeTrainer(Trainer):
                 if args.should_save:
                     write_manifest(folder)
                     rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint)
-        except InputError as error:
+        except InputError:
             shutil.rmtree(folder, ignore_errors=True)
-            stands = last_checkpoint(output)
-            what = f"{stands.name} stands" if stands else "no checkpoint was written yet"
-            raise InputError("output_dir", str(output), f"{error.allowed}; {what}") from error
+            raise
         finally:
             args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
