@@ -120,19 +120,13 @@ def is_memory_error(error: BaseException) -> bool:
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
 
 
-BAD_CONTENT = (LookupError, TypeError, ValueError, AttributeError, OverflowError, ImportError, RuntimeError)  # torch
-"""What parsers and constructors raise, besides `FILE_ERRORS`."""
-
-
 @contextmanager
-def reading(
-    field: str, place: str | Path, allowed: str, kinds: type[Exception] | tuple[type[Exception], ...] = BAD_CONTENT
-) -> Iterator[None]:
+def reading(field: str, place: str | Path, allowed: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """Turn whatever a library raises for bad content into one line that names field, file and reason.
 
-    For a block that reads and parses a single input and computes nothing else: there a `LookupError`, a `TypeError` or
-    a `ValueError` also means bad content. With ``kinds`` ``Exception`` it serves code of others that raises anything: a
-    model's, PEFT's, a chat template's. A lack of memory stays what it is.
+    For a block that reads and parses a single input, or runs code of others on it, and computes nothing else: there any
+    exception means bad content. With a narrower ``kind`` only those and `FILE_ERRORS` do. A lack of memory stays what
+    it is.
 
     >>> with reading("reward", "r.json", "a reward's settings"):
     ...     {}["kind"]
@@ -142,7 +136,7 @@ def reading(
     try:
         yield
     except Exception as error:
-        known = is_file_error(error) or isinstance(error, kinds)
+        known = is_file_error(error) or isinstance(error, kind)
         if isinstance(error, InputError) or is_memory_error(error) or not known:
             raise
         raise InputError(field, str(place), f"{allowed} ({file_error(error)})") from error

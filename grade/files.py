@@ -24,7 +24,7 @@ from grade.errors import InputError, reading, require_file
 
 OPTION = "--output-dir"
 MANIFEST = "manifest.json"
-LOCK, _STAGING = ".lock", ".staging"
+LOCK = ".lock"
 _KEPT = ("lost+found", ".gitignore", ".gitkeep")
 """Names that a file system or git puts into empty folders; they stay where they are."""
 
@@ -172,49 +172,24 @@ def _is_alive(pid: int) -> bool:
 class OutputFolder:
     """A folder that this process holds; see `claimed`."""
 
-    def __init__(self, path: Path, writes: Sequence[str] = (), option: str = OPTION, shared: bool = False) -> None:
-        self.path, self.writes, self.option, self.shared = path, tuple(writes), option, shared
+    def __init__(self, path: Path, writes: Sequence[str], option: str) -> None:
+        self.path, self.writes, self.option = path, tuple(writes), option
 
     @contextmanager
     def replacement(self) -> Iterator[Path]:
-        """Yield an empty folder; when the block ends without an error, it takes the place of the earlier result.
-
-        File by file where others write as well or the folder is `fixed`: a kill between two leaves a part of the new.
-        """
-        if not (self.shared or self.fixed):
-            with atomic(self.path) as staging:
-                staging.mkdir()
-                yield staging
-                self.check_foreign()  # a computation takes hours, in which someone may have put something here
-                for name in _KEPT:
-                    if (self.path / name).is_file() and not (staging / name).exists():
-                        shutil.copy2(self.path / name, staging / name)
-            return
-        staging = self.path / _STAGING
-        remove(staging)
-        staging.mkdir(parents=True)
-        try:
+        """Yield an empty folder; when the block ends without an error, it takes the place of the earlier result."""
+        with atomic(self.path) as staging:
+            staging.mkdir()
             yield staging
-            self.check_foreign()
-            for name in sorted(os.listdir(self.path)):
-                if self._wrote(name):
-                    remove(self.path / name)
-            for name in sorted(os.listdir(staging)):
-                os.rename(staging / name, self.path / name)
-        finally:
-            remove(staging)
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the folder cannot be renamed: a volume, or below a folder that may not be written."""
-        return self.path.is_dir() and (self.path.is_mount() or not os.access(self.path.parent, os.W_OK))
+            self.check_foreign()  # a computation takes hours, in which someone may have put something here
+            for name in _KEPT:
+                if (self.path / name).is_file() and not (staging / name).exists():
+                    shutil.copy2(self.path / name, staging / name)
 
     def check_foreign(self) -> None:
-        """Reject anything in the folder that the command does not write, unless it is shared."""
-        if self.shared or not self.path.exists():
-            return
-        for name in sorted(os.listdir(self.path)):
-            if name not in (LOCK, _STAGING, *_KEPT) and not self._wrote(name):
+        """Reject anything in the folder that the command does not write."""
+        for name in sorted(os.listdir(self.path)) if self.path.exists() else ():
+            if name not in (LOCK, *_KEPT) and not self._wrote(name):
                 earlier = "or has nothing but an earlier result in it, " if self.writes else ""
                 allowed = f"a folder that does not exist yet, or is empty, {earlier}not {name!r}"
                 raise InputError(self.option, str(self.path), allowed)
@@ -239,12 +214,17 @@ def claimed(
     or one around it or around an input, is no folder, is held by another run, cannot be written, or has other files.
     """
     path = _resolved(folder, option)
-    output = OutputFolder(path, writes, option, shared)
+    output = OutputFolder(path, writes, option)
     with writing(folder, option):
         _check_place(path, inputs, option)
         _clean(path)
-        output.check_foreign()
-    place = path / LOCK if output.fixed else path.with_name(f".{path.name}{LOCK}")
+        if not shared:
+            output.check_foreign()
+    place = path.with_name(f".{path.name}{LOCK}")
+    if path.is_dir() and (path.is_mount() or not os.access(path.parent, os.W_OK)):
+        if not shared:
+            raise InputError(option, str(folder), "a folder that can be renamed, such as a new one in this one")
+        place = path / LOCK
     with _made(place.parent, writing(folder, option)):
         lock = FileLock(place)
         with writing(folder, option):
@@ -297,7 +277,7 @@ def check_apart(outputs: Mapping[str, str | Path | None]) -> None:
 
 def writing(place: str | Path, option: str = OPTION, kind: str = "folder") -> AbstractContextManager[None]:
     """Name the option where something cannot be written."""
-    return reading(option, place, f"a {kind} that can be written", ())
+    return reading(option, place, f"a {kind} that can be written", OSError)
 
 
 def _resolved(path: str | Path, option: str) -> Path:

@@ -119,7 +119,7 @@ class CompletionsServer(ThreadingHTTPServer):
             choices.append({
                 "index": index, "text": "", "finish_reason": "stop" if end else "length",
                 "prompt_token_ids": body["prompt"], "token_ids": tokens[:end],
-                "logprobs": {"tokens": [f"token_id:{k}" for k in tokens[:end]], "token_logprobs": values[:end]},
+                "logprobs": {"token_logprobs": values[:end]},
             })  # fmt: skip
         return 200, {"choices": choices}
 

@@ -133,12 +133,12 @@ def test_an_input_and_what_is_around_it_are_no_output(name, project, capsys):
     assert listing(project) == before and not litter(project)
 
 
-def test_a_folder_around_an_input_is_refused_also_where_others_write(tmp_path):
-    (tmp_path / "in").mkdir()
-    for place in (tmp_path / "in", tmp_path):
-        with pytest.raises(InputError, match="another folder than the input"):
-            with claimed(place, ("in/",), inputs=("no path", tmp_path / "in"), shared=True):
-                pass
+def test_a_volume_may_be_shared_and_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with claimed(tmp_path, (), shared=True):
+        assert litter(tmp_path)
+    with pytest.raises(InputError, match="a folder that can be renamed"), claimed(tmp_path, ()):
+        pass
 
 
 @pytest.mark.parametrize("name", COMMANDS[:-1])

@@ -29,21 +29,21 @@ _HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[^:]+))??(:(
 _SOURCES = "a file (.jsonl, .json, .csv, .parquet), a folder that save_to_disk wrote, or a hub id 'user/name'"
 
 
-def load_prompts(source: str | Path, split: str | None = None, field: str = "prompts") -> Dataset:
+def load_prompts(source: str | Path, field: str = "prompts") -> Dataset:
     """A dataset with a column "prompt" and at least one row.
 
     ``source`` is a file: ``.jsonl`` (an object on every line), ``.json`` (the same, or a list of objects), ``.csv``
     (has a header; an empty field is None) or ``.parquet``; a folder that ``save_to_disk`` wrote; or the id of a dataset
-    on the hub, ``user/name``, ``user/name:split`` or ``user/name:config:split``. Without a ``split`` it is the only one
-    or "train"; a file is one split, "train". ``field`` is for error messages.
+    on the hub, ``user/name``, ``user/name:split`` or ``user/name:config:split``. Of several splits it is "train".
+    ``field`` is for error messages.
     """
-    dataset = load_rows(source, split, field)
+    dataset = load_rows(source, field)
     if "prompt" not in dataset.column_names:
         raise InputError(f"columns of {source}", dataset.column_names, 'one of them "prompt"')
     return dataset
 
 
-def load_rows(source: str | Path, split: str | None = None, field: str = "prompts") -> Dataset:
+def load_rows(source: str | Path, field: str) -> Dataset:
     """`load_prompts` of any columns."""
     with reading(field, str(source), _SOURCES):
         path = Path(source)
@@ -58,13 +58,20 @@ def load_rows(source: str | Path, split: str | None = None, field: str = "prompt
     elif reader:
         raise InputError(field, str(source), "a file that exists")
     elif match := _HUB.fullmatch(str(source)):
-        loaded, split = _from_hub(field, match["name"], match["config"], match["split"], split)
+        allowed = "a file or folder that exists, or a dataset on the hub that can be loaded"
+        require_source(field, match["name"], allowed)
+        with reading(field, source, allowed), _without_progress_bars():
+            loaded = datasets.load_dataset(match["name"], match["config"], split=match["split"])
     else:
         raise InputError(field, str(source), f"{_SOURCES}, that exists")
-    dataset = _chosen(loaded, split, source)
-    if not len(dataset):
+    if isinstance(loaded, dict):
+        split = next(iter(loaded)) if len(loaded) == 1 else "train"
+        if split not in loaded:
+            raise InputError("split", split, f"one of {', '.join(loaded)}, which {source} has")
+        loaded = loaded[split]
+    if not len(loaded):
         raise InputError(field, str(source), "a dataset with at least one row")
-    return dataset
+    return loaded
 
 
 def _read_json(path: Path, field: str) -> Dataset:
@@ -140,31 +147,6 @@ _READERS: dict[str, Callable[[Path, str], Dataset]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-
-
-def _from_hub(
-    field: str, name: str, config: str | None, split: str | None, asked: str | None
-) -> tuple[Dataset | dict[str, Dataset], str | None]:
-    """A dataset of the hub, and its split; without one all splits, and None."""
-    if split and asked and split != asked:
-        raise InputError("split", asked, f"{split}, as the source says, or none")
-    split = split or asked
-    place = ":".join(filter(None, (name, config, split)))
-    allowed = "a file or folder that exists, or a dataset on the hub that can be loaded"
-    require_source(field, name, allowed)
-    with reading(field, place, allowed), _without_progress_bars():
-        loaded = datasets.load_dataset(name, config, split=split)
-    return ({split: loaded} if split else loaded), split
-
-
-def _chosen(loaded: Dataset | dict[str, Dataset], split: str | None, source: str | Path) -> Dataset:
-    """One split; by default the only one, otherwise "train"."""
-    splits = loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
-    if split is None:
-        split = next(iter(splits)) if len(splits) == 1 else "train"
-    if split not in splits:
-        raise InputError("split", split, f"one of {', '.join(splits)}, which {source} has")
-    return splits[split]
 
 
 @contextmanager

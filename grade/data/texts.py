@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from grade.data.prompts import load_rows
-from grade.errors import BAD_CONTENT, InputError, is_file_error
+from grade.errors import InputError
 from grade.files import atomic, hashed
 from grade.models.backbone import Backbone
 from grade.models.parameters import fingerprint
@@ -35,6 +35,8 @@ from grade.results import progress
 
 LEAST = 8
 """Texts, below which there is nothing to fit."""
+DRAWN = 64
+"""Completions of the reference that are drawn at once."""
 WAIT = 3.0
 """Seconds until a bar appears."""
 Row = Mapping[str, Any]
@@ -75,7 +77,7 @@ def read_texts(
     """
     named = isinstance(source, (str, Path))
     place = str(source) if named else "texts"
-    rows = load_rows(source, field="texts") if named else source
+    rows = load_rows(source, "texts") if named else source
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         raise InputError("texts", type(rows).__name__, 'a file, a hub id, or rows such as {"text": "..."}')
     found: list[dict[str, Any]] = []
@@ -237,7 +239,6 @@ def reference_texts(
     encode: Encode,
     seed: int = 0,
     min_new_tokens: int = 0,
-    batch_size: int = 64,
     cache: Path | None = None,
 ) -> list[dict[str, Any]]:
     """N completions of the reference as texts, from the file of an earlier run if there is one.
@@ -260,8 +261,8 @@ def reference_texts(
         kept = []
         with progress(None, "completions of the reference", delay=WAIT) as bar, backbone.reference():
             bar.total = number
-            for start in range(0, number, batch_size):
-                batch = prompts[slice(start, start + batch_size)].to(backbone.device)
+            for start in range(0, number, DRAWN):
+                batch = prompts[slice(start, start + DRAWN)].to(backbone.device)
                 drawn = sampler.sample(backbone, batch, completion_tokens, generator, min_new_tokens)
                 lengths = drawn.mask.sum(1).tolist()
                 kept += [row[:length] for row, length in zip(drawn.ids.tolist(), lengths, strict=True)]
@@ -278,23 +279,16 @@ def _kept(file: Path, column: str) -> list[Any] | None:
     if not file.is_file():
         return None
     try:
-        frame = pd.read_parquet(file, page_checksum_verification=True)
-        if frame.attrs.get("file", file.name) != file.name:
-            raise ValueError("another file's content")
-        return frame[column].tolist()
-    except Exception as error:
-        if not (is_file_error(error) or isinstance(error, BAD_CONTENT)):
-            raise
+        return pd.read_parquet(file, page_checksum_verification=True)[column].tolist()
+    except Exception:
         warnings.warn(f"{file} is damaged, and made anew", stacklevel=3)
         return None
 
 
 def _keep(file: Path, columns: Mapping[str, Any]) -> None:
     """Write a file whole; a folder that cannot be written costs the cache, not the scores."""
-    frame = pd.DataFrame(columns)
-    frame.attrs["file"] = file.name
     try:
         with atomic(file) as staging:
-            frame.to_parquet(staging, write_page_checksum=True)
+            pd.DataFrame(columns).to_parquet(staging, write_page_checksum=True)
     except OSError as error:
         warnings.warn(f"the scores of the texts are not kept: {error}", stacklevel=3)

@@ -29,8 +29,9 @@ from grade.entropy.samples import (
     entropy_coefficients,
     prompt_gradients,
     scores_at,
+    two_batch,
 )
-from grade.entropy.update import UpdateVector, adamw_update
+from grade.entropy.update import UpdateVector, adamw_update, preconditioner
 from grade.errors import InputError
 from grade.gradients.methods import Rate, Tau
 from grade.memory.tracker import MemoryTracker
@@ -191,13 +192,13 @@ class EntropyProbe:
         with self._phase("sampling"):
             evaluation = self._draw(prompts[slice(b)], generator)
         with self._phase("update"):
-            gradients, rewards = self._update(prompts[slice(b, 2 * b)], reward, gradient, generator)
+            y, gradients, rewards = self._update(prompts[slice(b, 2 * b)], reward, gradient, generator)
             parameters, norm = trained_parameters(self.policy), self.config.max_grad_norm or None
             vector = adamw_update(self.optimizer, parameters, gradients, norm, self.allow_fresh)
         with self._phase("gradients"):
             old = self._scores(evaluation)
             x = self._gradients(evaluation, entropy_coefficients(old.logps.sum(-1)))
-        figures = self._predicted(x, vector)
+        figures = self._predicted(x, vector) | ({} if y is None else self._ascent(x, y))
         with self._phase("forward mode"):
             size = self.config.memory_config.importance_microbatch_size
             terms = directional(self.policy, evaluation, vector.total, size)
@@ -235,8 +236,8 @@ class EntropyProbe:
 
     def _update(
         self, prompts: PromptBatch, reward: Reward | None, gradient: Gradient | None, generator: torch.Generator
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """The loss's gradient, and rewards [B, G]."""
+    ) -> tuple[Tensor | None, list[Tensor], Tensor | None]:
+        """Each prompt's ascent gradient Y_n [B, P], the loss's gradient, and rewards [B, G]."""
         parameters = trained_parameters(self.policy)
         if gradient is not None:
             before = [p.grad for p in parameters]
@@ -247,7 +248,7 @@ class EntropyProbe:
                     gradient(prompts.to(self.policy.device), generator)
                 if any(p.grad is None for p in parameters):
                     raise ValueError("gradient left a trained parameter without .grad: it must run backward")
-                return [p.grad for p in parameters], None
+                return None, [p.grad for p in parameters], None
             finally:
                 for p, grad in zip(parameters, before, strict=True):
                     p.grad = grad
@@ -260,8 +261,8 @@ class EntropyProbe:
             raise InputError("reward", "NaN or infinity", "finite rewards")
         group, length = update.ids.shape[1:]
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (group * length)
-        ascent = self._gradients(update, advantages).mean(0)
-        return split_vector(self.policy, -ascent), rewards  # the loss descends
+        y = self._gradients(update, advantages)
+        return y, split_vector(self.policy, -y.mean(0)), rewards  # the loss descends
 
     def _predicted(self, x: Tensor, vector: UpdateVector) -> dict[str, float]:
         """``delta H1 = grad H . delta theta = -mean_n X_n . delta theta``, and by parts of the step."""
@@ -274,6 +275,15 @@ class EntropyProbe:
             "clipped": vector.clipped,
             "update_norm": float(vector.total.norm()),
         }
+
+    def _ascent(self, x: Tensor, y: Tensor) -> dict[str, float]:
+        """Document 003's number: ``-eta E[X] . P E[Y]``, P the optimizer's preconditioner before the step."""
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        scale = preconditioner(self.optimizer, trained_parameters(self.policy))
+        if scale is None:
+            return {}
+        value, stderr = two_batch(x, y.double() * scale.double().cpu())
+        return {"delta_h1_ascent": -lr * value, "delta_h1_ascent_stderr": lr * stderr}
 
     def _true_change(
         self, evaluation: Samples, old: SampleScores, terms: Directional, step: Tensor
@@ -289,6 +299,7 @@ class EntropyProbe:
             "delta_h_per_token": tokens.change,
             "delta_h_per_token_stderr": tokens.stderr,
             "ess": change.ess,
+            "clipped_weights": 0.0,  # they never are
             "resampled": 0.0,
             **({} if change.pareto_k is None else {"pareto_k": change.pareto_k}),
             **self._by_prefix(old, new, terms),

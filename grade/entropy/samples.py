@@ -122,14 +122,15 @@ def scores_at(
     backbone: Backbone, samples: Samples, vector: Tensor | None = None, eta: float = 1.0, microbatch: int = 8
 ) -> SampleScores:
     """Scores at ``theta + eta v``, or at theta without a vector [P]; the policy is unchanged."""
+    backbone = backbone.view(temperature=samples.temperature)
     module, replaced = _HiddenStates(backbone), {}
     if vector is not None:
         replaced = {name: p + eta * part for name, (p, part) in module.along(vector).items()}
     logps, entropies = (torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(2))
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device, "scores"):
         hidden = functional_call(module, replaced, (prompts, ids))
-        chosen = hidden_logps(backbone, hidden, ids, mask, samples.temperature)
-        every = entropy(backbone.head, hidden.flatten(0, 1), samples.temperature).view(mask.shape) * mask
+        chosen = hidden_logps(backbone, hidden, ids, mask)
+        every = entropy(backbone.head, hidden.flatten(0, 1)).view(mask.shape) * mask
         logps.view(-1, ids.shape[1])[rows] = chosen.double().cpu()
         entropies.view(-1, ids.shape[1])[rows] = every.double().cpu()
     return SampleScores(logps, entropies)
@@ -138,9 +139,10 @@ def scores_at(
 @torch.no_grad()
 def sequence_logps(backbone: Backbone, samples: Samples, microbatch: int = 8) -> Tensor:
     """``S = sum_t log pi(y_t)`` [B, G] in nats, float64 on the CPU, at the samples' temperature."""
+    backbone = backbone.view(temperature=samples.temperature)
     total = torch.zeros(samples.ids.shape[:2], dtype=torch.float64)
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device):
-        logps = completion_logps(backbone, prompts, ids, mask, samples.temperature)
+        logps = completion_logps(backbone, prompts, ids, mask)
         total.view(-1)[rows] = logps.sum(-1).double().cpu()
     return total
 
@@ -167,12 +169,12 @@ def prompt_gradients(backbone: Backbone, samples: Samples, coefficients: Tensor,
         raise ValueError(f"coefficients have shape {shapes}")
     if not torch.isfinite(coefficients).all():
         raise InputError("coefficients", "NaN or infinity", "finite rewards and log-probabilities")
-    parameters = trained_parameters(backbone)
+    backbone, parameters = backbone.view(temperature=samples.temperature), trained_parameters(backbone)
     sums = torch.zeros(len(samples.ids), sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
     for n, c in enumerate(progress(coefficients, "gradients, by prompt")):
         one = samples.of_prompts(slice(n, n + 1))
         for rows, prompts, ids, mask in one.microbatches(microbatch, backbone.device):
-            logps = completion_logps(backbone, prompts, ids, mask, samples.temperature).sum(-1)
+            logps = completion_logps(backbone, prompts, ids, mask).sum(-1)
             weights = c[rows].to(logps)
             grads = torch.autograd.grad(logps, parameters, weights)
             sums[n] += flatten(grads).cpu()
@@ -238,21 +240,22 @@ def directional(backbone: Backbone, samples: Samples, vector: Tensor, microbatch
     implementation = backbone.model.config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise InputError("attention", implementation, "sdpa or eager: no other has a forward mode")
+    backbone = backbone.view(temperature=samples.temperature)
     module, terms = _HiddenStates(backbone), [torch.zeros(samples.ids.shape, dtype=torch.float64) for _ in range(3)]
     pairs = module.along(vector)
     for rows, prompts, ids, mask in samples.microbatches(microbatch, backbone.device, "forward mode"):
         with fwd.dual_level(), sdpa_kernel(SDPBackend.MATH):
             dual = {name: fwd.make_dual(*pair) for name, pair in pairs.items()}
             hidden = functional_call(module, dual, (prompts, ids)).flatten(0, 1)
-            chunks = [_row_terms(backbone, h, i, samples.temperature)
+            chunks = [_row_terms(backbone, h, i)
                       for h, i in zip(hidden.split(ROWS), ids.flatten().split(ROWS), strict=True)]  # fmt: skip
         for total, values in zip(terms, zip(*chunks, strict=True), strict=True):
             total.view(-1, total.shape[-1])[rows] = (torch.cat(values).view(mask.shape) * mask).double().cpu()
     return Directional(*terms)
 
 
-def _row_terms(backbone: Backbone, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    logp = (backbone.head(hidden) / temperature).log_softmax(-1)
+def _row_terms(backbone: Backbone, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logp = backbone.head(hidden).log_softmax(-1)
     entropy = fwd.unpack_dual(-(logp.exp() * logp).sum(-1))
     chosen = fwd.unpack_dual(logp.gather(1, ids.unsqueeze(1)).squeeze(1))
     zero = torch.zeros_like(entropy.primal)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ def adamw_update(
     """
     if type(optimizer) is not torch.optim.AdamW:
         raise InputError("optimizer", type(optimizer).__name__, "AdamW")
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    groups = _groups(optimizer)
     for option in ("amsgrad", "maximize"):
         if any(group.get(option) for group in optimizer.param_groups):
             raise InputError(option, True, "false: not covered")
@@ -74,3 +75,24 @@ def adamw_update(
         scale = -lr / (1 - beta1**t) / denominator
         parts.append((scale * beta1 * old, scale * (1 - beta1) * g, -lr * group["weight_decay"] * p))
     return UpdateVector(*(flatten(part) for part in zip(*parts, strict=True)), clipped)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """The options of each parameter, by its id."""
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
+
+
+@torch.no_grad()
+def preconditioner(optimizer: torch.optim.AdamW, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """AdamW's preconditioner ``P = 1 / (sqrt(v' / (1 - beta2^t')) + eps)`` [P], with t' steps taken; None before any.
+
+    It does not depend on the coming gradient, so products of independent gradients stay unbiased.
+    """
+    groups, parts = _groups(optimizer), []
+    for p in parameters:
+        group, state = groups[id(p)], optimizer.state.get(p, {})
+        if not state:
+            return None
+        second = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["step"]))
+        parts.append(1 / (second.sqrt() + group["eps"]))
+    return flatten(parts)

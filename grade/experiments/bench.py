@@ -26,6 +26,13 @@ from grade.memory.step import build, make_step
 from grade.memory.trace import run_tracked, trace
 
 _QWEN = dict(model="qwen3-4b", prompt_tokens=32, dtype="bfloat16")
+_TIMED = {
+    "replay": StepConfig(**_QWEN, batch_size=1, max_new_tokens=64),
+    "unrolled": StepConfig(
+        **_QWEN, batch_size=2, max_new_tokens=32, method="gumbel_legacy", gumbel_topk=0, reward="trunk"
+    ),
+}
+"""Steps whose traces are timed."""
 
 
 class BenchConfig(Config):
@@ -34,6 +41,7 @@ class BenchConfig(Config):
     models: list[str] = Field(["tiny", "smollm2-135m"], min_length=1, description="models of the measured steps")
     steps: list[int] = Field([], description="numbers of the standard steps that are measured, from 0; empty: all")
     processes: int = Field(1, ge=1, description="processes that trace while a CUDA device is measured")
+    time_traces: bool = Field(True, description="time two traces of Qwen3-4B as well")
 
 
 def standard_steps(device: Device, config: BenchConfig) -> list[StepConfig]:
@@ -125,18 +133,19 @@ def compare_with_real(
     configs: Sequence[StepConfig], device: Device = "cpu", processes: int = 1
 ) -> Iterator[dict[str, Any]]:
     """Trace and measure each step, a row each; on CUDA also blocks in use and reserved bytes, both predicted too."""
-    rows = [{"name": config.headline, "config": config.model_dump()} for config in configs]
     if device == "cpu":
-        for row, config in zip(rows, configs, strict=True):
-            row["traced_peak_bytes"] = trace(config, device=device).peak
+        for config in configs:
+            row = {
+                "name": config.headline,
+                "config": config.model_dump(),
+                "traced_peak_bytes": trace(config, device=device).peak,
+            }
             yield _compared(row | measure(config))
         return
-    capability, _ = torch.cuda.get_device_capability()
-    workspace = WORKSPACE_HOPPER if capability == 9 else WORKSPACE
     with ProcessPoolExecutor(processes, get_context("forkserver")) as tracing:  # traces take longer than steps
-        awaited = [tracing.submit(_predicted, config, workspace) for config in configs]
-        for row, config, predicted in zip(rows, configs, awaited, strict=True):
-            row |= measure(config, device)
+        awaited = [tracing.submit(_predicted, config, _workspace()) for config in configs]
+        for config, predicted in zip(configs, awaited, strict=True):
+            row = {"name": config.headline, "config": config.model_dump()} | measure(config, device)
             gc.collect()
             torch.cuda.empty_cache()
             live, found = predicted.result()
@@ -156,11 +165,16 @@ def _compared(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def _workspace() -> int:
+    return WORKSPACE_HOPPER if torch.cuda.get_device_capability()[0] == 9 else WORKSPACE
+
+
 def _predicted(config: StepConfig, workspace: int) -> tuple[int, Reserved]:
     return trace(config).peak, reserved_by(config, workspace=workspace)
 
 
-def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device) -> dict[str, float]:
-    """Headline figures: ``<device>/max_rel_error`` of traced peaks, and ``<device>/steps``."""
+def bench_figures(rows: Sequence[Mapping[str, Any]], device: Device, time_traces: bool = True) -> dict[str, float]:
+    """Headline figures: ``<device>/max_rel_error`` of traced peaks, ``<device>/steps``, ``trace/seconds_<engine>``."""
     errors = [abs(row["traced_over_measured"] - 1) for row in rows if "traced_over_measured" in row]
-    return {f"{device}/steps": len(errors)} | ({f"{device}/max_rel_error": max(errors)} if errors else {})
+    figures = {f"{device}/steps": len(errors)} | ({f"{device}/max_rel_error": max(errors)} if errors else {})
+    return figures | {f"trace/seconds_{name}": trace(c).seconds for name, c in _TIMED.items() if time_traces}

@@ -7,12 +7,10 @@ claim or refutes it. `judge` makes the verdicts. Text in a row may hold figures:
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 import string
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -40,15 +38,22 @@ RULES = {
 """When a figure confirms a claim with bounds ``low`` and ``high``. By the rule ``given`` the figure is the verdict."""
 
 
-class Row(Config):
-    """A claim with its rule, as it stands in ``claims.yaml``."""
+class _Stated(Config):
+    """What a row of ``claims.yaml`` and its verdict have in common."""
 
     claim: str = Field(min_length=1, description="what the document says, in its words as far as they are short")
     stated: str = Field(description="the figure that it gives, as it writes it")
-    figure: str = Field("", description="name of the figure that was obtained here")
-    value: float | str = Field("", description="instead: a number, or text, which may hold figures")
     unit: str = Field("", description="unit of the figure; empty for text")
     how: How = Field(description="where the figure is from")
+    note: str = Field(description="what explains the verdict, with the figures that go with it")
+    timed: bool = Field(False, description="whether figure or note hold times, which differ from run to run")
+
+
+class Row(_Stated):
+    """A claim with its rule, as it stands in ``claims.yaml``."""
+
+    figure: str = Field("", description="name of the figure that was obtained here")
+    value: float | str = Field("", description="instead: a number, or text, which may hold figures")
     rule: Verdict | Literal["about", "above", "at least", "below", "at most", "true", "given"] = Field(
         description="a verdict that depends on no figure, or one of RULES"
     )
@@ -57,8 +62,6 @@ class Row(Config):
     high: float | None = None
     otherwise: Verdict = Field("refuted", description="the verdict where the rule does not hold")
     partly_above: float | None = Field(None, description="partly, where the rule does not hold, above this")
-    note: str = Field(description="what explains the verdict, with the figures that go with it")
-    timed: bool = Field(False, description="whether figure or note hold times, which differ from run to run")
 
 
 class _Document(Config):
@@ -68,37 +71,20 @@ class _Document(Config):
     claims: list[Row]
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A claim with its verdict. ``seed`` is the document's number; the other fields are those of `Row`."""
+class Claim(_Stated):
+    """A claim with its verdict."""
 
-    seed: str
-    claim: str
-    stated: str
-    found: float | str
-    unit: str
-    how: str
-    verdict: str
-    note: str
-    timed: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.seed or not self.claim:
-            raise InputError("claim", self.claim, "a document and a claim that are not empty")
-        for name, allowed in (("how", get_args(How)), ("verdict", get_args(Verdict))):
-            if getattr(self, name) not in allowed:
-                raise InputError(f"{name} of {self.claim!r}", getattr(self, name), f"one of {', '.join(allowed)}")
-        if not isinstance(self.found, str) and not math.isfinite(self.found):
-            raise InputError(f"figure for {self.claim!r}", self.found, "a finite number, or text")
+    seed: str = Field(min_length=1, description="the document's number")
+    found: float | str = Field(description="the figure that was obtained here, or text")
+    verdict: Verdict
 
     def without_times(self) -> Claim:
         """The same verdict; a timed one refers to the file of times instead of giving its figure."""
-        if not self.timed:
-            return self
-        return dataclasses.replace(self, found="timed", unit="", note="see timings/claims.csv")
+        changes = dict(found="timed", unit="", note="see timings/claims.csv")
+        return self.model_copy(update=changes) if self.timed else self
 
 
-COLUMNS = tuple(field.name for field in dataclasses.fields(Claim) if field.name != "timed")
+COLUMNS = ("seed", "claim", "stated", "found", "unit", "how", "verdict", "note")
 
 
 class _Figures(string.Formatter):
@@ -115,17 +101,16 @@ def judge(experiment: str | Path, figures: Mapping[str, Any]) -> list[Claim]:
     """
     document, claims = _Document.load([Path(__file__).parent / experiment / "claims.yaml"]), []
     figures = _in_units(figures)
+    text = partial(_Figures().vformat, args=(), kwargs=figures)
     for row in document.claims:
         try:
-            verdict = _verdict(row, figures)
-            texts = {name: _Figures().vformat(getattr(row, name), (), figures) for name in ("claim", "note")}
             value = figures[row.figure] if row.figure else row.value
-            value = _Figures().vformat(value, (), figures) if isinstance(value, str) else value
+            found = {"found": text(value), "unit": ""} if isinstance(value, str) else {"found": float(value)}
+            found |= {"verdict": _verdict(row, figures), "claim": text(row.claim), "note": text(row.note)}
         except KeyError as error:
             raise InputError(f"figures for {row.claim!r}", f"no {error}", "all that claims.yaml names") from None
-        unit = "" if isinstance(value, str) else row.unit
-        what = document.document, texts["claim"], row.stated, value, unit, row.how, verdict, texts["note"]
-        claims.append(Claim(*what, row.timed))
+        stated = row.model_dump(include=set(_Stated.model_fields))
+        claims.append(Claim.parse(stated | found | {"seed": document.document}, row.claim))
     return claims
 
 
@@ -153,14 +138,13 @@ def _in_units(figures: Mapping[str, Any]) -> dict[str, Any]:
 def claims_table(claims: Iterable[Claim], digits: int = 4) -> pd.DataFrame:
     """The claims as a table of text, figures to so many significant digits.
 
-    >>> row = Claim("000", "4 GB of soft tokens", "4 GB", 8.192, "MB", "derived", "refuted", "1*64*32000*4 bytes")
+    >>> row = Claim(seed="000", claim="4 GB of soft tokens", stated="4 GB", found=8.192, unit="MB", how="derived",
+    ...             verdict="refuted", note="1*64*32000*4 bytes")
     >>> claims_table([row])[["stated", "found", "unit", "verdict"]].iloc[0].tolist()
     ['4 GB', '8.192', 'MB', 'refuted']
     """
-    rows = [{name: getattr(claim, name) for name in COLUMNS} for claim in claims]
-    for row in rows:
-        row["found"] = row["found"] if isinstance(row["found"], str) else _number(row["found"], digits)
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    table = pd.DataFrame([claim.model_dump() for claim in claims], columns=list(COLUMNS))
+    return table.assign(found=[x if isinstance(x, str) else _number(x, digits) for x in table.found])
 
 
 def write_claims(path: str | Path, claims: Iterable[Claim]) -> None:
@@ -173,7 +157,7 @@ def read_claims(path: str | Path) -> list[Claim]:
     """Read a file that `write_claims` wrote; figures stay the text that is in the file."""
     with reading("claims", path, "a file of claims"):
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
-        return [Claim(**row) for row in table[list(COLUMNS)].to_dict("records")]
+        return [Claim.parse(row, str(path)) for row in table[list(COLUMNS)].to_dict("records")]
 
 
 def verdict_counts(claims: Iterable[Claim]) -> str:
@@ -181,20 +165,19 @@ def verdict_counts(claims: Iterable[Claim]) -> str:
     verdicts = list(get_args(Verdict))
     table = pd.DataFrame([(c.seed, c.verdict) for c in claims], columns=["document", "verdict"])
     counts = pd.crosstab(table.document, table.verdict).reindex(columns=verdicts, fill_value=0)
-    return _markdown(["document", *verdicts], counts.reset_index().to_numpy().tolist(), "| --- |" + " --- |" * 4)
+    return _markdown(counts.reset_index())
 
 
 def to_markdown(claims: Iterable[Claim]) -> str:
     """The claims as a Markdown table, figure and unit in one column."""
     table = claims_table(claims)
     table["found"] = (table["found"] + " " + table["unit"]).str.strip()
-    table = table.drop(columns="unit")
-    return _markdown(table.columns, table.to_numpy().tolist(), "|" + " --- |" * len(table.columns))
+    return _markdown(table.drop(columns="unit"))
 
 
-def _markdown(columns: Iterable[str], rows: Iterable[Iterable[Any]], rule: str) -> str:
-    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (columns, *rows)]
-    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+def _markdown(table: pd.DataFrame) -> str:
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (table.columns, *table.to_numpy().tolist())]
+    return "\n".join([lines[0], "|" + " --- |" * table.shape[1], *lines[1:]]) + "\n"
 
 
 def _cell(value: object) -> str:

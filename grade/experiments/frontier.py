@@ -77,8 +77,6 @@ def rewards_at_kl(
     For each seed the hull of the other seeds' means says which two policies are mixed (by pressure and step); the
     probability is such that this seed's own KL is the level. A policy that is below the level by itself is not mixed.
     """
-    if not all(level > 0 for level in levels):
-        raise InputError("level", min(levels), "a KL above 0")
     table = []
     for names, rows in curves.groupby(list(by), sort=False):
         wide = rows.pivot(index=[pressure, "step"], columns="seed", values=["kl", "reward"])
@@ -115,8 +113,8 @@ def paired_table(values: pd.DataFrame, references: Sequence[str], of: str = "sub
         for against in (method for method in references if method in each):
             for method, mine in each.items():
                 if method != against and len(mine.keys() & each[against].keys()) > 1:
-                    test = paired(mine, each[against])
-                    table.append((kind, method, against, *test.difference, test.p))
+                    difference, p = paired(mine, each[against])
+                    table.append((kind, method, against, *difference, p))
     return pd.DataFrame(table, columns=[of, "method", "against", "difference", "stderr", "n", "p"])
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pandas as pd
 import yaml
-from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError
@@ -28,13 +27,13 @@ FILE = Path(__file__).with_suffix(".yaml")
 class _Figure(Config):
     """A row of ``headline.yaml``: one of ``share``, ``stderrs`` and ``at_most`` is the tolerance."""
 
-    name: str = Field("", description="short name, a column of dvc exp show; empty for a figure that is only checked")
+    name: str = ""  # a column of dvc exp show; empty for a figure that is only checked
     label: str
-    file: str = Field(description="metrics file below the profile's folder of results")
-    key: str = Field(description="name of the figure there")
-    share: float = Field(0.0, description="within this share of the published figure")
-    stderrs: float = Field(0.0, description="or within so many standard errors of the difference of two runs")
-    at_most: float | None = Field(None, description="or below this, whatever was published")
+    file: str  # metrics file below the profile's folder of results
+    key: str  # name of the figure there
+    share: float = 0.0  # within this share of the published figure
+    stderrs: float = 0.0  # or within so many standard errors of the difference of two runs
+    at_most: float | None = None  # or below this, whatever was published
     reason: str
 
     def allowed(self, metrics: Mapping[str, float]) -> tuple[float, float]:

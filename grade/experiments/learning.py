@@ -122,16 +122,16 @@ def ratio_table(runs: pd.DataFrame) -> pd.DataFrame:
     table = []
     keys = ["subject", "completions", "most", "target_kl"]
     for place, curves in _with_subjects(runs).sort_values("step", kind="stable").groupby(keys, sort=False):
-        seeds = {seed: run for (method, seed), run in curves.groupby(["method", "seed"]) if method == AGAINST}
-        goals = {seed: base for seed, base in seeds.items()
-                 if len(base) >= LAST and base["reward"].iloc[-LAST:].mean() > base["reward"].iloc[0]}  # fmt: skip
-        for method, of_method in curves.groupby("method", sort=False) if seeds else ():
+        base = {seed: run for seed, run in curves[curves["method"] == AGAINST].groupby("seed")}
+        goals = {seed: run for seed, run in base.items()
+                 if len(run) >= LAST and run["reward"].iloc[-LAST:].mean() > run["reward"].iloc[0]}  # fmt: skip
+        for method, of_method in curves.groupby("method", sort=False) if base else ():
             each = [_reach(run, goals[seed]) for seed, run in of_method.groupby("seed", sort=False) if seed in goals]
             each = pd.DataFrame(each, columns=["ratio", "of_run", "kl_ratio"])
             ratio, kl = geometric(each["ratio"]), geometric(each["kl_ratio"].dropna())
             table.append(dict(zip(keys, place, strict=True), method=method, ratio=ratio.value, low=ratio.low,
                               high=ratio.high, of_run=geometric(each["of_run"]).value, kl_ratio=kl.value, kl_low=kl.low,
-                              kl_high=kl.high, n=len(each), censored=len(each) - kl.rows))  # fmt: skip
+                              kl_high=kl.high, n=len(each), censored=each["kl_ratio"].isna().sum()))  # fmt: skip
     return pd.DataFrame(table)
 
 
@@ -153,10 +153,11 @@ def reach_table(runs: pd.DataFrame, against: str, of: str = "samples") -> pd.Dat
             spent = [_spent(run, base[seed]) for seed, run in of_method.groupby("seed") if seed in base]
             if not spent:
                 continue
-            ratio, censored = _ratio([pair[:2] for pair in spent]), sum(pair[2] for pair in spent)
-            if censored == len(spent):  # how far above the bound it is, nothing tells
-                ratio = ratio._replace(low=None, high=None)
-            table.append((subject, method, ratio.value, ratio.low, ratio.high, len(spent), censored))
+            own, its, missed = (np.array(column) for column in zip(*spent, strict=True))
+            ratio = _ratio(own, its)
+            if missed.all():  # how far above the bound it is, nothing tells
+                ratio = Interval(ratio.value)
+            table.append((subject, method, *ratio[:3], len(spent), missed.sum()))
     return pd.DataFrame(table, columns=["subject", "method", "ratio", "low", "high", "n", "censored"])
 
 
@@ -169,15 +170,14 @@ def _spent(run: pd.DataFrame, base: pd.DataFrame) -> tuple[float, float, bool]:
     return (run["samples"].max() if reached is None else reached[0]), best["samples"], reached is None
 
 
-def _ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
+def _ratio(own: np.ndarray, base: np.ndarray) -> Interval:
     """The ratio of two means, with its interval, which does not go below 0; a baseline that gained nothing: NaN."""
-    own, base = np.array(pairs, float).reshape(-1, 2).T
     if not base.sum() > 0:
-        return Interval(math.nan, None, None, None, len(own))
+        return Interval(math.nan)
+    ratio = own.sum() / base.sum()
     if len(own) < 2:
-        return Interval(float(own.sum() / base.sum()), None, None, None, len(own))
-    without = (own.sum() - own) / np.maximum(base.sum() - base, 1e-9)
-    found = interval(np.concatenate([[own.sum() / base.sum()], without]))
+        return Interval(float(ratio))
+    found = interval(np.array([ratio, *((own.sum() - own) / np.maximum(base.sum() - base, 1e-9))]))
     return found._replace(low=max(found.low, 0.0))
 
 
@@ -190,7 +190,7 @@ def geometric(ratios: Sequence[float]) -> Interval:
     """
     values = np.asarray(ratios, float)
     if len(values) < 2:
-        return Interval(float(values[0]) if len(values) else np.nan, None, None, None, len(values))
+        return Interval(float(values[0]) if len(values) else math.nan)
     logs = np.log(values)
     without = (logs.sum() - logs) / (len(logs) - 1)  # the jackknife of a mean is its standard error
     return interval(np.exp(np.concatenate([[logs.mean()], without])), geometric=True)

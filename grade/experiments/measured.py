@@ -16,7 +16,8 @@ import math
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Annotated, Any, Protocol
+from types import ModuleType
+from typing import IO, Annotated, Any
 
 import pandas as pd
 from pydantic import AfterValidator, Field, ValidationError
@@ -44,16 +45,8 @@ number above 0; one from 0 to 1; seeds of runs that are compared."""
 Table = pd.DataFrame | dict[str, Any]
 
 
-class Experiment(Protocol):
-    """A module that measures; see above."""
-
-    Settings: type[Config]
-    TABLES: Mapping[str, Callable[[Any], Table | None]]
-    TIMED: Mapping[str, Callable[[Any], Table | None]]
-
-
 def measure_all(
-    experiment: Experiment, settings: Any, folder: str | Path, log: Callable[[str], None] = print
+    experiment: ModuleType, settings: Any, folder: str | Path, log: Callable[[str], None] = print
 ) -> None:  # fmt: skip
     """Measure every table and write it: ``measured/<name>.csv`` or ``.json``, times below ``timings/``."""
     for place, tables in (("measured", experiment.TABLES), ("timings", experiment.TIMED)):
@@ -103,34 +96,31 @@ def kept_text(path: str | Path) -> str:
 class Tables(Mapping[str, Table]):
     """Tables by name: read from a folder of results, or measured when they are first asked for."""
 
-    def __init__(self, experiment: Experiment, settings: Any, measured_dir: str = "") -> None:
-        self._experiment, self._settings = experiment, settings
-        self._folder, self._known = measured_dir, {}
+    def __init__(self, experiment: ModuleType, settings: Any, measured_dir: str = "") -> None:
+        self._settings, self._known, self._measures = settings, {}, {**experiment.TABLES, **experiment.TIMED}
+        self._stems = {name: Path(measured_dir).parent / ("timings" if name in experiment.TIMED else "measured") / name
+                       for name in self._measures if measured_dir}  # fmt: skip
 
     def __getitem__(self, name: str) -> Table:
         if name not in self._known:
-            timed = name in self._experiment.TIMED
-            measure = (self._experiment.TIMED if timed else self._experiment.TABLES)[name]
-            if self._folder:
-                self._known[name] = read_table(Path(self._folder).parent / ("timings" if timed else "measured") / name)
-            else:
-                self._known[name] = measure(self._settings)
+            measure = self._measures[name]
+            self._known[name] = read_table(self._stems[name]) if self._stems else measure(self._settings)
         return self._known[name]
 
     def __contains__(self, name: object) -> bool:
         """Whether a folder of results has the table; without a folder all can be measured."""
-        place = "timings" if name in self._experiment.TIMED else "measured"
-        return not self._folder or any(Path(self._folder).parent.glob(f"{place}/{name}.*"))
+        known = name in self._measures
+        return known and (not self._stems or any(self._stems[name].parent.glob(f"{name}.*")))
 
     def get(self, name: str, default: Any = None) -> Any:
         """A table, or the default where the results have none."""
         return self[name] if name in self else default
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self._experiment.TABLES, *self._experiment.TIMED))
+        return iter(self._measures)
 
     def __len__(self) -> int:
-        return len(self._experiment.TABLES) + len(self._experiment.TIMED)
+        return len(self._measures)
 
 
 def figures_of(table: pd.DataFrame, key: str, columns: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def worth_interval(moments: Moments, unbiased: Moments, n: float = 1) -> Interva
     if root.stderr is None or root.value > 3 * root.stderr:
         return interval(values, geometric=True)
     low, high = (max(end, 0.0) ** 2 for end in (root.low, root.high))
-    return Interval(float(values[0]), low, high, root.stderr, root.rows)
+    return Interval(float(values[0]), low, high, root.stderr)
 
 
 def crossover(moments: Moments, unbiased: Moments) -> np.ndarray:

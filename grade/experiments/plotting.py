@@ -139,10 +139,19 @@ def with_ends(table: pd.DataFrame, value: str, low: str = "low", high: str = "hi
     return pd.concat([table.assign(**{value: column}) for column in columns], ignore_index=True).dropna(subset=value)
 
 
-def panels(draw: Callable[..., Any], table: pd.DataFrame, title: str, **options: Any) -> Any:
-    """One of seaborn's grids (`relplot`, `catplot`) in this layout: title above, legend below."""
+def with_errors(table: pd.DataFrame, value: str, error: Any) -> pd.DataFrame:
+    """`with_ends` where the interval is the value plus and minus an error."""
+    return with_ends(table.assign(low=table[value] - error, high=table[value] + error), value)
+
+
+def panels(
+    draw: Callable[..., Any], table: pd.DataFrame, title: str, level: float | None = None, **options: Any
+) -> Any:  # fmt: skip
+    """One of seaborn's grids (`relplot`, `catplot`) in this layout: title above, legend below, dashes at a level."""
     with mpl.rc_context({"figure.constrained_layout.use": False}):  # seaborn's own layout would warn of it
         grid = draw(table, **options)
+        if level is not None:
+            grid.refline(y=level, color=color("line"), linewidth=1)
     grid.figure.set_layout_engine("constrained")
     grid.figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure, lines = grid.figure, 1.0  # of text besides the panels

@@ -15,20 +15,21 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import pandas as pd
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grade.config import Config
+from grade.errors import InputError
 from grade.experiments.frontier import mixed_reward
-from grade.experiments.measured import Positive, Seeds, kept_text, read_csv
+from grade.experiments.measured import Positive, Seeds, Several, Size, kept_text, read_csv
 from grade.experiments.rewards import DIFFERENTIABLE, BlackBox, Models, Policy, RewardName, make_reward
 from grade.experiments.sums import ANSWER_TOKENS, sum_prompts
-from grade.experiments.training_runs import FIXED, SETTINGS, Bench, Run, hold_out, train_all
+from grade.experiments.training_runs import SETTINGS, Bench, Run, sizes, split, train_all
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.rewards.base import Reward
@@ -38,14 +39,15 @@ from grade.training.load import Task
 Method = Literal[
     "rloo", "grpo", "ppo", "ste", "st", "plug_in", "corrected", "auto", "auto_texts", "auto_changes", "offline"
 ]  # fmt: skip
+_DISTILLED = SETTINGS["distilled"] | {"method": "distilled"}
 OWN: dict[Method, dict[str, Any]] = {
     "ppo": {"num_generations": 4},
     "st": {"hops": 1},
-    "plug_in": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": 0.0},
-    "corrected": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": 1.0},
-    "auto": SETTINGS["distilled"] | {"method": "distilled", "residual_weight": "auto"},
-    "auto_texts": SETTINGS["distilled"] | {"method": "auto"},
-    "auto_changes": SETTINGS["distilled"] | {"method": "distilled", "substitutions": 4},
+    "plug_in": _DISTILLED | {"residual_weight": 0.0},
+    "corrected": _DISTILLED | {"residual_weight": 1.0},
+    "auto": _DISTILLED | {"residual_weight": "auto"},
+    "auto_texts": _DISTILLED | {"method": "auto"},
+    "auto_changes": _DISTILLED | {"substitutions": 4},
     "offline": {"beta": 0.0},
 }
 """Settings of the methods that `SETTINGS` has not; ``method`` where the trainer's name is another."""
@@ -70,34 +72,63 @@ COLUMNS = (*NAMES, *FIGURES)
 class Grid(Config):
     """Training runs: every method on every reward at every target for KL, seed by seed."""
 
-    policy: Policy = Field("tiny", description="policy of all rewards but sums, which has its own")
-    rewards: list[RewardName] = Field(min_length=1, description="rewards; the policy of sums is trained on sums")
-    methods: list[Method] = Field(min_length=1, description="methods; those that a reward does not allow are left out")
-    target_kls: list[Positive] = Field([10.0], min_length=1, description="in nats per completion")
-    seeds: Seeds = Field([0, 1], min_length=1, description="one run of each method and target each")
-    completions: int = Field(32, ge=2, description="a step")
-    steps: int = Field(40, ge=1, description="optimizer steps")
-    rate_factor: float = Field(1.0, gt=0, description="times the learning rates that were chosen")
-    eval_every: int = Field(5, ge=1, description="steps between evaluations")
-    eval_prompts: int = Field(128, ge=2, description="held-out prompts of an evaluation")
+    policy: Policy = "tiny"  # of all rewards but sums, which has its own
+    rewards: list[RewardName] = Field(min_length=1)
+    methods: list[Method] = Field(min_length=1)  # those that a reward does not allow are left out
+    target_kls: list[Positive] = Field([10.0], min_length=1)  # in nats per completion
+    seeds: Seeds = Field([0, 1], min_length=1)  # one run of each method and target each
+    completions: Several = 32  # a step
+    steps: Size = 40  # optimizer steps
+    rate_factor: Positive = 1.0  # times the learning rates that were chosen
+    eval_every: Size = 5  # steps between evaluations
+    eval_prompts: Several = 128  # held-out prompts of an evaluation
+
+
+class RunSettings(Models):
+    """What experiments of such runs have in common."""
+
+    published: str = ""  # results whose runs, and fits, are not measured again; empty: all are
+    kl_levels: list[Positive] = Field([0.5, 1.0], min_length=1)  # KL at which rewards are compared
+    headline_level: float = 1.0  # one of kl_levels: that of the paired figures
+    processes: Size = 1  # worker processes of one thread each, for training
+
+    @model_validator(mode="after")
+    def _check_runs(self) -> Self:
+        if self.headline_level not in self.kl_levels:
+            raise InputError("headline_level", self.headline_level, f"one of kl_levels = {self.kl_levels}")
+        if self.published and not kept_text(f"{self.published}/measured/runs.csv"):
+            raise InputError("published", self.published, "a folder with measured/runs.csv, here or in git, or nothing")
+        return self
+
+    def run_all(self, bench: Rewards, runs: Sequence[Run], train: bool = True) -> pd.DataFrame:
+        """`run_all` of those that are not published."""
+        return run_all(bench, runs, published_runs(self.published, type(bench)), self.processes, train)
 
 
 @dataclass(frozen=True)
 class Rewards(Bench):
-    """A bench with every reward of each policy, as its method may see it; ``columns`` of its evaluations."""
+    """A bench with every reward of each policy, as its method may see it.
 
+    Its tables have columns that name a run (``names``) and columns of an evaluation.
+    """
+
+    names: ClassVar[tuple[str, ...]] = NAMES
     columns: ClassVar[tuple[str, ...]] = FIGURES
     models: Models = field(default_factory=Models)
     made: dict[tuple[str, str], Reward] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, models: Models, policies: Iterable[str], on_search_prompts: bool = False) -> Self:
+        """The bench of some policies."""
+        bases = {policy: models.base(policy) for policy in policies}
+        return cls(bases, models.gold_file, models.reviews_dir, on_search_prompts, models)
 
     def load(self, policy: str) -> Task:
         """A policy with its judge and prompts."""
         if policy != "sums":
             return super().load(policy)
-        train, held_out = sum_prompts()
-        train, search = hold_out(train)
         backbone = Backbone.load(self.bases[policy], lora=LoraSettings())
-        return Task(backbone, None, None, train, search if self.on_search_prompts else held_out)
+        return Task(backbone, None, None, *split(*sum_prompts(), self.on_search_prompts))
 
     def reward(self, run: Run, backbone: Backbone) -> Reward:
         """The reward, or its values alone."""
@@ -109,9 +140,13 @@ class Rewards(Bench):
     def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
         """What the distilled method says about its fit."""
         r2 = {name.rpartition("/")[2]: value for name, value in row.items() if name.startswith("train/distilled/r2/")}
-        figures = {name: row.get(f"train/distilled/{name}", math.nan) for name in DISTILLED}
-        figures["residual_weight"] = row.get("train/residual_weight", math.nan)
-        return figures | {"family": max(r2, key=r2.get) if r2 else ""}
+        return fit_figures(row) | {"family": max(r2, key=r2.get) if r2 else ""}
+
+
+def fit_figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`DISTILLED` of a row of the history; NaN where there are none."""
+    weight = row.get("train/residual_weight", math.nan)
+    return {name: row.get(f"train/distilled/{name}", math.nan) for name in DISTILLED} | {"residual_weight": weight}
 
 
 def make_run(
@@ -120,14 +155,13 @@ def make_run(
     """One run with the sizes of a grid."""
     policy = "sums" if reward == "sums" else grid.policy
     names = (policy, reward, method, float(target_kl), seed, grid.completions, learning_rate)
-    least, most = (0, ANSWER_TOKENS) if policy == "sums" else (models.new_tokens, models.new_tokens)
-    values = FIXED | {
+    length = ANSWER_TOKENS if policy == "sums" else models.new_tokens
+    values = sizes(models.prompt_tokens, length, grid.completions, grid.steps, grid.eval_every, grid.eval_prompts) | {
         "beta": 0.1, "per_device_eval_batch_size": 128, "eval_noise_block": 128, "method": method,
-        "max_prompt_length": models.prompt_tokens, "max_completion_length": most, "min_completion_length": least,
-        "max_steps": grid.steps, "eval_steps": grid.eval_every, "eval_prompts": grid.eval_prompts,
-        "final_eval_prompts": grid.eval_prompts, "kl_eval_prompts": grid.eval_prompts, "target_kl": float(target_kl),
-        "seed": seed, "learning_rate": learning_rate, "per_device_train_batch_size": grid.completions,
+        "target_kl": float(target_kl), "seed": seed, "learning_rate": learning_rate,
     } | SETTINGS.get(method, {}) | OWN.get(method, {})  # fmt: skip
+    if policy == "sums":
+        values["min_completion_length"] = 0
     return Run(dict(zip(NAMES, names, strict=True)), values, policy, reward)
 
 
@@ -154,27 +188,32 @@ def run_all(
 
     Without ``train`` none is: those that are not finished are left out.
     """
-    names = list(runs[0].names)
 
     def by_run(table: pd.DataFrame) -> dict[tuple, pd.DataFrame]:
-        return {(*key, rows["step"].max()): rows for key, rows in table.groupby(names, sort=False)}
+        return {(*key, rows["step"].max()): rows for key, rows in table.groupby(list(bench.names), sort=False)}
 
     keys = [(*run.names.values(), run.values["max_steps"]) for run in runs]
     known = by_run(finished)
     if train and (todo := [run for key, run in zip(keys, runs, strict=True) if key not in known]):
         known |= by_run(train_all(bench, todo, processes)[0])
-    columns = [*names, *bench.columns]
+    columns = [*bench.names, *bench.columns]
     parts = [known[key] for key in keys if key in known] or [pd.DataFrame(columns=columns)]
     return pd.concat(parts, ignore_index=True)[columns]
 
 
-def published_runs(folder: str, names: Sequence[str] = NAMES, columns: Sequence[str] = FIGURES) -> pd.DataFrame:
-    """Names and figures of the runs in a folder of results (empty: none), as it is or as git has it; times if known."""
-    texts = [folder and kept_text(f"{folder}/{name}.csv")
-             for name in ("measured/search", "measured/runs", "timings/run_seconds")]  # fmt: skip
-    search, runs, seconds = (read_csv(io.StringIO(text or ",".join([*names, "step"]))) for text in texts)
-    runs = runs.merge(seconds, on=[*names, "step"], how="left")
-    return pd.concat([search, runs], ignore_index=True).reindex(columns=[*names, *columns])
+def published_runs(folder: str, bench: type[Rewards]) -> pd.DataFrame:
+    """Names and figures of the runs in a folder of results; times if known."""
+    names = [*bench.names, "step"]
+    search, runs, seconds = (published_table(folder, name, names)
+                             for name in ("measured/search", "measured/runs", "timings/run_seconds"))  # fmt: skip
+    runs = runs.merge(seconds, on=names, how="left")
+    return pd.concat([search, runs], ignore_index=True).reindex(columns=[*bench.names, *bench.columns])
+
+
+def published_table(folder: str, name: str, columns: Sequence[str]) -> pd.DataFrame:
+    """A table of a folder of results, as it is or as git has it; without a folder or the table an empty one."""
+    text = kept_text(f"{folder}/{name}.csv") if folder else ""
+    return read_csv(io.StringIO(text)) if text else pd.DataFrame(columns=list(columns))
 
 
 def chosen_rates(table: pd.DataFrame, level: float) -> dict[str, float]:

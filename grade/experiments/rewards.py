@@ -12,9 +12,7 @@
 
 from __future__ import annotations
 
-import functools
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +25,14 @@ from grade.config import Config
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.experiments.shallow import ShallowReward, layer_count
-from grade.experiments.sums import ANSWER_TOKENS, build_sums, sum_prompts
-from grade.experiments.training_runs import judged_by
+from grade.experiments.sums import ANSWER_TOKENS, sum_prompts, sums_folder
+from grade.experiments.training_runs import BATCH_ROWS, judged_by
 from grade.files import hashed, sha256_of
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.methods import MethodConfig
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, encode_prompts, padded
+from grade.models.prompts import PromptBatch, encode_examples, encode_prompts, padded
 from grade.rewards.base import EmbeddingReward, Reward
 from grade.rewards.fit import BagSettings, RewardConfig, train_reward
 from grade.rewards.functions import FunctionReward
@@ -50,8 +48,6 @@ FamilyName = Annotated[str, Field(pattern=r"^(counts|bag|ngrams|values|trunk\d*)
 DIFFERENTIABLE = ("bag", "trunk1", "trunk4", "trunk")
 GROUP = 4
 """Completions of a prompt."""
-BATCH_ROWS = 64
-"""Completions that are sampled, and texts that are read, at once."""
 OWN = "own"
 """The source of texts of methods that read none: completions of the policy."""
 SHALLOW_REVIEWS = 600
@@ -74,7 +70,11 @@ class Models(Config):
 
     def base(self, policy: str) -> str:
         """Folder of a policy; that of sums is trained when it is first asked for."""
-        return _sums_folder().name if policy == "sums" else getattr(self, f"{policy}_dir")
+        return sums_folder().name if policy == "sums" else getattr(self, f"{policy}_dir")
+
+    def encode(self, backbone: Backbone, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
+        """Prompts of rows, cut to P tokens."""
+        return encode_examples(backbone.tokenizer, rows, self.prompt_tokens, "right", warn_raw=False)
 
 
 def source_values(models: Models, source: str) -> dict[str, Any]:
@@ -97,18 +97,11 @@ def number_of_texts(source: str) -> int:
     return int(source.rpartition(":")[2]) if source != OWN else 0
 
 
-@functools.cache
-def _sums_folder() -> tempfile.TemporaryDirectory:
-    folder = tempfile.TemporaryDirectory()
-    build_sums(folder.name)
-    return folder
-
-
 @dataclass(frozen=True)
 class Subject:
     """A policy, ``untrained`` or ``trained``, with its rewards and all of its prompts, in the order of their split.
 
-    A prompt has G = ``group`` completions of at most T = ``length`` tokens, and of at least ``min_length``.
+    A prompt has `GROUP` completions of at most T = ``length`` tokens, and of at least ``min_length``.
     """
 
     policy: str
@@ -116,14 +109,13 @@ class Subject:
     backbone: Backbone
     rewards: Mapping[str, Reward]
     prompts: PromptBatch
-    group: int
     length: int
     min_length: int
 
     def learner(self, **options: Any) -> DistilledGradient:
         """The method `distilled` with this policy's sizes."""
         config = MethodConfig(
-            method="distilled", num_generations=self.group, max_completion_length=self.length,
+            method="distilled", num_generations=GROUP, max_completion_length=self.length,
             min_completion_length=self.min_length, **options,
         )  # fmt: skip
         return DistilledGradient(config, self.backbone)
@@ -149,7 +141,7 @@ def load_subject(
     made = {name: make_reward(models, policy, name, backbone) for name in rewards}
     prompts = encode_prompts(backbone.tokenizer, texts, prompt_tokens)
     stage = "trained" if adapter or trained is not None else "untrained"
-    return Subject(policy, stage, backbone, made, prompts, GROUP, length, minimum)
+    return Subject(policy, stage, backbone, made, prompts, length, minimum)
 
 
 def make_reward(models: Models, policy: str, name: str, backbone: Backbone) -> Reward:
@@ -178,8 +170,6 @@ def make_reward(models: Models, policy: str, name: str, backbone: Backbone) -> R
 
 
 def _shallow(models: Models, depth: int, backbone: Backbone) -> ShallowReward:
-    if depth >= (layers := layer_count(backbone)):
-        raise InputError("reward", f"trunk{depth}", f"fewer layers than the base's {layers}: all of them are `trunk`")
     if not models.reviews_dir:
         return ShallowReward(backbone, depth, toy_reviews(80, seed=2), toy_reviews(20, seed=3), _TOY_TOKENS)
     data = load_reviews(models.reviews_dir, "reward")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -27,7 +28,7 @@ from matplotlib.figure import Figure
 from grade.config import read_values
 from grade.errors import InputError
 from grade.experiments.claims import Claim, claims_table, write_claims
-from grade.experiments.measured import Experiment, Tables, write_environment, write_table
+from grade.experiments.measured import Tables, write_environment, write_table
 from grade.pipeline.profiles import profile_values
 from grade.results import write_metrics
 
@@ -39,7 +40,7 @@ TOY = "Toy sizes: every figure below shows that the code runs, and means nothing
 class Run:
     """One execution of an experiment's notebook; ``toy``: with the sizes of a smoke test."""
 
-    def __init__(self, experiment: Experiment, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, experiment: ModuleType, parameters: Mapping[str, Any]) -> None:
         """Open a run of a module ``measure.tables`` with a notebook's ``globals()``, in the project's folder."""
         self.name = experiment.__name__.split(".")[2]  # grade.experiments.<name>.measure...
         _enter_project()
@@ -61,7 +62,7 @@ class Run:
         self.tables = Tables(experiment, self.settings, measured_dir)
         self.published = Path(measured_dir).parent / "metrics.json"
         if self.toy:
-            _display(Markdown(f"> **{TOY}**"))
+            display(Markdown(f"> **{TOY}**"))
 
     def show(self, figure: Figure, name: str, timed: bool = False) -> None:
         """Save a figure as ``figures/<name>.png`` and show it.
@@ -75,7 +76,7 @@ class Run:
         with PIL.Image.open(place) as picture:
             picture.convert("RGB").quantize(COLORS).save(place, optimize=True)
         shown = Image(place, width=int(100 * figure.get_figwidth()))
-        _display(Markdown(f"![{name}](timings/{name}.png)") if timed and _executed() else shown)
+        display(Markdown(f"![{name}](timings/{name}.png)") if timed and _executed() else shown)
         plt.close(figure)
 
     def show_timed(self, table: Any, name: str) -> None:
@@ -83,17 +84,17 @@ class Run:
         if _executed():
             write_table(self.folder / "timings" / name, table)
             table = Markdown(f"[{name}.csv](timings/{name}.csv): times of this machine")
-        _display(table)
+        display(table)
 
     def verdicts(self, claims: Iterable[Claim]) -> None:
         """Show the verdicts; none are given on toy sizes, and the figures of timed ones stand below ``timings``."""
         if self.toy:
-            _display(Markdown("No verdicts: these are toy sizes."))
+            display(Markdown("No verdicts: these are toy sizes."))
             return
         table = claims_table([claim.without_times() if _executed() else claim for claim in claims])
         with pd.option_context("display.max_colwidth", None, "display.max_rows", None):
-            _display(table)
-            _display(table.verdict.value_counts())
+            display(table)
+            display(table.verdict.value_counts())
 
     def finish(
         self, metrics: Mapping[str, Any], timed: Mapping[str, Any] | None = None, claims: Iterable[Claim] = ()
@@ -113,10 +114,6 @@ class Run:
 def _executed() -> bool:
     """Whether the pipeline executes the notebook (a person looks at it otherwise)."""
     return os.environ.get("GRADE_EXECUTED") == "1"
-
-
-def _display(value: Any) -> None:
-    display(value)
 
 
 def _enter_project() -> None:

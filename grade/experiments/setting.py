@@ -40,42 +40,43 @@ def load_models(
 
 def make_setting(
     backbone: Backbone, reward_model: RewardModel, texts: Sequence[str], batch: int, prompt: int, new: int, k: int,
-    beta: float = 0.1, tau: float = 1.0,
+    tau: float = 1.0,
 ) -> Setting:  # fmt: skip
     """A setting to measure on: real prompts that are exactly ``prompt`` tokens long, straight-through tokens."""
     chosen = _long_enough(backbone, map(prompt_text, texts), batch, prompt)
     prompts = encode_prompts(backbone.tokenizer, chosen, prompt).to(backbone.device)
     relaxation = RelaxationConfig(gumbel_topk=min(k, backbone.vocab_size), tau=tau, max_new_tokens=new)
-    return Setting(backbone, prompts, Objective(reward_model, beta), relaxation)
+    return Setting(backbone, prompts, Objective(reward_model, 0.1), relaxation)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the measurements of one run have in common; ``seed`` is the noise's."""
+    """What the measurements of one run have in common."""
 
     backbone: Backbone
     prompts: PromptBatch
     objective: Objective
     relaxation: RelaxationConfig
-    seed: int = 0
 
     def relaxed(self, **changes: Any) -> Setting:
         """The same with other values of the relaxation."""
         return replace(self, relaxation=self.relaxation.model_copy(update=changes))
 
+    def noise(self, step: int = 0) -> torch.Generator:
+        """The noise of a step, the same for every engine."""
+        return torch.Generator(self.backbone.device).manual_seed(step)
+
     def run(self, engine: Engine) -> tuple[GradientStep, Tensor]:
         """One gradient, flattened, without an optimizer step."""
         self.backbone.zero_grad(set_to_none=True)
-        generator = torch.Generator(self.backbone.device).manual_seed(self.seed)
-        step = engine(self.backbone, self.prompts, self.objective, self.relaxation, generator)
+        step = engine(self.backbone, self.prompts, self.objective, self.relaxation, self.noise())
         grad = flatten(p.grad for p in self.backbone.trainable_parameters())
         self.backbone.zero_grad(set_to_none=True)
         return step, grad
 
     def rollout(self) -> Rollout:
-        """A rollout with the setting's noise."""
-        generator = torch.Generator(self.backbone.device).manual_seed(self.seed)
-        return sample(self.backbone, self.prompts, self.relaxation, generator)
+        """A rollout with the same noise."""
+        return sample(self.backbone, self.prompts, self.relaxation, self.noise())
 
 
 def kl_at_start(setting: Setting) -> dict[str, float]:

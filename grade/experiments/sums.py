@@ -13,8 +13,9 @@ half as often.
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grade.data.tiny_lm import PretrainConfig, fit, new_model
-from grade.files import atomic
 from grade.models.adapter import LoraSettings
 
 ANSWER_TOKENS = 3
@@ -37,7 +37,7 @@ STEPS, BATCH = 400, 128
 """Optimizer steps, and lines per step: about ten seconds on one core."""
 OFFSETS = (-10, -1, 1, 10)
 """What a wrong answer is off by."""
-HINTED_WRONG, HINTED_STEPS, HINTED_OFFSETS = 0.75, 1000, (-20, -10, -2, -1, 1, 2, 10, 20)
+HINTED_WRONG, HINTED_OFFSETS = 0.75, (-20, -10, -2, -1, 1, 2, 10, 20)
 """The same of lines with hints."""
 
 LORA = LoraSettings(
@@ -71,8 +71,9 @@ def sums_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
-def build_sums(folder: str | Path, steps: int = STEPS, hinted: bool = False) -> None:
-    """Train the policy, with hints before half of its lines if asked, and write its folder."""
+@functools.cache
+def sums_folder(steps: int = STEPS, hinted: bool = False) -> tempfile.TemporaryDirectory:
+    """Folder of the policy, or of the one that reads hints, which is trained when it is first asked for."""
     tokenizer = sums_tokenizer()
     width = len(f"{LARGEST}+{LARGEST}=") + ANSWER_TOKENS + (len(f"{2 * LARGEST}=") if hinted else 0)
     settings = PretrainConfig(
@@ -85,9 +86,10 @@ def build_sums(folder: str | Path, steps: int = STEPS, hinted: bool = False) -> 
     with torch.random.fork_rng(devices=[]):  # the global state is the caller's
         model = new_model(settings, len(tokenizer))
         fit(model, settings, windows, log=lambda _: None)
-    with atomic(folder) as staging:
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+    folder = tempfile.TemporaryDirectory()
+    model.save_pretrained(folder.name)
+    tokenizer.save_pretrained(folder.name)
+    return folder
 
 
 def _lines(pairs: Sequence[tuple[int, int]], n: int, hinted: bool) -> list[str]:

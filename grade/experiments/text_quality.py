@@ -52,13 +52,19 @@ def outside(texts: Sequence[str]) -> np.ndarray:
     return np.array([_lexicon().polarity_scores(text)["compound"] for text in texts])
 
 
+def qualities(texts: Sequence[str]) -> dict[str, float]:
+    """What texts are like on average: ``outside``'s sentiment, ``distinct`` bigrams, ``length`` in words."""
+    words = sum(len(text.split()) for text in texts)
+    return {"outside": outside(texts).mean(), "distinct": distinct_n(texts, 2), "length": words / len(texts)}
+
+
 @torch.no_grad()
 def reference_nats(
     backbone: Backbone, texts: Sequence[str], max_new_tokens: int, max_prompt_tokens: int, min_new_tokens: int = 0,
-    batch_size: int = 64, seed: int = 2,
+    batch_size: int = 64,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Minus the reference's log-likelihood of the policy's completions, one per prompt, in nats [n], and tokens [n]."""
-    generator, nats, tokens = torch.Generator(backbone.device).manual_seed(seed), [], []
+    generator, nats, tokens = torch.Generator(backbone.device).manual_seed(2), [], []
     for start in range(0, len(texts), batch_size):
         chunk = list(texts[start : start + batch_size])
         prompts = encode_prompts(backbone.tokenizer, chunk, max_prompt_tokens).to(backbone.device)

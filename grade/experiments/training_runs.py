@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,11 +18,15 @@ from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
+from transformers import get_linear_schedule_with_warmup
 
 from grade.data.reviews import load_reviews, prompt_text
 from grade.errors import InputError
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
+from grade.models.prompts import PromptBatch
+from grade.models.sampling import generate
 from grade.results import progress
 from grade.rewards.gold import GoldJudge
 from grade.rewards.model import load_reward
@@ -36,6 +41,22 @@ FIXED: dict[str, Any] = {
     "use_cpu": True,
 }  # fmt: skip
 """Settings of all runs: prompts are beginnings of reviews, cut to their length; one process of the CPU."""
+QUIET: dict[str, Any] = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+"""Settings of runs that others look at: nothing is written."""
+UNEVALUATED = QUIET | {"eval_strategy": "no", "eval_on_start": False, "eval_on_end": False}
+"""The same without evaluations, where only time and memory count or a policy is evaluated elsewhere."""
+
+
+def sizes(
+    prompt_tokens: int, new_tokens: int, completions: int, steps: int, eval_every: int, eval_prompts: int
+) -> dict[str, Any]:  # fmt: skip
+    """Settings of runs whose completions have a fixed length; all evaluations are of the same prompts."""
+    return FIXED | {
+        "max_prompt_length": prompt_tokens, "max_completion_length": new_tokens, "min_completion_length": new_tokens,
+        "per_device_train_batch_size": completions, "max_steps": steps, "eval_steps": eval_every,
+        "eval_prompts": eval_prompts, "final_eval_prompts": eval_prompts, "kl_eval_prompts": eval_prompts,
+    }  # fmt: skip
+
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ste": {"hops": 1, "tau_start": 2.0, "tau_end": 2.0},
@@ -50,6 +71,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 SEARCH_PROMPTS = 512
 """Training prompts that no run trains on; the learning rates are chosen on them."""
+BATCH_ROWS = 64
+"""Completions that are sampled, and texts that are read, at once."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +128,7 @@ class Bench:
         """A policy with its judge and prompts; of the toy task with the reward too."""
         if not self.bases[policy]:
             task = toy_task()
-            train, search = hold_out(task.train_prompts)
-            held_out = search if self.on_search_prompts else task.validation_prompts
+            train, held_out = split(task.train_prompts, task.validation_prompts, self.on_search_prompts)
             return replace(task, train_prompts=train, validation_prompts=held_out)
         judge = GoldJudge.load(self.gold_file) if self.gold_file else None
         texts = review_prompts(self.reviews_dir, self.on_search_prompts)
@@ -178,16 +200,56 @@ def _train(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def review_prompts(reviews_dir: str, on_search_prompts: bool = False) -> tuple[list[str], list[str]]:
-    """Prompts of training, and those of evaluation: the validation split, or held-out training prompts."""
-    train, validation = ([prompt_text(r.text) for r in load_reviews(reviews_dir, s)] for s in ("policy", "validation"))
-    train, search = hold_out(train)
-    return train, search if on_search_prompts else validation
+    """Prompts of training, and those of evaluation; see `split`."""
+    parts = ([prompt_text(r.text) for r in load_reviews(reviews_dir, part)] for part in ("policy", "validation"))
+    return split(*parts, on_search_prompts)
 
 
-def hold_out(prompts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Prompts to train on, and the last `SEARCH_PROMPTS` (half, if there are few) to choose learning rates on."""
-    held_out = min(SEARCH_PROMPTS, len(prompts) // 2)
-    return list(prompts[:-held_out]), list(prompts[-held_out:])
+def split(train: Sequence[Any], held_out: Sequence[Any], on_search_prompts: bool) -> tuple[list[Any], list[Any]]:
+    """Prompts to train on, and to evaluate on: the held-out ones, or those on which learning rates are chosen.
+
+    The latter are the last `SEARCH_PROMPTS` of training (half, if there are few), on which no run trains.
+    """
+    n = min(SEARCH_PROMPTS, len(train) // 2)
+    return list(train[:-n]), list(train[-n:] if on_search_prompts else held_out)
+
+
+def best_of(
+    policy: Backbone, prompts: PromptBatch, n: int, length: int, generator: torch.Generator,
+    score: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rewards [B] and ids [B, T] of the best of n completions of each prompt.
+
+    ``score`` gives rewards from the places of the prompts, ids and mask.
+    """
+    best = []
+    for few in torch.arange(len(prompts)).split(max(1, BATCH_ROWS // n)):
+        ids, mask = generate(policy, prompts[few].repeat(n), length, generator, min_new_tokens=length)
+        rewards = score(few.repeat_interleave(n), ids, mask).view(-1, n)
+        best.append((rewards.max(1).values, ids[rewards.argmax(1) + n * torch.arange(len(few))]))
+    rewards, ids = (torch.cat(parts) for parts in zip(*best, strict=True))
+    return rewards, ids
+
+
+def fine_tune(
+    policy: Backbone, rows: Tensor, loss: Callable[[Tensor], Tensor], rate: float, steps: int, batch: int,
+    generator: torch.Generator,
+) -> Iterator[tuple[int, float]]:  # fmt: skip
+    """AdamW down a loss of some of the rows, in shuffled passes, at a rate that falls to 0: each step, and seconds."""
+    parameters, seconds = policy.trainable_parameters(), 0.0
+    optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, steps)
+    passes = range(-(-steps * batch // len(rows)))
+    order = torch.cat([rows[torch.randperm(len(rows), generator=generator)] for _ in passes])
+    for step, chosen in enumerate(order.split(batch)[:steps], 1):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss(chosen).backward(inputs=parameters)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        seconds += time.perf_counter() - start
+        yield step, seconds
 
 
 def judged_by(judge: GoldJudge) -> Callable[..., list[float]]:

@@ -20,7 +20,6 @@ import dataclasses
 import json
 import logging
 import math
-import re
 import subprocess
 import sys
 import warnings
@@ -30,7 +29,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
+from peft.tuners.lora.layer import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
@@ -55,14 +54,7 @@ _ANY_VALUE = {
 """Settings of plain LoRA and of an initialisation that is over, and two with rules of their own."""
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """Initialisations that leave the base as it is and train all of A and B; a new adapter cannot have the last."""
-_REASONS = {
-    "bias": "trained biases are part of the base, which is the reference",
-    "modules_to_save": "their copies would be trained and not sampled from",
-    "trainable_token_indices": "policy, reference and reward share the embedding",
-    "layer_replication": "replicated layers share their weights, to which a layer's adapter cannot be added",
-    "target_parameters": "linear layers only, not parameters such as fused experts",
-}
-_NOT_PLAIN = "plain LoRA only: what sampling leaves out would be trained and not sampled from"
+_NOT_PLAIN = "plain LoRA on linear layers only: all else would be trained and not sampled from, or change the reference"
 
 FOLDED_TYPES = (torch.float32, torch.float64)
 """Types of a base whose adapter is folded: rounding ``W + B A`` to 8 bits would lose the adapter."""
@@ -92,7 +84,7 @@ def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: i
     linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
     targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
     allowed = f"names of this model's linear layers ({', '.join(linear)})"
-    with reading("lora.target_modules", f"{targets}", allowed, (ValueError, re.error, UserWarning)):
+    with reading("lora.target_modules", f"{targets}", allowed):
         _check_targets(model, config)
         with torch.random.fork_rng(devices=[]), _wrapping(model):
             warnings.filterwarnings("error", "You have passed exclude_modules")  # and nothing was excluded
@@ -141,8 +133,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     """
     refuse_adapted(model)
     _check_files(model, folder)
-    # With re and safetensors PEFT raises many types that mean the same to the user.
-    with reading("adapter", folder, _FITS, Exception), _wrapping(model):
+    with reading("adapter", folder, _FITS), _wrapping(model):
         config = PeftConfig.from_pretrained(str(folder))
         known = {field.name for field in dataclasses.fields(config)}
         for name, value in json.loads((Path(folder) / ADAPTER_FILES[0]).read_text("utf-8")).items():
@@ -172,7 +163,7 @@ def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tenso
     _check_files(model.get_base_model(), folder, field)
     _check_tensors(model, folder, field)
     here = model.peft_config[model.active_adapter]
-    with reading(field, folder, _FITS, Exception):  # as in `load_adapter`
+    with reading(field, folder, _FITS):
         there = PeftConfig.from_pretrained(str(folder))
     for name in ("lora_alpha", "alpha_pattern", "use_rslora"):
         if getattr(there, name, None) != getattr(here, name):
@@ -200,7 +191,7 @@ def folded(model: nn.Module, report: Callable[[list[Tensor]], None] | None = Non
     try:
         with torch.no_grad():
             for _, layer in _lora_layers(model):
-                active = [n for n in layer.active_adapters if n in layer.lora_A or n in layer.lora_embedding_A]
+                active = [name for name in layer.active_adapters if name in layer.lora_A]
                 if layer.disable_adapters or not active:
                     continue
                 weight = layer.get_base_layer().weight
@@ -260,8 +251,7 @@ def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[
         value, made = getattr(config, field.name), field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
         if field.name not in _ANY_VALUE and value != default and (value or default):
-            reason = _REASONS.get(field.name, _NOT_PLAIN)
-            raise InputError(f"{prefix}: {field.name}", value, f"{default!r} ({reason})")
+            raise InputError(f"{prefix}: {field.name}", value, f"{default!r} ({_NOT_PLAIN})")
 
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -332,7 +322,7 @@ def _checked(peft: PeftModel) -> PeftModel:
         base = layer.get_base_layer()
         weight = id(getattr(base, "weight", None))
         rules = (
-            (isinstance(layer, Linear | Embedding), "linear layers, not parameters such as fused experts"),
+            (isinstance(layer, Linear), "linear layers, not embeddings or parameters such as fused experts"),
             (weight not in vocabulary, _OTHER_LAYERS),
             (owners[id(base)] < 2 and owners[weight] < 2, alone),
         )
@@ -372,12 +362,10 @@ def _folds(peft: PeftModel, layers: list[LoraLayer]) -> bool:
     def logits() -> Tensor:
         return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.double()
 
-    factors = []  # layer, A, B and scale of each active adapter
-    for _, layer in _lora_layers(peft):
-        linear = {name: (a.weight, layer.lora_B[name].weight) for name, a in layer.lora_A.items()}
-        tables = {name: (a, layer.lora_embedding_B[name]) for name, a in layer.lora_embedding_A.items()}
-        pairs = linear | tables
-        factors += [(layer, *pairs[name], layer.scaling[name]) for name in layer.active_adapters if name in pairs]
+    factors = [  # layer, A, B and scale of each active adapter
+        (layer, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+        for _, layer in _lora_layers(peft) for name in layer.active_adapters if name in layer.lora_A
+    ]  # fmt: skip
     with restoring([p for _, a, b, _ in factors for p in (a, b)]):
         for layer, a, b, scale in factors:
             size = _NOISE * layer.get_base_layer().weight.double().square().mean().sqrt() * (layer in layers)

@@ -94,22 +94,10 @@ class Backbone(FrozenBase):
         attention: Literal["auto", "sdpa", "eager"] = "auto",
         seed: int = 0,
     ) -> Backbone:
-        """Load a local folder or a Hugging Face id.
+        """Load a local folder with ``config.json`` and safetensors weights, or a Hugging Face id.
 
-        Args:
-            source: Folder with ``config.json`` and safetensors weights, or a hub id.
-            dtype: One of float32, bfloat16, float16, float64.
-            lora: Settings of a new adapter.
-            adapter: Folder of a saved adapter.
-            device: Where to put the model.
-            attention: Attention implementation; auto is the model's own default.
-            seed: Seed of a new adapter.
-
-        Returns:
-            The backbone.
-
-        Raises:
-            InputError: If the model cannot be found, read or supported.
+        ``dtype`` is one of float32, bfloat16, float16, float64; ``attention`` auto is the model's own default. The
+        others, and the `InputError` if the model cannot be found, read or supported, are as for the class.
         """
         if dtype not in DTYPES:
             raise InputError("dtype", dtype, ", ".join(DTYPES))
@@ -117,12 +105,7 @@ class Backbone(FrozenBase):
         return cls(model.to(device), tokenizer, lora, adapter, seed).to(device)
 
     def add_adapter(self, lora: LoraSettings | LoraConfig, seed: int = 0) -> None:
-        """Put a new adapter on the base.
-
-        Args:
-            lora: Its settings.
-            seed: Seed of its initialisation.
-        """
+        """Put a new adapter on the base, its initialisation by the seed."""
         self.peft = new_adapter(self.model, lora, seed)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -186,14 +169,7 @@ class Backbone(FrozenBase):
             yield
 
     def save_adapter(self, folder: str | Path) -> None:
-        """Write the adapter as PEFT does (safetensors and ``adapter_config.json``), with its base's fingerprint.
-
-        Args:
-            folder: Target folder.
-
-        Raises:
-            InputError: If there is no adapter.
-        """
+        """Write the adapter as PEFT does (safetensors and ``adapter_config.json``), with its base's fingerprint."""
         if self.peft is None:
             raise InputError("adapter", None, "a backbone with a LoRA adapter")
         self.peft.save_pretrained(str(folder))
@@ -218,7 +194,7 @@ def load_pretrained(
     name = str(source)
     allowed = "a local folder or hub id of a causal language model with safetensors weights and no remote code"
     require_source(field, name, allowed)
-    with reading(field, name, allowed, Exception):
+    with reading(field, name, allowed):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.is_encoder_decoder:
             raise InputError(field, name, "a decoder-only causal language model, not an encoder-decoder")

@@ -44,7 +44,7 @@ _BUFFERS = re.compile(r"(^|\.)((self_)?(attn|attention)\.(masked_)?bias|inv_freq
 def check_supported(model: PreTrainedModel) -> None:
     """Reject a model, with or without data, for what its code and configuration say."""
     name = type(model).__name__
-    with reading("backbone", name, _RUNS, Exception):
+    with reading("backbone", name, _RUNS):
         config, takes = model.config, inspect.signature(model.base_model.forward).parameters
         # Zamba-2 and Nemotron-H: limits that differ by a few dt < 1e-3, below any tolerance.
         limits = [getattr(module, "time_step_limit", None) or (0.0, math.inf) for module in model.modules()]
@@ -106,7 +106,7 @@ def probe(base: FrozenBase) -> None:
     weight = base.embedding_weight
     if weight.is_meta or isinstance(weight, FakeTensor):
         return
-    with torch.random.fork_rng(devices=[]), reading("backbone", type(base.model).__name__, _RUNS, Exception):
+    with torch.random.fork_rng(devices=[]), reading("backbone", type(base.model).__name__, _RUNS):
         rows = _Probe(base)
         with torch.no_grad():
             rows.check_head()

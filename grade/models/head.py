@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from grade.errors import InputError
 from grade.models.sharding import whole
 
 CHUNK_ROWS = 64
@@ -376,60 +375,54 @@ def coarse_jensen_shannon(
 
 
 def token_logps(
-    head: Head, hidden: Tensor, ids: Tensor, temperature: float = 1.0, forbidden: tuple[int, ...] = (),
-    where: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``log softmax(head(h) / t)`` in nats at one token per row, from hidden states; see `row_values`.
+    head: Head, hidden: Tensor, ids: Tensor, forbidden: tuple[int, ...] = (), where: Tensor | None = None
+) -> Tensor:
+    """``log softmax(head(h))`` in nats at one token per row, from hidden states; see `row_values`.
 
-    Differentiable in ``hidden``: ``dlogp/dl_v = (1[v = id] - p_v) / t``, 0 at a forbidden v.
+    Differentiable in ``hidden``: ``dlogp/dl_v = 1[v = id] - p_v``, 0 at a forbidden v.
     """
 
     def of_logits(logits: Tensor, needed: bool, others: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         (token,) = others
-        logp = logits.div_(temperature).log_softmax(-1)
+        logp = logits.log_softmax(-1)
         del logits
         value = logp.gather(1, token)
         if not needed:
             return value.squeeze(1), None
-        grad = logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
-        return value.squeeze(1), grad.div_(temperature)
+        return value.squeeze(1), logp.exp_().neg_().scatter_add_(1, token, torch.ones_like(value))
 
     return row_values(head, hidden, of_logits, ids.unsqueeze(1), forbidden=forbidden, where=where)
 
 
-def entropy(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """``H = -sum_v p_v log p_v`` in nats, ``p = softmax(head(h) / t)``, row by row; see `row_values`.
+def entropy(head: Head, hidden: Tensor) -> Tensor:
+    """``H = -sum_v p_v log p_v`` in nats, ``p = softmax(head(h))``, row by row; see `row_values`.
 
-    Differentiable in ``hidden``: ``dH/dl_v = -p_v (log p_v + H) / t``.
+    Differentiable in ``hidden``: ``dH/dl_v = -p_v (log p_v + H)``.
     """
 
     def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        logp = logits.div_(temperature).log_softmax(-1)
+        logp = logits.log_softmax(-1)
         del logits
         p = logp.exp()
         value = -(p * logp).sum(-1)
-        return value, p.mul_(logp.add_(value.unsqueeze(-1))).div_(-temperature) if needed else None
+        return value, p.mul_(logp.add_(value.unsqueeze(-1))).neg_() if needed else None
 
     return row_values(head, hidden, of_logits)
 
 
-def self_certainty(head: Head, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """``KL(U || softmax(head(h) / t))`` in nats, row by row: how far each distribution is from uniform; `row_values`.
+def self_certainty(head: Head, hidden: Tensor) -> Tensor:
+    """``KL(U || softmax(head(h)))`` in nats, row by row: how far each distribution is from uniform; `row_values`.
 
     Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590, section 3.2; the metric is Kang et al. 2025,
     arXiv:2502.18581). The published code leaves ``log V`` out: a constant, which cancels where a group mean is
-    subtracted. Differentiable in ``hidden``: ``dSC/dl_v = (p_v - 1 / V) / t``.
+    subtracted. Differentiable in ``hidden``: ``dSC/dl_v = p_v - 1 / V``.
 
     A row needs all V logits: chunking the vocabulary and averaging the chunks' values, as document 004 proposes, gives
     a different quantity.
     """
-    if not 0 < temperature < math.inf:
-        raise InputError("temperature", temperature, "a finite number above 0")
 
     def of_logits(logits: Tensor, needed: bool, _: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        scaled = logits.div_(temperature)
-        values = certainty_of_logits(scaled)
-        return values, scaled.softmax(-1).sub_(1 / scaled.shape[-1]).div_(temperature) if needed else None
+        return certainty_of_logits(logits), logits.softmax(-1).sub_(1 / logits.shape[-1]) if needed else None
 
     return row_values(head, hidden, of_logits)
 

@@ -111,17 +111,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max
     completion follows. Padding uses the id of the padding token, else of EOS, else 0: it may be a real token's, since
     the mask decides.
 
-    Args:
-        tokenizer: The policy's tokenizer.
-        texts: B prompts.
-        max_prompt_tokens: Maximum number of tokens per prompt, at least 1.
-
-    Returns:
-        Ids and mask, int64 [B, P].
-
-    Raises:
-        InputError: If there are no prompts, for a prompt without text or without tokens, or if ``max_prompt_tokens``
-            is less than 1.
+    Ids and mask are int64 [B, P]. `InputError` for no prompts, for one without text or without tokens, or if
+    ``max_prompt_tokens`` is less than 1.
     """
     rows = [{"prompt": text} for text in texts]
     return replace(encode_examples(tokenizer, rows, max_prompt_tokens, "right", warn_raw=False), examples=None)
@@ -281,7 +272,7 @@ def _token_ids(
         encoded = checked = []
         for field, prompt in zip(fields, prompts, strict=True):
             continued = prompt[-1]["role"] == "assistant"
-            with reading(field, str(prompt), "messages that the chat template accepts", Exception):
+            with reading(field, str(prompt), "messages that the chat template accepts"):
                 encoded.append(tokenizer.apply_chat_template(
                     prompt, add_generation_prompt=not continued, continue_final_message=continued, return_dict=False,
                     **options,
@@ -319,15 +310,11 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
     if not isinstance(prompt, (list, tuple)):
         raise InputError(f"prompt in row {number}", prompt, 'text, or a list of messages {"role", "content"}')
     for place, message in enumerate(prompt):
-        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        # Content may be missing beside calls of tools, or be a list of parts: the template knows.
-        if not known or not (isinstance(message.get("content"), (str, list)) or message.get("tool_calls")):
+        if not _is_message(message):
             field = f"message {place} of the prompt in row {number}"
-            raise InputError(field, message, 'a message with "role" and "content", both text')
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                field = f"part of message {place} of the prompt in row {number}"
-                raise InputError(field, part, '{"type": "text", "text": ...}: the policy reads text alone')
+            raise InputError(
+                field, message, '"role" and "content": text, or {"type": "text", "text": ...} as its parts'
+            )
     for name in ROW_OPTIONS:
         if example.get(name):
             allowed = "no such column: chat_template_kwargs is a setting (another name, where a reward reads it)"
@@ -335,6 +322,17 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
     if not any(part.strip() if isinstance(part, str) else part for part in (m.get("content") for m in prompt)):
         raise InputError(f"prompt in row {number}", prompt, "messages with text")
     return prompt
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it has a role and says something; content may be missing beside calls of tools: the template knows."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+        return parts and all(isinstance(part.get("text"), str) for part in content)
+    return isinstance(content, str) or bool(message.get("tool_calls"))
 
 
 @functools.cache

@@ -24,7 +24,6 @@ Left out: streaming, and whole weights instead of an adapter.
 
 from __future__ import annotations
 
-import re
 import secrets
 import shutil
 import tempfile
@@ -45,14 +44,14 @@ from grade.models.backbone import Backbone
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, generate
-from grade.models.server import WAITS, Logprob, Server
+from grade.models.server import Logprob, Server
 
 COMPLETIONS = 128
 """Most completions of a prompt in one request to a server, which batches them."""
 NEUTRAL = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True,
-    "return_tokens_as_token_ids": True, "skip_special_tokens": False, "add_special_tokens": False, "stream": False,
+    "skip_special_tokens": False, "add_special_tokens": False, "stream": False,
 }  # fmt: skip
 """Parameters of every request: the policy itself, unchanged, and tokens instead of text."""
 LOCAL = ("own", "shared")
@@ -146,13 +145,12 @@ class Sampler:
 
 class _Logprobs(BaseModel):
     token_logprobs: list[Logprob]
-    tokens: list[str] | None = None
 
 
 class _Choice(BaseModel):
     index: int
     logprobs: _Logprobs
-    token_ids: list[StrictInt] | None = None
+    token_ids: list[StrictInt]
     prompt_token_ids: list[int] | None = None
 
 
@@ -167,10 +165,8 @@ class ServerSampler(Server, Sampler):
     can read under the same path; it is loaded under a new name, and the one before it is unloaded.
     """
 
-    def __init__(
-        self, address: str, timeout: float = 600.0, folder: str | Path | None = None, waits: tuple[float, ...] = WAITS
-    ) -> None:
-        Server.__init__(self, "sampler", address, timeout, waits, "own, shared, or ")
+    def __init__(self, address: str, timeout: float = 600.0, folder: str | Path | None = None) -> None:
+        Server.__init__(self, "sampler", address, timeout, "own, shared, or ")
         self.folder = None if folder is None else Path(folder).absolute()
         self.model: str | None = None
         self._loaded: tuple[str, Path] | None = None
@@ -241,11 +237,6 @@ class ServerSampler(Server, Sampler):
         most, least, ends = request["max_tokens"], request["min_tokens"], ", ".join(map(str, sorted(eos))) or "none"
         for choice in choices:
             ids, logps, prompt = choice.token_ids, choice.logprobs.token_logprobs, choice.prompt_token_ids
-            texts = choice.logprobs.tokens
-            numbers = [re.fullmatch(r"token_id:(\d{1,18})", token) for token in texts or [""]]
-            written = [int(number[1]) for number in numbers] if all(numbers) else None  # beside the log-probabilities
-            ids = written if ids is None else ids
-            self.require((ids is not None, "text without token ids", "return_token_ids, as vLLM >= 0.10.2 has"))
             foreign = [token for token in ids if not 0 <= token < known]
             end = next((n for n, token in enumerate(ids) if token in eos), None)
             whole = len(ids) == most if end is None else end + 1 == len(ids) <= most and end >= least
@@ -255,11 +246,6 @@ class ServerSampler(Server, Sampler):
                 (len(ids) == len(logps), f"{len(logps)} log-probabilities of {len(ids)} tokens", "one of each token"),
                 (not foreign, (foreign or [None])[0], f"token ids of the policy's tokenizer, 0 to {known - 1}"),
                 (whole, length, f"{most} tokens, or fewer up to the policy's end ({ends}), not before {least}"),
-                (
-                    texts is None or (len(texts) == len(ids) and written in (None, ids)),
-                    f"texts of tokens {written or texts}",
-                    f"of the token ids {ids}",
-                ),
             )
             rows.append((ids, logps))
         return rows

@@ -34,30 +34,23 @@ def predicting_hidden(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> 
 
 
 def completion_logps(
-    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, temperature: float = 1.0,
-    min_new_tokens: int = 0,
-) -> Tensor:  # fmt: skip
+    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, min_new_tokens: int = 0
+) -> Tensor:
     """Log-probability of each token of completions [B, T] in nats, 0 where masked; from one pass of the policy.
 
-    Within `Backbone.reference` the base's. With a gradient where grad mode is on. Of ``softmax(logits / t)`` at
-    sampling temperature t; before ``min_new_tokens`` tokens, of the distribution without end-of-sequence, as sampled.
+    Within `Backbone.reference` the base's. With a gradient where grad mode is on. Before ``min_new_tokens`` tokens, of
+    the distribution without end-of-sequence, as sampled.
     """
     check_shapes(prompts, ids, mask)
-    if not 0 < temperature < float("inf"):
-        raise InputError("temperature", temperature, "a finite number above 0")
-    hidden = predicting_hidden(backbone, prompts, ids)
-    return hidden_logps(backbone, hidden, ids, mask, temperature, min_new_tokens)
+    return hidden_logps(backbone, predicting_hidden(backbone, prompts, ids), ids, mask, min_new_tokens)
 
 
-def hidden_logps(
-    backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, temperature: float = 1.0, min_new_tokens: int = 0
-) -> Tensor:
+def hidden_logps(backbone: Backbone, hidden: Tensor, ids: Tensor, mask: Tensor, min_new_tokens: int = 0) -> Tensor:
     """`completion_logps` from the hidden states [B, T, D] of `predicting_hidden`."""
     rows, eos, early = hidden.flatten(0, 1), backbone.eos_token_ids, early_rows(mask, min_new_tokens)
     if early is not None and (is_eos(ids, eos) & early.view(ids.shape) & mask.bool()).any():
         raise InputError("completions", "one that ends early", f"at least min_new_tokens = {min_new_tokens}")
-    logps = token_logps(backbone.head, rows, ids.flatten(), temperature, eos, early)
-    return logps.view(mask.shape) * mask
+    return token_logps(backbone.head, rows, ids.flatten(), eos, early).view(mask.shape) * mask
 
 
 def token_kl(backbone: Backbone, hidden: Tensor, ref_hidden: Tensor, mask: Tensor) -> Tensor:

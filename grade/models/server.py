@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import ssl
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
@@ -32,8 +32,6 @@ SAID = 400
 """Characters of an error that are shown."""
 BUSY = (429, 502, 503, 504)
 """Statuses of a server that may answer later."""
-WAITS = (0.5, 2.0)
-"""Seconds before the second and the third attempt, the last one."""
 KEY = "VLLM_API_KEY"
 """Environment variable with the key that the server was started with, if it asks for one."""
 
@@ -49,15 +47,10 @@ def address_of(field: str, text: str, others: str = "") -> str:
     >>> address_of("sampler", "http://127.0.0.1:8000/v1/")
     'http://127.0.0.1:8000'
     """
-    try:
-        url = urlsplit(text)  # stricter than httpx.URL about ports and brackets
-        valid = url.scheme in ("http", "https") and url.hostname and url.port != 0 and "@" not in url.netloc
-        valid = valid and not (url.query or url.fragment) and text.isascii() and " " not in text and text.isprintable()
-    except ValueError:
-        valid = False
-    if not valid:
+    match = re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:(\d{1,5}))?(/[\w./~%-]*)?", text, re.ASCII)
+    if not match or not 0 < int(match[3] or 1) < 2**16:
         raise InputError(field, text, f"{others}the address of a server: http://host:port")
-    return text.rstrip("?#").rstrip("/").removesuffix("/v1")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def is_address(name: object) -> bool:
@@ -68,18 +61,17 @@ def is_address(name: object) -> bool:
 class Server:
     """What is asked at an address, up to three times; ``field`` is the setting, ``others`` what else it may be."""
 
-    def __init__(
-        self, field: str, address: str, timeout: float = 600.0, waits: tuple[float, ...] = WAITS, others: str = ""
-    ) -> None:
-        self.field, self.name = field, address_of(field, address, others)
-        self.timeout, self.waits = timeout, waits
+    waits = (0.5, 2.0)
+    """Seconds before the second and the third attempt, the last one."""
+
+    def __init__(self, field: str, address: str, timeout: float = 600.0, others: str = "") -> None:
+        self.field, self.name, self.timeout = field, address_of(field, address, others), timeout
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:
-        # A transport of its own: no proxy of the environment, and no connection outlives its answer.
+        # No proxy of the environment, and no connection outlives its answer.
         limits = httpx.Limits(max_keepalive_connections=0)
-        transport = httpx.AsyncHTTPTransport(verify=ssl.create_default_context(), limits=limits)
-        return httpx.AsyncClient(transport=transport, timeout=None)
+        return httpx.AsyncClient(verify=ssl.create_default_context(), limits=limits, timeout=None, trust_env=False)
 
     async def _answer(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> tuple[int, str]:
         """Status and content, all of it within the time limit: httpx's own limits are for each part."""

@@ -249,7 +249,7 @@ def make_teacher(
         read = [policy.tokenizer.decode(ids) for ids in encode(policy.tokenizer, some).rows()]  # special tokens, too
         if (theirs := teacher.served.read(read)) is not None:
             ours = policy.tokenizer(read, add_special_tokens=False)["input_ids"]
-            _compare(teacher.name, ours, theirs, str, str)
+            _compare(teacher, ours, theirs)
     if context and some:
         read = encode(policy.tokenizer, [with_context(row, context) for row in some])
         teacher._check_length(read.ids.shape[1] + 1)
@@ -266,19 +266,15 @@ def _check_tokens(teacher: Teacher, tokenizer: Any, rows: Sequence[Mapping[str, 
         found = f"token {i}, {token!r}, is not the same in both"
         raise InputError("teacher", teacher.name, f"a model with the policy's vocabulary: {found}")
     if rows:
-        both = (teacher.encode(each, rows).rows() for each in (tokenizer, theirs))
-        _compare(teacher.name, *both, tokenizer.decode, theirs.decode)
+        _compare(teacher, *(teacher.encode(each, rows).rows() for each in (tokenizer, theirs)))
 
 
-def _compare(
-    name: str, ours: list[list[int]], theirs: list[list[int]], here: Callable[[list[int]], str],
-    there: Callable[[list[int]], str],
-) -> None:  # fmt: skip
-    """Reject other tokens of prompts; ``here`` and ``there`` show those of the policy and of the teacher."""
+def _compare(teacher: Teacher, ours: list[list[int]], theirs: list[list[int]]) -> None:
+    """Reject a teacher that reads prompts as other tokens; of which the policy's tokenizer may know nothing."""
     for number, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         if own != other:
             place = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), len(own))
-            policy, teacher = here(own[place : place + 8]), there(other[place : place + 8])
-            allowed = (f"a model that renders prompts as the policy does: row {number} goes on with {policy!r} after "
-                       f"token {place} for the policy, with {teacher!r} for the teacher")  # fmt: skip
-            raise InputError("teacher", name, allowed)
+            text, there = teacher.policy.tokenizer.decode(own[place : place + 8]), other[place : place + 8]
+            allowed = (f"a model that renders prompts as the policy does: row {number} goes on with {text!r} after "
+                       f"token {place} for the policy, with tokens {there} for the teacher")  # fmt: skip
+            raise InputError("teacher", teacher.name, allowed)

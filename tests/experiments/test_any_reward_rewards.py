@@ -47,7 +47,7 @@ def whole_texts(policy, batch):
     return [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["bag", "trunk1", "trunk"])
+@pytest.mark.parametrize("name", ["bag", "trunk1"])
 def test_rewards_of_embeddings_score_what_they_differentiate(policy, batch, name):
     prompts, ids, mask = batch
     reward = make_reward(TOY, "tiny", name, policy)
@@ -86,29 +86,27 @@ def test_a_verifier_of_sums_knows_the_answer():
         right_sum(["12-7="], ["5"])
 
 
-@pytest.mark.parametrize("name", ["bag", "rule"])
-def test_nothing_of_a_black_box_is_seen_but_its_values(policy, batch, name):
-    reward = make_reward(TOY, "tiny", name, policy)
+def test_nothing_of_a_black_box_is_seen_but_its_values(policy, batch):
+    reward = make_reward(TOY, "tiny", "bag", policy)
     box = BlackBox(reward)
-    assert torch.equal(box.score(policy, *batch), reward.score(policy, *batch)) and box.name == name
-    assert not box.score(policy, *batch).requires_grad
-    with pytest.raises(InputError, match=f"reward '{name}'.*a black box: only its values are known"):
+    assert torch.equal(box.score(policy, *batch), reward.score(policy, *batch))
+    with pytest.raises(InputError, match="reward 'bag'.*a black box: only its values are known"):
         Objective(box).require_gradient("ste")
 
 
 def test_samples_are_those_of_the_policy_group_by_group(policy):
     prompts = encode_prompts(policy.tokenizer, TEXTS * 9, 8)
-    subject = Subject("tiny", "untrained", policy, {"rule": make_reward(TOY, "tiny", "rule", policy)}, prompts, 2, 5, 5)
-    rewards, _, seen = scored_completions(subject, {}, 70)
+    subject = Subject("tiny", "untrained", policy, {"rule": make_reward(TOY, "tiny", "rule", policy)}, prompts, 5, 5)
+    rewards, _, seen = scored_completions(subject, {}, 72)
     assert rewards["rule"].dtype == torch.float32 and all(part.mask.all() for part in seen)
-    generator, repeated = torch.Generator().manual_seed(0), prompts.repeat(2)
-    for part, rows in zip(seen, (slice(0, 64), slice(64, 70)), strict=True):
+    generator, repeated = torch.Generator().manual_seed(0), prompts.repeat(4)
+    for part, rows in zip(seen, (slice(0, 64), slice(64, 72)), strict=True):
         drawn, valid = generate(policy, repeated[rows], 5, generator, min_new_tokens=5, stop_early=False)
         assert torch.equal(part.ids, drawn)
         scores = subject.rewards["rule"].score(policy, repeated[rows], drawn, valid)
         assert torch.equal(rewards["rule"][rows], scores)
-    for n in (0, 3, 74):
-        with pytest.raises(InputError, match=f"completions: got {n}; allowed: a multiple of 2, up to 72"):
+    for n in (0, 70, 148):
+        with pytest.raises(InputError, match=f"completions: got {n}; allowed: a multiple of 4, up to 144"):
             scored_completions(subject, {}, n)
 
 

@@ -15,15 +15,11 @@ from grade.experiments.compare import metrics as stats
 from grade.experiments.compare.measure.runs import CURVES, FINALS, Comparison, make_run, search
 from grade.experiments.compare.measure.tables import Settings
 from grade.experiments.text_quality import reference_nats
-from grade.experiments.training_runs import FIXED, train_all
+from grade.experiments.training_runs import sizes, train_all
 from grade.gradients.methods import METHODS
 from grade.training.toy import toy_task
 
-SMALL = dict(
-    FIXED, max_steps=2, max_prompt_length=6, max_completion_length=6, min_completion_length=6,
-    per_device_train_batch_size=8, eval_steps=1, eval_prompts=8, final_eval_prompts=16, kl_eval_prompts=8,
-    gumbel_topk=16,
-)  # fmt: skip
+SMALL = sizes(6, 6, 8, 2, 1, 8) | dict(final_eval_prompts=16, gumbel_topk=16)
 TOY = Comparison({"policy": ""})
 
 
@@ -61,14 +57,6 @@ def test_reward_at_kl_is_that_of_a_mixture_of_two_policies():
     assert figures["frontier/ste/kl_reached"] == 5.5  # (8 + 3) / 2
 
 
-def test_a_path_that_overshoots_does_not_hide_a_better_policy_with_less_kl():
-    """KL grows early and comes back, or another beta stays low: interpolating along one path would see 0.55 at 2."""
-    path, low = ([0, 8, 2], [0.5, 0.7, 0.75]), ([0, 1, 2], [0.5, 0.6, 0.7])
-    table = curves(*(curve("ste", beta, seed, *c) for seed in (0, 1) for beta, c in ((0.1, path), (0.2, low))))
-    assert rewards(table, 2.0) == pytest.approx({0: 0.75, 1: 0.75})
-    assert rewards(table, 1.0) == pytest.approx({0: 0.625, 1: 0.625})  # half of the way to 0.75
-
-
 def test_policies_are_chosen_on_the_other_seeds():
     lucky = curves(
         curve("ste", 0.1, 0, [0, 2], [0.5, 0.9]), curve("ste", 0.1, 1, [0, 2], [0.5, 0.5]),
@@ -78,8 +66,6 @@ def test_policies_are_chosen_on_the_other_seeds():
     assert rewards(lucky, 2.0) == pytest.approx({0: 0.6, 1: 0.5})
     with pytest.raises(InputError, match="at least two"):
         rewards(lucky[lucky.seed == 0], 2.0)
-    with pytest.raises(InputError, match="above 0"):
-        rewards(lucky, 0.0)
 
 
 def test_the_frontiers_line_never_falls():
@@ -149,16 +135,9 @@ def test_every_method_gets_the_same_number_of_completions():
     assert {run(method).config.batch_completions for method in METHODS} == {8}
 
 
-@pytest.mark.parametrize(
-    ("method", "values", "message"),
-    [
-        ("remax", {"per_device_train_batch_size": 7}, "per_device_train_batch_size"),
-        ("rloo", {"per_device_train_batch_size": 6}, "num_generations"),
-    ],
-)
-def test_runs_that_would_not_be_comparable_are_refused(method, values, message):
-    with pytest.raises(InputError, match=message):
-        run(method, **values)
+def test_runs_that_would_not_be_comparable_are_refused():
+    with pytest.raises(InputError, match="per_device_train_batch_size"):
+        run("remax", per_device_train_batch_size=7)
 
 
 def test_two_methods_start_from_the_same_policy_and_are_judged_alike():
@@ -185,14 +164,9 @@ def test_a_learning_rate_is_chosen_by_the_objective_on_prompts_of_its_own():
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [
-        ({"headline_beta": 0.7}, "headline_beta"),
-        ({"headline_level": 9.0}, "headline_level"),
-        ({"search_seed": 0}, "search_seed"),
-        ({"reward_dir": "a/bag", "second_reward_dir": "b/bag", "second_methods": ["ste"]}, "second_reward_dir"),
-        ({"seeds": [0]}, "seeds"),
-    ],
-)
+    [({"headline_beta": 0.7}, "headline_beta"), ({"search_seed": 0}, "search_seed"),
+     ({"reward_dir": "a/bag", "second_reward_dir": "b/bag", "second_methods": ["ste"]}, "second_reward_dir")],
+)  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(values, message):
     with pytest.raises(InputError, match=message):
         Settings.parse(values)

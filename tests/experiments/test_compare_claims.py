@@ -8,25 +8,17 @@ from grade.experiments.compare.measure import defects
 from grade.experiments.setting import make_setting
 from grade.training.toy import toy_reviews, toy_task
 
-DEFECTS = ("kl_aligned_max", "kl_late", "scope_difference", "spread_ste", "spread_reinforce", "relative_variance_ste",
-           "relative_variance_reinforce", "loss_plus_reward")  # fmt: skip
-MEASURED = dict.fromkeys([f"defects/{name}" for name in DEFECTS], 1.0) | {"untrained/reward": 1.0} | {
-    "defects/kl_aligned_max": 1e-7, "defects/kl_late": 3.0, "defects/loss_plus_reward": 0.0,
+DEFECTS = ("scope_difference", "spread_ste", "spread_reinforce", "relative_variance_ste", "relative_variance_reinforce")
+MEASURED = dict.fromkeys([f"defects/{name}" for name in DEFECTS], 1.0) | {
+    "defects/kl_aligned_max": 1e-7, "defects/kl_late": 3.0, "defects/loss_plus_reward": 0.0, "untrained/reward": 1.0,
     "gain/ste": 0.2, "gain/ste_stderr": 0.01, "gain/ste_n": 5,
     "gain/ppo": 0.02, "gain/ppo_stderr": 0.01, "gain/ppo_n": 5,
 }  # fmt: skip
 
 
-def verdict(words, **changes):
-    changes = {key.replace("__", "/"): value for key, value in changes.items()}
-    found = [c for c in compare_claims(MEASURED | changes, 5) if c.claim.startswith(words)]
-    assert len(found) == 1
-    return found[0].verdict
-
-
-def comparison(difference, p, n, pair="ste_minus_ppo"):
-    return {f"paired__{pair}__kl5": difference, f"paired__{pair}__kl5_stderr": 0.01, f"paired__{pair}__kl5_n": n,
-            f"paired__{pair}__kl5_p": p}  # fmt: skip
+def verdict(words, changes=MEASURED):
+    (claim,) = [c for c in compare_claims(MEASURED | changes, 5) if c.claim.startswith(words)]
+    return claim.verdict
 
 
 @pytest.mark.parametrize(
@@ -35,33 +27,31 @@ def comparison(difference, p, n, pair="ste_minus_ppo"):
         (0.1, 0.01, 5, "confirmed"),
         (-0.1, 0.01, 5, "refuted"),
         (0.1, 0.0101, 5, "not testable"),  # another run may put it on the other side of any threshold
-        (0.1, 0.05, 5, "not testable"),
         (-0.1, 0.0999, 5, "not testable"),
         (0.1, 0.1, 5, "partly"),
         (0.1, 0.001, 4, "not testable"),
-        (0.1, 0.02, 2, "not testable"),
-        (0.1, 0.9, 2, "not testable"),
     ],
 )
 def test_a_comparison_is_decided_from_five_seeds_and_away_from_the_threshold(difference, p, n, want):
     words = "GRADE-STE beats PPO, 0.763 to 0.510: at a KL of 5"
-    assert verdict(words, **comparison(difference, p, n)) == want
-    # The same test, stored the other way round.
-    assert verdict(words, **comparison(-difference, p, n, "ppo_minus_ste")) == want
+    for pair, sign in (("ste_minus_ppo", 1), ("ppo_minus_ste", -1)):  # the same test, stored the other way round
+        key = f"paired/{pair}/kl5"
+        figures = {key: sign * difference, f"{key}_stderr": 0.01, f"{key}_n": n, f"{key}_p": p}
+        assert verdict(words, figures) == want
     assert verdict(words) == "not testable"
 
 
 def test_a_gain_counts_from_three_standard_errors_and_from_two_seeds_from_ten():
     for gain, n, want in ((0.02, 5, "partly"), (0.04, 5, "refuted"), (-0.04, 5, "confirmed"), (0.09, 2, "partly"),
                           (0.11, 2, "refuted")):  # fmt: skip
-        assert verdict("PPO ends below", gain__ppo=gain, gain__ppo_n=n) == want
+        assert verdict("PPO ends below", {"gain/ppo": gain, "gain/ppo_n": n}) == want
     assert verdict("GRADE-STE learns") == "confirmed"
 
 
 def test_the_verdict_on_variance_is_on_noise_and_not_on_the_spread_of_norms():
     words = "GRADE-STE's gradient variance"
-    assert verdict(words, defects__relative_variance_ste=2.0, defects__spread_reinforce=14.6) == "refuted"
-    assert verdict(words, defects__relative_variance_reinforce=14.0) == "confirmed"
+    assert verdict(words, {"defects/relative_variance_ste": 2.0, "defects/spread_reinforce": 14.6}) == "refuted"
+    assert verdict(words, {"defects/relative_variance_reinforce": 14.0}) == "confirmed"
 
 
 def test_advantages_over_the_batch_leak_into_another_completion():

@@ -12,15 +12,12 @@ from grade.experiments import trl_runs
 from grade.experiments.compare import peers as contest
 from grade.experiments.compare.measure import peers, text_peers
 from grade.experiments.compare.measure.runs import CURVES, make_run
-from grade.experiments.training_runs import FIXED, Bench
+from grade.experiments.training_runs import Bench, sizes
 from grade.gradients.objective import Objective
 from grade.models.prompts import PromptBatch, ScoredTexts
 from grade.results import read_metrics
 
-VALUES = dict(
-    FIXED, max_steps=2, max_prompt_length=6, max_completion_length=10, min_completion_length=10,
-    per_device_train_batch_size=8, eval_steps=1,
-)  # fmt: skip
+VALUES = sizes(6, 10, 8, 2, 1, 8)
 
 
 def test_the_peer_has_the_settings_of_our_run():
@@ -32,9 +29,8 @@ def test_the_peer_has_the_settings_of_our_run():
 
 
 def contestants(kind, folder, method, reward="bag"):
-    sizes = {"eval_prompts": 8, "final_eval_prompts": 8, "kl_eval_prompts": 8, "gumbel_topk": 16}
     bench = kind({"policy": str(folder / "base")}, "", str(folder / "reviews"))
-    return bench, make_run(method, 0.1, 0, 1e-2, VALUES | sizes, str(folder / reward))
+    return bench, make_run(method, 0.1, 0, 1e-2, VALUES | {"gumbel_topk": 16}, str(folder / reward))
 
 
 def test_the_peer_learns_from_the_same_start_on_the_same_prompts(toy):

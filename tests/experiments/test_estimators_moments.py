@@ -8,7 +8,6 @@ import torch
 
 from grade.errors import InputError
 from grade.experiments import moments as quality
-from grade.experiments.moments import sketch
 
 P = 200
 MU = torch.zeros(P, dtype=torch.float64)
@@ -23,6 +22,11 @@ def draw(rows, size=1, seed=0):
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(2, rows, P, generator=generator, dtype=torch.float64) / math.sqrt(size)
     return MU + SD_PG * noise[0], BIASED + SD_RELAXED * noise[1] + SHARED * noise[0]
+
+
+def of(*values):
+    """Moments without a row left out."""
+    return quality.Moments(*np.array(values)[:, None])
 
 
 def test_moments_by_hand():
@@ -54,7 +58,7 @@ def test_cosine_is_the_simulated_one():
     """Mean cosine of 2,000 simulated averages over n = 10; with 200 coordinates norms vary by a few per cent."""
     relaxed = draw(2000, size=10, seed=1)[1]
     simulated = torch.cosine_similarity(relaxed, MU.unsqueeze(0)).mean()
-    truth = quality.Moments(*(np.array([v]) for v in (3.0, 6.25, 20.0, 4.0)))
+    truth = of(3.0, 6.25, 20.0, 4.0)
     assert truth.cosine(10)[0] == pytest.approx(float(simulated), rel=0.01)
     # And exactly: 1 - cos^2 is the squared error at the best scale, relative to |mu|^2.
     s = 3.0 / (6.25 + 2.0)
@@ -63,8 +67,8 @@ def test_cosine_is_the_simulated_one():
 
 def test_worth_and_crossover_by_hand():
     """p^2 = 0.36, v = 20 / 6.25 = 3.2, u = 200 / 4 = 50: worth(n) = 18 / (0.64 n + 3.2), so 1 at 14.8 / 0.64."""
-    relaxed = quality.Moments(*(np.array([v]) for v in (3.0, 6.25, 20.0, 4.0)))
-    pg = quality.Moments(*(np.array([v]) for v in (4.0, 4.0, 200.0, 4.0)))
+    relaxed = of(3.0, 6.25, 20.0, 4.0)
+    pg = of(4.0, 4.0, 200.0, 4.0)
     for n in (0, 1, 50):
         assert quality.worth(relaxed, pg, n)[0] == pytest.approx(18 / (0.64 * n + 3.2))
     n = quality.crossover(relaxed, pg)[0]
@@ -74,9 +78,9 @@ def test_worth_and_crossover_by_hand():
     assert relaxed.cosine(7)[0] == pytest.approx(pg.cosine(7 * quality.worth(relaxed, pg, 7)[0])[0])
     # The unbiased one against itself; less noise is never overtaken; away from the truth nothing is worth anything.
     assert quality.worth(pg, pg, 3)[0] == pytest.approx(1)
-    less = quality.Moments(*(np.array([v]) for v in (4.0, 4.0, 100.0, 4.0)))
+    less = of(4.0, 4.0, 100.0, 4.0)
     assert quality.crossover(less, pg)[0] == math.inf and quality.crossover(pg, less)[0] == 0
-    away = quality.Moments(*(np.array([v]) for v in (-1.0, 6.25, 20.0, 4.0)))
+    away = of(-1.0, 6.25, 20.0, 4.0)
     assert quality.worth(away, pg)[0] == 0 and quality.crossover(away, pg)[0] == 0
 
 
@@ -105,19 +109,18 @@ def test_intervals_of_worth_hold_nothing_as_well():
 
 
 def optimal(n):
+    """The best weights in a batch of n, and the blend's cosine over that of its better part."""
     second = np.array([[4 + 200 / n, 3 + 20 / n], [3 + 20 / n, 6.25 + 20 / n]])
-    return np.linalg.solve(second, [4.0, 3.0]), second
+    weights = np.linalg.solve(second, [4.0, 3.0])
+    return weights, math.sqrt(weights @ [4, 3]) / max(4 / math.sqrt(second[0, 0]), 3 / math.sqrt(second[1, 1]))
 
 
 @pytest.mark.parametrize("n", [8, 64, 512])
 def test_blend_weights_minimise_the_error(n):
     found = quality.PairMoments(np.array([4, 3, 6.25]), np.array([200.0, 20, 20]))
-    want, second = optimal(n)
+    want, _ = optimal(n)
     assert (want > 0).all()
     np.testing.assert_allclose(found.weights(n), want)
-    error = lambda w: w @ second @ w - 2 * w @ [4, 3] + 4  # noqa: E731
-    for step in ([1e-3, 0], [-1e-3, 0], [0, 1e-3], [0, -1e-3]):
-        assert error(found.weights(n) + step) > error(found.weights(n))
 
 
 def test_weights_are_never_negative():
@@ -132,9 +135,7 @@ def test_weights_are_never_negative():
 
 @pytest.mark.parametrize("n", [8, 64, 512])
 def test_gain_of_the_blend_is_the_true_one(n):
-    w, second = optimal(n)
-    best = max(4 / math.sqrt(second[0, 0]), 3 / math.sqrt(second[1, 1]))
-    truth = math.sqrt(w @ [4, 3]) / best
+    _, truth = optimal(n)
     pg, relaxed = draw(400, size=64, seed=3)
     found = quality.hybrid_gain(pg, relaxed, n, size=64)
     assert found.low <= truth <= found.high and found.high / found.low < 1.1
@@ -144,28 +145,26 @@ def test_gain_of_the_blend_is_the_true_one(n):
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_gain_is_not_flattered_by_the_noise_in_its_weights(size):
     """12 small rows, 80 experiments; weights from the rows they are judged on would find 1.18 (2) and 1.12 (4)."""
-    w, second = optimal(64)
-    truth = math.sqrt(w @ [4, 3]) / max(4 / math.sqrt(second[0, 0]), 3 / math.sqrt(second[1, 1]))  # 1.056
+    _, truth = optimal(64)  # 1.056
     found = [quality.hybrid_gain(*draw(12, size, seed), 64, size).value for seed in range(80)]
     assert np.nanmean(found) < truth + 0.04
 
 
 def test_a_sketch_keeps_inner_products_in_expectation():
     x, y = torch.randn(2, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    values = np.array([float((lambda s: s(x) @ s(y))(sketch(500, 64, seed))) for seed in range(500)])
+    values = np.array([float((lambda s: s(x) @ s(y))(quality.sketch(500, 64, seed))) for seed in range(500)])
     assert abs(values.mean() - float(x @ y)) < 4 * values.std() / math.sqrt(500)
     assert values.std() == pytest.approx(float(x.norm() * y.norm()) / 8, rel=0.2)  # 1 / sqrt(64)
-    assert sketch(500, 500)(x) is x
+    assert quality.sketch(500, 500)(x) is x
 
 
 def test_bad_rows_are_named():
     rows = torch.zeros(4, 3)
     for bad, message in (
-        (lambda: quality.moments(rows[:2], rows[0]), r"repeated gradients: got \[2, 3\]; allowed: .* at least 3"),
         (lambda: quality.moments(rows, rows[:3]), "reference gradient"),
         (lambda: quality.moments(rows * math.nan, rows[0]), "repeated gradients: got 'NaN or infinity'"),
         (lambda: quality.pair_moments(rows, rows[:3]), "relaxed gradients"),
-        (lambda: quality.hybrid_gain(rows, rows, 8), "R with|at least 12"),
+        (lambda: quality.hybrid_gain(rows, rows, 8), r"repeated gradients: got \[4, 3\]; allowed: .* at least 12"),
     ):
         with pytest.raises(InputError, match=message):
             bad()

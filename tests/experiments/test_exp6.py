@@ -14,13 +14,9 @@ def toy():
     return experiment.Settings()
 
 
-@pytest.fixture(scope="module")
-def runs_dir(toy):
-    return str(toy.runs)
-
-
-def test_tables_do_not_depend_on_what_was_measured_before(runs_dir):
-    forwards, backwards = (experiment.Settings(runs_dir=runs_dir, parity_hops=[0, 2], parity_steps=2) for _ in range(2))
+def test_tables_do_not_depend_on_what_was_measured_before(toy):
+    sizes = dict(runs_dir=str(toy.runs), parity_hops=[0, 2], parity_steps=2)
+    forwards, backwards = (experiment.Settings(**sizes) for _ in range(2))
     names = ("kl_at_start", "bytes", "hops", "parity", "kept")
     first = {name: experiment.TABLES[name](forwards) for name in names}
     last = {name: experiment.TABLES[name](backwards) for name in reversed(names)}

@@ -6,7 +6,6 @@ import pytest
 
 from grade.experiments.intuitor.measure import tables as experiment
 from grade.experiments.intuitor.metrics import intuitor_claims
-from grade.experiments.measured import Tables
 from grade.experiments.traced import zero3_share
 from grade.memory.shapes import QWEN25_1_5B
 from grade.memory.trace import trace
@@ -22,8 +21,8 @@ def test_the_documents_table_by_hand():
     assert rows["gradients of the logits"] == 0
 
 
-def test_self_certainty_is_exact_on_samples_and_the_documents_formula_is_not(tables):
-    figures, scores = tables["certainty"], tables["scores"]
+def test_self_certainty_is_exact_on_samples_and_the_documents_formula_is_not():
+    figures, scores = experiment.Settings().certainties
     assert scores.group.tolist() == [prompt for prompt in range(4) for _ in range(4)]
     assert figures["chunked_max_abs_error"] < 1e-4 < figures["document_offset"]
     assert figures["completions"] == 16 and 16 * 4 <= figures["tokens"] <= 16 * 6
@@ -57,8 +56,8 @@ def test_document_004_has_its_verdicts():
              "bfloat16_max_abs_error")  # fmt: skip
     figures |= {f"intuitor/{name}": 1.0 for name in names}
     rows = experiment.TABLES["formulas"](DOCUMENT).set_index("row").by_formula_gb.to_dict()
-    steps = ("PPO, dense logits", "Intuitor, dense logits", "PPO, logits in chunks", "Intuitor, logits in chunks")
-    peaks = {6144: dict.fromkeys(steps, 10.0)}
+    peaks = {6144: {f"{who}, {how}": 10.0 for who in ("PPO", "Intuitor")
+                    for how in ("dense logits", "logits in chunks")}}  # fmt: skip
     claims = {c.claim: c for c in intuitor_claims(QWEN25_1_5B, rows, peaks, figures)}
     assert len(claims) == 16
     assert claims["Intuitor needs 468 GB more than PPO"].found == 0
@@ -67,8 +66,3 @@ def test_document_004_has_its_verdicts():
     fat = {6144: peaks[6144] | {"Intuitor, dense logits": 478.0}}
     judged = {c.claim: c.verdict for c in intuitor_claims(QWEN25_1_5B, rows, fat, figures)}
     assert judged["Intuitor needs 468 GB more than PPO"] == judged["Intuitor in all needs 481 GB"] == "confirmed"
-
-
-@pytest.fixture(scope="module")
-def tables():
-    return Tables(experiment, experiment.Settings())

@@ -37,7 +37,7 @@ TOY_EXPERIMENT = SimpleNamespace(
 def shown(monkeypatch):
     """What a notebook would show, as text."""
     seen = []
-    monkeypatch.setattr(run_module, "_display", lambda value: seen.append(getattr(value, "data", value)))
+    monkeypatch.setattr(run_module, "display", lambda value: seen.append(getattr(value, "data", value)))
     return seen
 
 
@@ -115,14 +115,12 @@ def test_where_nothing_is_published_a_notebook_measures_its_toy(project, shown):
 def test_an_executed_notebook_holds_no_times(project, shown, monkeypatch):
     monkeypatch.setenv("GRADE_EXECUTED", "1")
     run = Run(TOY_EXPERIMENT, parameters(size=1))
-    fig, ax = plt.subplots()
-    run.show(fig, "plain")
-    fig, ax = plt.subplots()
-    run.show(fig, "clock", timed=True)
+    run.show(plt.figure(), "plain")
+    run.show(plt.figure(), "clock", timed=True)
     run.show_timed(run.tables["seconds"], "seconds")
     run.verdicts(CLAIMS)
     run.finish({"a": 1.0}, {"seconds": 2.0}, CLAIMS)
-    text = " ".join(str(value) for value in shown)
+    text = " ".join(map(str, shown))
     assert "![clock](timings/clock.png)" in text and "timings/seconds.csv" in text
     assert "1.7" not in text and "0.123" not in text
     out = project / "out"

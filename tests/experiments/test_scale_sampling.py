@@ -7,28 +7,28 @@ import pandas as pd
 import pytest
 from completions_server import serving
 
-from grade.experiments.scale.measure.sampling import law_table, sampling_ratios, training_differences, training_table
+from grade.experiments.scale.measure.sampling import law_rows, sampling_ratios, training_differences, training_rows
 
 TEXTS = [f"The film was {word}" for word in ("a", "so", "not", "it", "all", "bad", "good", "new")]
 
 
 def test_the_law_of_samplers_of_this_process_and_of_a_server(base):
     with serving(str(base)) as server:
-        table = law_table(1500, str(base), ("own", "shared", server.address))
-    assert list(table["sampler"]) == ["own", "shared", server.address]
-    assert (table["n"] >= 1500).all() and (table["p"] > 0.001).all()
-    assert (table["largest_difference"] < 1e-4).all()  # float32
-    assert np.allclose(table["mean_ratio"], 1, atol=1e-4)
+        samplers = ("own", "shared", server.address)
+        rows = law_rows(1500, str(base), samplers)
+    for sampler, (name, n, p, mean_ratio, largest_difference) in zip(samplers, rows, strict=True):
+        assert name == sampler and n >= 1500 and p > 0.001
+        assert largest_difference < 1e-4 and mean_ratio == pytest.approx(1, abs=1e-4)  # float32
 
 
 def test_training_on_samples_of_two_samplers(base, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     data = {name: str(tmp_path / "prompts.jsonl") for name in ("train_dataset", "eval_dataset")}
-    table = training_table(
-        (0, 1), ("own", "shared"), max_steps=1, eval_prompts=8, model=str(base), reward=str(base.parent / "bag"),
-        per_device_train_batch_size=8, max_completion_length=4, min_completion_length=0, lora={"r": 2, "alpha": 4},
-        **data,
-    )  # fmt: skip
+    table = pd.DataFrame(training_rows(
+        (0, 1), ("own", "shared"), max_steps=1, eval_prompts=8, final_eval_prompts=8, model=str(base),
+        reward=str(base.parent / "bag"), per_device_train_batch_size=8, max_completion_length=4,
+        min_completion_length=0, lora={"r": 2, "alpha": 4}, **data,
+    ))  # fmt: skip
     assert list(zip(table["seed"], table["sampler"], strict=True)) == [
         (0, "own"), (0, "shared"), (1, "own"), (1, "shared")
     ]  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from grade.cli.main import main
 from grade.experiments.teachers.measure import peers
-from grade.experiments.teachers.peers import teacher_peer_figures
+from grade.experiments.teachers.metrics import teacher_peer_figures
 from grade.results import read_metrics
 
 

@@ -1,7 +1,5 @@
 """One base in three roles, for several families of models."""
 
-import shutil
-
 import pytest
 import torch
 from conftest import VOCAB, make_backbone, make_prompts, tiny_config, tiny_gpt2, word_tokenizer
@@ -139,14 +137,12 @@ def test_prompt_learning_and_misfitting_adapters_are_refused(saved, tmp_path):
     wide.save_adapter(tmp_path / "wide")
     with pytest.raises(InputError, match="an adapter that fits this model"):
         Backbone.load(saved, adapter=tmp_path / "wide")
-    shutil.rmtree(tmp_path / "wide")
 
 
 @pytest.mark.parametrize(
     "name, hint",
     [("models/backbone", "run `dvc repro backbone`"), ("models/bakbone", "did you mean 'models/backbone'?"),
-     ("my_modle", "did you mean 'my_model'?"), ("./a/b", ""), ("/a/b", ""), ("a/b/c", ""), ("qwen3-4b", ""), ("", ""),
-     ("a\0b", ""), ("x" * 5000, "")],
+     ("my_modle", "did you mean 'my_model'?"), ("/a/b", ""), ("a/b/c", ""), ("qwen3-4b", ""), ("", ""), ("a\0b", "")],
 )  # fmt: skip
 def test_what_is_no_folder_and_no_owner_and_name_is_not_asked_of_the_hub(name, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

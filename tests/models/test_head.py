@@ -1,5 +1,7 @@
 """Lean against naive, forward and backward, in float64; and what is kept for backward."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,27 +48,29 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(vocab, "GATHER_ELEMENTS", 3 * K * D)
 
 
+def same(got, want, x):
+    """Values, and their gradients in x along a random vector."""
+    torch.testing.assert_close(got, want)
+    weight = torch.randn_like(want)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, weight, retain_graph=True)[0] for y in (got, want)))
+
+
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("k", [K, 40, V])  # gathered rows; dense, then gathered; the full vocabulary
 def test_support_logits_against_dense(options, k):
     head, h = make_head(**options), hidden()
     support = torch.stack([torch.randperm(V)[:k] if k < V else torch.arange(V) for _ in range(N)])
-    want = head(h).gather(1, support)
-    got = support_logits(head, h, support)
-    torch.testing.assert_close(got, want)
-    weight = torch.randn_like(want)
-    torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0])
+    same(support_logits(head, h, support), head(h).gather(1, support), h)
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_kl_against_autograd_on_dense_logits(options):
-    head, h, ref = make_head(**options), hidden(), hidden(seed=3)
+def test_row_functions_against_autograd_on_dense_logits(options):
+    head, h, ref, ids = make_head(**options), hidden(), hidden(seed=3), torch.arange(N) * 7
     logp, ref_logp = head(h).log_softmax(-1), head(ref).log_softmax(-1).detach()
-    want = (logp.exp() * (logp - ref_logp)).sum(-1)
-    got = kl_divergence(head, h, ref)
-    torch.testing.assert_close(got, want)
-    weight = torch.randn_like(want)
-    torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], torch.autograd.grad(want, h, weight)[0])
+    same(kl_divergence(head, h, ref), (logp.exp() * (logp - ref_logp)).sum(-1), h)
+    same(self_certainty(head, h), -logp.mean(-1) - math.log(V), h)
+    same(token_logps(head, h, ids), logp.gather(1, ids[:, None]).squeeze(1), h)
+    same(entropy(head, h), -(logp.exp() * logp).sum(-1), h)
 
 
 @settings(max_examples=25, deadline=None)
@@ -102,11 +106,7 @@ def test_weighted_embedding_against_gather():
     table = torch.randn(V, D, dtype=torch.float64)
     for support in (torch.randint(V, (N, K)), torch.arange(V).expand(N, V)):
         weights = torch.rand(support.shape, dtype=torch.float64, requires_grad=True)
-        want = (weights.unsqueeze(-1) * table[support]).sum(1)
-        got = weighted_embedding(table, support, weights)
-        torch.testing.assert_close(got, want)
-        g = torch.randn_like(want)
-        torch.testing.assert_close(torch.autograd.grad(got, weights, g)[0], torch.autograd.grad(want, weights, g)[0])
+        same(weighted_embedding(table, support, weights), (weights.unsqueeze(-1) * table[support]).sum(1), weights)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -141,34 +141,9 @@ def test_a_row_function_keeps_one_hidden_state_per_row_and_nothing_without_gradi
             assert saved_bytes(lambda function=function: function(head, h)) == 0
 
 
-@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_and_entropies_against_autograd_on_dense_logits(options, temperature):
-    head, h, ids = make_head(**options), hidden(), torch.arange(N) * 7
-    logp = (head(h) / temperature).log_softmax(-1)
-    wanted = {token_logps: logp.gather(1, ids[:, None]).squeeze(1), entropy: -(logp.exp() * logp).sum(-1)}
-    for function, want in wanted.items():
-        got = function(head, h, ids, temperature) if function is token_logps else function(head, h, temperature)
-        torch.testing.assert_close(got, want)
-        weight = torch.randn_like(want)
-        expected = torch.autograd.grad(want, h, weight, retain_graph=True)[0]
-        torch.testing.assert_close(torch.autograd.grad(got, h, weight)[0], expected)
-
-
-def odds(*values, **more):
-    """A head whose logits for a state of 1 are log odds, in float64."""
-    return Head(torch.tensor(values, dtype=torch.float64).log().unsqueeze(1), **more)
-
-
-ONE = torch.ones(1, 1, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_forbidden_tokens_have_no_share_where_they_are_forbidden(temperature):
-    head, ids, h = odds(1.0, 2.0, 5.0, 8.0), torch.tensor([0, 0, 3]), ONE.repeat(3, 1).requires_grad_()
-    where = torch.tensor([True, False, False])
-    logps = token_logps(head, h, ids, temperature, (1, 3), where)
-    logits = (head(h) / temperature).masked_fill(where[:, None] & torch.tensor([0, 1, 0, 1]).bool(), -torch.inf)
-    expected = logits.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
-    torch.testing.assert_close(logps, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), h)[0] for x in (logps, expected)))
+def test_forbidden_tokens_have_no_share_where_they_are_forbidden():
+    head, h, ids = make_head(temperature=0.5), hidden(), torch.arange(N)
+    where, banned = ids > 5, torch.isin(torch.arange(V), torch.tensor([1, 3]))
+    logits = head(h).masked_fill(where[:, None] & banned, -torch.inf)
+    want = logits.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
+    same(token_logps(head, h, ids, (1, 3), where), want, h)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from completions_server import serving
-from conftest import EOS, VOCAB, generator, make_backbone, make_prompts, tiny_config
+from conftest import EOS, VOCAB, generator, make_prompts, perturb_adapter, tiny_config
 from models.zoo import build
 from transformers import AutoModelForCausalLM
 
@@ -19,11 +19,11 @@ from grade.errors import InputError
 from grade.experiments.scale.measure.sampling import chi_square
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.head import Head
 from grade.models.prompts import PromptBatch
 from grade.models.samplers import Samples, ServerSampler, make_sampler
 from grade.models.sampling import BLOCK, draw, forbid_eos
 from grade.models.scoring import completion_logps
+from grade.models.server import Server
 
 NAMES = ("own", "shared", "server")
 ALL_CASES = bool(os.environ.get("GRADE_ALL_CASES"))
@@ -34,13 +34,10 @@ DRAWS = 24_000  # of two tokens; of these more than 20,000 have a second one
 def served(tmp_path_factory):
     """A tiny policy in float32 with an adapter that is not zero, and a server that has it."""
     folder = tmp_path_factory.mktemp("base")
-    backbone = make_backbone(dtype=torch.float32)
-    with backbone.reference():
-        AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(folder)  # for its files
-        state = {k.replace(".base_layer", ""): v for k, v in backbone.model.state_dict().items() if "lora_" not in k}
-        bare = AutoModelForCausalLM.from_config(tiny_config())
-        bare.load_state_dict(state)
-        bare.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    model.save_pretrained(folder)
+    backbone = perturb_adapter(Backbone(model, None, LoraSettings(r=2, alpha=4)))
     with serving(folder) as server:
         sampler = make_sampler(server.address, 300.0)
         sampler.publish(backbone)
@@ -49,8 +46,9 @@ def served(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def honest(served):
+def honest(served, monkeypatch):
     """A test may spoil the server's answers."""
+    monkeypatch.setattr(Server, "waits", (0.0, 0.0))
     yield
     served[1].spoil = None
 
@@ -61,13 +59,6 @@ def the(name, served):
 
 def one_prompt(times):
     return PromptBatch(torch.tensor([[1, 9, 4, 17]]), torch.ones(1, 4, dtype=torch.long)).repeat(times)
-
-
-def hotter(backbone, temperature):
-    """The same policy at a temperature."""
-    head = backbone.head
-    backbone.head = Head(head.weight, head.bias, head.scale, head.softcap, temperature)
-    return head
 
 
 # ---- whose tokens ----
@@ -89,15 +80,11 @@ def second_token(backbone, least):
 @pytest.mark.parametrize(("least", "temperature"), [(0, 1.0), (2, 0.7)])
 def test_a_position_has_the_policys_distribution(name, least, temperature, served):
     """Chi-square of the second token, which a cache has to get right, over at least 20,000 draws; fixed seeds."""
-    backbone, draws = served[0], DRAWS if ALL_CASES or not least else DRAWS // 6
-    kept = hotter(backbone, temperature)
-    try:
-        samples = the(name, served).sample(backbone, one_prompt(draws), 2, generator(), least)
-        want = second_token(backbone, least)
-        with backbone.reference():
-            base = second_token(backbone, least)
-    finally:
-        backbone.head = kept
+    backbone, draws = served[0].view(temperature=temperature), DRAWS if ALL_CASES or not least else DRAWS // 6
+    samples = the(name, served).sample(backbone, one_prompt(draws), 2, generator(), least)
+    want = second_token(backbone, least)
+    with backbone.reference():
+        base = second_token(backbone, least)
     assert torch.equal(samples.mask[:, 0], torch.ones(draws, dtype=torch.long))
     tokens = samples.ids[:, 1][samples.mask[:, 1].bool()]
     assert len(tokens) >= draws * 5 / 6
@@ -202,10 +189,7 @@ def whole(change):
 
 
 WRONG = {
-    "text only": (choices(lambda c: (c.pop("token_ids"), c.pop("logprobs"))), "choices.0.logprobs: Field required"),
-    "text in the place of tokens": (
-        choices(lambda c: (c.pop("token_ids"), c["logprobs"].update(tokens=["a"]))), "text without token ids"
-    ),
+    "text only": (choices(lambda c: c.pop("token_ids")), "vLLM >= 0.10.2.*choices.0.token_ids: Field required"),
     "no log-probabilities": (choices(lambda c: c.pop("logprobs")), "choices.0.logprobs: Field required"),
     "NaN": (
         choices(lambda c: c["logprobs"].update(token_logprobs=[float("nan")] * 3)),
@@ -216,29 +200,11 @@ WRONG = {
         choices(lambda c: c.update(token_ids=[True, 3, 3])),
         "got True; .*token_ids.0: Input should be a valid integer",
     ),
-    "too many tokens": (
-        choices(lambda c: (c.update(token_ids=[3] * 4), c["logprobs"].update(token_logprobs=[-1.0] * 4))),
-        "got '4 tokens'; allowed: 3 tokens",
-    ),
-    "no tokens": (choices(lambda c: (c.update(token_ids=[]), c["logprobs"].update(token_logprobs=[]))), "0 tokens"),
     "an early end": (choices(lambda c: c.update(token_ids=[EOS[0], 3, 3])), "end-of-sequence after 0'.*not before 3"),
     "cut short": (
         choices(lambda c: (c["token_ids"].pop(), c["logprobs"]["token_logprobs"].pop())), "got '2 tokens'; .*: 3"
     ),
-    "texts of other tokens": (
-        choices(lambda c: c["logprobs"].update(tokens=["token_id:9"] * 3)), r"texts of tokens \[9, 9, 9\]"
-    ),
-    "more texts than tokens": (choices(lambda c: c["logprobs"]["tokens"].append("token_id:3")), "texts of tokens"),
-    "a number of thousands of digits": (
-        choices(lambda c: (c.pop("token_ids"), c["logprobs"].update(tokens=["token_id:" + "1" * 5000] * 3))),
-        "text without token ids",
-    ),
-    "no logarithm": (
-        choices(lambda c: c["logprobs"].update(token_logprobs=[-1e300] * 3)), "token_logprobs.0: .* greater than"
-    ),
-    "nested too deeply": (whole(lambda a: (200, '{"choices": ' + "[" * 20_000)), "JSON"),
     "fewer completions": (whole(lambda a: (200, {"choices": a["choices"][1:]})), "1 choices.*2 choices"),
-    "the same twice": (whole(lambda a: (200, {"choices": a["choices"][:1] * 2})), "2 choices with indices 0 to 1"),
     "another prompt": (choices(lambda c: c.update(prompt_token_ids=[1])), r"\[1\]'; allowed: the prompt \["),
     "no JSON": (whole(lambda a: (200, "<html>")), "got '<html>'; .* JSON"),
     "an error": (whole(lambda a: (500, "out of memory")), "POST .*/v1/completions: got .status 500.; .* said: out of"),
@@ -263,27 +229,23 @@ def test_tokens_after_the_end_are_refused(served):
         sampler.sample(backbone, one_prompt(2), 3, generator())
 
 
-def test_ids_may_be_written_beside_the_log_probabilities(served):
+def test_the_index_of_a_completion_counts_and_not_its_place(served):
     backbone, server, sampler = served
     want = sampler.sample(backbone, one_prompt(2), 3, generator())
-    server.spoil = choices(lambda c: c.pop("token_ids"))
-    assert torch.equal(sampler.sample(backbone, one_prompt(2), 3, generator()).ids, want.ids)
-    server.spoil = whole(lambda a: (200, {"choices": a["choices"][::-1]}))  # the index counts, not the place
+    server.spoil = whole(lambda a: (200, {"choices": a["choices"][::-1]}))
     assert torch.equal(sampler.sample(backbone, one_prompt(2), 3, generator()).ids, want.ids)
 
 
-@pytest.mark.parametrize(
-    ("status", "requests"), [(429, 3), (502, 3), (503, 3), (504, 3), (500, 1), (404, 1), (201, 1), (307, 1)]
-)
+@pytest.mark.parametrize(("status", "requests"), [(429, 3), (503, 3), (500, 1), (404, 1), (201, 1), (307, 1)])
 def test_only_a_busy_server_is_asked_again(status, requests, served):
     server, asked = served[1], []
     server.spoil = lambda path, *_: (asked.append(path), (status, "x" * 400))[1]
     with pytest.raises(InputError, match=f"POST .*/v1/unload_lora_adapter: got 'status {status}'; .*: xxx"):
-        ServerSampler(server.address, 30.0, waits=(0.0, 0.0)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+        ServerSampler(server.address, 30.0).post("/v1/unload_lora_adapter", {"lora_name": "x"})
     assert len(asked) == requests
     server.spoil = lambda path, *_: (asked.append(path), (503, "busy") if len(asked) == 1 else (200, "here"))[1]
     asked.clear()
-    ServerSampler(server.address, 30.0, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+    ServerSampler(server.address, 30.0).post("/v1/unload_lora_adapter", {"lora_name": "x"})
     assert len(asked) == 2
 
 
@@ -293,24 +255,22 @@ def test_nobody_there_and_nobody_who_answers(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(InputError, match=f"POST {address}/v1/.*: got 'ConnectError: .*failed"):
-            ServerSampler(address, 5.0, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+            ServerSampler(address, 5.0).post("/v1/unload_lora_adapter", {"lora_name": "x"})
         taken.listen()  # connections are taken, and nothing follows
         with pytest.raises(InputError, match=r"no answer for 0.2 s.* sampler_timeout"):
-            ServerSampler(address, 0.2, waits=(0.0,)).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+            ServerSampler(address, 0.2).post("/v1/unload_lora_adapter", {"lora_name": "x"})
 
 
 @pytest.mark.parametrize(
     "answer, wait, says",
     [
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b" " * 99, 0.1, "no answer for 0.5 s"),
-        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 50, 0.1, "no answer for 0.5 s"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[]", None, "Error: "),
         (b"\x00" * 99, None, "RemoteProtocolError"),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n[]", None, "DecodingError"),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: 2\r\n\r\n[]", None, "gzip, gzip, not"),
-        (b"HTTP/1.1 500 X\r\nContent-Type: a/b; charset=base64\r\n\r\n[]", None, "status 500'; .*said: "),
     ],
-    ids=["a slow body", "slow headers", "too short", "no HTTP", "no gzip", "gzip in gzip", "a codec, no charset"],
+    ids=["a slow body", "too short", "no HTTP", "no gzip", "gzip in gzip"],
 )  # fmt: skip
 def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(answer, wait, says):
     """``wait``: seconds between bytes; None: all at once, and the connection is closed."""
@@ -326,7 +286,8 @@ def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=serve, daemon=True).start()
         limit = 0.5 if wait else 30.0  # long where it is not what is tested: the machine may be busy
-        sampler = ServerSampler(f"http://127.0.0.1:{listening.getsockname()[1]}", limit, waits=())
+        sampler = ServerSampler(f"http://127.0.0.1:{listening.getsockname()[1]}", limit)
+        sampler.waits = ()  # it is asked once
         start = time.monotonic()
         with pytest.raises(InputError, match=says):
             sampler.post("/v1/completions", {})
@@ -353,8 +314,8 @@ def test_a_server_that_takes_no_adapters_says_what_it_needs(served, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["transformers", "vllm", "", "http://", "ftp://a", "http://a:b", "http://a:99999", "http://a:0", "http://a:-1",
-     "http://me:secret@a", "http://a?b", "http://a#b", "http://a b", "http://[a", "http://\xe4", "http://a\tb"],
+    ["vllm", "", "http://", "ftp://a", "http://a:b", "http://a:99999", "http://a:0", "http://me:secret@a", "http://a?b",
+     "http://a b", "http://[a"],
 )  # fmt: skip
 def test_what_is_no_sampler_is_one_line_with_what_there_is(name):
     with pytest.raises(InputError, match="sampler: got .*; allowed: own, shared, or .* http://host:port"):
@@ -363,9 +324,8 @@ def test_what_is_no_sampler_is_one_line_with_what_there_is(name):
 
 @pytest.mark.parametrize(
     ("text", "address"),
-    [("http://a", "http://a"), ("https://a:8/", "https://a:8"), ("http://a:8/v1", "http://a:8"),
-     ("http://a/b/v1/", "http://a/b"), ("http://[::1]:8", "http://[::1]:8"), ("http://a/v1/b", "http://a/v1/b")],
-)  # fmt: skip
+    [("https://a:8/", "https://a:8"), ("http://a/b/v1/", "http://a/b"), ("http://[::1]:8", "http://[::1]:8")],
+)
 def test_an_address_is_without_its_end(text, address):
     assert ServerSampler(text).name == address
 

@@ -1,16 +1,12 @@
-"""Scores, states and self-certainty of given completions against the plain way, forward and backward."""
-
-import math
+"""Scores and states of given completions against the plain way, forward and backward."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, make_backbone, make_prompts, tiny_gpt2
 
-from grade.errors import InputError
-from grade.models.head import entropy, self_certainty
 from grade.models.sampling import generate
-from grade.models.scoring import completion_certainty, completion_logps, completion_states, predicting_hidden
+from grade.models.scoring import completion_certainty, completion_logps, completion_states
 
 
 def completions(batch=3, new=4):
@@ -28,31 +24,15 @@ def dense(backbone, prompts, ids):
     return logits[:, prompts.ids.shape[1] - 1 : -1]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_are_those_of_the_distribution_that_predicts_the_token(temperature):
+def test_scores_are_those_of_the_distribution_that_predicts_the_token():
     backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions()
-    logp = (dense(backbone, prompts, ids) / temperature).log_softmax(-1)
-    hidden = predicting_hidden(backbone, prompts, ids).flatten(0, 1)
-    cases = (
-        (completion_logps(backbone, prompts, ids, mask, temperature), logp.gather(2, ids.unsqueeze(2)).squeeze(2)),
-        (entropy(backbone.head, hidden, temperature).view(mask.shape) * mask, -(logp.exp() * logp).sum(-1)),
-        (self_certainty(backbone.head, hidden, temperature).view(mask.shape) * mask, -logp.mean(-1) - math.log(VOCAB)),
-    )
+    logp = dense(backbone, prompts, ids).log_softmax(-1)
+    got, want = completion_logps(backbone, prompts, ids, mask), logp.gather(2, ids.unsqueeze(2)).squeeze(2) * mask
+    torch.testing.assert_close(got, want)
     parameters = backbone.trainable_parameters()
-    for got, want in cases:
-        torch.testing.assert_close(got, want * mask)
-        grads = [torch.autograd.grad((x * mask).sum(), parameters, retain_graph=True) for x in (got, want)]
-        torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize(
-    ("batch", "temperature", "error", "named"),
-    [(2, 1.0, ValueError, "completions"), (3, 0.0, InputError, "temperature")],
-)
-def test_what_does_not_fit_is_refused(batch, temperature, error, named):
-    backbone, prompts, (ids, mask) = make_backbone(), make_prompts(), completions(batch)
-    with pytest.raises(error, match=named):
-        completion_logps(backbone, prompts, ids, mask, temperature=temperature)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), parameters, retain_graph=True) for x in (got, want)))
+    with pytest.raises(ValueError, match="completions"):
+        completion_logps(backbone, prompts, ids[:2], mask[:2])
 
 
 def test_a_completion_scores_its_own_tokens():

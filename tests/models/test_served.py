@@ -119,16 +119,10 @@ def last(**values):
 
 WRONG = {
     "no prompt_logprobs": (answers(lambda a: (200, {"choices": [{}]})), "choices.0.prompt_logprobs: Field required"),
-    "null": (answers(lambda a: (200, {"choices": [{"prompt_logprobs": None}]})), "0.prompt_logprobs: .* valid array"),
     "no choice": (answers(lambda a: (200, {"choices": []})), "choices: List should have at least 1"),
-    "two": (answers(lambda a: (200, {"choices": a["choices"] * 2})), "choices: List should have at most 1"),
     "too short": (places(lambda rows: rows.pop()), "[678] prompt_logprobs'; allowed: one of each token, [789]"),
     "none of a token": (places(lambda rows: rows.__setitem__(-1, None)), "without token .*the text's own token among"),
     "NaN": (last(logprob=float("nan")), "3.logprob: Input should be a finite number"),
-    "no number": (last(logprob="x"), "3.logprob: Input should be a valid number"),
-    "not of the text": (
-        places(lambda rows: rows.__setitem__(-1, {str(n): {"logprob": -9.0} for n in range(12, 17)})), "without token"
-    ),
     "fewer": (places(lambda rows: [rows[-1].pop(key) for key in list(rows[-1])[2:]]), "got '2 prompt_log.*: 4 .*topk"),
     "more": (
         places(lambda rows: rows[-1].update({str(n): {"logprob": -30.0} for n in range(9)})), "of a token'; .*: 4"
@@ -136,13 +130,11 @@ WRONG = {
     "another vocabulary": (
         places(lambda rows: rows[-1].update({str(VOCAB): rows[-1].popitem()[1]})), f"token {VOCAB}'"
     ),
-    "a negative token": (places(lambda rows: rows[-1].update({"-1": {"logprob": -1.0}})), "greater than or equal to 0"),
     "no distribution": (places(lambda rows: [v.update(logprob=-0.1) for v in rows[-1].values()]), "with the sum 4.5"),
     "logits": (places(lambda rows: [v.update(logprob=7.0) for v in rows[-1].values()]), "less than or equal to 1"),
     "another prompt": (
         answers(lambda a: (200, {"choices": [a["choices"][0] | {"prompt_token_ids": [1]}]})), r"ids \[1\]'; .*text"
     ),
-    "no JSON": (answers(lambda a: (200, "<html>")), "got '<html>'; .*JSON"),
     "too many asked for": (
         answers(lambda a: (400, "Requested prompt logprobs of 4, which is greater than max allowed: 3")),
         "status 400'; .*--max-logprobs >= teacher_topk.*said: .*max allowed: 3",
@@ -206,7 +198,7 @@ def test_tokens_of_prompts_are_compared_where_the_server_tells_them(served, tmp_
     assert sorted(body["prompt"] for body in asked) == sorted(want)
     server.spoil = answers(lambda a: (200, {"tokens": a["tokens"][:2] + [5, 5]}), "/tokenize")
     with pytest.raises(
-        InputError, match=r"renders prompts .*: row 0 goes on with .* after token 2 for .* '\[5, 5\]' for"
+        InputError, match=r"renders prompts .*: row 0 goes on with .* after token 2 for .* \[5, 5\] for"
     ):
         make_teacher(server.address, policy, rows=rows, topk=3)
 

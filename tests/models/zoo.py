@@ -34,7 +34,7 @@ from grade.models.adapter import LoraSettings
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.samplers import make_sampler
-from grade.models.sampling import Decoder, generate, skinny_products
+from grade.models.sampling import Decoder, generate
 from grade.models.scoring import completion_logps
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -327,7 +327,7 @@ def _oracle(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Tensor:
 def _decoded(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> Tensor:
     """Log-probabilities [B, T] as they are while sampling: merged adapter, cache, padded prompts."""
     steps = []
-    with backbone.merged(), skinny_products(backbone.embedding_weight):
+    with backbone.merged():
         state = Decoder(backbone, prompts)
         for token in ids.unbind(1):
             steps.append(state.logits().double().log_softmax(-1).gather(1, token[:, None])[:, 0])

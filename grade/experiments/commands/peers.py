@@ -13,7 +13,7 @@ from grade.experiments.compare.measure.steps import StepPeersConfig, grpo_rows, 
 from grade.experiments.compare.measure.text_peers import TextPeersConfig, compare_text_peers
 from grade.experiments.compare.peers import peer_figures, text_peer_figures, write_peers
 from grade.experiments.teachers.measure.peers import TeacherPeersConfig, measure_teacher_peers
-from grade.experiments.teachers.peers import teacher_peer_figures
+from grade.experiments.teachers.metrics import teacher_peer_figures
 from grade.experiments.trl_runs import require_peer, write_contest
 from grade.experiments.trl_traces import trl_traces
 from grade.files import claimed, write_text

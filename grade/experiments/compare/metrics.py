@@ -78,9 +78,8 @@ def final_table(figures: Mapping[str, Any], methods: Sequence[str], prefix: str 
     for method in methods:
         keys = {name: f"{prefix}{name}/{method}" for name in ("gain", "gold_gain")}
         keys |= {name: f"{prefix}final/{method}/{name}" for name in QUALITIES}
-        known = {name: (figures[key], figures.get(f"{key}_stderr", math.nan))
-                 for name, key in keys.items() if key in figures}  # fmt: skip
-        rows[method] = {name: f"{mean:.4g} ± {stderr:.2g}" for name, (mean, stderr) in known.items()}
+        rows[method] = {name: f"{figures[key]:.4g} ± {figures.get(f'{key}_stderr', math.nan):.2g}"
+                        for name, key in keys.items() if key in figures}  # fmt: skip
         rows[method]["completions"] = figures[f"{prefix}final/{method}/samples"]
         rows[method]["seeds"] = figures[f"{prefix}gain/{method}_n"]
     return pd.DataFrame(rows).T.rename_axis("method")
@@ -99,12 +98,13 @@ def pair_table(figures: Mapping[str, Any], methods: Sequence[str], names: Sequen
     rows = {}
     for pair in combinations(methods, 2):
         for method, against in (pair, pair[::-1]):
-            keys = {name: f"paired/{method}_minus_{against}/{name}" for name in names}
-            if not {pair, pair[::-1]} & rows.keys() and any(key in figures for key in keys.values()):
-                cells = {name: (figures[key], figures[f"{key}_stderr"], figures.get(f"{key}_p", math.nan))
-                         for name, key in keys.items() if key in figures}  # fmt: skip
-                shown = {name: f"{mean:+.3f} ± {stderr:.3f}, p = {p:.2g}" for name, (mean, stderr, p) in cells.items()}
-                rows[method, against] = shown
+            cells = {}
+            for name in names:
+                if (key := f"paired/{method}_minus_{against}/{name}") in figures:
+                    p = figures.get(f"{key}_p", math.nan)
+                    cells[name] = f"{figures[key]:+.3f} ± {figures[f'{key}_stderr']:.3f}, p = {p:.2g}"
+            if cells and (against, method) not in rows:
+                rows[method, against] = cells
     return pd.DataFrame(rows).T.rename_axis(["method", "minus"])
 
 

@@ -25,15 +25,15 @@ TEST_MEANS = {
 }
 TEST_N = 500
 FIRST_VALIDATION = (0.578, 0.610, 0.573, 0.520)  # after one update each: the nearest to an untrained policy it has
-STEPS, BATCH, STATED_BATCH = 250, 2, 16
+STEPS, BATCH = 250, 2
 
 
-def gae_example(over_batch: bool, tokens: int = 8) -> Tensor:
-    """Advantages [T] of the first of two completions with rewards 1 and 0 at their last token and values 0.5.
+def gae_example(over_batch: bool) -> Tensor:
+    """Advantages [8] of the first of two completions with rewards 1 and 0 at their last token and values 0.5.
 
     The paper's code runs backwards over rows, so over the batch: row b bootstraps from row b + 1, another completion.
     """
-    rewards, values = torch.zeros(2, tokens), torch.full((2, tokens), 0.5)
+    rewards, values = torch.zeros(2, 8), torch.full((2, 8), 0.5)
     rewards[0, -1] = 1.0
     if over_batch:
         return gae(rewards.T, values.T, torch.ones_like(values.T), 0.99, 0.95)[0][:, 0]

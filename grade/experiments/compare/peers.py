@@ -34,10 +34,10 @@ def write_peers(folder: str | Path, curves: pd.DataFrame, figures: Mapping[str, 
     write_environment(folder / "timings" / "environment.json")
 
 
-def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) -> dict[str, float]:
+def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame) -> dict[str, float]:
     """Metrics ``peer/...``: ours against the peer.
 
-    The reward to reach lies ``share`` of the way from the untrained policy's to the lowest end of all, so that all
+    The reward to reach lies half of the way from the untrained policy's to the lowest end of all, so that all
     reach it. Near the ends a policy exploits the reward at a KL of tens of nats, where time says little.
 
     ``best_method`` is the fastest of ours; ``samples_over_trl`` and ``seconds_over_trl`` are of the last of ours. A
@@ -56,17 +56,18 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame, share: float = 0.5) 
     base, lowest = runs[PEER]["reward"].iloc[0], min(run["reward"].iloc[-1] for run in runs.values())
     if lowest <= base:
         return figures
-    goal = base + share * (lowest - base)
+    goal = base + 0.5 * (lowest - base)
     *_, last = ours = [method for method in runs if method != PEER]
+    at = {name: {method: first_reach(run.assign(samples=run[name]), goal, math.inf)[0] for method, run in runs.items()}
+          for name in ("seconds", "samples", "kl")}  # fmt: skip
     for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
-        at = {method: first_reach(run.assign(samples=run[name]), goal, math.inf)[0] for method, run in runs.items()}
-        figures |= {f"peer/{label}/{method}": value for method, value in at.items()}
-        if name != "kl":
-            figures[f"peer/{name}_over_trl"] = at[last] / at[PEER]
-        if name == "seconds":
-            best = min(ours, key=at.get)
-            figures |= {"peer/best_method": best, "peer/best_over_trl_seconds": at[best] / at[PEER]}
-    return figures | {"peer/goal_reward": goal}
+        figures |= {f"peer/{label}/{method}": value for method, value in at[name].items()}
+    seconds, samples = at["seconds"], at["samples"]
+    best = min(ours, key=seconds.get)
+    return figures | {
+        "peer/seconds_over_trl": seconds[last] / seconds[PEER], "peer/samples_over_trl": samples[last] / samples[PEER],
+        "peer/best_method": best, "peer/best_over_trl_seconds": seconds[best] / seconds[PEER], "peer/goal_reward": goal,
+    }  # fmt: skip
 
 
 def text_peer_figures(rows: pd.DataFrame) -> dict[str, float]:

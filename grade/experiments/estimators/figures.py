@@ -11,8 +11,13 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.estimators.measure.rows import POLICY_GRADIENTS
-from grade.experiments.plotting import INTERVAL, color, panels, shades, with_ends
+from grade.experiments.plotting import INTERVAL, color, panels, shades, with_ends, with_errors
 
+_WORDS = {
+    r"m1": ", 1 draw", r"m(\d+)": r", \1 draws", r"tau([\d.]+)": r", tau \1", r"k(\d+)": r", K \1",
+    r"hops0": "", r"hops1": ", 1 hop", r"hops(\d+)": r", \1 hops",
+}  # fmt: skip
+"""What a setting in an estimator's id is in words."""
 _DASHES = ("", (4, 1.5), (1, 1), (3, 1, 1, 1), (7, 3), (3, 1, 1, 1, 1, 1))
 
 
@@ -24,26 +29,22 @@ def label(name: str) -> str:
     >>> label("gumbel_rao_m8_tau1_hops0"), label("ste_tau0.5_k64_hops1"), label("rloo")
     ('gumbel_rao, 8 draws, tau 1', 'ste, tau 0.5, K 64, 1 hop', 'rloo')
     """
-    settings = re.fullmatch(r"(\w+?)(?:_m(\d+))?(?:_tau([\d.]+))?(?:_k(\d+))?(?:_hops(\d+))?", name)
-    if settings is None:
-        return name
-    estimator, draws, tau, support, hops = settings.groups()
-    parts = [estimator, draws and _count(draws, "draw"), tau and f"tau {tau}", support and f"K {support}",
-             hops and hops != "0" and _count(hops, "hop")]  # fmt: skip
-    return ", ".join(part for part in parts if part)
+    for setting, words in _WORDS.items():
+        name = re.sub(f"_{setting}(?=_|$)", words, name)
+    return name
 
 
 def bias_variance_figure(table: pd.DataFrame, rewards: Sequence[str], batch: int) -> Figure:
     """Squared bias and variance of a batch over the squared gradient, by reward; without `reinforce`'s long bar."""
     shown = _labelled(table[(table.estimator != "reinforce") & table.reward.isin(rewards)])
     shown["mse"] = shown.bias2.clip(lower=0) + shown.variance / batch
-    shown["low"], shown["high"] = shown.bias2 - 2 * shown.bias2_stderr, shown.bias2 + 2 * shown.bias2_stderr
     height = 1.7 + 0.24 * shown.label.nunique()
     grid = panels(sns.catplot, shown, "Relaxed gradients are biased, policy gradients only noisy", kind="bar", x="mse",
                   alpha=0.4, height=height, aspect=3.5 / height, col="reward", col_order=rewards,
                   **_bars(shown))  # fmt: skip
     for reward, ax in grid.axes_dict.items():
-        rows = with_ends(shown[shown.reward == reward], "bias2")
+        rows = shown[shown.reward == reward]
+        rows = with_errors(rows, "bias2", 2 * rows.bias2_stderr)
         sns.barplot(rows, x="bias2", ax=ax, capsize=0.3, err_kws=dict(linewidth=1), **_bars(shown), **INTERVAL)
         ax.axvline(1, color=color("line"), linewidth=1, linestyle="--")
     grid.set(xlim=(0, None), ylabel="", xlabel="")
@@ -88,15 +89,14 @@ def worth_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
     shown = _labelled(table[~table.estimator.isin(POLICY_GRADIENTS)]).sort_values("label", kind="stable")
     grid = panels(
         sns.catplot, with_ends(shown, "worth", "worth_low", "worth_high"),
-        "Samples of rloo that one relaxed sample is worth (above the line: better than rloo; bars: 95 %)", x="reward",
-        order=rewards, y="worth", hue="label", palette=_palette(shown), linestyle="none", markersize=6,
+        "Samples of rloo that one relaxed sample is worth (above the line: better than rloo; bars: 95 %)", level=1,
+        x="reward", order=rewards, y="worth", hue="label", palette=_palette(shown), linestyle="none", markersize=6,
         row="policy", height=3.2, aspect=2.2,
         **_points(shown.label.nunique()),
     )  # fmt: skip
     grid.set(ylabel="worth, in rloo samples", xlabel="reward (trunk<n>: n layers)")
     grid.set_titles("{row_name} training")
     for ax in grid.axes.flat:
-        ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
         ax.set_yscale("symlog", linthresh=0.1, linscale=0.5)
         ax.set_yticks(ticks := [0, 0.1, 1, 10, 100], [f"{tick:g}" for tick in ticks])
         ax.set_ylim(0, 300)
@@ -106,14 +106,12 @@ def worth_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
 def hybrid_figure(table: pd.DataFrame, rewards: Sequence[str]) -> Figure:
     """Expected cosine of the blend over that of the better of its parts, with 95 % intervals; cut above twice."""
     grid = panels(
-        sns.catplot, with_ends(table, "ratio"), "The blend over its better part (95 %, cut at 2)", x="n",
+        sns.catplot, with_ends(table, "ratio"), "The blend over its better part (95 %, cut at 2)", level=1, x="n",
         y="ratio", hue="reward", hue_order=rewards, palette="crest", linewidth=1, col="policy",
         height=3.6, aspect=1.1, **_points(len(rewards)),
     )  # fmt: skip
     grid.set(ylim=(0, 2), xlabel="batch (completions)", ylabel="cosine over the better part's")
     grid.set_titles("{col_name} training")
-    for ax in grid.axes.flat:
-        ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
     return grid.figure
 
 
@@ -143,7 +141,3 @@ def _dashes(table: pd.DataFrame) -> dict[str, tuple | str]:
     pairs = table[["family", "label"]].drop_duplicates()
     numbers = pairs.groupby("family").cumcount() % len(_DASHES)
     return {name: _DASHES[number] for name, number in zip(pairs.label, numbers, strict=True)}
-
-
-def _count(number: str, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == "1" else "s")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from grade.experiments.exp6.metrics import fitted_exponent
-from grade.experiments.plotting import INTERVAL, SERIES, color, palette, panels, plain_log_ticks, with_ends
+from grade.experiments.plotting import INTERVAL, SERIES, color, palette, panels, plain_log_ticks, with_errors
 
 _SMALLEST_MASS = 1e-6  # rounding in float32
 _AXES = {"samples": "training samples (completions)", "seconds": "training time (seconds, evaluations not counted)"}
@@ -31,11 +31,9 @@ def reward_figure(curves: pd.DataFrame, title: str, against: str = "samples") ->
     by_step = pd.concat(parts).groupby(["judge", "method", "step"], sort=False)
     shown = by_step.agg(x=(against, "mean"), mean=("mean", "mean"), stderr=("stderr", "first"), sem=("mean", "sem"),
                         n=("n", "min")).reset_index()  # fmt: skip
-    error = shown["sem"].fillna(shown.stderr)
-    shown = shown.assign(low=shown["mean"] - error, high=shown["mean"] + error)
     grid = panels(
-        sns.relplot, with_ends(shown, "mean"), title, kind="line", x="x", y="mean", hue="method",
-        palette=palette(shown.method), style="judge", markers=True, height=4.2, aspect=1.7, **INTERVAL,
+        sns.relplot, with_errors(shown, "mean", shown["sem"].fillna(shown.stderr)), title, kind="line", x="x", y="mean",
+        hue="method", palette=palette(shown.method), style="judge", markers=True, height=4.2, aspect=1.7, **INTERVAL,
     )  # fmt: skip
     grid.set(xlabel=_AXES[against], ylabel=f"P(positive) of {shown.n.min():.0f} completions ± SE", xlim=(0, None))
     return grid.figure
@@ -43,10 +41,9 @@ def reward_figure(curves: pd.DataFrame, title: str, against: str = "samples") ->
 
 def training_figure(curves: pd.DataFrame, title: str) -> Figure:
     """Reward, KL and gradient norm of the training batches, step by step, with the standard error over runs."""
-    table = curves.assign(method=curves.run.str.replace(r"-\d+$", "", regex=True)).melt(
-        ["method", "step"], list(_CURVES), "quantity"
-    )
-    runs = curves.run.str.rpartition("-")[0].to_frame("method").assign(run=curves.run).groupby("method").run.nunique()
+    curves = curves.assign(method=curves.run.str.replace(r"-\d+$", "", regex=True))
+    table = curves.melt(["method", "step"], list(_CURVES), "quantity")
+    runs = curves.groupby("method").run.nunique()
     title += " (n runs: " + ", ".join(f"{method} {n}" for method, n in runs.items()) + ")"
     grid = panels(
         sns.relplot, table.dropna(), title, kind="line", x="step", y="value", hue="method",

@@ -8,7 +8,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.experiments.plotting import INTERVAL, SERIES, color, panels, with_ends
+from grade.experiments.plotting import INTERVAL, SERIES, color, panels, with_errors
 
 _SIGNS = {"raises entropy": color("bad"), "lowers entropy": color("good")}
 
@@ -25,20 +25,17 @@ def sweep_figure(table: pd.DataFrame) -> Figure:
     ratio = table.assign(y=table.linearity_error, error=table.linearity_error_stderr, what="true",
                          quantity="predicted / true change - 1, same samples")  # fmt: skip
     shown = pd.concat([predicted, true, ratio], ignore_index=True)
-    shown = shown.assign(low=shown.y - 2 * shown.error, high=shown.y + 2 * shown.error)
     shown["learning_rate"] *= 1.08 ** shown.step.rank(method="dense")  # the bars of training steps stand side by side
     shown["step"] = "training step " + shown.step.astype(str)
     off = table.linearity_error.abs().groupby(table.multiple).max()
     title = f"The prediction is off by at most {off.iloc[0]:.1%} at {off.index[0]:g} of the run's learning rate, by " \
             f"{off.iloc[-1]:.0%} at {off.index[-1]:g}"  # fmt: skip
     grid = panels(
-        sns.relplot, with_ends(shown, "y"), title, kind="line", x="learning_rate", y="y", hue="step",
-        palette=SERIES[: table.step.nunique()],
+        sns.relplot, with_errors(shown, "y", 2 * shown.error), title, level=0, kind="line", x="learning_rate", y="y",
+        hue="step", palette=SERIES[: table.step.nunique()],
         style="what", markers=True, err_style="bars", err_kws=dict(capsize=3), col="quantity", linewidth=1.3,
         height=4, facet_kws=dict(sharey=False), **INTERVAL,
     )  # fmt: skip
-    for ax in grid.axes.flat:
-        ax.axhline(0, color=color("line"), linewidth=1, linestyle="--")
     for quantity, ax in grid.axes_dict.items():
         ax.set(xscale="log", xlabel="learning rate of the step", ylabel=quantity, title="")
     return grid.figure
@@ -47,11 +44,10 @@ def sweep_figure(table: pd.DataFrame) -> Figure:
 def parts_figure(layers: pd.DataFrame, sequences: pd.Series, stderr: float) -> Figure:
     """Parts of one prediction: layers' sum to it, completions' average to it, with the mean's standard error."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    names = layers.layer.astype(str).where(layers.layer >= 0, "rest")
-    parts = layers.part, sequences.sort_values()
-    for ax, x, y in zip(axes, (names, np.arange(len(sequences))), parts, strict=True):
-        sns.barplot(x=x.to_numpy() if x is names else x, y=y.to_numpy(), hue=np.where(y > 0, *_SIGNS), palette=_SIGNS,
-                    dodge=False, width=0.9, saturation=1, ax=ax)  # fmt: skip
+    names = layers.layer.astype(str).where(layers.layer >= 0, "rest").to_numpy()
+    parts = (names, layers.part.to_numpy()), (np.arange(len(sequences)), sequences.sort_values().to_numpy())
+    for ax, (x, y) in zip(axes, parts, strict=True):
+        sns.barplot(x=x, y=y, hue=np.where(y > 0, *_SIGNS), palette=_SIGNS, dodge=False, width=0.9, saturation=1, ax=ax)
         ax.axhline(0, color=color("text"), linewidth=0.8)
         ax.xaxis.set_major_locator(plt.MaxNLocator(7, integer=True))
         ax.set_ylabel("part of the predicted change, nats")
@@ -71,19 +67,17 @@ def precision_figure(table: pd.DataFrame) -> Figure:
     lines = pd.concat([first.assign(delta_h=first.predicted, delta_h_stderr=0.0, line="predicted"),
                        table.assign(line="measured in " + table.dtype)], ignore_index=True)  # fmt: skip
     lines = lines.assign(y=lines.delta_h / lines.multiple, error=2 * lines.delta_h_stderr / lines.multiple)
-    lines = lines.assign(low=lines.y - lines.error, high=lines.y + lines.error)
     lines["multiple"] *= 1.1 ** lines.groupby("line", sort=False).ngroup()  # bars stand side by side
     smallest = table[table.multiple == table.multiple.min()].set_index("dtype").delta_h_stderr
     (fine, *_, coarse), times = smallest.index, smallest.iloc[-1] / smallest.iloc[0]
     title = f"At the smallest step {coarse}'s standard error is {times:.0f} times {fine}'s"
     grid = panels(
-        sns.relplot, with_ends(lines, "y"), title, kind="line", x="multiple", y="y", hue="line",
+        sns.relplot, with_errors(lines, "y", lines.error), title, kind="line", x="multiple", y="y", hue="line",
         palette=[color("line"), *SERIES[: table.dtype.nunique()]], style="line", markers=True, err_style="bars",
         err_kws=dict(capsize=3), height=3.8, aspect=1.6, **INTERVAL,
     )  # fmt: skip
     grid.ax.set_yscale("symlog", linthresh=1)
-    for ax in grid.axes.flat:
-        ax.axhline(0, color=color("text"), linewidth=1, linestyle="--")
+    grid.ax.axhline(0, color=color("text"), linewidth=1, linestyle="--")
     grid.set(xscale="log", xlabel="step size, times the learning rate",
              ylabel="change / step size, nats ± 2 SE")  # fmt: skip
     return grid.figure

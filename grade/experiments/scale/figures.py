@@ -44,12 +44,10 @@ def sampling_figure(table: pd.DataFrame) -> Figure | None:
     best = ratios.loc[ratios.ratio.idxmin()]
     grid = panels(
         sns.catplot, shown, f"At best ({best.sampler}) a completion takes {best.ratio:.2g} times TRL's seconds",
-        kind="point", x="sampler", y="ratio", hue="completions", palette=SERIES[:many],
+        level=1, kind="point", x="sampler", y="ratio", hue="completions", palette=SERIES[:many],
         dodge=0.3 if many > 1 else False, linestyle="none", capsize=0.1, markersize=6, height=3.2, aspect=1.8,
         err_kws=dict(linewidth=1.5), **INTERVAL,
     )  # fmt: skip
-    for ax in grid.axes.flat:
-        ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
     grid.set(ylabel="seconds per completion over TRL's", xlabel="sampler (own: the default)",
              ylim=(0, 1.1 * shown.ratio.max()), xlim=(-0.6, ratios.sampler.nunique() - 0.4))  # fmt: skip
     return grid.figure

@@ -10,15 +10,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.learning import subject_names, title
-from grade.experiments.plotting import (
-    INTERVAL,
-    SERIES,
-    by_method,
-    color,
-    palette,
-    panels,
-    with_ends,
-)
+from grade.experiments.plotting import INTERVAL, SERIES, by_method, color, palette, panels, with_ends
 from grade.experiments.rewards import OWN
 from grade.experiments.text_first.metrics import differences, labelled, last
 

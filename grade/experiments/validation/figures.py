@@ -6,7 +6,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from grade.experiments.plotting import INTERVAL, SERIES, color, panels, with_ends
+from grade.experiments.plotting import INTERVAL, SERIES, panels, with_errors
 
 
 def first_order_figure(table: pd.DataFrame) -> Figure:
@@ -28,15 +28,13 @@ def importance_figure(table: pd.DataFrame) -> Figure:
     ratio, error = table["mean"] / table.exact, 2 * table.bias_stderr / table.exact.abs()
     share = table.ess.map("{:.0%}".format)
     shown = table.assign(
-        ratio=ratio, low=ratio - error, high=ratio + error, step=table.eta.map("{:g}".format) + "\n" + share,
+        ratio=ratio, step=table.eta.map("{:g}".format) + "\n" + share,
         weights="weights of " + table.way.map({"whole": "completions", "prefix": "prefixes"}),
     )  # fmt: skip
     grid = panels(
-        sns.catplot, with_ends(shown, "ratio"), "Importance sampling meets the truth within its error", kind="point",
-        x="step", y="ratio", hue="weights", palette=SERIES[:2], dodge=0.3, linestyle="none", capsize=0.1,
-        markersize=6, height=3.6, aspect=1.5, err_kws=dict(linewidth=1.5), **INTERVAL,
+        sns.catplot, with_errors(shown, "ratio", error), "Importance sampling meets the truth within its error",
+        level=1, kind="point", x="step", y="ratio", hue="weights", palette=SERIES[:2], dodge=0.3, linestyle="none",
+        capsize=0.1, markersize=6, height=3.6, aspect=1.5, err_kws=dict(linewidth=1.5), **INTERVAL,
     )  # fmt: skip
-    for ax in grid.axes.flat:
-        ax.axhline(1, color=color("line"), linewidth=1, linestyle="--")
     grid.set(xlabel="step size, and effective share of the samples", ylabel="estimate / true change, ± 2 SE")
     return grid.figure

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from grade.errors import InputError
-from grade.experiments.rewards import BATCH_ROWS, Subject
+from grade.experiments.rewards import GROUP, Subject
+from grade.experiments.training_runs import BATCH_ROWS
 from grade.gradients.distilled.families import Family, Observed, layers_of, make_family
 from grade.gradients.distilled.learner import DistilledGradient, Sample
 from grade.gradients.distilled.ridge import Choice, Spectrum, centred, choose, left_out
@@ -44,14 +45,14 @@ NOISE = 0.1
 
 @torch.no_grad()
 def scored_completions(
-    subject: Subject, families: Mapping[str, Family], n: int, seed: int = 0
+    subject: Subject, families: Mapping[str, Family], n: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Observed]]:
     """Rewards [n] by name, features by family, and the first n / G prompts' completions in parts of `BATCH_ROWS`."""
-    backbone, group = subject.backbone, subject.group
-    if n % group or not 0 < n <= group * len(subject.prompts):
-        raise InputError("completions", n, f"a multiple of {group}, up to {group * len(subject.prompts)}")
-    generator = torch.Generator(backbone.device).manual_seed(seed)
-    prompts = subject.prompts[slice(n // group)].repeat(group)
+    backbone, most = subject.backbone, GROUP * len(subject.prompts)
+    if n % GROUP or not 0 < n <= most:
+        raise InputError("completions", n, f"a multiple of {GROUP}, up to {most}")
+    generator = torch.Generator(backbone.device).manual_seed(0)
+    prompts = subject.prompts[slice(n // GROUP)].repeat(GROUP)
     seen, rewards, rows = [], defaultdict(list), defaultdict(list)
     for start in range(0, n, BATCH_ROWS):
         batch = prompts[slice(start, start + BATCH_ROWS)]
@@ -99,15 +100,14 @@ def explained_table(subject: Subject, sizes: Sequence[int], families: Sequence[s
     names = families or ["counts", "bag", "ngrams", "values", *depths, "trunk"]
     made = {name: make_family(name, subject.backbone) for name in names}
     rewards, rows, seen = scored_completions(subject, made, max(sizes))
-    table = []
+    table, tokens = [], torch.cat([part.tokens for part in seen])
     for name, family in made.items():
-        store = Store({name: family}, subject.group, max(sizes))
-        tokens = torch.cat([part.tokens for part in seen])
+        store = Store({name: family}, GROUP, max(sizes))
         store.add({name: rows[name]}, next(iter(rewards.values())), tokens)  # the Gram matrix is one for all
         for n in sizes:
             spectrum = Spectrum.of(store.grams[name][:n, :n])
             for reward, values in rewards.items():
-                choice, stderr = explained(spectrum, centred(values[:n].double().cpu(), subject.group), subject.group)
+                choice, stderr = explained(spectrum, centred(values[:n].double().cpu(), GROUP), GROUP)
                 table.append(dict(
                     policy=subject.policy, stage=subject.stage, reward=reward, family=name, n=n, r2=choice.r2,
                     r2_stderr=stderr, slope=choice.raw_slope, penalty=choice.penalty,
@@ -131,9 +131,9 @@ def liked_tokens(subject: Subject, completions: int) -> pd.DataFrame:
     ((name, reward),) = subject.rewards.items()
     learner, context = subject.learner(residual_weight="auto"), StepContext(1, apply=lambda: None)
     generator = torch.Generator(subject.backbone.device).manual_seed(0)
-    prompts = min(BATCH_ROWS, completions) // subject.group
+    prompts = min(BATCH_ROWS, completions) // GROUP
     samples = [learner.scored(learner.sample(_prompts(subject, start, prompts), generator), Objective(reward))
-               for start in range(0, completions // subject.group, prompts)]  # fmt: skip
+               for start in range(0, completions // GROUP, prompts)]  # fmt: skip
     learner.update_fit(samples, context)
     learner.last = samples[-1].seen
     table = token_table(subject.backbone.tokenizer, learner.liked_tokens(), learner.token_counts())
@@ -153,7 +153,7 @@ def fit_cost(subject: Subject, batch: int, completions: int) -> pd.DataFrame:
     """
     learner, objective = subject.learner(residual_weight="auto"), Objective(next(iter(subject.rewards.values())))
     generator = torch.Generator(subject.backbone.device).manual_seed(0)
-    prompts, context = batch // subject.group, StepContext(1, apply=lambda: None)
+    prompts, context = batch // GROUP, StepContext(1, apply=lambda: None)
     sample = learner.scored(learner.sample(_prompts(subject, 0, prompts), generator), objective)
     noise = torch.Generator().manual_seed(0)
     for _ in range(math.ceil(completions / batch)):

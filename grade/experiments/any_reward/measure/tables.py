@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Self
@@ -14,19 +14,17 @@ from grade.config import Config
 from grade.errors import InputError
 from grade.experiments.any_reward.measure import enumerated, explained
 from grade.experiments.any_reward.measure.worth import Gradients, gradient_rows, worth_table
-from grade.experiments.measured import Positive, Share, Size
+from grade.experiments.measured import Share, Size
 from grade.experiments.reward_runs import (
-    COLUMNS,
     NAMES,
     SEARCH_KL,
     Grid,
     Method,
     Rewards,
+    RunSettings,
     chosen_rates,
     grid_runs,
     make_run,
-    published_runs,
-    run_all,
     search_runs,
 )
 from grade.experiments.rewards import FamilyName, Models, Policy, RewardName, Subject, load_subject
@@ -42,53 +40,42 @@ SMOKE = Grid(
 class Critics(Config):
     """Critics of the enumerated policy, in whole groups of completions."""
 
-    fitted: int = Field(32, ge=8, multiple_of=4, description="completions of the fitted critics")
-    best: int = Field(64, ge=8, multiple_of=4, description="completions of the others")
-    samples: int = Field(800, ge=160, multiple_of=8, description="completions drawn for each critic")
-    steps: int = Field(24, ge=20, description="draws of each whole step of the method")
-    shares: list[Share] = Field([0.3, 0.8], min_length=1, description="shares of the reward that add up over tokens")
-    scales: list[float] = Field([0.0, 1.0], min_length=1, description="factors on the critic")
+    fitted: int = Field(32, ge=8, multiple_of=4)  # completions of the fitted critics
+    best: int = Field(64, ge=8, multiple_of=4)  # completions of the others
+    samples: int = Field(800, ge=160, multiple_of=8)  # completions drawn for each critic
+    steps: int = Field(24, ge=20)  # draws of each whole step of the method
+    shares: list[Share] = Field([0.3, 0.8], min_length=1)  # shares of the reward that add up over tokens
+    scales: list[float] = Field([0.0, 1.0], min_length=1)  # factors on the critic
 
 
 class Explained(Config):
     """Rewards of a policy that are distilled: untrained, and trained if it says how."""
 
-    rewards: list[RewardName] = Field(["trunk", "rule"], min_length=1, description="rewards")
-    sizes: list[Annotated[int, Field(ge=8, multiple_of=4)]] = Field([16, 32], min_length=1, description="completions n")
-    adapter: str = Field("", description="adapter of the trained policy")
-    trained_on: RewardName | None = Field(None, description="or the reward on which it is trained first, by auto")
+    rewards: list[RewardName] = Field(["trunk", "rule"], min_length=1)
+    sizes: list[Annotated[int, Field(ge=8, multiple_of=4)]] = Field([16, 32], min_length=1)  # completions n
+    adapter: str = ""  # adapter of the trained policy
+    trained_on: RewardName | None = None  # or the reward on which it is trained first, by auto
 
 
-class Settings(Models):
+class Settings(RunSettings):
     """Models, rewards and sizes."""
 
-    critics: Critics = Field(Critics(), description="critics of the enumerated policy")
-    explained: dict[Policy, Explained] = Field({"tiny": Explained()}, description="rewards that are distilled")
-    explained_families: list[FamilyName] = Field(["counts", "bag", "values"], description="families; empty: all")
-    worth: list[Gradients] = Field(
-        [Gradients(rewards=["trunk"], prompts=4, reference=2)],
-        min_length=1,
-        description="gradients whose samples are weighed",
-    )
-    tokens: dict[Policy, list[RewardName]] = Field({"tiny": ["gold"]}, description="rewards whose tokens are shown")
-    tokens_completions: int = Field(64, ge=8, description="completions that those rewards are distilled from")
-    published: str = Field("", description="results in git whose training runs are not trained again; empty: all are")
-    grids: list[Grid] = Field([SMOKE], min_length=1, description="training runs")
-    chosen_rates: dict[Method, Rate | None] = Field(
-        {"rloo": 1.0e-2, "auto": 1.0e-2, "plug_in": 1.0e-2, "ste": 1.0e-2},
-        description="method to learning rate, of an earlier search; the others, and those with null, are searched",
-    )
-    headline_kl: float = Field(2.0, gt=0, description="target for KL of the figures of samples; one of the grids'")
-    kl_levels: list[Positive] = Field([0.5, 1.0], min_length=1, description="KL at which rewards are compared")
-    headline_level: float = Field(1.0, gt=0, description="one of kl_levels: that of the paired figures")
-    cost: dict[Policy, Size] = Field({"tiny": 8}, description="policies on which a step is timed: completions a step")
-    cost_completions: int = Field(64, ge=8, description="completions in the store then")
-    processes: int = Field(1, ge=1, description="worker processes of one thread each, for training")
+    critics: Critics = Critics()  # critics of the enumerated policy
+    explained: dict[Policy, Explained] = {"tiny": Explained()}  # rewards that are distilled
+    explained_families: list[FamilyName] = ["counts", "bag", "values"]  # families; empty: all
+    # gradients whose samples are weighed
+    worth: list[Gradients] = Field([Gradients(rewards=["trunk"], prompts=4, reference=2)], min_length=1)
+    tokens: dict[Policy, list[RewardName]] = {"tiny": ["gold"]}  # rewards whose tokens are shown
+    tokens_completions: int = Field(64, ge=8)  # completions that those rewards are distilled from
+    grids: list[Grid] = Field([SMOKE], min_length=1)  # training runs
+    # method to learning rate, of an earlier search; the others, and those with null, are searched
+    chosen_rates: dict[Method, Rate | None] = {"rloo": 1.0e-2, "auto": 1.0e-2, "plug_in": 1.0e-2, "ste": 1.0e-2}
+    headline_kl: float = 2.0  # target for KL of the figures of samples; one of the grids'
+    cost: dict[Policy, Size] = {"tiny": 8}  # policies on which a step is timed: completions a step
+    cost_completions: int = Field(64, ge=8)  # completions in the store then
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.headline_level not in self.kl_levels:
-            raise InputError("headline_level", self.headline_level, f"one of kl_levels = {self.kl_levels}")
         targets = sorted({target for grid in self.grids for target in grid.target_kls})
         if self.headline_kl not in targets:
             raise InputError("headline_kl", self.headline_kl, f"one of the grids' target_kls = {targets}")
@@ -111,22 +98,14 @@ class Settings(Models):
         """Models and prompts of training runs."""
         policies = {"tiny", "smollm2", *(["sums"] if any("sums" in grid.rewards for grid in self.grids) else [])}
         models = Models(**self.model_dump(include=set(Models.model_fields)))
-        bases = {policy: self.base(policy) for policy in policies}
-        return Rewards(bases, self.gold_file, self.reviews_dir, on_search_prompts, models)
-
-    @cached_property
-    def finished(self) -> pd.DataFrame:
-        """Runs that are not trained again."""
-        return published_runs(self.published)
+        return Rewards.of(models, policies, on_search_prompts)
 
     @cached_property
     def searched(self) -> pd.DataFrame:
         """The search for the methods without a chosen rate."""
         methods = [method for method in self.methods if self.chosen_rates.get(method) is None]
-        if not methods:
-            return pd.DataFrame(columns=list(COLUMNS))
         runs = search_runs(self, self.grids[0], methods)
-        return run_all(self.bench(on_search_prompts=True), runs, self.finished, self.processes)
+        return self.run_all(self.bench(on_search_prompts=True), runs)
 
     @cached_property
     def rates(self) -> dict[str, float]:
@@ -136,10 +115,7 @@ class Settings(Models):
     @cached_property
     def trained_runs(self) -> pd.DataFrame:
         """All runs of the grids: every method on every reward at every target for KL, seed by seed."""
-        return _all(
-            run_all(self.bench(), grid_runs(self, grid, self.rates), self.finished, self.processes)
-            for grid in self.grids
-        )
+        return _all(self.run_all(self.bench(), grid_runs(self, grid, self.rates)) for grid in self.grids)
 
     def explained_subjects(self) -> Iterator[tuple[Subject, list[int]]]:
         """Every policy untrained, then trained, with the sizes of its fits."""
@@ -164,7 +140,7 @@ def _worth(s: Settings) -> Iterator[pd.DataFrame]:
         yield worth_table(subject, sizes, gradient_rows(subject, sizes))
 
 
-TABLES: dict[str, Callable[[Settings], pd.DataFrame]] = {
+TABLES = {
     "exact": lambda s: enumerated.exact_table(*s.enumerated),
     "bias": lambda s: enumerated.bias_table(*s.enumerated, s.critics.samples, s.critics.steps),
     "law": lambda s: enumerated.law_table(s.critics.shares, s.critics.scales, n=s.critics.best),
@@ -176,7 +152,7 @@ TABLES: dict[str, Callable[[Settings], pd.DataFrame]] = {
     "search": lambda s: s.searched.drop(columns="seconds"),
     "runs": lambda s: s.trained_runs.drop(columns="seconds"),
 }  # fmt: skip
-TIMED: dict[str, Callable[[Settings], pd.DataFrame]] = {
+TIMED = {
     "run_seconds": lambda s: s.trained_runs[[*NAMES, "step", "seconds"]],
     "fit_cost": lambda s: _all(
         explained.fit_cost(load_subject(s, policy, ["sums" if policy == "sums" else "gold"]), batch, s.cost_completions)

@@ -94,7 +94,7 @@ class Settings(Config):
     @cached_property
     def policy(self) -> tuple[Backbone, PromptBatch, Tensor]:
         """The trained policy, and text as prompts and completions."""
-        adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.backbone_dir and self.runs_dir else ""
+        adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.runs_dir else ""
         backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
         sizes = self.measured_batch, self.measured_prompt_tokens, self.measured_new_tokens
         return backbone, *text_sequences(backbone, texts, *sizes)
@@ -204,7 +204,7 @@ def _compared(s: Settings) -> pd.DataFrame:
     with torch.no_grad(), backbone.reference():
         stored = completion_logps(backbone, prompts, ids, torch.ones_like(ids))
     parameters, rows, expected = backbone.trainable_parameters(), {}, None
-    for option in progress(["selected", *[o for o in OPTIONS if o != "selected"]], "options"):
+    for option in progress(sorted(OPTIONS, key=lambda option: option != "selected"), "options"):
         times = []
         for _ in range(s.repeats):
             backbone.zero_grad(set_to_none=True)

@@ -76,8 +76,7 @@ def scope_difference(task: Task, n: int, **lengths: int) -> float:
 
 def loss_plus_reward(setting: Setting, beta: float) -> float:
     """Loss plus reward of one step of `ste`, ``beta`` times the mean KL: 0 if KL is not in the loss."""
-    parameters = setting.backbone.trainable_parameters()
-    generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed)
+    parameters, generator = setting.backbone.trainable_parameters(), setting.noise()
     with restoring(parameters):
         with torch.no_grad():
             for p in parameters:

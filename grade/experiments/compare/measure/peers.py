@@ -25,7 +25,7 @@ from torch import Tensor
 from grade.config import SEEDS, Config
 from grade.errors import InputError
 from grade.experiments.compare.measure.runs import make_run
-from grade.experiments.training_runs import FIXED, Bench, Run, judged_by, train_once
+from grade.experiments.training_runs import Bench, Run, judged_by, sizes, train_once
 from grade.experiments.trl_runs import Clock, alone, require_peer, same_settings, train_trl
 from grade.gradients.methods import MethodName, Rate
 from grade.gradients.objective import Objective
@@ -115,8 +115,17 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 def train_peer(bench: Bench, run: Run) -> list[dict[str, Any]]:
     """Train TRL's GRPOTrainer as `train_once` trains our ``grpo``; rows as its, the untrained policy first."""
-    rows = []
-    train_grpo(bench, run, lambda task, step, seconds: rows.append(_row(run.config, run, task, step, seconds)))
+    rows, config = [], run.config
+
+    def evaluate(task: Task, step: int, seconds: float) -> None:
+        found = evaluate_task(config, task, config.eval_prompts)
+        rows.append({
+            **run.names, "method": PEER, "step": step, "samples": step * config.batch_completions, "seconds": seconds,
+            "reward": found.reward.mean(), "gold": found.gold.mean(),
+            "kl": found.kl.mean() * config.max_completion_length,
+        })  # fmt: skip
+
+    train_grpo(bench, run, evaluate)
     return rows
 
 
@@ -154,34 +163,15 @@ def train_beside(
     train_trl(bench.bases[run.policy], task.backbone.dtype, trainer, arguments, columns, Clock(run.config, observe))
 
 
-def _row(config: TrainConfig, run: Run, task: Task, step: int, seconds: float) -> dict[str, Any]:
-    m = config.eval_prompts  # one n for the whole curve, as in `grade.training.trainer`
-    n = config.final_eval_prompts if step in (0, config.max_steps) else m
-    evaluation = evaluate_task(config, task, n)
-    return {
-        "method": PEER,
-        "beta": config.beta,
-        "seed": config.seed,
-        "step": step,
-        "samples": step * config.per_device_train_batch_size * config.gradient_accumulation_steps,
-        "seconds": seconds,
-        "reward": evaluation.reward[:m].mean(),
-        "gold": evaluation.gold[:m].mean(),
-        "kl": evaluation.kl.mean() * config.max_completion_length,
-    }
-
-
 def compare_peers(config: PeersConfig) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
     """Evaluations of our runs and the peer's, each in a fresh process of one thread; their costs; TRL's settings.
 
     Seconds per sample are the mean: a median would hide a slow first step.
     """
     require_peer(PEER)
-    names = ("max_prompt_length", "max_completion_length", "gumbel_topk", "per_device_train_batch_size", "max_steps",
-             "eval_steps", "eval_prompts")  # fmt: skip
-    values = FIXED | {name: getattr(config, name) for name in names}
-    values |= {"min_completion_length": config.max_completion_length, "final_eval_prompts": config.eval_prompts,
-               "kl_eval_prompts": config.eval_prompts}  # fmt: skip
+    values = sizes(config.max_prompt_length, config.max_completion_length, config.per_device_train_batch_size,
+                   config.max_steps, config.eval_steps, config.eval_prompts)  # fmt: skip
+    values["gumbel_topk"] = config.gumbel_topk
     bench = (FunctionBench if config.black_box else Bench)({"policy": config.model}, config.gold, config.reviews)
     runs = [make_run(method, config.beta, config.seed, rate, values, config.reward)
             for method, rate in zip(config.methods, config.learning_rates, strict=True)]  # fmt: skip

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from grade.config import Config
 from grade.experiments.compare.measure.peers import settings
-from grade.experiments.training_runs import FIXED
+from grade.experiments.training_runs import FIXED, UNEVALUATED
 from grade.experiments.trl_runs import Clock, alone, train_trl
 from grade.experiments.trl_traces import SETTINGS, trl_traces
 from grade.memory.models import model_config
@@ -56,12 +56,11 @@ def trl_rows(model: str, device: Device) -> Iterator[dict[str, Any]]:
                "traced_over_measured": row.traced / row.tracked}  # fmt: skip
 
 
-def grpo_rows(model: str, device: Device, sizes: dict[str, int] | None = None) -> Iterator[dict[str, Any]]:
+def grpo_rows(model: str, device: Device) -> Iterator[dict[str, Any]]:
     """For each trainer the seconds of its steps and the peak in bytes."""
-    values = FIXED | SIZES | (sizes or {}) | {
+    values = FIXED | UNEVALUATED | SIZES | {
         "method": "grpo", "num_generations": 8, "beta": 0.1, "bf16": True, "gradient_checkpointing": True,
-        "use_cpu": device == "cpu", "eval_strategy": "no", "eval_steps": 100, "eval_on_start": False,
-        "eval_on_end": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "use_cpu": device == "cpu", "eval_steps": 100,
     }  # fmt: skip
     values["min_completion_length"] = values["max_completion_length"]
     with tempfile.TemporaryDirectory() as folder:

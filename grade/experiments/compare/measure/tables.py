@@ -14,7 +14,7 @@ from grade.errors import InputError
 from grade.experiments.compare.measure import defects, runs
 from grade.experiments.measured import Positive, Seeds, Several, Size
 from grade.experiments.setting import kl_at_start, make_setting
-from grade.experiments.training_runs import FIXED, Run, train_all
+from grade.experiments.training_runs import Run, sizes, train_all
 from grade.gradients.methods import MethodName, Rate
 from grade.results import read_metrics
 
@@ -84,13 +84,9 @@ class Settings(Config):
 
     def run(self, method: str, beta: float, seed: int, learning_rate: float, reward_dir: str = "") -> Run:
         """One run; default: on the first reward."""
-        values = dict(
-            FIXED, max_steps=self.max_steps, per_device_train_batch_size=self.completions,
-            max_prompt_length=self.prompt_tokens, max_completion_length=self.new_tokens,
-            min_completion_length=self.new_tokens, gumbel_topk=self.support_size, eval_steps=self.eval_every,
-            eval_prompts=self.eval_prompts, final_eval_prompts=self.final_eval_prompts,
-            kl_eval_prompts=self.eval_prompts,
-        )  # fmt: skip
+        values = sizes(self.prompt_tokens, self.new_tokens, self.completions, self.max_steps, self.eval_every,
+                       self.eval_prompts)  # fmt: skip
+        values |= {"gumbel_topk": self.support_size, "final_eval_prompts": self.final_eval_prompts}
         return runs.make_run(method, beta, seed, learning_rate, values, reward_dir or self.reward_dir)
 
     @cached_property

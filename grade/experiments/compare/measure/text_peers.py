@@ -30,8 +30,8 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, get_args
 from unittest import mock
@@ -45,7 +45,7 @@ from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import cross_val_predict
 from sklearn.pipeline import make_pipeline
 from torch import Tensor
-from transformers import TrainerCallback, get_linear_schedule_with_warmup
+from transformers import TrainerCallback
 
 from grade.config import LARGEST, Config
 from grade.data.texts import read_texts, reference_texts, score_texts
@@ -53,16 +53,15 @@ from grade.errors import InputError
 from grade.experiments.compare.measure.peers import train_beside, train_grpo
 from grade.experiments.measured import Seeds, Several, Size
 from grade.experiments.reward_runs import Grid, Rewards, make_run
-from grade.experiments.rewards import BATCH_ROWS, GROUP, OWN, Models, RewardName, number_of_texts, source_values
-from grade.experiments.text_quality import distinct_n, outside
-from grade.experiments.training_runs import Run
+from grade.experiments.rewards import GROUP, OWN, Models, RewardName, number_of_texts, source_values
+from grade.experiments.text_quality import qualities
+from grade.experiments.training_runs import QUIET, Run, best_of, fine_tune
+from grade.experiments.trl_runs import require_peer
 from grade.gradients.methods import MOST_ROWS, Rate
 from grade.gradients.objective import Objective, sequence_mean
-from grade.memory.trl_file import have_trl
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, ScoredTexts, encode_examples, encode_prompts, padded
+from grade.models.prompts import PromptBatch, ScoredTexts, encode_prompts, padded
 from grade.models.samplers import make_sampler
-from grade.models.sampling import generate
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
 from grade.rewards.rewards import make_rewards
 from grade.training.evaluate import Evaluation
@@ -124,13 +123,11 @@ class _Clock(TrainerCallback):
 def compare_text_peers(config: TextPeersConfig) -> Iterator[pd.DataFrame]:
     """The table, a row for each evaluation of each run, as it is after each contestant."""
     if {each.method for each in config.contestants} & {"dpo", "trl_grpo"}:
-        if not have_trl():
-            raise InputError("contestants", "dpo or trl_grpo", "others, or pip install -e '.[peers]'")
+        require_peer("dpo or trl_grpo")
         import trl.trainer.dpo_trainer
         import trl.trainer.grpo_trainer  # noqa: F401  its imports are not training
     torch.set_num_threads(1)
-    bases = {config.policy: config.base(config.policy)}
-    bench, rows = Rewards(bases, config.gold_file, config.reviews_dir, models=config), []
+    bench, rows = Rewards.of(config, [config.policy]), []
     for seed in config.seeds:
         known: dict[str, Any] = {}
         for contestant in config.contestants:
@@ -152,22 +149,22 @@ class _Contest:
     rows: list[dict[str, Any]]
 
     def _add(self, strength: Any, step: int, samples: int, seconds: float, evaluation: Evaluation) -> None:
-        source, figures, written = self.contestant.texts, evaluation.metrics(), evaluation.completions
+        source, figures = self.contestant.texts, evaluation.metrics()
         texts = number_of_texts(source)
         self.rows.append({
             "policy": self.config.policy, "reward_name": self.config.reward, "method": self.contestant.method,
             "source": source, "strength": strength, "seed": self.seed, "step": step,
             "samples": samples + (0 if source.isdecimal() else texts), "texts": texts, "reward_calls": samples + texts,
             "seconds": seconds, "reward": figures["val/reward_mean"], "stderr": figures["val/reward_stderr"],
-            "kl": figures["val/kl"] * self.config.new_tokens, "outside": outside(written).mean(),
-            "distinct": distinct_n(written, 2), "length": sum(len(text.split()) for text in written) / len(written),
-        })  # fmt: skip
+            "kl": figures["val/kl"] * self.config.new_tokens,
+        } | qualities(evaluation.completions))  # fmt: skip
 
     def _evaluate(self, strength: Any, samples: int, before: float, task: Task, step: int, seconds: float) -> None:
         """Add the row of a policy that was trained for so many steps, of ``samples`` completions each."""
-        if (evaluation := None if step else self.known.get("untrained")) is None:
-            evaluation = evaluate_task(self._run().config, task, self.config.eval_prompts)
-        self.known |= {} if step else {"untrained": evaluation}
+        known = None if step else self.known.get("untrained")
+        evaluation = known or evaluate_task(self._run().config, task, self.config.eval_prompts)
+        if step == 0:
+            self.known["untrained"] = evaluation
         self._add(strength, step, step * samples, before + seconds, evaluation)
 
     def _run(self, method: str = "grpo", **values: Any) -> Run:
@@ -176,14 +173,9 @@ class _Contest:
         grid = Grid(policy=config.policy, rewards=[config.reward], methods=["grpo"], completions=c.batch,
                     steps=c.steps, eval_every=c.eval_every, eval_prompts=config.eval_prompts)  # fmt: skip
         run = make_run(config, grid, config.reward, method, 1.0, self.seed, c.learning_rate)
-        return Run(
-            run.names, run.values | {"target_kl": None, "lr_scheduler_type": "linear"} | values, run.policy, run.reward
-        )
+        return replace(run, values=run.values | {"target_kl": None, "lr_scheduler_type": "linear"} | values)
 
-    def _encode(self, backbone: Backbone, rows: Sequence[dict[str, Any]]) -> PromptBatch:
-        return encode_examples(backbone.tokenizer, rows, self.config.prompt_tokens, "right", warn_raw=False)
-
-    def _read(self, task: Task) -> list[dict[str, Any]]:
+    def _read(self, task: Task, encode: Callable[..., PromptBatch]) -> list[dict[str, Any]]:
         backbone, length, source = task.backbone, self.config.new_tokens, self.contestant.texts
         number = number_of_texts(source)
         if source.isdecimal():
@@ -194,25 +186,26 @@ class _Contest:
             raise InputError("texts", source, f"at most reference:{GROUP * len(prompts)}, {GROUP} of each prompt")
         prompts = random.Random(self.seed).sample(prompts, number // GROUP)
         return reference_texts([{"prompt": prompt} for prompt in prompts], number, backbone, make_sampler("own"),
-                               completion_tokens=length, encode=partial(self._encode, backbone), seed=self.seed,
+                               completion_tokens=length, encode=encode, seed=self.seed,
                                min_new_tokens=length)  # fmt: skip
 
     def _scored(self, task: Task) -> tuple[ScoredTexts, float]:
         """The texts with their rewards, and the seconds that they took."""
         if self.contestant.texts not in self.known:
-            start, backbone, length = time.perf_counter(), task.backbone, self.config.new_tokens
-            texts = score_texts(self._read(task), backbone, make_rewards(task.reward_model, backbone),
-                                completion_tokens=length, encode=partial(self._encode, backbone))  # fmt: skip
+            start, encode = time.perf_counter(), partial(self.config.encode, task.backbone)
+            rewards = make_rewards(task.reward_model, task.backbone)
+            texts = score_texts(self._read(task, encode), task.backbone, rewards, encode=encode,
+                                completion_tokens=self.config.new_tokens)  # fmt: skip
             self.known[self.contestant.texts] = texts, time.perf_counter() - start
         return self.known[self.contestant.texts]
 
     def ours(self, target: float) -> None:
-        values = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "target_kl": float(target)}
-        run = self._run(self.contestant.method, **values, **source_values(self.config, self.contestant.texts))
+        texts = source_values(self.config, self.contestant.texts)
+        run = self._run(self.contestant.method, **QUIET, **texts, target_kl=float(target))
         task, clock = self.bench.task(run), _Clock()
         prompts = [[{"prompt": text} for text in texts] for texts in (task.train_prompts, task.validation_prompts)]
         with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, GRADE_CACHE=folder):
-            config, start = Run(run.names, run.values | {"output_dir": folder}).config, time.perf_counter()
+            config, start = replace(run, values=run.values | {"output_dir": folder}).config, time.perf_counter()
             trainer = GradeTrainer(task.backbone, task.reward_model, config, *prompts, texts=config.texts,
                                    callbacks=[clock])  # fmt: skip
             trainer.train()
@@ -226,21 +219,13 @@ class _Contest:
         texts, before = self._scored(task)
         weights = likelihood_weights(c.method, advantages(texts), strength)
         beta = strength if c.method == "policy_gradient" else 0.0
-        parameters, seconds = task.backbone.trainable_parameters(), 0.0
-        optimizer = torch.optim.AdamW(parameters, c.learning_rate, weight_decay=0.0)
-        schedule = get_linear_schedule_with_warmup(optimizer, 0, c.steps)
+
+        def loss(rows: Tensor) -> Tensor:
+            return _loss(task.backbone, texts[rows], weights[rows], beta)
+
+        self._evaluate(strength, 0, before, task, 0, 0.0)
         rows, generator = weights.nonzero().flatten(), torch.Generator().manual_seed(self.seed)
-        passes = range(-(-c.steps * c.batch // len(rows)))
-        order = torch.cat([rows[torch.randperm(len(rows), generator=generator)] for _ in passes])
-        self._evaluate(strength, 0, before, task, 0, seconds)
-        for step, chosen in enumerate(order.split(c.batch)[: c.steps], 1):
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            _loss(task.backbone, texts[chosen], weights[chosen], beta).backward(inputs=parameters)
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            schedule.step()
-            seconds += time.perf_counter() - start
+        for step, seconds in fine_tune(task.backbone, rows, loss, c.learning_rate, c.steps, c.batch, generator):
             if step % c.eval_every == 0 or step == c.steps:
                 self._evaluate(strength, 0, before, task, step, seconds)
 
@@ -274,13 +259,12 @@ class _Contest:
         prompts = encode_prompts(backbone.tokenizer, texts, self.config.prompt_tokens)
         before = backbone.tokenizer(strength)["input_ids"] if prompted else []
         asked = PromptBatch(*padded([before + row for row in prompts.rows()], side="left"))
-        generator, best = torch.Generator().manual_seed(self.seed + 1), []  # 0: that of the texts
-        for few in torch.arange(len(texts)).split(max(1, BATCH_ROWS // n)):
-            ids, mask = generate(backbone, asked[few].repeat(n), length, generator, min_new_tokens=length)
-            rewards = Objective(task.reward_model).score(backbone, prompts[few].repeat(n), ids, mask).view(-1, n)
-            rows = rewards.argmax(1) + n * torch.arange(len(few))
-            best.append((rewards.max(1).values, ids[rows]))
-        rewards, ids = (torch.cat(parts) for parts in zip(*best, strict=True))
+        generator = torch.Generator().manual_seed(self.seed + 1)  # 0: that of the texts
+
+        def score(rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+            return Objective(task.reward_model).score(backbone, prompts[rows], ids, mask)
+
+        rewards, ids = best_of(backbone, asked, n, length, generator, score)
         seconds = time.perf_counter() - start
         with torch.no_grad():
             states = [predicting_hidden(backbone, each, ids) for each in (asked, prompts)]
@@ -336,7 +320,8 @@ def preference_pairs(texts: ScoredTexts) -> dict[str, list[list[int]]]:
     prompts, completions = texts.prompts.rows(), texts.ids.tolist()
     groups = pd.Series(texts.rewards.numpy()).groupby([str(prompt) for prompt in prompts], sort=False)
     pairs = [(best, worst) for best, worst in zip(groups.idxmax(), groups.idxmin(), strict=True) if best != worst]
-    chosen, rejected = zip(*pairs, strict=True)
-    columns = (prompts, chosen), (completions, chosen), (completions, rejected)
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return {name: [rows[i] for i in places] for name, (rows, places) in zip(names, columns, strict=True)}
+    return {
+        "prompt_ids": [prompts[best] for best, _ in pairs],
+        "chosen_ids": [completions[best] for best, _ in pairs],
+        "rejected_ids": [completions[worst] for _, worst in pairs],
+    }

@@ -50,7 +50,7 @@ def exact_gradients(setting: Setting) -> dict[str, Tensor]:
             if name == KL:
                 values.append(_kl(backbone, many, ids, mask))
             else:
-                objective = Objective(setting.rewards[name], 0.0, setting.scope)
+                objective = Objective(setting.rewards[name], 0.0)
                 values.append(objective.reward(backbone.embed(many.ids), many, backbone.embed(ids), mask).detach())
         expected = (probabilities * torch.stack(values)).sum(1).mean()
         grads = torch.autograd.grad(expected, backbone.trainable_parameters(), retain_graph=True)

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from grade.gradients import losses
 from grade.gradients.estimators import EstimatorName, RelaxationConfig
 from grade.gradients.objective import Objective, sequence_mean
-from grade.gradients.replay import Pullback, ReplayGraph
+from grade.gradients.replay import ReplayGraph
 from grade.gradients.rollout import sample
 from grade.models.backbone import Backbone
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
 from grade.models.scoring import sequence_kl
 from grade.results import progress
-from grade.rewards.base import RewardScope
 
 PolicyGradient = Literal["reinforce", "rloo", "remax", "grpo"]
 POLICY_GRADIENTS: tuple[PolicyGradient, ...] = get_args(PolicyGradient)
@@ -75,18 +74,12 @@ class Setting:
     variants: Sequence[Variant]  # relaxed estimators
     policy: Sequence[PolicyGradient] = ("rloo",)  # policy gradients
     kl: bool = False  # whether KL is one more "reward"
-    scope: RewardScope = "prompt_and_completion"  # what rewards score
     project: Callable[[Tensor], Tensor] = field(default=lambda gradient: gradient)  # applied to every gradient [P]
 
     @property
     def size(self) -> int:
         """Completions per row, B G."""
         return len(self.prompts) * self.group
-
-    def repeated(self) -> PromptBatch:
-        """Each prompt G times, [B G, P]."""
-        owner = torch.arange(len(self.prompts), device=self.prompts.ids.device).repeat_interleave(self.group)
-        return self.prompts[owner]
 
 
 @dataclass(frozen=True)
@@ -117,13 +110,13 @@ def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = No
     return losses.rloo(rewards) * (1 if kind == "rloo" else 1 - 1 / rewards.shape[1])
 
 
-def gradient_rows(setting: Setting, rows: int, seed: int = 0) -> Rows:
+def gradient_rows(setting: Setting, rows: int) -> Rows:
     """Draw R rows."""
     gradients: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     norms: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     sizes = [p.numel() for p in setting.backbone.trainable_parameters()]
     for row in progress(range(rows), "batches of gradients"):
-        generator = torch.Generator(setting.backbone.device).manual_seed(1_000_003 * seed + row)
+        generator = torch.Generator(setting.backbone.device).manual_seed(row)
         for key, gradient in _row(setting, generator):
             norms[key].append(torch.stack([part.norm() for part in gradient.split(sizes)]).cpu())
             gradients[key].append(setting.project(gradient.cpu()))
@@ -132,56 +125,43 @@ def gradient_rows(setting: Setting, rows: int, seed: int = 0) -> Rows:
 
 
 def _row(setting: Setting, generator: torch.Generator) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    """Yields (reward, estimator) and gradient [P]."""
-    hard = [v for v in setting.variants if v.estimator != "gumbel"]
-    if hard or setting.policy:
-        yield from _hard_row(setting, hard, generator)
-    soft: dict[tuple[float, int], list[Variant]] = defaultdict(list)
-    for variant in setting.variants:
-        if variant.estimator == "gumbel":
-            soft[variant.tau, variant.topk].append(variant)
-    for variants in soft.values():
-        relaxation = variants[0].relaxation(setting.length)
-        graph = ReplayGraph(setting.backbone, sample(setting.backbone, setting.repeated(), relaxation, generator))
-        pull = graph.pullback(graph.rollout, relaxation)
-        for name, _, r, k in _targets(setting, graph):
-            for variant in variants:
-                yield (name, variant.name), _relaxed(graph, variant, r, k, pull)
-
-
-def _hard_row(
-    setting: Setting, variants: Sequence[Variant], generator: torch.Generator
-) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Yields (reward, estimator) and gradient [P]: of all hard estimators on one rollout, of soft ones on their own."""
     backbone = setting.backbone
     # With the full vocabulary or a perturbed support the hard token is an exact sample, whatever K is.
     drawn = RelaxationConfig(estimator="ste", gumbel_topk=min(64, backbone.vocab_size), max_new_tokens=setting.length)
-    graph = ReplayGraph(backbone, sample(backbone, setting.repeated(), drawn, generator))
-    relaxations = [variant.relaxation(setting.length) for variant in variants]
-    targets = list(_targets(setting, graph))
-    pulls = [graph.pullback(graph.given(relaxation, generator), relaxation) for relaxation in relaxations]
-    for name, values, r, k in targets:
-        groups = values.double().view(len(setting.prompts), setting.group)
-        for kind in setting.policy:
-            greedy = _greedy(setting, name) if kind == "remax" else None
-            coefficients = advantages(groups, kind, greedy).flatten() / setting.size
-            yield (name, kind), graph.parameter_gradient(graph.policy(coefficients) - k)
-        for variant, pull in zip(variants, pulls, strict=True):
-            yield (name, variant.name), _relaxed(graph, variant, r, k, pull)
+    by_rollout: dict[tuple[float, int] | None, list[Variant]] = {None: []}
+    for variant in setting.variants:
+        soft = variant.estimator == "gumbel"
+        by_rollout.setdefault((variant.tau, variant.topk) if soft else None, []).append(variant)
+    for soft, variants in by_rollout.items():
+        policy = () if soft else setting.policy
+        if not variants and not policy:
+            continue
+        relaxations = [variant.relaxation(setting.length) for variant in variants]
+        prompts = setting.prompts.repeat(setting.group)
+        graph = ReplayGraph(backbone, sample(backbone, prompts, relaxations[0] if soft else drawn, generator))
+        targets = list(_targets(setting, graph))
+        pulls = [graph.pullback(graph.rollout if soft else graph.given(relaxation, generator), relaxation)
+                 for relaxation in relaxations]  # fmt: skip
+        for name, values, r, k in targets:
+            groups = values.double().view(len(setting.prompts), setting.group)
+            for kind in policy:
+                greedy = _greedy(setting, name) if kind == "remax" else None
+                coefficients = advantages(groups, kind, greedy).flatten() / setting.size
+                yield (name, kind), graph.parameter_gradient(graph.policy(coefficients) - k)
+            for variant, pull in zip(variants, pulls, strict=True):
+                v, _, _ = graph.adjoint(r, k, pull, variant.hops)
+                yield (name, variant.name), -graph.parameter_gradient(v)
 
 
 def _targets(setting: Setting, graph: ReplayGraph) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """For each reward: its name, values [B G], and adjoints r and k of *minus* it."""
     for name, model in setting.rewards.items():
-        values, r, _ = graph.reward(Objective(model, 0.0, setting.scope))
+        values, r, _ = graph.reward(Objective(model, 0.0))
         yield name, values, r, torch.zeros(())
     if setting.kl:
         kl, k = graph.kl(-1.0)
         yield KL, sequence_mean(kl, graph.rollout.completion_mask), torch.zeros_like(graph.e), k
-
-
-def _relaxed(graph: ReplayGraph, variant: Variant, r: Tensor, k: Tensor, pull: Pullback) -> Tensor:
-    v, _, _ = graph.adjoint(r, k, pull, variant.hops)
-    return -graph.parameter_gradient(v)
 
 
 @torch.no_grad()
@@ -191,6 +171,5 @@ def _greedy(setting: Setting, name: str) -> Tensor:
     ids, mask = generate(backbone, setting.prompts, setting.length, generator, temperature=0.0, stop_early=False)
     if name == KL:
         return sequence_mean(sequence_kl(backbone, setting.prompts, ids, mask), mask).double()
-    objective = Objective(setting.rewards[name], 0.0, setting.scope)
-    prompt_embeds = backbone.embed(setting.prompts.ids)
+    prompt_embeds, objective = backbone.embed(setting.prompts.ids), Objective(setting.rewards[name], 0.0)
     return objective.reward(prompt_embeds, setting.prompts, backbone.embed(ids), mask).double()

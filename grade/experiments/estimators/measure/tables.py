@@ -80,10 +80,10 @@ class Settings(Config):
     rows: int = Field(12, ge=12)  # batches; the blend is cross-fitted in four folds of at least three
     taus: list[Positive] = [1.0]  # Gumbel temperatures of ste
     hops: list[Count] = [0, 1]  # feedback hops of ste
-    topk: int = Field(16, ge=0)  # size K of the perturbed support; 0: the whole vocabulary
+    topk: Count = 16  # size K of the perturbed support; 0: the whole vocabulary
     others: bool = True  # gumbel_rao, reinmax and gumbel as well
-    chosen_tau: float = Field(1.0, gt=0)  # of the ste gradient whose worth is reported and which is blended
-    chosen_hops: int = Field(0, ge=0)  # its hops
+    chosen_tau: Positive = 1.0  # of the ste gradient whose worth is reported and which is blended
+    chosen_hops: Count = 0  # its hops
     hybrid_batches: list[Size] = [8, 64, 512]  # batch sizes of the blend
     device: Device = "cpu"  # where the language model runs
     dtype: Literal[tuple(DTYPES)] = "float32"  # type of its weights

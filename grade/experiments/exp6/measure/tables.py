@@ -20,13 +20,12 @@ from typing import Any, Literal
 import pandas as pd
 import torch
 from peft import set_peft_model_state_dict
-from pydantic import Field
 from safetensors.torch import load_file
 from torch import Tensor
 
 from grade.config import Config
 from grade.errors import InputError, reading
-from grade.experiments.measured import Count, Several, Size
+from grade.experiments.measured import Count, Positive, Several, Size
 from grade.experiments.setting import Setting, kl_at_start, load_models, make_setting
 from grade.experiments.traced import kept_bytes
 from grade.gradients.estimators import relax
@@ -58,7 +57,6 @@ from grade.training.toy import toy_task
 TAUS = (0.5, 1.0, 2.0)
 LAST_POSITION = "unrolled, last position"  # with logits at the last position of each prefix only
 _SUPPORTS = (1, 4, 16, 64, 256, 1024, 4096)  # K whose mass is measured, as far as they are below V
-_REWARD_SIZES = dict(tokens=64, k=256, hidden=2560, vocab=32_000)  # the document's, with the width of Qwen3-4B
 _REFERENCE_REPEATS = 3  # a pass is short: one timing alone could turn the verdict
 _TOY_TRAINING = dict(
     max_steps=6, per_device_train_batch_size=8, max_prompt_length=6, truncation="right", raw_prompts=True,
@@ -94,7 +92,7 @@ class Settings(Config):
     parity_batch: Several = 2  # B of the parity measurements
     parity_prompt_tokens: Size = 5  # P
     parity_new_tokens: Several = 6  # T
-    parity_tau: float = Field(2.0, gt=0)  # Gumbel temperature, that of the training runs
+    parity_tau: Positive = 2.0  # Gumbel temperature, that of the training runs
     parity_hops: list[Count] = [0, 1, 2, 3]  # feedback hops whose error is measured; 2 among them
     parity_steps: Size = 3  # optimizer steps, optimised against legacy
     parity_learning_rate: Rate = 1.0e-3  # of those steps
@@ -104,7 +102,7 @@ class Settings(Config):
     speed_batch: Size = 2  # B of the timings
     speed_prompt_tokens: Size = 5  # P
     speed_new_tokens: Several = 8  # T of the headline ratio
-    speed_hops: int = Field(2, ge=0)  # feedback hops of the timings
+    speed_hops: Count = 2  # feedback hops of the timings
     replay_tokens: list[Size] = [4, 8, 12]  # T of replay's time curve, besides speed_new_tokens
     stepwise_tokens: list[Size] = [4]  # T of the other engines' curves, besides speed_new_tokens
     repeats: Size = 2  # replay is timed this often, the median counts
@@ -170,59 +168,44 @@ class Settings(Config):
 
 
 # ---- finished training runs ----
-def _of_each(s: Settings, read: Callable[[Path], Any]) -> dict[str, Any]:
-    """What is read in the folder of each run, by the folder's name."""
-    folders, values = sorted(file.parent for file in s.runs.glob("*/history.csv")), dict[str, Any]()
+def _of_each(s: Settings, read: Callable[[Path], pd.DataFrame]) -> pd.DataFrame:
+    """What is read in the folder of each run, one below the other; the first column has the folder's name."""
+    folders, tables = sorted(file.parent for file in s.runs.glob("*/history.csv")), dict[str, pd.DataFrame]()
     if not folders:
         raise InputError("runs_dir", str(s.runs), "a folder with <run>-<seed>/history.csv")
     for folder in folders:
         with reading("runs_dir", folder, "the folder of a finished run"):
-            values[folder.name] = read(folder)
-    return values
+            tables[folder.name] = read(folder)
+    return pd.concat(tables, names=["run"]).reset_index("run").reset_index(drop=True)
 
 
-def _runs(s: Settings) -> pd.DataFrame:
-    """Finished runs before and after training, with standard errors over prompts (of a gain's paired differences)."""
-
-    def row_of(folder: Path) -> dict[str, Any]:
-        m = read_metrics(folder / "metrics.json")
-        row: dict[str, Any] = {"run": folder.name, "samples": m["samples"]}
-        for judge in ("reward", "gold"):
-            gain, stderr = m[f"gain/{judge}"], m[f"gain/{judge}_stderr"]
-            row |= {f"{judge} {when}": m[f"{when}/val/{judge}_mean"] for when in ("before", "after")}
-            row |= {f"{judge} stderr": stderr, f"{judge} z": gain / stderr}
-        kl = {"KL": m["after/val/kl"], "KL stderr": m["after/val/kl_stderr"]}
-        return row | kl | {"n": m["gain/reward_n"]}
-
-    return pd.DataFrame(_of_each(s, row_of).values())
+def _run(folder: Path) -> pd.DataFrame:
+    """A finished run before and after training, with standard errors over prompts (of a gain's paired differences)."""
+    m = read_metrics(folder / "metrics.json")
+    row: dict[str, Any] = {"samples": m["samples"]}
+    for judge in ("reward", "gold"):
+        gain, stderr = m[f"gain/{judge}"], m[f"gain/{judge}_stderr"]
+        row |= {f"{judge} {when}": m[f"{when}/val/{judge}_mean"] for when in ("before", "after")}
+        row |= {f"{judge} stderr": stderr, f"{judge} z": gain / stderr}
+    row |= {"KL": m["after/val/kl"], "KL stderr": m["after/val/kl_stderr"], "n": m["gain/reward_n"]}
+    return pd.DataFrame([row])
 
 
 def _curves(s: Settings) -> pd.DataFrame:
-    """Histories of the runs without their times, one below the other."""
-    histories = _of_each(s, lambda folder: pd.read_csv(folder / "history.csv"))
-    table = pd.concat(histories, names=["run"]).reset_index("run").reset_index(drop=True)
+    """Histories of the runs without their times."""
+    table = _of_each(s, lambda folder: pd.read_csv(folder / "history.csv"))
     return table.drop(columns=[column for column in table if "seconds" in column])
 
 
-def _run_seconds(s: Settings) -> pd.DataFrame:
-    """Seconds since the start of each run by step, evaluations not counted."""
-
-    def seconds_of(folder: Path) -> pd.DataFrame:
-        file = folder / "timings.csv"
-        times = pd.read_csv(file if file.is_file() else folder / "history.csv")
-        return times[["step", "seconds"]].assign(run=folder.name)
-
-    return pd.concat(_of_each(s, seconds_of).values(), ignore_index=True)[["run", "step", "seconds"]]
+def _seconds(folder: Path) -> pd.DataFrame:
+    """Seconds since the start of a run by step, evaluations not counted."""
+    file = folder / "timings.csv"
+    return pd.read_csv(file if file.is_file() else folder / "history.csv")[["step", "seconds"]]
 
 
-def _texts(s: Settings) -> pd.DataFrame:
-    """Three completions of each run before and after training, with the trained reward and the gold judge's score."""
-
-    def samples_of(folder: Path) -> list[dict[str, Any]]:
-        samples = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
-        return [{"run": folder.name, **sample} for sample in samples[:3]]
-
-    return pd.DataFrame([row for rows in _of_each(s, samples_of).values() for row in rows])
+def _texts(folder: Path) -> pd.DataFrame:
+    """Three completions of a run before and after training, with the trained reward and the gold judge's score."""
+    return pd.DataFrame(json.loads((folder / "samples.json").read_text(encoding="utf-8"))[:3])
 
 
 # ---- parity of the engines ----
@@ -260,9 +243,8 @@ def _parity(s: Settings) -> pd.DataFrame:
         with restoring(parameters):
             optimizer = torch.optim.AdamW(parameters, lr=s.parity_learning_rate, weight_decay=0.0)
             for i in progress(range(s.parity_steps), f"training steps, {name}"):
-                generator = torch.Generator(backbone.device).manual_seed(setting.seed + i)
                 optimizer.zero_grad(set_to_none=True)
-                step = engine(backbone, setting.prompts, setting.objective, setting.relaxation, generator)
+                step = engine(backbone, setting.prompts, setting.objective, setting.relaxation, setting.noise(i))
                 optimizer.step()
                 rewards.append(float(step.reward.mean()))
                 kls.append(float(sequence_mean(step.kl, step.completion_mask).mean()))
@@ -300,8 +282,7 @@ def _kept(s: Settings) -> pd.DataFrame:
 
 
 def _kept_by_stepwise(setting: Setting, options: StepwiseOptions) -> int:
-    generator = torch.Generator(setting.backbone.device).manual_seed(setting.seed)
-    args = (setting.backbone, setting.prompts, setting.objective, setting.relaxation, generator)
+    args = (setting.backbone, setting.prompts, setting.objective, setting.relaxation, setting.noise())
     return kept_bytes(lambda: stepwise(*args, options=options, backward=False))[1]
 
 
@@ -325,8 +306,7 @@ def _bytes(s: Settings) -> dict[str, float]:
     The policy's passes have relaxation, KL and reward in their lean forms. A step drops dense lists at once or not.
     """
     setting = s.counted_setting()
-    vocab = setting.backbone.vocab_size
-    figures = _relaxation_bytes(vocab, min(256, vocab)) | _reward_embedding_bytes(**_REWARD_SIZES) | {
+    figures = _relaxation_bytes(setting.backbone.vocab_size) | _reward_embedding_bytes() | {
         "policy_completion_tokens": len(setting.prompts) * setting.relaxation.max_new_tokens,
         "policy_unrolled_bytes": _kept_by_stepwise(setting, replace(CHECKPOINTED, checkpoint=False)),
         "policy_checkpointed_bytes": _kept_by_stepwise(setting, CHECKPOINTED),
@@ -346,9 +326,9 @@ def _bytes(s: Settings) -> dict[str, float]:
     return figures
 
 
-def _relaxation_bytes(vocab: int, k: int) -> dict[str, float]:
+def _relaxation_bytes(vocab: int) -> dict[str, float]:
     """Bytes that one relaxed token keeps for backward, from logits to embedding: dense, as published, compact."""
-    generator = torch.Generator().manual_seed(0)
+    generator, k = torch.Generator().manual_seed(0), min(256, vocab)
     table = torch.randn(vocab, 64, generator=generator)
     logits = torch.randn(1, vocab, generator=generator)
     support = logits.topk(k).indices
@@ -359,13 +339,13 @@ def _relaxation_bytes(vocab: int, k: int) -> dict[str, float]:
         soft = torch.zeros_like(source).scatter(1, support, y)
         return gathered_embedding(table, support, soft.gather(1, support))
 
+    def compact(source: Tensor) -> Tensor:
+        return weighted_embedding(table, support, relax(source + noise_k, 1.0, "gumbel"))
+
     forms: dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]] = {
         "dense": (logits, lambda source: relax(source + noise, 1.0, "gumbel") @ table),
         "topk_scattered": (logits, scattered),
-        "topk_compact": (
-            logits.gather(1, support),
-            lambda source: weighted_embedding(table, support, relax(source + noise_k, 1.0, "gumbel")),
-        ),
+        "topk_compact": (logits.gather(1, support), compact),
     }
     figures: dict[str, float] = {"relax_vocab_size": vocab}
     for name, (source, form) in forms.items():
@@ -375,8 +355,9 @@ def _relaxation_bytes(vocab: int, k: int) -> dict[str, float]:
     return figures
 
 
-def _reward_embedding_bytes(tokens: int, k: int, hidden: int, vocab: int) -> dict[str, float]:
+def _reward_embedding_bytes() -> dict[str, float]:
     """Bytes that making the reward's soft embeddings keeps for backward, from the weights [T, K] on."""
+    tokens, k, vocab, hidden = 64, 256, 32_000, 2560  # the document's sizes, with the width of Qwen3-4B
     generator = torch.Generator().manual_seed(0)
     table = torch.empty(vocab, hidden).normal_(generator=generator)
     support = torch.randint(vocab, (tokens, k), generator=generator)
@@ -478,9 +459,9 @@ def _reference_seconds(s: Settings) -> dict[str, float]:
 
 
 TABLES = {
-    "runs": _runs,
+    "runs": lambda s: _of_each(s, _run),
     "curves": _curves,
-    "texts": _texts,
+    "texts": lambda s: _of_each(s, _texts),
     "kl_at_start": lambda s: kl_at_start(s.parity_setting(trained=False)),
     "hops": _hops,
     "parity": _parity,
@@ -492,5 +473,5 @@ TABLES = {
 TIMED = {
     "time_against_tokens": _time_against_tokens,
     "reference_seconds": _reference_seconds,
-    "run_seconds": _run_seconds,
+    "run_seconds": lambda s: _of_each(s, _seconds),
 }

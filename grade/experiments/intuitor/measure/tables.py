@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from grade.config import Config
 from grade.experiments.formulas import parameter_count, rows_bytes
-from grade.experiments.measured import Several, Size
+from grade.experiments.measured import Positive, Several, Size
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import (
     PolicyStepConfig,
@@ -61,7 +60,7 @@ class Settings(Config):
     settings_prompt_tokens: Size = 8  # P of the recommended settings, 2K
     # T of the conservative and of the aggressive one, 1K and 2K
     settings_new_tokens: list[Size] = Field([1, 2], min_length=2, max_length=2)
-    budget_gb: float = Field(80.0, gt=0)  # memory of each GPU in decimal GB
+    budget_gb: Positive = 80.0  # memory of each GPU in decimal GB
     backbone_dir: str = ""  # folder of the model that writes; empty: a tiny random one
     runs_dir: str = ""  # folder of training runs, where an adapter of one is used
     trained_run: str = ""  # the run whose adapter is used; empty: the base alone
@@ -96,10 +95,10 @@ class Settings(Config):
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:
         """Figures of the scores, and the scores."""
-        adapter = str(Path(self.runs_dir) / self.trained_run / "adapter") if self.trained_run else ""
+        adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.trained_run else ""
         backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
         prompts, _ = text_sequences(backbone, texts, self.measured_prompts, self.measured_prompt_tokens, 1)
-        return _certainties(backbone, prompts, self.measured_new_tokens, self.group, self.chunk)
+        return _certainties(self, backbone, prompts)
 
 
 def _formulas(s: Settings) -> pd.DataFrame:
@@ -122,22 +121,20 @@ def _formulas(s: Settings) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def _certainties(
-    backbone: Backbone, prompts: PromptBatch, new: int, group: int, chunk: int
-) -> tuple[dict[str, float], pd.DataFrame]:
+def _certainties(s: Settings, backbone: Backbone, prompts: PromptBatch) -> tuple[dict[str, float], pd.DataFrame]:
     """Figures in nats of sampled completions' self-certainty beside the document's formula, and both by completion.
 
     ``document_offset`` is the mean absolute difference per token between the document's formula and ``logsumexp -
     mean``, which it is meant to compute.
     """
-    index, many = torch.arange(len(prompts)).repeat_interleave(group), prompts.repeat(group)
-    generator = torch.Generator(backbone.device).manual_seed(0)
+    index, many = torch.arange(len(prompts)).repeat_interleave(s.group), prompts.repeat(s.group)
+    generator, new = torch.Generator(backbone.device).manual_seed(0), s.measured_new_tokens
     ids, mask = generate(backbone, many, new, generator, min_new_tokens=min(4, new))
     hidden = predicting_hidden(backbone, many, ids)
     logits = backbone.head(hidden)  # [N, T, V], float32
     right = self_certainty(backbone.head, hidden.flatten(0, 1)).view(mask.shape)
     exact = certainty_of_logits(logits.double())
-    wrong = chunked_over_vocabulary(logits, min(chunk, logits.shape[-1] // 2))
+    wrong = chunked_over_vocabulary(logits, min(s.chunk, logits.shape[-1] // 2))
     low = certainty_of_logits(logits.bfloat16())
     scores = pd.DataFrame({
         "group": index.tolist(), "self_certainty": completion_certainty(right, mask).tolist(),

@@ -57,6 +57,7 @@ def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None
     for _, prompts, ids, mask in samples.microbatches(chunk or group, backbone.device):
         inputs, every = torch.cat([prompts.ids, ids], 1), prompts.mask_with(length)
         logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))  # all positions, as in the document
+        # Written out: what is alive between the chunks is traced.
         logps = logits[:, :-1].log_softmax(-1).gather(2, inputs[:, 1:].unsqueeze(2)).squeeze(2)
         parts.append((logps[:, -length:] * mask).sum(1))
     sums = torch.cat(parts)
@@ -65,14 +66,19 @@ def held_gradient(backbone: Backbone, samples: Samples, chunk: int | None = None
     return flatten(grads)
 
 
-def saved_by_log_probabilities(rows: int = 16, vocab: int = 4096) -> dict[str, float]:
-    """Bytes that token log-probabilities keep for backward, in units of the logits [rows, V]."""
-    logits = torch.zeros(rows, vocab, requires_grad=True)
-    ids = torch.zeros(rows, dtype=torch.long)
-    exclude, unit = [logits, ids], rows * vocab * 4
-    plain = saved_bytes(lambda: logits.log_softmax(-1).gather(1, ids[:, None]), exclude=exclude)
-    cross = saved_bytes(lambda: F.cross_entropy(logits, ids, reduction="none"), exclude=exclude)
-    return {"log_softmax": plain / unit, "cross_entropy": cross / unit}
+def _logps(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities [B, T] of tokens from logits [B, T, V]."""
+    return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
+
+
+def saved_by_log_probabilities() -> dict[str, float]:
+    """Bytes that token log-probabilities keep for backward, in units of the logits."""
+    logits, ids = torch.zeros(16, 4096, requires_grad=True), torch.zeros(16, dtype=torch.long)
+    ways = {
+        "log_softmax": lambda: logits.log_softmax(-1).gather(1, ids[:, None]),
+        "cross_entropy": lambda: F.cross_entropy(logits, ids, reduction="none"),
+    }
+    return {name: saved_bytes(way, exclude=[logits, ids]) / logits.nbytes for name, way in ways.items()}
 
 
 def proposed_buffer_error() -> str:
@@ -85,43 +91,34 @@ def proposed_buffer_error() -> str:
     return ""
 
 
-def restore_errors(steps: int = 2, learning_rate: float = 1e-2) -> dict[str, float]:
-    """What remains of an AdamW step after each way of undoing it, on one random parameter.
+def restore_errors() -> dict[str, float]:
+    """What remains of an AdamW step after each way of undoing it, on one parameter of ones.
 
-    ``as_coded``: largest change of the parameter after ``zero_grad``, which drops gradients, and then a restore
-    that needs them. ``parameters_only``: largest difference between two "identical" probe steps if only the
+    ``as_coded``: largest change of the parameter; the published restore needs gradients that ``zero_grad`` has dropped,
+    so it does nothing. ``parameters_only``: largest difference between two "identical" probe steps if only the
     parameters are restored, as proposed. ``everything``: the same if the optimizer's state is restored too.
     """
-    generator = torch.Generator().manual_seed(0)
-    before, gradient = torch.randn(2, 50, generator=generator)
+    before, gradient = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
 
     def fresh():
         parameter = nn.Parameter(torch.ones(50))
-        return parameter, torch.optim.AdamW([parameter], lr=learning_rate)
+        return parameter, torch.optim.AdamW([parameter], lr=1e-2)
 
     def step(parameter, optimizer, gradient=gradient):
         parameter.grad = gradient.clone()
         optimizer.step()
         return parameter.detach().clone()
 
-    parameter, optimizer = fresh()
-    start = parameter.detach().clone()
-    step(parameter, optimizer)
-    optimizer.zero_grad(set_to_none=True)
-    if parameter.grad is not None:  # never: the published code drops the gradients first, too
-        parameter.data += learning_rate * parameter.grad
-    errors = {"as_coded": float((parameter.detach() - start).abs().max())}
+    errors = {"as_coded": float((step(*fresh()) - 1).abs().max())}
     for name in ("parameters_only", "everything"):
         parameter, optimizer = fresh()
-        step(parameter, optimizer, before)
-        results = []
-        for _ in range(steps):
-            kept, state = parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())
-            results.append(step(parameter, optimizer))
-            parameter.data.copy_(kept)
-            if name == "everything":
-                optimizer.load_state_dict(state)
-        errors[name] = float((results[0] - results[1]).abs().max())
+        kept = step(parameter, optimizer, before)
+        state = copy.deepcopy(optimizer.state_dict())
+        first = step(parameter, optimizer)
+        parameter.data.copy_(kept)
+        if name == "everything":
+            optimizer.load_state_dict(state)
+        errors[name] = float((first - step(parameter, optimizer)).abs().max())
     return errors
 
 
@@ -130,12 +127,8 @@ def narrow_log_probability_error(backbone: Backbone, prompts: PromptBatch, ids: 
     """Largest errors in nats of log-probabilities from bfloat16 logits, as in both of the document's versions."""
     inputs, every = torch.cat([prompts.ids, ids], 1), prompts.mask_with(ids.shape[1])
     logits = backbone.head(backbone.hidden(backbone.embed(inputs), every))[:, prompts.ids.shape[1] - 1 : -1]
-    right = logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
-    narrow = logits.bfloat16().log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2).float()
-    return {
-        "token_max": float((narrow - right).abs().max()),
-        "sequence_max": float((narrow - right).sum(1).abs().max()),
-    }
+    error = _logps(logits.bfloat16(), ids).float() - _logps(logits, ids)
+    return {"token_max": float(error.abs().max()), "sequence_max": float(error.sum(1).abs().max())}
 
 
 @torch.no_grad()
@@ -147,6 +140,5 @@ def missing_mask_error(backbone: Backbone, prompts: PromptBatch, ids: Tensor, pa
     for visible in (0, 1):  # padding hidden, padding seen
         mask = torch.cat([pad + visible, prompts.mask, torch.ones_like(ids)], 1)
         hidden = backbone.hidden(backbone.embed(inputs), mask)[:, -ids.shape[1] - 1 : -1]
-        logp = backbone.head(hidden).log_softmax(-1)
-        sums.append(logp.gather(2, ids.unsqueeze(2)).squeeze(2).sum(1))
+        sums.append(_logps(backbone.head(hidden), ids).sum(1))
     return float((sums[1] - sums[0]).abs().max())

@@ -86,25 +86,16 @@ class Settings(Config):
         adapters[int(state[0]["step"])] = run / "adapter"
         return dict(sorted(adapters.items()))
 
-    def _toy(self, dtype: str) -> tuple[ProbeReport, Backbone]:
-        """A probe of the toy task, where there is no trained run, and its policy."""
-        task = toy_task(dtype=dtype)
-        optimizer = make_optimizer(self.probe, task.backbone, None)
-        prompts = encode_prompts(task.backbone.tokenizer, task.validation_prompts[: 2 * self.probe.batch_config.B], 8)
-        probe = EntropyProbe(task.backbone, optimizer, self.probe, allow_fresh=True)
-        report = probe.run(prompts, partial(Objective(task.reward_model).score, task.backbone))
-        return report, task.backbone
-
-    @cached_property
-    def toy(self) -> tuple[ProbeReport, Backbone]:
-        """The same in float32."""
-        return self._toy("float32")
-
     @cached_property
     def reports(self) -> dict[int, ProbeReport]:
-        """Probes by training step."""
+        """Probes by training step; one of the toy task, where there is no trained run."""
         if not self.backbone_dir:
-            return {0: self.toy[0]}
+            task = toy_task()
+            texts = task.validation_prompts[: 2 * self.probe.batch_config.B]
+            optimizer = make_optimizer(self.probe, task.backbone, None)
+            probe = EntropyProbe(task.backbone, optimizer, self.probe, allow_fresh=True)
+            reward = partial(Objective(task.reward_model).score, task.backbone)
+            return {0: probe.run(encode_prompts(task.backbone.tokenizer, texts, 8), reward)}
         places = {"backbone": self.backbone_dir, "reward": self.reward_dir, "reviews": self.reviews_dir}
         config = self.probe.model_copy(update=places)
         return {step: probe_adapter(config, folder) for step, folder in progress(self.adapters.items(), "probes")}
@@ -117,7 +108,7 @@ class Settings(Config):
     def policy(self, dtype: str) -> Backbone:
         """The policy of the last training step."""
         if not self.backbone_dir:
-            return self.toy[1] if dtype == "float32" else self._toy(dtype)[1]
+            return toy_task(dtype=dtype).backbone
         return Backbone.load(self.backbone_dir, dtype, None, self.adapters[max(self.adapters)])
 
     @cached_property
@@ -220,8 +211,7 @@ def _traces(s: Settings) -> pd.DataFrame:
 
 def _effects(s: Settings) -> dict[str, Any]:
     """What the document's proposals do, on completions that a model samples here; see `measure.proposals`."""
-    adapter = str(Path(s.runs_dir) / s.trained_run / "adapter") if s.backbone_dir else ""
-    backbone, texts = load_policy(s.backbone_dir, adapter, s.reviews_dir)
+    backbone, texts = load_policy(s.backbone_dir, f"{s.runs_dir}/{s.trained_run}/adapter", s.reviews_dir)
     prompts, _ = text_sequences(backbone, texts, s.measured_prompts, s.measured_prompt_tokens, 1)
     samples = draw(backbone, prompts, s.measured_group, s.measured_new_tokens, torch.Generator().manual_seed(0))
     coefficients = entropy_coefficients(sequence_logps(backbone, samples, s.microbatch))

@@ -6,6 +6,7 @@ has the base: ``address``.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 from peft import LoraConfig
-from scipy.stats import chi2
+from scipy.stats import chisquare
 
 from grade.errors import InputError
 from grade.experiments.intervals import interval, paired
@@ -35,30 +36,29 @@ PEER = "trl"
 PROMPT, COMPLETION, GROUP = 12, 24, 8
 """P, T and G of the contest with the peer: prompts of at most 12 tokens, completions of exactly 24, groups of 8."""
 BATCH = 1024
-"""Completions that a sampler of `law_table` is asked for at once."""
+"""Completions that a sampler of `law_rows` is asked for at once."""
 ADAPTER_NOISE = 0.05
 """Standard deviation of the noise on the adapter's weights."""
 
 
 # ---- the law ----
-def law_table(
-    n: int = 20_000, model: str = "models/tiny", samplers: Sequence[str] = LOCAL, text: str = "The film", seed: int = 0
-) -> pd.DataFrame:
+def law_rows(n: int, model: str, samplers: Sequence[str]) -> list[tuple[str, int, float, float, float]]:
     """Chi-square of the second token of a completion, for which a sampler reads its cache, against its exact marginal.
 
     ``p(y_2) = sum_{y_1} p(y_1) p(y_2 | y_1)`` over the first tokens that do not end the completion, from whole passes.
-    The policy's adapter is noise, so that a sampler without it would be seen. Differences are of log-probabilities.
+    The policy's adapter is noise, so that a sampler without it would be seen. Of each sampler: draws, p, mean ratio and
+    largest difference of its log-probabilities.
     """
     backbone = Backbone.load(model, lora=LoraSettings())
-    noise = torch.Generator().manual_seed(seed)
+    noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in backbone.trainable_parameters():
             p.add_(ADAPTER_NOISE * torch.randn(p.shape, generator=noise))
-    prompt = encode_prompts(backbone.tokenizer, [text], PROMPT)
+    prompt = encode_prompts(backbone.tokenizer, ["The film"], PROMPT)
     expected, first = _second_token(backbone, prompt)
     rows, batches = [], -(-int(n / first) // BATCH) + 1  # some first tokens end the completion
     for name in samplers:
-        sampler, generator = make_sampler(name), torch.Generator().manual_seed(seed)
+        sampler, generator = make_sampler(name), torch.Generator().manual_seed(0)
         sampler.use(sampler.publish(backbone))
         counts, mismatches = np.zeros(len(expected)), []
         for _ in progress(range(batches), f"batches of {name}"):
@@ -71,7 +71,7 @@ def law_table(
         sampler.close()
         ratio, largest = np.mean([f.mean_ratio for f in mismatches]), max(f.largest_difference for f in mismatches)
         rows.append((name, int(counts.sum()), chi_square(counts, expected), float(ratio), largest))
-    return pd.DataFrame(rows, columns=["sampler", "n", "p", "mean_ratio", "largest_difference"])
+    return rows
 
 
 @torch.no_grad()
@@ -89,28 +89,23 @@ def _second_token(backbone: Backbone, prompt: PromptBatch) -> tuple[np.ndarray, 
 
 
 # ---- what training gives ----
-def training_table(
-    seeds: Sequence[int] = (0, 1, 2, 3), samplers: Sequence[str] = LOCAL, method: str = "rloo",
-    max_steps: int = 20, eval_prompts: int = 256, **changes: Any,
-) -> pd.DataFrame:  # fmt: skip
+def training_rows(seeds: Sequence[int], samplers: Sequence[str], **changes: Any) -> list[dict[str, Any]]:
     """Held-out reward before and after the same training on completions of different samplers, seed by seed."""
+    values = dict(
+        FIXED, model="models/tiny", reward="models/reward/tiny/bag", gold="", method="rloo", max_prompt_length=PROMPT,
+        max_completion_length=COMPLETION, min_completion_length=COMPLETION, per_device_train_batch_size=32, beta=0.3,
+        learning_rate=3e-3, eval_strategy="no", eval_prompts=256, final_eval_prompts=256, kl_eval_prompts=0,
+        report_to="none", output_dir="unused",
+    )  # fmt: skip
     rows = []
-    for seed in progress(list(seeds), f"seeds of {method}"):
-        for sampler in samplers:
-            values = dict(
-                FIXED, model="models/tiny", reward="models/reward/tiny/bag", gold="", method=method, seed=seed,
-                sampler=sampler, max_prompt_length=PROMPT, max_completion_length=COMPLETION, beta=0.3,
-                min_completion_length=COMPLETION, per_device_train_batch_size=32, max_steps=max_steps,
-                learning_rate=3e-3, eval_strategy="no", eval_prompts=eval_prompts, final_eval_prompts=eval_prompts,
-                kl_eval_prompts=0, report_to="none", output_dir="unused",
-            )  # fmt: skip
-            config = TrainConfig.parse(values | SETTINGS.get(method, {}) | changes)
-            result = run_training(config, load_task(config))
-            last = result.history[-1]
-            figures = [last.get(f"train/sampler_{name}") for name in ("mean_ratio", "largest_difference")]
-            rows.append((seed, sampler, result.before.reward.mean(), result.after.reward.mean(), *figures))
-    columns = ["seed", "sampler", "before", "after", "mean_ratio", "largest_difference"]
-    return pd.DataFrame(rows, columns=columns)
+    for seed, sampler in progress(list(itertools.product(seeds, samplers)), "training runs"):
+        config = TrainConfig.parse(values | SETTINGS["rloo"] | {"seed": seed, "sampler": sampler} | changes)
+        result = run_training(config, load_task(config))
+        last = result.history[-1]
+        figures = {name: last.get(f"train/sampler_{name}") for name in ("mean_ratio", "largest_difference")}
+        rows.append(dict(seed=seed, sampler=sampler, before=result.before.reward.mean(),
+                         after=result.after.reward.mean(), **figures))  # fmt: skip
+    return rows
 
 
 def training_differences(table: pd.DataFrame) -> pd.DataFrame:
@@ -118,18 +113,19 @@ def training_differences(table: pd.DataFrame) -> pd.DataFrame:
     after = {name: dict(zip(part["seed"], part["after"], strict=True)) for name, part in table.groupby("sampler")}
     first, rows = table["sampler"].iloc[0], []
     for name in (name for name in table["sampler"].unique() if name != first):
-        result = paired(after[name], after[first])
-        rows.append((name, result.difference.mean, result.difference.stderr, result.difference.n, result.p))
+        difference, p = paired(after[name], after[first])
+        rows.append((name, *difference, p))
     return pd.DataFrame(rows, columns=["sampler", "difference", "stderr", "n", "p"])
 
 
 # ---- what they cost ----
-def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> pd.DataFrame:
+def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> list[tuple[int, int, str, float, float]]:
     """Seconds per completion of each sampler and of TRL's GRPO trainer, in one process of one thread, interleaved.
 
     All get the same prompts, in groups of `GROUP` as GRPO has them, and return `COMPLETION` tokens of each. TRL
     generates on its own path (``GRPOTrainer._generate_single_turn``: ``model.generate``), with its own copy of the
-    base and LoRA of the same rank on the same layers. Tokenising and decoding count for no one.
+    base and LoRA of the same rank on the same layers. Tokenising and decoding count for no one. Of each: batch, round,
+    sampler, seconds of the wall and of the CPU.
     """
     torch.set_num_threads(1)
     backbone = Backbone.load(model, lora=LoraSettings())
@@ -147,7 +143,7 @@ def sampling_seconds(batches: Sequence[int], repeats: int, model: str) -> pd.Dat
                     work[name](number)
                     spent = time.perf_counter() - start[0], time.process_time() - start[1]
                     rows += [(batch, number, name, *(s / batch for s in spent))] if number >= 0 else []
-    return pd.DataFrame(rows, columns=["batch", "round", "sampler", "seconds", "cpu_seconds"])
+    return rows
 
 
 def sampling_ratios(table: pd.DataFrame, over: str = PEER) -> pd.DataFrame:
@@ -165,12 +161,9 @@ def sampling_ratios(table: pd.DataFrame, over: str = PEER) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _of_sampler(sampler: Sampler, backbone: Backbone, prompts: PromptBatch) -> Callable[[int], None]:
-    def work(number: int) -> None:
-        generator = torch.Generator().manual_seed(number + 1)
-        sampler.sample(backbone, prompts, COMPLETION, generator, COMPLETION)
-
-    return work
+def _of_sampler(sampler: Sampler, backbone: Backbone, prompts: PromptBatch) -> Callable[[int], object]:
+    noise = torch.Generator()
+    return lambda number: sampler.sample(backbone, prompts, COMPLETION, noise.manual_seed(number + 1), COMPLETION)
 
 
 def _of_peer(model: str, backbone: Backbone, prompts: PromptBatch, folder: str) -> Callable[[int], None]:
@@ -204,8 +197,8 @@ def _of_peer(model: str, backbone: Backbone, prompts: PromptBatch, folder: str) 
     return work
 
 
-def chi_square(counts: np.ndarray, probabilities: np.ndarray, least: float = 5.0) -> float:
-    """P of a chi-square test of counts; values that are expected less than ``least`` times are one cell.
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """P of a chi-square test of counts; values that are expected less than five times are one cell.
 
     >>> round(chi_square(np.array([48, 52]), np.array([0.5, 0.5])), 3)     # (2^2 + 2^2) / 50 = 0.16, one degree
     0.689
@@ -213,10 +206,9 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray, least: float = 5.0
     counts, expected = np.asarray(counts, dtype=float), np.asarray(probabilities, dtype=float) * np.sum(counts)
     if counts[expected == 0].any():
         return 0.0
-    small = expected < least
+    small = expected < 5
     if small.any():
         counts = np.append(counts[~small], counts[small].sum())
         expected = np.append(expected[~small], expected[small].sum())
     used = expected > 0
-    statistic = np.sum((counts[used] - expected[used]) ** 2 / expected[used])
-    return float(chi2.sf(statistic, used.sum() - 1))
+    return float(chisquare(counts[used], expected[used]).pvalue)

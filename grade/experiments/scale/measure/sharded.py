@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
@@ -47,7 +46,7 @@ REPEATS = 3
 arrived when the next one is allocated."""
 
 
-def sharded_memory_table(names: Sequence[str]) -> pd.DataFrame:
+def sharded_memory(names: Sequence[str]) -> list[dict[str, Any]]:
     """Peaks and received bytes of one of two processes that divide the base, traced alone and counted in real ones."""
     with tempfile.TemporaryDirectory() as place:
         _in_processes(2, track, place, tuple(names))
@@ -62,7 +61,7 @@ def sharded_memory_table(names: Sequence[str]) -> pd.DataFrame:
                     "rel_error": traced.peak / peak - 1, "traced_received": traced.received,
                     "tracked_received": received, "whole": whole,
                 })  # fmt: skip
-        return pd.DataFrame(rows)
+        return rows
 
 
 def track(place: str, names: Sequence[str]) -> None:
@@ -80,7 +79,7 @@ def track(place: str, names: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def fsdp2_table(steps: int, methods: Sequence[str]) -> pd.DataFrame:
+def fsdp2_differences(steps: int, methods: Sequence[str]) -> list[dict[str, Any]]:
     """Every method trained in one process with the whole base, and in two gloo processes with half of it each, float64.
 
     Both have the same two microbatches a step. What may go wrong between processes is in it: a reward on the embedding
@@ -90,10 +89,10 @@ def fsdp2_table(steps: int, methods: Sequence[str]) -> pd.DataFrame:
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         common = _project(root) | {"max_steps": steps, "dtype": "float64"}
-        (root / "runs.json").write_text(json.dumps([_values(method, common) for method in methods]))
+        runs = [_values(method, common) for method in methods]
         for processes in (1, 2):
-            _in_processes(processes, _train, str(root))
-        return pd.DataFrame([_row(method, root) for method in methods])
+            _in_processes(processes, _train, str(root), runs)
+        return [_row(method, root) for method in methods]
 
 
 def _in_processes(processes: int, work: Callable[..., None], *args: Any) -> None:
@@ -142,9 +141,9 @@ def _values(method: str, common: dict[str, Any]) -> dict[str, Any]:
     return TrainConfig.values_for(method, common | own)
 
 
-def _train(place: str) -> None:
+def _train(place: str, runs: Sequence[dict[str, Any]]) -> None:
     """Train every method, and write its adapter and what this process held."""
-    for values in json.loads((Path(place) / "runs.json").read_text()):
+    for values in runs:
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         config = TrainConfig.parse(values | {"gradient_accumulation_steps": 2 // processes})
         task = load_task(config, config.device)

@@ -8,7 +8,8 @@ import resource
 import subprocess
 import sys
 import time
-from typing import Annotated, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, get_args
 
 import pandas as pd
 from pydantic import AfterValidator, Field
@@ -23,15 +24,6 @@ from grade.memory.trace import trace
 from grade.models.samplers import known_sampler
 
 GIB = 2**30
-_COLUMNS = {
-    "fsdp2": "method max_rel_diff bytes bytes_0 bytes_1 adapter_bytes",
-    "sharded": "step rank traced tracked rel_error traced_received tracked_received whole",
-    "law": "sampler n p mean_ratio largest_difference",
-    "training": "seed sampler before after mean_ratio largest_difference",
-    "fits": "run wall_seconds cpu_seconds settings batch_size max_new_tokens",
-    "sampling": "batch round sampler seconds cpu_seconds",
-}
-"""Of the tables that a smoke test leaves empty."""
 
 
 def _budget(text: str) -> str:
@@ -101,20 +93,16 @@ def _lean(s: Settings) -> pd.DataFrame:
     return table.assign(over_weights_gib=(table.peak_bytes - table.weights_bytes) / GIB)
 
 
-def _fits(s: Settings) -> pd.DataFrame:
+def _fits(s: Settings) -> Iterator[tuple]:
     """Seconds of ``grade memory --fits`` as users run it, in a process of its own: start and imports count."""
-    if not s.fits_model:
-        return _empty("fits")
     command = [sys.executable, "-m", "grade", "memory", "--model", s.fits_model, "--fits", s.fits_budget, "--json"]
-    rows = []
     for run in range(s.fits_repeats):
         before, start = _cpu_seconds(), time.perf_counter()
         done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
         wall, data = time.perf_counter() - start, json.loads(done.stdout)
         largest = {fit["quantity"]: fit["value"] for fit in data["fits"]}
         sizes = largest["batch_size"], largest["max_new_tokens"]
-        rows.append((run, wall, _cpu_seconds() - before, len(data["settings"]), *sizes))
-    return pd.DataFrame(rows, columns=_COLUMNS["fits"].split())
+        yield run, wall, _cpu_seconds() - before, len(data["settings"]), *sizes
 
 
 def _cpu_seconds() -> float:
@@ -123,33 +111,28 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _sampling(s: Settings) -> pd.DataFrame:
-    """Seconds per completion of each sampler; see `sampling.sampling_seconds`."""
-    if s.sampling_file:
-        return read_table(s.sampling_file.removesuffix(".csv"))
-    if not s.sampling_dir:
-        return _empty("sampling")
-    return sampling.sampling_seconds(s.sampling_batches, s.sampling_repeats, s.sampling_dir)
+def _where(
+    asked: str, columns: str, rows: Callable[[Settings], Iterable[tuple | dict[str, Any]]]
+) -> Callable[[Settings], pd.DataFrame]:
+    """A table of these columns, without rows where the settings ask for none (a smoke test)."""
+    return lambda s: pd.DataFrame(rows(s) if getattr(s, asked) else [], columns=columns.split())
 
 
-def _empty(name: str) -> pd.DataFrame:
-    """A table without rows, where the settings ask for none."""
-    return pd.DataFrame(columns=_COLUMNS[name].split())
-
-
+_sampling = _where("sampling_dir", "batch round sampler seconds cpu_seconds", lambda s: sampling.sampling_seconds(
+    s.sampling_batches, s.sampling_repeats, s.sampling_dir))  # fmt: skip
 TABLES = {
-    "fsdp2": lambda s: sharded.fsdp2_table(s.steps, s.methods) if s.methods else _empty("fsdp2"),
-    "sharded": lambda s: sharded.sharded_memory_table(s.sharded_steps) if s.sharded_steps else _empty("sharded"),
+    "fsdp2": _where("methods", "method max_rel_diff bytes bytes_0 bytes_1 adapter_bytes",
+                    lambda s: sharded.fsdp2_differences(s.steps, s.methods)),
+    "sharded": _where("sharded_steps", "step rank traced tracked rel_error traced_received tracked_received whole",
+                      lambda s: sharded.sharded_memory(s.sharded_steps)),
     "gpus": _gpus,
     "lean": _lean,
-    "law": lambda s: sampling.law_table(s.draws, s.policy_dir, s.samplers) if s.policy_dir else _empty("law"),
-    "training": lambda s: (
-        sampling.training_table(s.training_seeds, s.samplers, max_steps=s.training_steps)
-        if s.training_seeds
-        else _empty("training")
-    ),
-}
+    "law": _where("policy_dir", "sampler n p mean_ratio largest_difference",
+                  lambda s: sampling.law_rows(s.draws, s.policy_dir, s.samplers)),
+    "training": _where("training_seeds", "seed sampler before after mean_ratio largest_difference", lambda s:
+                       sampling.training_rows(s.training_seeds, s.samplers, max_steps=s.training_steps)),
+}  # fmt: skip
 TIMED = {
-    "fits": _fits,
-    "sampling": _sampling,
+    "fits": _where("fits_model", "run wall_seconds cpu_seconds settings batch_size max_new_tokens", _fits),
+    "sampling": lambda s: read_table(s.sampling_file.removesuffix(".csv")) if s.sampling_file else _sampling(s),
 }

@@ -14,8 +14,6 @@ The last is on-policy self-distillation (OPSD, SDPO; compared in arXiv:2606.0403
 
 from __future__ import annotations
 
-import functools
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -28,8 +26,9 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.experiments.measured import Seeds, Size
+from grade.experiments.reward_runs import fit_figures
 from grade.experiments.rewards import right_sum
-from grade.experiments.sums import ANSWER_TOKENS, HINTED_STEPS, LARGEST, LORA, build_sums, sum_prompts
+from grade.experiments.sums import ANSWER_TOKENS, LARGEST, LORA, sum_prompts
 from grade.experiments.training_runs import FIXED, Bench, Run
 from grade.gradients.methods import FAMILIES, HINTED, Rate
 from grade.models.adapter import LoraSettings
@@ -56,8 +55,6 @@ METHODS: dict[HintMethod, dict[str, Any]] = {
 """Settings of the methods."""
 NAMES = ("method", "seed", "beta", "learning_rate", "completions")
 """Columns that name a run."""
-DISTILLED = ("r2", "slope", "trust")
-"""What the distilled method logs of its fit."""
 
 
 class HintedRuns(Config):
@@ -119,8 +116,7 @@ class HintedBench(Bench):
 
     def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
         """What the distilled method says about its fit."""
-        logged = {name: row.get(f"train/distilled/{name}") for name in DISTILLED}
-        return logged | {"residual_weight": row.get("train/residual_weight")}
+        return fit_figures(row)
 
 
 def hinted_runs(runs: HintedRuns) -> list[Run]:
@@ -151,11 +147,3 @@ def hint_table(folder: str, repeats: int) -> pd.DataFrame:
         right = Estimate.of(right_sum([row["prompt"] for row in rows], texts))
         table.append((hint, right.mean, right.stderr, len(rows)))
     return pd.DataFrame(table, columns=["hint", "right", "stderr", "n"])
-
-
-@functools.cache
-def hinted_base(steps: int = HINTED_STEPS) -> tempfile.TemporaryDirectory:
-    """The folder of the base, which is trained when it is first asked for."""
-    folder = tempfile.TemporaryDirectory()
-    build_sums(folder.name, steps, hinted=True)
-    return folder

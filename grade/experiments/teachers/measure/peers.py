@@ -2,7 +2,7 @@
 
 Both descend the reverse KL to the teacher along completions that the policy samples in every step, with the same LoRA
 from the same start, AdamW, learning rate and sizes. TRL's trainer always samples itself (its ``lmbda`` would be 1) and
-always has its loss in tiles; what it is told is in `settings`. Each trains in a fresh process of one thread and leaves
+always has its loss in tiles. Each trains in a fresh process of one thread and leaves
 its adapters in a folder; others evaluate them, all by one function, so that peak memory is that of training. Each has
 the sampler that is fastest on a CPU: ours `own`, as the policy's probabilities are compared with those of any other,
 which takes a pass more; TRL's generation of transformers, the only one it has there.
@@ -30,21 +30,29 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, get_linear_schedule_with_warmup
+from transformers import AutoTokenizer
 
 from grade.config import Config
 from grade.experiments.measured import Seeds, Several, Size
-from grade.experiments.training_runs import FIXED, judged_by, review_prompts
+from grade.experiments.training_runs import (
+    BATCH_ROWS,
+    FIXED,
+    UNEVALUATED,
+    best_of,
+    fine_tune,
+    judged_by,
+    review_prompts,
+)
 from grade.experiments.trl_runs import Clock, alone, require_peer, same_settings, train_trl
 from grade.files import remove
 from grade.gradients.methods import Rate
 from grade.gradients.objective import sequence_mean
 from grade.models.adapter import ADAPTER_FILES, LoraSettings
 from grade.models.backbone import Backbone
-from grade.models.prompts import PromptBatch, encode_prompts
+from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
 from grade.models.scoring import hidden_logps, predicting_hidden, token_kl
-from grade.models.teacher import Teacher, make_teacher
+from grade.models.teacher import make_teacher
 from grade.results import peak_memory
 from grade.rewards.gold import GoldJudge
 from grade.stats import Estimate
@@ -57,8 +65,6 @@ PEER, OURS, ADAPTER = "trl_distillation", "grade", "grade_adapter"
 """Trainers in the tables."""
 CPU = torch.device("cpu")
 TEACHER_BATCH, TEACHER_SEED, EVALUATION_SEED = 8, 0, 1
-ROWS = 64
-"""Completions that are sampled at once, outside of training."""
 
 
 class TeacherPeersConfig(Config):
@@ -89,20 +95,13 @@ class TeacherPeersConfig(Config):
 
 def run_config(config: TeacherPeersConfig, seed: int, **values: Any) -> TrainConfig:
     """Our run; TRL's settings are made of it."""
-    given = FIXED | {
+    given = FIXED | UNEVALUATED | {
         "method": "teacher", "seed": seed, "max_prompt_length": config.prompt_tokens,
         "max_completion_length": config.new_tokens, "min_completion_length": config.new_tokens,
         "per_device_train_batch_size": config.batch, "max_steps": config.steps, "eval_steps": config.eval_every,
         "learning_rate": config.learning_rate, "gradient_checkpointing": config.gradient_checkpointing,
-        "eval_strategy": "no", "eval_on_start": False, "eval_on_end": False, "save_strategy": "no", "report_to": "none",
-        "disable_tqdm": True,
     }  # fmt: skip
     return TrainConfig.parse(given | values)
-
-
-def settings(config: TrainConfig) -> dict[str, Any]:
-    """Every setting that TRL's DistillationConfig is given; all others keep TRL's defaults."""
-    return same_settings(config) | {"beta": config.teacher_beta}
 
 
 def measure_teacher_peers(config: TeacherPeersConfig) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -112,7 +111,7 @@ def measure_teacher_peers(config: TeacherPeersConfig) -> tuple[pd.DataFrame, pd.
     ``peak_bytes`` of the process, and ``start_bytes`` before it has a model.
     """
     require_peer(PEER)
-    curves, costs = [], []
+    curves, costs, steps = [], [], sorted({*range(0, config.steps, config.eval_every), config.steps})
     for name in config.teachers:
         teacher = Path(config.teachers_dir, name)
         if not (teacher / "merged").is_dir():
@@ -129,13 +128,9 @@ def measure_teacher_peers(config: TeacherPeersConfig) -> tuple[pd.DataFrame, pd.
                                           "cpu_seconds_per_step": sum(cpu_seconds) / len(cpu_seconds),
                                           "peak_bytes": peak, "start_bytes": start})  # fmt: skip
                     if trainer != ADAPTER:
-                        runs += [(names, step, sum(seconds[:step])) for step in _evaluated_steps(config)]
+                        runs += [(names, step, sum(seconds[:step])) for step in steps]
             curves += alone(_evaluate, config, teacher, Path(place), runs)
     return pd.DataFrame(curves), pd.DataFrame(costs)
-
-
-def _evaluated_steps(config: TeacherPeersConfig) -> list[int]:
-    return sorted({*range(0, config.steps, config.eval_every), config.steps})
 
 
 def _file(place: Path, names: Mapping[str, Any], step: int) -> Path:
@@ -159,10 +154,11 @@ def _train(
         clock = Clock(run, observe, start=load_file(_file(place, names, 0)))
         start = peak_memory(CPU)
         make = partial(DistillationTrainer, teacher_model=run.teacher)
+        arguments = partial(DistillationConfig, **same_settings(run), beta=run.teacher_beta)
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         cut = encode_prompts(tokenizer, prompts, config.prompt_tokens).rows()
         columns = {"prompt": tokenizer.batch_decode(cut, skip_special_tokens=True)}
-        train_trl(config.model, torch.float32, make, partial(DistillationConfig, **settings(run)), columns, clock)
+        train_trl(config.model, torch.float32, make, arguments, columns, clock)
     else:
         clock, start = Clock(run, observe), peak_memory(CPU)
         backbone = Backbone.load(config.model, lora=run.lora, seed=seed)
@@ -184,40 +180,36 @@ def _evaluate(
     prompt, in nats per token; and that completion's score by the gold judge.
     """
     policy = Backbone.load(config.model, lora=LoraSettings())
-    teacher, judge = make_teacher(folder / "merged", policy), GoldJudge.load(config.gold_file)
+    teacher, judge = make_teacher(folder / "merged", policy), judged_by(GoldJudge.load(config.gold_file))
     texts = review_prompts(config.reviews_dir)[1][: config.eval_prompts]
     prompts = encode_prompts(policy.tokenizer, texts, config.prompt_tokens)
     itself = {"trainer": "teacher", "teacher": runs[0][0]["teacher"], "seed": 0}
     values = [(names, step, seconds, load_file(_file(place, names, step))) for names, step, seconds in runs]
+
+    def scores() -> dict[str, list[float]]:
+        generator, length = torch.Generator().manual_seed(EVALUATION_SEED), config.new_tokens
+        scores: dict[str, list[float]] = {"divergence": [], "kl": [], "gold": []}
+        for few in torch.arange(len(texts)).split(BATCH_ROWS):
+            ids, mask = generate(policy, prompts[few], length, generator, min_new_tokens=length)
+            hidden = predicting_hidden(policy, prompts[few], ids)
+            divergence = teacher.divergence(hidden, teacher.hidden(prompts[few], ids), mask)
+            with policy.reference():
+                kl = token_kl(policy, hidden, predicting_hidden(policy, prompts[few], ids), mask)
+            written = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            scores["divergence"] += sequence_mean(divergence, mask).tolist()
+            scores["kl"] += sequence_mean(kl, mask).tolist()
+            scores["gold"] += judge([texts[i] for i in few], written)
+        return scores
+
     rows = []
     for names, step, seconds, adapter in [(itself, 0, 0.0, load_file(folder / "adapter" / ADAPTER_FILES[1])), *values]:
         set_peft_model_state_dict(policy.peft, adapter)
-        figures = _scores(config, policy, teacher, judge, prompts, texts)
         row = names | {"step": step, "samples": step * config.batch, "seconds": seconds}
-        for name, each in figures.items():
+        for name, each in scores().items():
             estimate = Estimate.of(each)
             row |= {name: estimate.mean, f"{name}_stderr": estimate.stderr}
         rows.append(row | {"n": len(texts)})
     return rows
-
-
-def _scores(
-    config: TeacherPeersConfig, policy: Backbone, teacher: Teacher, judge: GoldJudge, prompts: PromptBatch,
-    texts: Sequence[str],
-) -> dict[str, list[float]]:  # fmt: skip
-    generator, length = torch.Generator().manual_seed(EVALUATION_SEED), config.new_tokens
-    scores: dict[str, list[float]] = {"divergence": [], "kl": [], "gold": []}
-    for few in torch.arange(len(texts)).split(ROWS):
-        ids, mask = generate(policy, prompts[few], length, generator, min_new_tokens=length)
-        hidden = predicting_hidden(policy, prompts[few], ids)
-        divergence = teacher.divergence(hidden, teacher.hidden(prompts[few], ids), mask)
-        with policy.reference():
-            kl = token_kl(policy, hidden, predicting_hidden(policy, prompts[few], ids), mask)
-        written = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        scores["divergence"] += sequence_mean(divergence, mask).tolist()
-        scores["kl"] += sequence_mean(kl, mask).tolist()
-        scores["gold"] += judged_by(judge)([texts[i] for i in few], written)
-    return scores
 
 
 def _rewarded(config: TeacherPeersConfig, folder: Path) -> None:
@@ -238,29 +230,24 @@ def _rewarded(config: TeacherPeersConfig, folder: Path) -> None:
 
 def _best_of_n(config: TeacherPeersConfig, folder: Path) -> None:
     """Log-likelihood of the best of n completions of the base, in shuffled passes."""
-    policy, judge = Backbone.load(config.model, lora=LoraSettings()), GoldJudge.load(config.gold_file)
+    policy, judge = Backbone.load(config.model, lora=LoraSettings()), judged_by(GoldJudge.load(config.gold_file))
     texts = review_prompts(config.reviews_dir)[0][: config.best_prompts]
-    prompts, length = encode_prompts(policy.tokenizer, texts, config.prompt_tokens), config.new_tokens
-    generator, best = torch.Generator().manual_seed(TEACHER_SEED), []
-    for few in torch.arange(len(texts)).split(max(1, ROWS // config.best_of)):
-        ids, _ = generate(policy, prompts[few].repeat(config.best_of), length, generator, min_new_tokens=length)
+    prompts, generator = encode_prompts(policy.tokenizer, texts, config.prompt_tokens), torch.Generator()
+    generator.manual_seed(TEACHER_SEED)
+
+    def score(rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         written = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rewards = judged_by(judge)([texts[i] for i in few for _ in range(config.best_of)], written)
-        rows = torch.tensor(rewards).view(len(few), config.best_of).argmax(1)
-        best.append(ids.view(len(few), config.best_of, length)[torch.arange(len(few)), rows])
-    ids, parameters = torch.cat(best), policy.trainable_parameters()
-    optimizer = torch.optim.AdamW(parameters, config.teacher_rate, weight_decay=0.0)
-    schedule = get_linear_schedule_with_warmup(optimizer, 0, config.teacher_steps)
-    passes = range(-(-config.teacher_steps * TEACHER_BATCH // len(ids)))
-    order = torch.cat([torch.randperm(len(ids), generator=generator) for _ in passes])
-    for rows in order.split(TEACHER_BATCH)[: config.teacher_steps]:
-        optimizer.zero_grad()
+        return torch.tensor(judge([texts[row] for row in rows], written))
+
+    _, ids = best_of(policy, prompts, config.best_of, config.new_tokens, generator, score)
+
+    def loss(rows: Tensor) -> Tensor:
         hidden = predicting_hidden(policy, prompts[rows], ids[rows])
-        loss = -hidden_logps(policy, hidden, ids[rows], torch.ones_like(ids[rows])).mean()
-        loss.backward(inputs=parameters)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
+        return -hidden_logps(policy, hidden, ids[rows], torch.ones_like(ids[rows])).mean()
+
+    rate, steps = config.teacher_rate, config.teacher_steps
+    for _ in fine_tune(policy, torch.arange(len(texts)), loss, rate, steps, TEACHER_BATCH, generator):
+        pass
     _save_teacher(policy, folder)
 
 

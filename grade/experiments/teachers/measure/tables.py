@@ -14,15 +14,9 @@ from pydantic import Field, model_validator
 
 from grade.config import Config
 from grade.experiments.measured import Share, Size, read_csv
+from grade.experiments.sums import sums_folder
 from grade.experiments.teachers.measure.divergences import divergence_table
-from grade.experiments.teachers.measure.hinted import (
-    NAMES,
-    HintedBench,
-    HintedRuns,
-    hint_table,
-    hinted_base,
-    hinted_runs,
-)
+from grade.experiments.teachers.measure.hinted import NAMES, HintedBench, HintedRuns, hint_table, hinted_runs
 from grade.experiments.teachers.measure.traces import traces_table
 from grade.experiments.training_runs import train_all
 
@@ -45,7 +39,7 @@ class Settings(Config):
     @property
     def base(self) -> str:
         """Folder of the base that reads hints."""
-        return hinted_base(self.runs.pretraining_steps).name
+        return sums_folder(self.runs.pretraining_steps, hinted=True).name
 
     @cached_property
     def trained_runs(self) -> pd.DataFrame:

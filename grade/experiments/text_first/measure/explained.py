@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 from pydantic import Field
@@ -14,7 +14,6 @@ from grade.data.reviews import load_reviews, prompt_text
 from grade.data.texts import cache_folder, read_texts, reference_texts, score_texts
 from grade.experiments.rewards import GROUP, FamilyName, Models, Policy, RewardName, load_subject, source_values
 from grade.gradients.distilled.families import make_family
-from grade.models.prompts import PromptBatch, encode_examples
 from grade.models.samplers import Sampler
 from grade.rewards.rewards import make_rewards
 from grade.training.explained import explained_curve
@@ -34,19 +33,13 @@ def explained_table(models: Models, name: str, of: TextFits) -> pd.DataFrame:
     """R2 by family and number of texts: on texts of other prompts, and within prompts on the reference's own."""
     subject = load_subject(models, of.policy, [of.reward])
     backbone, length = subject.backbone, subject.length
-    rewards = make_rewards(subject.rewards[of.reward], backbone)
-
-    def encode(rows: Any) -> PromptBatch:
-        return encode_examples(backbone.tokenizer, rows, models.prompt_tokens, "right", warn_raw=False)
-
-    scored = partial(score_texts, backbone=backbone, rewards=rewards, completion_tokens=length, encode=encode,
-                     cache=cache_folder())  # fmt: skip
+    kept = dict(completion_tokens=length, encode=partial(models.encode, backbone), cache=cache_folder())
+    scored = partial(score_texts, backbone=backbone, rewards=make_rewards(subject.rewards[of.reward], backbone), **kept)
     windows = source_values(models, str(max(of.sizes)))
     texts = scored(read_texts(windows["texts"], backbone.tokenizer, models.prompt_tokens, length, max(of.sizes)))
     reviews = load_reviews(models.reviews_dir, "validation")[: of.completions // GROUP]
     asked = [{"prompt": prompt_text(review.text), "place": place} for place, review in enumerate(reviews)]
-    drawn = reference_texts(asked, of.completions, backbone, Sampler("own"), completion_tokens=length, encode=encode,
-                            min_new_tokens=subject.min_length, cache=cache_folder())  # fmt: skip
+    drawn = reference_texts(asked, of.completions, backbone, Sampler("own"), min_new_tokens=subject.min_length, **kept)
     own = scored(sorted(drawn, key=lambda row: row["place"]))
     table = []
     for family in of.families:

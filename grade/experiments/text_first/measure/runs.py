@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from grade.experiments.measured import Size
-from grade.experiments.reward_runs import FIGURES, Grid, Method, Rewards, grid_runs
-from grade.experiments.reward_runs import NAMES as RUN_NAMES
+from grade.experiments.reward_runs import FIGURES, NAMES, Grid, Method, Rewards, grid_runs
 from grade.experiments.rewards import OWN, Models, source_values
 from grade.experiments.sums import LORA
-from grade.experiments.text_quality import distinct_n, outside
+from grade.experiments.text_quality import outside, qualities
 from grade.experiments.training_runs import Run
 from grade.models.adapter import LoraSettings
 from grade.training.evaluate import Evaluation
@@ -28,8 +27,6 @@ READING = ("auto_texts", "offline")
 """Methods that read texts."""
 SHOWN = 6
 """Completions that are kept as text, of the first seed, before and after training."""
-NAMES = ("subject", *RUN_NAMES, "source", "new_tokens")
-"""Columns that name a run; ``subject`` is its grid."""
 
 
 class TextGrid(Grid):
@@ -47,16 +44,18 @@ def text_runs(models: Models, subject: str, grid: TextGrid, rates: Mapping[str, 
         method = run.names["method"]
         own = grid.own.get(method, {})
         for source in grid.sources if method in READING else [OWN]:
+            values = run.values | source_values(models, source) | own
             names = {"subject": subject, **run.names, "source": source, "new_tokens": models.new_tokens}
-            names["completions"] = own.get("per_device_train_batch_size", grid.completions)
-            names["learning_rate"] = own.get("learning_rate", names["learning_rate"])
-            runs.append(replace(run, names=names, values=run.values | source_values(models, source) | own))
+            names["completions"] = values["per_device_train_batch_size"]
+            names["learning_rate"] = values["learning_rate"]
+            runs.append(replace(run, names=names, values=values))
     return runs
 
 
 class TextBench(Rewards):
     """What completions are like besides: an outside judge, diversity, length, some of the text."""
 
+    names: ClassVar[tuple[str, ...]] = ("subject", *NAMES, "source", "new_tokens")  # subject: the grid
     columns: ClassVar[tuple[str, ...]] = (
         *FIGURES, "kl_stderr", "outside", "distinct", "length", "substitutions", "shown"
     )  # fmt: skip
@@ -66,15 +65,14 @@ class TextBench(Rewards):
         return LORA if policy == "sums" else super().adapter(policy)
 
     def evaluated(self, run: Run, row: Mapping[str, Any], evaluation: Evaluation) -> dict[str, Any]:
-        """KL's error, mean sentiment, distinct bigrams, mean words, one-token changes so far, some texts."""
-        texts, judged = evaluation.completions, outside(evaluation.completions)
-        last = row["step"] in (0, run.values["max_steps"]) and run.values["seed"] == 0
-        shown = zip(evaluation.prompts, texts, evaluation.reward.tolist(), judged.tolist(), strict=True)
-        return super().evaluated(run, row, evaluation) | {
+        """KL's error, what the text is like, one-token changes so far, some of the text."""
+        shown = None
+        if row["step"] in (0, run.values["max_steps"]) and run.values["seed"] == 0:
+            some = evaluation.first(SHOWN)
+            rows = zip(some.prompts, some.completions, some.reward.tolist(), outside(some.completions), strict=True)
+            shown = json.dumps([[p, c, round(r, 3), round(float(o), 3)] for p, c, r, o in rows])
+        return super().evaluated(run, row, evaluation) | qualities(evaluation.completions) | {
             "kl_stderr": (row.get("val/kl_stderr") or math.nan) * run.values["max_completion_length"],
-            "outside": judged.mean(),
-            "distinct": distinct_n(texts, 2),
-            "length": sum(len(text.split()) for text in texts) / len(texts),
             "substitutions": row.get("train/distilled/substitutions", 0),
-            "shown": json.dumps([[p, c, round(r, 3), round(o, 3)] for p, c, r, o in shown][:SHOWN]) if last else None,
-        }
+            "shown": shown,
+        }  # fmt: skip

@@ -11,7 +11,6 @@ The tables then hold its rows and those that ``published`` has of the others, so
 
 from __future__ import annotations
 
-import io
 from functools import cached_property
 from pathlib import Path
 from typing import Self
@@ -20,11 +19,10 @@ import pandas as pd
 from pydantic import Field, model_validator
 
 from grade.errors import InputError
-from grade.experiments.measured import Positive, Size, kept_text, read_csv
-from grade.experiments.reward_runs import Method, published_runs, run_all
-from grade.experiments.rewards import Models
+from grade.experiments.measured import read_csv
+from grade.experiments.reward_runs import Method, RunSettings, published_table
 from grade.experiments.text_first.measure.explained import TextFits, explained_table
-from grade.experiments.text_first.measure.runs import NAMES, TextBench, TextGrid, text_runs
+from grade.experiments.text_first.measure.runs import TextBench, TextGrid, text_runs
 from grade.gradients.methods import Rate
 
 FITS = ("subject", "family", "texts")
@@ -36,23 +34,17 @@ SMOKE = TextGrid(
 )  # fmt: skip
 
 
-class Settings(Models):
+class Settings(RunSettings):
     """Models, subjects and sizes."""
 
     subjects: list[str] = []  # those that are measured now; empty: all
-    published: str = ""  # results whose runs and fits are not measured again
     peers: str = ""  # folder of the tables of other methods, as `python -m grade text-peers` wrote them; empty: none
     grids: dict[str, TextGrid] = Field({"tiny_bag": SMOKE}, min_length=1)  # training runs by subject
     chosen_rates: dict[Method, Rate] = {"rloo": 1.0e-2, "auto_texts": 1.0e-2, "offline": 6.0e-3}  # learning rates
     fits: dict[str, TextFits] = {}  # fits by subject
-    kl_levels: list[Positive] = Field([0.5, 1.0], min_length=1)  # KL at which rewards are compared
-    headline_level: float = 1.0  # one of kl_levels, and the target of the runs that samples are counted in
-    processes: Size = 1  # worker processes of one thread each, for training
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.headline_level not in self.kl_levels:
-            raise InputError("headline_level", self.headline_level, f"one of kl_levels = {self.kl_levels}")
         if unknown := set(self.subjects) - {*self.grids, *self.fits}:
             raise InputError("subjects", sorted(unknown), f"some of {', '.join({**self.grids, **self.fits})}")
         if missing := {method for grid in self.grids.values() for method in grid.methods} - {*self.chosen_rates}:
@@ -66,22 +58,21 @@ class Settings(Models):
     @cached_property
     def trained_runs(self) -> pd.DataFrame:
         """All runs of the grids, seed by seed; of subjects that are not measured now those that are published."""
-        finished, parts = published_runs(self.published, NAMES, TextBench.columns), []
+        parts = []
         for subject, grid in self.grids.items():
-            policy = "sums" if "sums" in grid.rewards else grid.policy
-            bench = TextBench({policy: self.base(policy)}, self.gold_file, self.reviews_dir, models=self)
+            bench = TextBench.of(self, ["sums" if "sums" in grid.rewards else grid.policy])
             runs = text_runs(self, subject, grid, self.chosen_rates)
-            parts.append(run_all(bench, runs, finished, self.processes, self.measures(subject)))
+            parts.append(self.run_all(bench, runs, self.measures(subject)))
         return _joined(parts)
 
     @cached_property
     def fitted(self) -> pd.DataFrame | None:
         """What texts explain, of every subject; None without fits."""
-        known = _published(self.published, "measured/explained")
-        seconds = _published(self.published, "timings/fit_seconds")
-        known, parts = known.merge(seconds, how="left") if len(known) and len(seconds) else known, []
+        known, seconds = (published_table(self.published, name, FITS)
+                          for name in ("measured/explained", "timings/fit_seconds"))  # fmt: skip
+        known, parts = known.merge(seconds, how="left"), []
         for subject, of in self.fits.items():
-            rows = known[known["subject"] == subject] if len(known) else known
+            rows = known[known["subject"] == subject]
             if self.measures(subject) and len(rows) != len(of.families) * len(of.sizes):
                 rows = explained_table(self, subject, of)
             parts.append(rows)
@@ -99,17 +90,12 @@ def _joined(parts: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
 
 
-def _published(folder: str, name: str) -> pd.DataFrame:
-    text = kept_text(f"{folder}/{name}.csv") if folder else ""
-    return read_csv(io.StringIO(text)) if text else pd.DataFrame()
-
-
 def _without_seconds(table: pd.DataFrame | None) -> pd.DataFrame | None:
-    return table if table is None else table.drop(columns="seconds", errors="ignore")
+    return None if table is None else table.drop(columns="seconds", errors="ignore")
 
 
 def _seconds(table: pd.DataFrame | None, names: tuple[str, ...]) -> pd.DataFrame | None:
-    return table if table is None or "seconds" not in table else table[[*names, "seconds"]]
+    return None if table is None or "seconds" not in table else table[[*names, "seconds"]]
 
 
 TABLES = {
@@ -118,7 +104,7 @@ TABLES = {
     "peers": lambda s: _without_seconds(s.contest),
 }
 TIMED = {
-    "run_seconds": lambda s: _seconds(s.trained_runs, (*NAMES, "step")),
+    "run_seconds": lambda s: _seconds(s.trained_runs, (*TextBench.names, "step")),
     "fit_seconds": lambda s: _seconds(s.fitted, FITS),
     "peer_seconds": lambda s: _seconds(s.contest, ("policy", "reward_name", "method", "seed")),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -50,7 +50,7 @@ class Settings(Config):
 
     completion_tokens: Size = 3  # T
     etas: list[Positive] = Field([1e-4, 1e-5, 1e-6], min_length=1)  # step sizes along a unit vector, largest first
-    coverage_prompts: list[Several] = [8, 32]  # B of the U-statistic
+    coverage_prompts: list[Annotated[int, Field(ge=3)]] = [8, 32]  # B of the U-statistic
     coverage_group: Several = 4  # G
     coverage_pool: Size = 3  # prompts in the population
     repetitions: Several = 40  # draws whose intervals are counted
@@ -109,10 +109,10 @@ def _coverage(s: Settings) -> pd.DataFrame:
             g, r = grads[owner, chosen], rewards[owner, chosen].double()  # [B, G, P], [B, G]
             x = torch.einsum("bg,bgp->bp", entropy_coefficients(logps[owner, chosen]), g)
             y = torch.einsum("bg,bgp->bp", (r - r.mean(1, keepdim=True)) / group, g)
-            statistic = u_statistic(x, y)
-            values.append(statistic.value)
-            for name in hits:
-                hits[name] += abs(statistic.value - truth) <= quantile * getattr(statistic, name)
+            value, stderrs = u_statistic(x, y)
+            values.append(value)
+            for name, stderr in stderrs.items():
+                hits[name] += abs(value - truth) <= quantile * stderr
         shares = {name: count / s.repetitions for name, count in hits.items()}
         stderr = float(np.std(values, ddof=1) / math.sqrt(s.repetitions))
         rows.append({"B": batch, "repetitions": s.repetitions} | shares
@@ -154,35 +154,24 @@ def _importance(s: Settings) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-class _UStatistic(NamedTuple):
-    """An estimate of ``E[X] . E[Y]``."""
-
-    value: float  # U
-    plug_in: float  # plug-in standard error, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1
-    jackknife: float | None  # jackknife standard error, from ``U_{-n} = (B U - 2 r_n) / (B - 2)``; None for B = 2
-
-
-def u_statistic(x: Tensor, y: Tensor) -> _UStatistic:
-    """The U-statistic of ``E[X] . E[Y]`` over two or more units (prompts, or blocks of them), x and y [B, P].
+def u_statistic(x: Tensor, y: Tensor) -> tuple[float, dict[str, float]]:
+    """The U-statistic of ``E[X] . E[Y]`` over three or more units (prompts, or blocks of them), x and y [B, P].
 
     For independent units with vectors X_n and Y_n, the mean of ``X_n . Y_m`` over pairs n != m is unbiased, though X_n
     and Y_n come from the same completions. With ``r_n = (X_n . Ybar_{-n} + Y_n . Xbar_{-n}) / 2`` (so mean(r) = U),
     Hoeffding's decomposition gives ``Var(U) = 4 zeta_1 / B + 2 zeta_2 / (B (B - 1))``, with zeta_1 the variance over
     one unit of the mean of the symmetric kernel ``h(n, m) = (X_n . Y_m + Y_n . X_m) / 2``. Left out: the second term,
     of order 1 / B^2.
+
+    U with its standard errors: the plug-in one, ``sqrt(4 var(r) / B)`` with ``var`` over B - 1, and the jackknife's,
+    from ``U_{-n} = (B U - 2 r_n) / (B - 2)``.
     """
-    if x.shape != y.shape or x.ndim != 2:
-        raise ValueError(f"x and y have shapes {list(x.shape)} and {list(y.shape)}, not the same [B, P]")
     batch, x, y = len(x), x.double(), y.double()
     sum_x, sum_y, diagonal = x.sum(0), y.sum(0), (x * y).sum(1)
     rows = (x @ sum_y + y @ sum_x - 2 * diagonal) / (2 * (batch - 1))
     value = rows.mean()
-    plug_in = (4 * rows.var() / batch).sqrt()
-    jackknife = None
-    if batch > 2:
-        without = (batch * value - 2 * rows) / (batch - 2)
-        jackknife = jackknife_stderr(without)
-    return _UStatistic(float(value), float(plug_in), jackknife)
+    without = (batch * value - 2 * rows) / (batch - 2)
+    return float(value), {"plug_in": float((4 * rows.var() / batch).sqrt()), "jackknife": jackknife_stderr(without)}
 
 
 TABLES = {"first_order": _first_order, "coverage": _coverage, "importance": _importance}
