@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grade.errors import InputError
+
 ImportanceSampling = Literal["none", "token", "sequence"]
 
 STD_EPSILON = 1e-4
@@ -92,6 +94,8 @@ def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
 
 def _scored(returns: Tensor) -> Tensor:
     """How many completions of each group were scored [N, 1]."""
+    if (group := returns.shape[1]) < 2:
+        raise InputError("num_generations", group, "at least 2: the baseline averages a prompt's other completions")
     return (~returns.isnan()).sum(1, keepdim=True).to(returns.dtype)
 
 

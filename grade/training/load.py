@@ -85,6 +85,10 @@ def make_policy(
     Without a tokenizer it is the model's own. Without ``peft_config`` a new adapter has `LoraSettings`, on all linear
     layers if the base has none of those names; ``seed`` initialises it. ``init_kwargs`` are for a model given by name.
     """
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise InputError("processing_class", type(tokenizer).__name__, "a tokenizer of transformers, or None")
+    if peft_config is not None and not isinstance(peft_config, LoraConfig):
+        raise InputError("peft_config", type(peft_config).__name__, "a LoraConfig")
     if peft_config is not None and isinstance(model, Backbone | PeftModel):
         raise InputError("peft_config", "given", f"none: the {type(model).__name__} has an adapter, which is continued")
     if init_kwargs and not isinstance(model, str | Path):
