@@ -116,6 +116,6 @@ def test_a_script_for_another_trainer_a_missing_file_and_our_own_settings_are_re
 def test_without_trl_it_is_said_how_to_install_it(monkeypatch):
     from grade.memory import trl_file
 
-    monkeypatch.setattr(trl_file.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(trl_file, "have_trl", lambda: False)
     with pytest.raises(InputError, match="peers"):
         trl_file.read_trl("run.yaml")
