@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from grade.cli.options import command, print_metrics
 from grade.experiments.compare.measure.peers import PeersConfig, compare_peers
-from grade.experiments.compare.measure.steps import StepPeersConfig, grpo_rows, trl_rows
+from grade.experiments.compare.measure.steps import METHODS, StepPeersConfig, timed_rows, trl_rows
 from grade.experiments.compare.measure.text_peers import TextPeersConfig, compare_text_peers
 from grade.experiments.compare.peers import peer_figures, text_peer_figures, write_peers
 from grade.experiments.teachers.measure.peers import TeacherPeersConfig, measure_teacher_peers
@@ -55,13 +56,13 @@ def _teacher_peers(args: argparse.Namespace) -> None:
     print_metrics(figures)
 
 
-@command("step-peers", output_dir="trl.json and grpo.json go here", config=StepPeersConfig)
+@command("step-peers", output_dir="grpo.json, teacher.json and trl.json go here", config=StepPeersConfig)
 def _step_peers(args: argparse.Namespace) -> None:
-    """Run steps of TRL's trainers: traced and real peaks, and GRPO's seconds beside ours."""
+    """Run steps of TRL's trainers: traced and real peaks, and seconds beside ours."""
     config, about = StepPeersConfig.load(args.config, args.set), environment()
     require_peer("trl")
     with claimed(args.output_dir, (), shared=True):
-        for name, measured in (("grpo", grpo_rows), ("trl", trl_rows)):
+        for name, measured in (*((method, partial(timed_rows, method)) for method in METHODS), ("trl", trl_rows)):
             rows = []
             for row in chain.from_iterable(measured(model, config.device) for model in config.models):
                 rows.append(row)

@@ -1,14 +1,15 @@
 """Steps of TRL's trainers on a device, with random weights, which neither time nor memory depends on.
 
-`trl_rows`: peaks, traced and measured. `grpo_rows`: seconds and peak of GRPO, ours and TRL's. There each trains in a
-process of its own, with the settings of `grade.experiments.compare.measure.peers`, layers recomputed, completions of
-full length and a reward that costs nothing. The first step pays for set-up and does not count.
+`trl_rows`: peaks, traced and measured. `timed_rows`: seconds and peak of GRPO and of distillation on the policy's own
+completions, ours and TRL's. There each trains in a process of its own, with the settings of
+`grade.experiments.compare.measure.peers`, layers recomputed, completions of full length, and a reward that costs
+nothing or a teacher of the policy's size. The first step pays for set-up and does not count.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from grade.config import Config
 from grade.experiments.compare.measure.peers import settings
 from grade.experiments.training_runs import FIXED, UNEVALUATED
-from grade.experiments.trl_runs import Clock, alone, train_trl
+from grade.experiments.trl_runs import Clock, alone, same_settings, train_trl
 from grade.experiments.trl_traces import SETTINGS, trl_traces
 from grade.memory.models import model_config
 from grade.memory.settings import Device, require_device
@@ -31,6 +32,11 @@ from grade.training.config import TrainConfig
 from grade.training.trainer import GradeTrainer
 
 SIZES = {"max_prompt_length": 128, "max_completion_length": 128, "per_device_train_batch_size": 32, "max_steps": 4}
+METHODS: dict[str, dict[str, Any]] = {
+    "grpo": {"num_generations": 8, "beta": 0.1},
+    "teacher": {},
+}
+"""By method, its settings."""
 TRAINERS = ("grade", "grade, shared prompts", "trl")
 
 
@@ -56,35 +62,48 @@ def trl_rows(model: str, device: Device) -> Iterator[dict[str, Any]]:
                "traced_over_measured": row.traced / row.tracked}  # fmt: skip
 
 
-def grpo_rows(model: str, device: Device) -> Iterator[dict[str, Any]]:
+def timed_rows(method: str, model: str, device: Device) -> Iterator[dict[str, Any]]:
     """For each trainer the seconds of its steps and the peak in bytes."""
-    values = FIXED | UNEVALUATED | SIZES | {
-        "method": "grpo", "num_generations": 8, "beta": 0.1, "bf16": True, "gradient_checkpointing": True,
-        "use_cpu": device == "cpu", "eval_steps": 100,
+    values = FIXED | UNEVALUATED | SIZES | METHODS[method] | {
+        "method": method, "bf16": True, "gradient_checkpointing": True, "use_cpu": device == "cpu", "eval_steps": 100,
     }  # fmt: skip
     values["min_completion_length"] = values["max_completion_length"]
-    with tempfile.TemporaryDirectory() as folder:
-        with torch.device(device):
-            AutoModelForCausalLM.from_config(model_config(model), dtype=torch.bfloat16).save_pretrained(folder)
-        word_tokenizer().save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as place:
+        folder, teacher = Path(place, "policy"), Path(place, "teacher")
+        for each in (folder, teacher) if method == "teacher" else (folder,):
+            with torch.device(device):
+                AutoModelForCausalLM.from_config(model_config(model), dtype=torch.bfloat16).save_pretrained(each)
+            word_tokenizer().save_pretrained(each)
+        if method == "teacher":
+            values["teacher"] = str(teacher)
         for trainer in TRAINERS:
-            seconds, peak = alone(_train, trainer, folder, values)
-            yield {"name": f"{model}, GRPO, {trainer}", "seconds": seconds, "measured_peak_bytes": peak}
+            seconds, peak = alone(_train, trainer, str(folder), values)
+            yield {"name": f"{model}, {method}, {trainer}", "seconds": seconds, "measured_peak_bytes": peak}
 
 
 def _train(trainer: str, folder: str, values: dict[str, Any]) -> tuple[list[float], int]:
     config = TrainConfig.parse(values | ({"sampler": "shared"} if "shared" in trainer else {}))
     clock, prompts = Clock(config, lambda *_: None), [" ".join("a" * config.max_prompt_length)] * 64
     if trainer == "trl":
-        from trl import GRPOConfig, GRPOTrainer
-
-        make, arguments = partial(GRPOTrainer, reward_funcs=_length), partial(GRPOConfig, **settings(config))
+        make, arguments = _peer(config)
         train_trl(folder, torch.bfloat16, make, arguments, {"prompt": prompts}, clock)
     else:
+        reward = None if config.teacher else _length
         backbone = Backbone.load(folder, "bfloat16", lora=config.lora)
         config.output_dir = str(Path(folder, "run"))
-        GradeTrainer(backbone, _length, config, [{"prompt": text} for text in prompts], callbacks=[clock]).train()
+        GradeTrainer(backbone, reward, config, [{"prompt": text} for text in prompts], callbacks=[clock]).train()
     return clock.seconds, peak_memory(config.device)
+
+
+def _peer(config: TrainConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """TRL's trainer and configuration, for `train_trl`."""
+    import trl
+
+    if config.teacher:
+        given = same_settings(config) | {"beta": config.teacher_beta}
+        arguments = partial(trl.DistillationConfig, teacher_model_init_kwargs={"dtype": "bfloat16"}, **given)
+        return partial(trl.DistillationTrainer, teacher_model=config.teacher), arguments
+    return partial(trl.GRPOTrainer, reward_funcs=_length), partial(trl.GRPOConfig, **settings(config))
 
 
 def _length(completions: list[str], **_: Any) -> list[float]:
