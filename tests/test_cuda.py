@@ -31,6 +31,16 @@ def test_gradients_of_padded_texts_are_finite_at_every_length(method):
         assert all(p.isfinite().all() for p in step.backbone.trainable_parameters())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("engine", ["replay", "checkpointed", "unrolled"])
+def test_every_engine_takes_a_step(engine, dtype):
+    values = dict(model="tiny", method="ste", batch_size=2, prompt_tokens=8, max_new_tokens=4)
+    config = StepConfig(**values, engine=engine, dtype=dtype)
+    step = make_step(config, *build(config, device="cuda"))
+    step.run()
+    assert all(p.isfinite().all() for p in step.backbone.trainable_parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_gradient_of_a_weighted_embedding_is_that_of_float64(dtype):
     generator = torch.Generator("cuda").manual_seed(0)

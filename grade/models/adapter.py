@@ -370,7 +370,7 @@ def _folds(peft: PeftModel, layers: list[LoraLayer]) -> bool:
         for layer, a, b, scale in factors:
             size = _NOISE * layer.get_base_layer().weight.double().square().mean().sqrt() * (layer in layers)
             for p, factor in ((a, b.shape[1] ** -0.5), (b, size / scale if scale else 0.0)):
-                p.copy_(torch.randn(p.shape, generator=generator).to(p) * factor)
+                p.copy_(torch.randn(p.shape, generator=generator, device="cpu").to(p) * factor)
         beside = logits()
         with folded(model), peft.disable_adapter():
             inside = logits()

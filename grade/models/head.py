@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -164,22 +163,10 @@ def weighted_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tenso
     if support.shape[-1] == table.shape[0]:
         return weights.to(table.dtype) @ table.detach()
     table, weights = table.detach(), weights.to(table.dtype)
-    if table.device.type == "cuda" and weights.requires_grad and not _has_backward(table.dtype):
+    if weights.requires_grad and table.device.type == "cuda" and table.dtype == torch.bfloat16:
+        # torch has no such backward before pull request 185889, of 2026
         return _WeightedEmbedding.apply(table, support, weights)
     return F.embedding_bag(support, table, per_sample_weights=weights, mode="sum")
-
-
-@cache
-def _has_backward(dtype: torch.dtype) -> bool:
-    """Whether torch differentiates bags on CUDA in the weights: in bfloat16 not before pull request 185889, of 2026."""
-    table, weights = torch.ones(1, 1, dtype=dtype, device="cuda"), torch.ones(1, 1, dtype=dtype, device="cuda")
-    first = torch.zeros(1, 1, dtype=torch.long, device="cuda")
-    try:
-        with torch.enable_grad():
-            F.embedding_bag(first, table, per_sample_weights=weights.requires_grad_(), mode="sum").sum().backward()
-    except NotImplementedError:
-        return False
-    return True
 
 
 class _WeightedEmbedding(torch.autograd.Function):
