@@ -110,7 +110,9 @@ class _Loop:
         prefix = torch.cat([self.prompt_embeds, *[step["e"].unsqueeze(1) for step in self.steps]], 1)
         ref_hidden = self._reference(prefix.detach())
         draw: list[Tensor] = []  # support and noise: drawn once, reused when the step is recomputed
-        run = partial(self._policy, len(self.steps), self.mask, ref_hidden, draw)
+        # No method of the loop: the graph would hold what holds the graph, and nothing would free either.
+        run = partial(_policy, self.backbone, self.config, self.options, self.generator)
+        run = partial(run, len(self.steps), self.mask, ref_hidden, draw)
         if self.options.checkpoint:
             step = checkpoint(run, prefix, use_reentrant=False)
         else:
@@ -121,32 +123,6 @@ class _Loop:
         self.steps.append(step | {"token": token, "alive": self.alive, "support": support, "ref_logits": ref_logits})
         self.alive = self.alive & ~is_eos(token, self.backbone.eos_token_ids)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
-
-    def _policy(
-        self, step: int, mask: Tensor, ref_hidden: Tensor, draw: list[Tensor], prefix: Tensor
-    ) -> dict[str, Tensor | None]:
-        """One policy step: relaxed embedding e [B, D], weights y [B, K], dense soft token and logits [B, V], KL [B]."""
-        backbone, config, options = self.backbone, self.config, self.options
-        estimator = ESTIMATORS[config.estimator]
-        h = backbone.hidden(prefix, mask)
-        last = h[:, -1]
-        logits = backbone.head(h)[:, -1] if options.head_positions == "all" else backbone.head(last)  # [B, V]
-        allowed = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
-        if not draw:
-            draw.extend(estimator.draw(allowed.detach(), config, self.generator))
-        support, noise = draw
-        z = allowed.gather(1, support) + noise
-        y = estimator.relax(z, config.tau)
-        soft = None
-        if options.compact:
-            e = weighted_embedding(backbone.embedding_weight, support, y)
-        else:
-            soft = torch.zeros_like(logits).scatter(1, support, y)
-            e = soft.to(backbone.dtype) @ backbone.embedding_weight
-        kl = kl_divergence(backbone.head, last, ref_hidden) if options.online_kl else None
-        keep_logits = not options.online_kl or not options.drop_lists
-        e = e * backbone.embedding_scale
-        return {"e": e, "y": y, "soft": soft, "logits": logits if keep_logits else None, "kl": kl}
 
     @torch.no_grad()
     def _reference(self, prefix: Tensor) -> Tensor:
@@ -183,6 +159,33 @@ class _Loop:
             return self.stacked("kl")
         logp, ref_logp = self.stacked("logits").log_softmax(-1), self.stacked("ref_logits").log_softmax(-1)  # [B, T, V]
         return (logp.exp() * (logp - ref_logp)).sum(-1)
+
+
+def _policy(
+    backbone: Backbone, config: RelaxationConfig, options: StepwiseOptions, generator: torch.Generator, step: int,
+    mask: Tensor, ref_hidden: Tensor, draw: list[Tensor], prefix: Tensor,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """One policy step: relaxed embedding e [B, D], weights y [B, K], dense soft token and logits [B, V], KL [B]."""
+    estimator = ESTIMATORS[config.estimator]
+    h = backbone.hidden(prefix, mask)
+    last = h[:, -1]
+    logits = backbone.head(h)[:, -1] if options.head_positions == "all" else backbone.head(last)  # [B, V]
+    allowed = forbid_eos(logits, None, step, config.min_new_tokens, backbone.eos_token_ids)
+    if not draw:
+        draw.extend(estimator.draw(allowed.detach(), config, generator))
+    support, noise = draw
+    z = allowed.gather(1, support) + noise
+    y = estimator.relax(z, config.tau)
+    soft = None
+    if options.compact:
+        e = weighted_embedding(backbone.embedding_weight, support, y)
+    else:
+        soft = torch.zeros_like(logits).scatter(1, support, y)
+        e = soft.to(backbone.dtype) @ backbone.embedding_weight
+    kl = kl_divergence(backbone.head, last, ref_hidden) if options.online_kl else None
+    keep_logits = not options.online_kl or not options.drop_lists
+    e = e * backbone.embedding_scale
+    return {"e": e, "y": y, "soft": soft, "logits": logits if keep_logits else None, "kl": kl}
 
 
 def gathered_embedding(table: Tensor, support: Tensor, weights: Tensor) -> Tensor:

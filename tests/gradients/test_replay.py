@@ -1,5 +1,7 @@
 """Three engines, one gradient."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -136,6 +138,16 @@ def test_each_optimisation_alone_keeps_the_gradient(backbone, prompts, reward, o
     want = gradient(unrolled, backbone, prompts, objective, config())[1]
     got = gradient(partial(stepwise, options=options), backbone, prompts, objective, config())[1]
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("engine", [unrolled, checkpointed, replay])
+def test_nothing_of_a_step_outlives_it(prompts, reward, engine):
+    backbone = make_backbone(tiny_gpt2(), target_modules=["c_attn"])
+    gradient(engine, backbone, prompts, Objective(reward, beta=0.3), config())
+    left = weakref.ref(backbone)
+    del backbone
+    gc.collect()
+    assert left() is None, "the graph holds its own model"
 
 
 @pytest.mark.parametrize("engine", [unrolled, checkpointed, replay])
