@@ -153,6 +153,7 @@ def compare_with_real(
                     "predicted_reserved_bytes": found.reserved}  # fmt: skip
             if "measured_peak_bytes" in row:
                 row["predicted_over_measured"] = found.allocated / row["measured_peak_bytes"]
+                row["reserved_over_measured"] = found.reserved / row["reserved_bytes"]
             yield _compared(row)
 
 
