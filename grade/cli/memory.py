@@ -141,6 +141,6 @@ def _trl(args: argparse.Namespace, values: dict[str, Any], budget: int | None, o
         fits = plan.plan(step, budget, overhead, ("batch_size", "max_new_tokens"), tracer)
         more["ways"] = plan.ways_to_run(step, budget - overhead, lambda step, *_: tracer(step), (1,))
         more["changes"] = plan.changes_that_save(step, traced, tracer, step.options())
-        more["fits"] = [plan.Fit(*step.named(f.quantity, f.value or 0).popitem(), f.peak) for f in fits]
+        more["fits"] = [plan.Fit(*step.named(f.quantity, f.value).popitem(), f.peak) for f in fits]
     data = report(step, traced, overhead=overhead, **more) | {"notes": notes}
     print(json.dumps(data, indent=1) if args.json else "\n".join([text(step.headline, data, budget), "", *notes]))

@@ -126,12 +126,12 @@ class TrlStep(Config):
         here = getattr(own, "use_vllm", False) and own.vllm_mode == "colocate" and not own.vllm_enable_sleep_mode
         return own.vllm_gpu_memory_utilization if here else 0.0
 
-    def named(self, quantity: str, value: int) -> dict[str, int]:
-        """A quantity of a plan by TRL's name."""
+    def named(self, quantity: str, value: int | None) -> dict[str, int | None]:
+        """A quantity of a plan by TRL's name; None stays None."""
         if quantity == "batch_size":
             return {"per_device_train_batch_size": value}
         grpo = self.trainer == "grpo"
-        return {"max_completion_length": value} if grpo else {"max_length": value + self.prompt_tokens}
+        return {"max_completion_length": value} if grpo else {"max_length": value and value + self.prompt_tokens}
 
     def changed(self, **values: Any) -> Self:
         """A copy with other settings: ``batch_size`` and ``max_new_tokens``, the others by TRL's names."""
