@@ -35,7 +35,8 @@ class InputError(ValueError):
         shown = repr(value)
         if len(shown) > 120:
             shown = shown[:117] + "..."
-        super().__init__(" ".join(f"{field}: got {shown}; allowed: {allowed}".split()))
+        line = " ".join(f"{field}: got {shown}; allowed: {allowed}".split())
+        super().__init__("".join(c if c.isprintable() else "?" for c in line))  # a terminal obeys the others
         self.field, self.value, self.allowed = field, value, allowed
 
     def __reduce__(self) -> tuple[type, tuple[str, object, str]]:  # from a worker process

@@ -72,9 +72,16 @@ def rloo(returns: Tensor) -> Tensor:
     return (relative(returns) * (scored / (scored - 1))).nan_to_num(0.0)
 
 
-def remax(returns: Tensor, greedy: Tensor) -> Tensor:
-    """Advantages over the greedy completions' returns [N], ``r_g - r_greedy`` [N, G] (Li et al. 2023, 2310.10505)."""
-    return returns - greedy.unsqueeze(1)
+def above(returns: Tensor, baseline: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Returns [N, G] minus a baseline, exactly 0 where the two differ by the rounding of a type alone.
+
+    For the baseline of the greedy completions' returns [N, 1] it is ReMax's advantage (Li et al. 2023, 2310.10505).
+
+    >>> above(torch.tensor([[1.0, 3.0, 1.0000001]]), 1.0, torch.float32)
+    tensor([[0., 2., 0.]])
+    """
+    difference = returns - baseline
+    return difference * (difference.abs() > ROUNDING * torch.finfo(dtype).eps * returns.abs())
 
 
 def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
@@ -89,6 +96,9 @@ def grpo(returns: Tensor, normalize_std: bool = False) -> Tensor:
         return rloo(returns)
     scored, centred = _scored(returns), relative(returns)
     std = (centred.square().nansum(1, keepdim=True) / (scored - 1)).sqrt()
+    if std.isinf().any():
+        largest = f"{returns.abs().nan_to_num(0.0).max():g}"
+        raise InputError("reward", largest, "numbers whose squares are finite, with scale_rewards = group")
     return (centred / (std + STD_EPSILON)).nan_to_num(0.0)
 
 

@@ -357,13 +357,15 @@ class PolicyGradient(Learner):
         """Advantages of whole completions [B, 1]."""
         completions, grouped = seen.completions, seen.returns.view(-1, self.config.group)
         if self.method.running_mean:
-            advantages = grouped - losses.ema_baseline(self.means, self.config.baseline_momentum)
+            baseline = losses.ema_baseline(self.means, self.config.baseline_momentum)
+            advantages = losses.above(grouped, baseline, seen.reward.dtype)
         elif self.method.greedy:
             prompts = completions.rows(slice(None, None, self.config.group)).prompts
             greedy = self._sample(prompts, torch.Generator(self.backbone.device), 0.0)
             _, kl, hidden, _ = self._terms(greedy, None)
             reward = self._reward(greedy, objective, hidden)
-            advantages = losses.remax(grouped, penalised(reward, kl, greedy.mask, objective.beta))
+            baseline = penalised(reward, kl, greedy.mask, objective.beta).unsqueeze(1)
+            advantages = losses.above(grouped, baseline, reward.dtype)
         else:
             reward = losses.relative(seen.reward.view(grouped.shape)).flatten()  # before KL, which is smaller
             grouped = penalised(reward, seen.kl, completions.mask, objective.beta).view(grouped.shape)

@@ -316,6 +316,7 @@ def _divergence(
         grad = p.mul_(g.sub_(value.unsqueeze(-1)))
     else:
         logm = torch.logaddexp(logq + math.log(beta), logp + math.log1p(-beta))
+        logm = torch.where(logp == logq, logp, logm)  # the same, without rounding that an optimizer would follow
         m, g = logm.exp(), logp.sub_(logm)
         value = (beta * (q * logq.sub_(logm) - q + m) + (1 - beta) * (p * g - p + m)).sum(-1)
         grad = p.mul_(g.sub_((p * g).sum(-1, keepdim=True))).mul_(1 - beta)

@@ -31,10 +31,10 @@ from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, StrictInt
+from pydantic import BaseModel, FailFast, StrictInt
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -144,18 +144,18 @@ class Sampler:
 
 
 class _Logprobs(BaseModel):
-    token_logprobs: list[Logprob]
+    token_logprobs: Annotated[list[Logprob], FailFast()]
 
 
 class _Choice(BaseModel):
     index: int
     logprobs: _Logprobs
-    token_ids: list[StrictInt]
+    token_ids: Annotated[list[StrictInt], FailFast()]
     prompt_token_ids: list[int] | None = None
 
 
 class _Answer(BaseModel):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], FailFast()]  # thousands of wrong ones take minutes to list
 
 
 class ServerSampler(Server, Sampler):

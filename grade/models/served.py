@@ -58,7 +58,7 @@ class _Answer(BaseModel):
 class _Model(BaseModel):
     id: str
     parent: str | None = None
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Field(ge=3)] | None = None
 
 
 class _Models(BaseModel):
@@ -121,17 +121,18 @@ class ServedModel:
         for token, place in zip(tokens[start:], given[start:], strict=True):
             of_each = {number: value.logprob for number, value in (place or {}).items()}
             mass = sum(map(math.exp, of_each.values()))
+            least = 1 - EXCESS if len(of_each) == self.vocab else 0
             self.server.require(
                 (token in of_each, f"prompt_logprobs without token {token}", "the text's own token among them"),
                 (self.topk <= len(of_each) <= self.topk + 1, f"{len(of_each)} prompt_logprobs of a token",
                  f"{self.topk} (teacher_topk) and the text's own token"),
                 (max(of_each, default=0) < self.vocab, f"token {max(of_each, default=0)}",
                  f"token ids of the policy, 0 to {self.vocab - 1}"),
-                (mass <= 1 + EXCESS, f"probabilities with the sum {mass:.4g}",
-                 "at most 1 (vLLM: --logprobs-mode processed_logprobs or raw_logprobs)"),
+                (least <= mass <= 1 + EXCESS, f"probabilities with the sum {mass:.4g}",
+                 "1, or less of some tokens (vLLM: --logprobs-mode processed_logprobs or raw_logprobs)"),
             )  # fmt: skip
             missing = self.topk + 1 - len(of_each)
-            rest = NOTHING if len(of_each) == self.vocab else math.log(max(1 - mass, FLOOR))
+            rest = NOTHING if least else math.log(max(1 - mass, FLOOR))
             ids.append([*of_each, *[token] * missing])
             values.append([*of_each.values(), *[NOTHING] * missing, rest])
         logq = torch.tensor(values, dtype=torch.float64)

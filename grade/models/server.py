@@ -75,7 +75,7 @@ class Server:
 
     async def _answer(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> tuple[int, str]:
         """Status and content, all of it within the time limit: httpx's own limits are for each part."""
-        content, method = b"", "GET" if body is None else "POST"
+        content, method = bytearray(), "GET" if body is None else "POST"
         async with (
             asyncio.timeout(self.timeout),
             self._client.stream(method, self.name + path, json=body, headers=headers) as answer,
@@ -99,6 +99,8 @@ class Server:
         vLLM's reason comes late in it.
         """
         field, key = f"{self.field}: {'GET' if body is None else 'POST'} {self.name}{path}", os.environ.get(KEY)
+        if not re.fullmatch("[!-~]*", key or ""):  # httpx's own error would show it
+            raise InputError(KEY, "another character", "ASCII without spaces and line ends")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for wait in (*self.waits, None):
             try:

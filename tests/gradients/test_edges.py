@@ -54,7 +54,7 @@ def take(own, values, seed=0, prompts=3, beta=0.0):
 
 
 @pytest.mark.filterwarnings("ignore:the reward is equal")
-@pytest.mark.parametrize("method", ["rloo", "grpo", "ppo", "distilled"])
+@pytest.mark.parametrize("method", ["rloo", "grpo", "ppo", "distilled", "remax"])
 @pytest.mark.parametrize("level", [0.0, 0.1, 3333333.3])
 def test_rewards_that_differ_by_rounding_move_nothing(policy, method, level):
     own, level = learner(policy, method), torch.tensor(level, dtype=torch.float32)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from grade.errors import InputError
 from grade.gradients import losses
 
 
@@ -19,6 +20,8 @@ def test_group_relative_advantages_with_and_without_the_standard_deviation():
     # std = sqrt((4 + 1 + 9) / 2) = sqrt(7); equal returns give 0, not NaN
     std = math.sqrt(7) + losses.STD_EPSILON
     torch.testing.assert_close(losses.grpo(returns, True), t([-2 / std, -1 / std, 3 / std], [0, 0, 0]))
+    with pytest.raises(InputError, match=r"reward: got '6e\+20'; allowed: numbers whose squares are finite"):
+        losses.grpo(returns.float() * 1e20, True)  # the deviation would be infinite, the advantages 0
 
 
 def test_token_rewards_sum_to_the_penalised_return():

@@ -207,7 +207,7 @@ WRONG = {
     "fewer completions": (whole(lambda a: (200, {"choices": a["choices"][1:]})), "1 choices.*2 choices"),
     "another prompt": (choices(lambda c: c.update(prompt_token_ids=[1])), r"\[1\]'; allowed: the prompt \["),
     "no JSON": (whole(lambda a: (200, "<html>")), "got '<html>'; .* JSON"),
-    "an error": (whole(lambda a: (500, "out of memory")), "POST .*/v1/completions: got .status 500.; .* said: out of"),
+    "an error": (whole(lambda a: (500, "out\x1b[2J")), r"POST .*/v1/completions: got .status 500.; .* said: out\?\[2J"),
 }  # fmt: skip
 
 
@@ -299,6 +299,9 @@ def test_the_servers_key_is_sent(served, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     served[2].sample(served[0], one_prompt(1), 1, generator())
     assert server.headers["Authorization"] == "Bearer secret"
+    monkeypatch.setenv("VLLM_API_KEY", "secret\n")  # httpx's own error would show it
+    with pytest.raises(InputError, match="^VLLM_API_KEY: got 'another character'; allowed: ASCII without spaces"):
+        served[2].sample(served[0], one_prompt(1), 1, generator())
 
 
 def test_a_server_that_takes_no_adapters_says_what_it_needs(served, tmp_path):

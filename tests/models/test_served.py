@@ -177,6 +177,12 @@ def test_what_a_server_cannot_do(served):
         make_teacher(server.address, backbone, dtype="bfloat16")
     with pytest.raises(InputError, match=f"teacher_topk: got 24; allowed: at most the policy's {VOCAB} tokens"):
         make_teacher(server.address, backbone, topk=24)
+    server.spoil = places(lambda rows: [value.update(logprob=value["logprob"] - 1.0) for value in rows[-1].values()])
+    with pytest.raises(InputError, match="probabilities with the sum 0.3679'; allowed: 1, or less of some tokens"):
+        make_teacher(server.address, backbone, topk=VOCAB).hidden(make_prompts(3, 6), IDS, MASK)
+    server.spoil, server.longest = None, 0
+    with pytest.raises(InputError, match="got 0; .*data.0.max_model_len: Input should be greater"):
+        make_teacher(server.address, backbone)
     server.longest = 10
     teacher = make_teacher(server.address, backbone, topk=4)
     teacher.hidden(make_prompts(3, 6), IDS, MASK)  # 9 tokens, and one that is written

@@ -106,7 +106,7 @@ def advantages(rewards: Tensor, kind: PolicyGradient, greedy: Tensor | None = No
     if kind == "reinforce":
         return rewards
     if kind == "remax":
-        return losses.remax(rewards, greedy)
+        return rewards - greedy.unsqueeze(1)
     return losses.rloo(rewards) * (1 if kind == "rloo" else 1 - 1 / rewards.shape[1])
 
 
