@@ -27,7 +27,7 @@ from grade.errors import InputError, reading, require_file
 MOST_KEYS = 60
 """Keys that an error lists."""
 MOST_VALUES = 10**6
-"""Values of a YAML file: a few lines of aliases can stand for billions."""
+"""Characters of a YAML file, and its values: a few lines of aliases can stand for billions."""
 SEEDS = 2**32
 """Seeds are below this: numpy takes no larger ones, and torch's generator on CPUs reads only their lower 32 bits."""
 
@@ -191,6 +191,8 @@ def parse_yaml(text: str) -> Any:
     >>> parse_yaml("{a: [1, 2e-3], b: true, c: 1:30}")
     {'a': [1, 0.002], 'b': True, 'c': '1:30'}
     """
+    if len(text) > MOST_VALUES:  # the reader takes a minute for a few million
+        raise ValueError(f"more than {MOST_VALUES} characters")
     try:
         content = YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:  # without its excerpts of the text
@@ -232,11 +234,15 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 def as_input_error(cls: type[Config], error: pydantic.ValidationError) -> InputError:
     """The first of what pydantic found wrong with the values of a config."""
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    kinds = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]  # text or a list of texts: one for each
+    first = max(kinds, key=lambda one: len(one["loc"]))
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InputError):  # raised by a cross-field check of our own: already says everything
         return cause
     location, value = [str(part) for part in first["loc"]], first["input"]
+    if len(kinds) > 1 and first["type"] != "extra_forbidden":
+        location = [part for part in location if not re.fullmatch(r"str|int|float|\w+\[.*\]", part)]
     if first["type"] == "extra_forbidden":
         known, value = _fields_at(cls, location[:-1]), location[-1]
         close = difflib.get_close_matches(value, known, n=1)

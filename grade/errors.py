@@ -14,7 +14,7 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -32,7 +32,9 @@ class InputError(ValueError):
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
+        shown = object.__repr__(value)
+        with suppress(Exception):  # what a reward returned
+            shown = repr(value)
         if len(shown) > 120:
             shown = shown[:117] + "..."
         line = " ".join(f"{field}: got {shown}; allowed: {allowed}".split())

@@ -46,7 +46,7 @@ def require_source(field: str, name: str, allowed: str, known: Iterable[str] = (
     beside = [str(folder / entry) for entry in os.listdir(folder)] if os.path.isdir(folder) else []
     close = difflib.get_close_matches(name, {*known, *_STAGES, *beside}, n=1)
     hint = f"; run `dvc repro {_STAGES[name]}`" if name in _STAGES else f"; did you mean {close[0]!r}?" if close else ""
-    raise InputError(field, name, f"{allowed} (no folder {name}; a hub id is owner/name{hint})")
+    raise InputError(field, name, f"{allowed} (no folder {name[:120]}; a hub id is owner/name{hint})")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import NoReturn
 
-from grade.errors import InputError, file_error, is_file_error, is_memory_error
+from grade.errors import MOST_SHOWN, InputError, file_error, is_file_error, is_memory_error
 
 COMMANDS = {
     "train": ("cli.train", "train a policy with reward gradients through its text"),
@@ -57,8 +57,9 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line: the usage is in ``--help``."""
 
     def error(self, message: str) -> NoReturn:
-        """End with the message."""
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help lists what there is)\n")
+        """End with the message, in which a long value is shortened."""
+        words = (word if len(word) <= MOST_SHOWN else f"{word[:MOST_SHOWN]}..." for word in message.split())
+        self.exit(2, f"{self.prog}: {' '.join(words)} ({self.prog} --help lists what there is)\n")
 
 
 def entry() -> int:

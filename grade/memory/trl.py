@@ -91,6 +91,8 @@ class TrlStep(Config):
             _, arguments, model, _ = reader.parse_args_into_dataclasses(args=[])
         if self.trainer != "grpo" and not (arguments.max_length or 0) > self.prompt_tokens:
             raise InputError("max_length", arguments.max_length, f"more than prompt_tokens = {self.prompt_tokens}")
+        if self.trainer == "grpo" and not (arguments.max_completion_length or 0) > 0:
+            raise InputError("max_completion_length", arguments.max_completion_length, "at least 1")
         return arguments, model
 
     @cached_property
@@ -278,6 +280,7 @@ def build_trainer(step: TrlStep, model: PretrainedConfig, folder: str, device: s
         kind = None if kind == "auto" else getattr(torch, kind)
         with torch.device(device):
             watch.modules.append(AutoModelForCausalLM.from_config(model, dtype=kind, attn_implementation=attention))
+        watch.modules[-1].generation_config.eos_token_id = None  # it may be a word's here
         return watch.modules[-1]
 
     prompt, tokens = step.prompt_tokens, step.max_new_tokens  # TRL adds an end to texts

@@ -292,6 +292,7 @@ def _check_files(model: PreTrainedModel, folder: str | Path, field: str = "adapt
         return
     with reading(field, folder, f"a {BASE_FILE} as written by training, or none"):
         stored = dict(json.loads(place.read_text(encoding="utf-8")))
+        _ = stored["shapes"]
     if not same_base(stored, fingerprint(model)):
         base = model.config._name_or_path or type(model).__name__
         allowed = f"{_FITS}: it was trained on a base with other weights than {base} ({BASE_FILE})"

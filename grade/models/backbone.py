@@ -206,7 +206,7 @@ def load_pretrained(
             model, info = AutoModelForCausalLM.from_pretrained(
                 name, config=config, dtype=dtype, use_safetensors=True,
                 attn_implementation=None if attention == "auto" else attention,
-                trust_remote_code=False, output_loading_info=True,
+                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
         check_loaded(name, info)
         if (Path(name) / "generation_config.json").exists():  # transformers passes over a damaged one

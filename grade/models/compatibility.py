@@ -89,8 +89,12 @@ def check_loaded(name: str, info: Mapping[str, Any]) -> None:
 
     ``info`` is what ``from_pretrained(..., output_loading_info=True)`` says of the weights ``name``.
     """
-    for key, reads in (("missing_keys", "lack"), ("unexpected_keys", "hold, unknown to the model,")):
-        keys = sorted(k for k in info.get(key, ()) if not _BUFFERS.search(k))
+    others = {key for key, *_ in info.get("mismatched_keys", ())}
+    for found, reads in (
+        (others, "hold in another shape"), (info.get("missing_keys", ()), "lack"),
+        (info.get("unexpected_keys", ()), "hold, unknown to the model,"),
+    ):  # fmt: skip
+        keys = sorted(k for k in found if not _BUFFERS.search(k))
         if keys:
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             allowed = f"weights with exactly the model's tensors; these {reads} {keys[0]}{more}"
@@ -140,7 +144,8 @@ class _Probe:
         one_head = "a model whose logits are head(last hidden state), scaled or soft-capped"
         expected = base.model(input_ids=ids, attention_mask=mask).logits.double()
         before, hidden = embeds.clone(), base.hidden(embeds, mask)
-        require(torch.equal(embeds, before), "a model that leaves its inputs_embeds as they are")
+        unchanged = embeds.equal(before) or not before.isfinite().all()
+        require(unchanged, "a model that leaves its inputs_embeds as they are")
         require(
             not hidden.isfinite().all() or _close(base.hidden(embeds, mask), hidden, limit),
             "a model without randomness: dropout, dropped layers and jitter are not part of a sample",

@@ -281,8 +281,9 @@ def _token_ids(
         if template and warn_raw:
             _warn_of_raw_text()
         # A prompt of special tokens alone is empty, hence both encodings.
-        checked = tokenizer(prompts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
-        encoded = tokenizer(prompts, truncation=False, padding=False)["input_ids"]
+        with reading("tokenizer", type(tokenizer).__name__, "one that encodes the prompts"):
+            checked = tokenizer(prompts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+            encoded = tokenizer(prompts, truncation=False, padding=False)["input_ids"]
         encoded = [ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids for ids in encoded]
     for field, prompt, ids in zip(fields, prompts, checked, strict=True):
         if not ids or not (tokenizer.decode(ids, skip_special_tokens=True) if messages else prompt).strip():

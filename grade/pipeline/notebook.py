@@ -25,7 +25,7 @@ from pydantic import create_model
 
 import grade
 from grade.config import Config
-from grade.errors import InputError, reading, require_file
+from grade.errors import MOST_SHOWN, InputError, reading, require_file
 from grade.files import write_text
 
 # What differs between two runs, or says when they were, and nothing about the result.
@@ -115,7 +115,8 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
         failed.unlink(missing_ok=True)
     except PapermillExecutionError as error:
         os.replace(temporary, failed)
-        message = f"{notebook.name}, cell In [{error.exec_count}]: {error.ename}: {error.evalue} (see {failed})"
+        reason = f"{error.ename}: {error.evalue[:MOST_SHOWN]}"
+        message = f"{notebook.name}, cell In [{error.exec_count}]: {reason} (see {failed})"
         raise NotebookError(" ".join(message.split())) from None
     except DeadKernelError as error:
         raise NotebookError(f"{notebook.name}: a cell ended its kernel ({error})") from None

@@ -263,10 +263,11 @@ def load_classifier(source: str, device: torch.device | str = "cpu") -> tuple[Pr
     logging.disable_progress_bar()
     with reading("reward", source, allowed), errors_only():
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            source, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
+            source, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
     tokenizer = load_tokenizer(source)
-    missing = sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])])
+    missing = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if missing:
         raise InputError("reward", source, f"a trained classifier: it has no weights for {', '.join(missing[:3])}")
     trunk = f"{model.base_model_prefix}."  # another task's head may stay unread, but not a part of the trunk

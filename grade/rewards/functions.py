@@ -185,9 +185,9 @@ def _named_errors(reward: FunctionReward, texts: Texts) -> Iterator[None]:
     """Whatever a function raises becomes one line with its name and the beginning of the batch."""
     try:
         yield
-    except InputError:
+    except (InputError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except BaseException as error:  # also SystemExit, and a cancelled task
         first = f"row 0 of {len(texts.completions)} begins {beginning(texts.completions[0])}"
         allowed = f"no exception {_told(error)}, but {_RETURNS}; {first}"
         raise InputError(f"reward {reward.name!r}", type(error).__name__, allowed) from error

@@ -198,8 +198,8 @@ def load_reward(folder: str | Path, backbone: Backbone) -> RewardModel:
         kind, settings, labels = about["kind"], about["settings"], about.get("labels", "binary")
         settings = {name: value for name, value in settings.items() if name in HeadSettings.model_fields}
         base = {**about["base"], "fingerprint": dict(about["base"].get("fingerprint", {}))}  # older folders have none
-    _check_same_base(base, _identity(backbone, kind))
     model = RewardModel(kind, backbone, HeadSettings.parse(settings, _CONFIG), labels)
+    _check_same_base(base, _identity(backbone, kind))
     with reading("reward model", folder, f"weights in {_WEIGHTS} that fit {_CONFIG}"):
         model.load_state_dict(state)
     for name, value in state.items():

@@ -45,8 +45,9 @@ def merge(source: str | Path, output: str | Path, dtype: str | None = None) -> t
         with warnings.catch_warnings(action="ignore"):  # transformers' and PEFT's on what is checked here
             with reading("base_model_name_or_path", base, allowed), errors_only():
                 model, info = AutoModelForCausalLM.from_pretrained(
-                    base, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
-                )
+                    base, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                )  # fmt: skip
                 own = (adapter / "tokenizer_config.json").is_file()
                 tokenizer = AutoTokenizer.from_pretrained(adapter if own else base, trust_remote_code=False)
             check_loaded(base, info)
