@@ -265,6 +265,11 @@ class _StopOnSignal(TrainerCallback):
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer's loop ends here, within a pass or not.
+        if self.received is not None and not self.trainer.ends_pass(state.global_step):
+            control.should_log = control.should_evaluate = False
+
     def restore(self) -> None:
         """Put the handlers back that were there before training."""
         for number, handler in self._before.items():

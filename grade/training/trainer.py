@@ -500,6 +500,7 @@ class GradeTrainer(Trainer):
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
+        self._called = -1  # and the last whose log, evaluation and checkpoint the Trainer asked for
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
@@ -866,11 +867,16 @@ class GradeTrainer(Trainer):
         Steps may cross the end of a pass, so all passes are one epoch of the Trainer's loop, which reports the first
         one's begin and the last one's end.
         """
-        step, handler, after = self.state.global_step, self.callback_handler, self._passed
-        ended = step != after and int(self.passes(step)) > int(self.passes(step - 1))
-        if step != after:  # which a stop at the end of a pass calls again
+        step, handler, first = self.state.global_step, self.callback_handler, self.state.global_step != self._called
+        self._called = step
+        last = self.control.should_training_stop or step >= self.state.max_steps
+        ended = first and self.ends_pass(step)
+        if step != self._passed:  # which a stop at the end of a pass calls again
+            saving, later = self.control.should_save, first and (last or ended)  # with the evaluation of the pass
+            self.control.should_save = saving and not later
             self._log_save_evaluate(*args, **kwargs)
-        if self.control.should_training_stop or step >= self.state.max_steps:
+            self.control.should_save |= saving and later
+        if last or self.control.should_training_stop:
             return
         if ended:
             self._passed = step
@@ -892,6 +898,10 @@ class GradeTrainer(Trainer):
         args = self.args
         drawn = max(0, step - self.text_steps) * args.microbatches * args.batch_completions
         return drawn + (self.along.steering.samples if self.along else 0)
+
+    def ends_pass(self, step: int) -> bool:
+        """Whether a pass over the prompts ends in a step."""
+        return int(self.passes(step)) > int(self.passes(step - 1))
 
     def passes(self, steps: int) -> float:
         """Passes over the prompts in so many steps."""
