@@ -308,7 +308,7 @@ def _check_tensors(model: PeftModel, folder: str | Path, field: str = "adapter")
         here, there = (list(tensors[name].shape) if name in tensors else "nothing" for tensors in (own, saved))
         if here != there:
             raise InputError(field, str(folder), f"{_FITS} ({name}: {there} in the file, {here} in the model)")
-        if not saved[name].is_floating_point() or not saved[name].isfinite().all():
+        if not saved[name].is_floating_point() or not saved[name].double().isfinite().all():
             raise InputError(field, str(folder), f"{_FITS} ({name} is not finite, or not in floating point)")
 
 

@@ -51,7 +51,7 @@ _HONOURED = frozenset(
     report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id debug skip_memory_metrics
     eval_strategy eval_delay eval_on_start save_only_model save_strategy save_on_each_node save_total_limit
     enable_jit_checkpoint load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    restore_callback_states_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy
+    push_to_hub hub_token hub_private_repo hub_model_id hub_strategy
     hub_always_push hub_revision dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order ddp_backend ddp_timeout do_train do_eval do_predict
     local_rank torch_empty_cache_steps resume_from_checkpoint label_names average_tokens_across_devices
@@ -194,6 +194,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
     dataloader_num_workers: Annotated[int, Field(ge=0, le=1024)] = setting(0, "processes that read rows; 0: this one")
     per_device_eval_batch_size: PositiveInt = setting(64, "prompts sampled at once in an evaluation")
     dataloader_pin_memory: bool = setting(False, "pin memory in the data loader: rows are text, so it does nothing")
+    restore_callback_states_from_checkpoint: bool = setting(True, "callbacks with a state go on where they were")
     remove_unused_columns: bool = setting(False, "only false: other columns are for the rewards")
 
     def __new__(cls, *args: Any, **values: Any) -> Self:

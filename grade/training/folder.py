@@ -180,24 +180,29 @@ def run_mark(output_dir: str | Path) -> str | None:
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest whole checkpoint of a run, if there is one; others are passed over with a warning."""
+    """The newest whole checkpoint of a run, if there is one."""
+    return next(whole_checkpoints(output_dir), None)
+
+
+def whole_checkpoints(output_dir: str | Path) -> Iterator[Path]:
+    """A run's checkpoints, the newest first; what is damaged or not its own is passed over with a warning."""
     mark = run_mark(output_dir)
     for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         damaged = damaged_file(folder)
         if damaged is None:
-            ours, theirs = (
-                json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
-                for name in (STATE_FILE, TRAINER_STATE_NAME)
-            )
+            with reading("output_dir", folder, "checkpoints that this library wrote"):
+                ours, theirs = (
+                    {**json.loads((folder / name).read_text(encoding="utf-8"))} if (folder / name).is_file() else {}
+                    for name in (STATE_FILE, TRAINER_STATE_NAME)
+                )
             if ours.get("run", mark) != mark:
                 logger.warning(f"{folder} is another run's: it is not used")
             elif theirs and folder.name != f"checkpoint-{theirs.get('global_step')}":
                 logger.warning(f"{folder} is of step {theirs.get('global_step')}: it is not used")
             else:
-                return folder
+                yield folder
         elif damaged != MANIFEST:  # a checkpoint without one was never finished
             logger.warning(f"{folder / damaged} is damaged: {folder.name} is not used")
-    return None
 
 
 @contextmanager

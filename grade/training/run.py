@@ -25,14 +25,14 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from grade.errors import InputError
-from grade.files import MANIFEST, atomic, write_manifest, write_text, writing
+from grade.files import atomic, write_manifest, write_text, writing
 from grade.gradients.methods import AUTO
 from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.results import is_timed, peak_memory, write_history, write_results
 from grade.stats import Estimate
 from grade.training.card import run_card
 from grade.training.evaluate import Evaluation
-from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, last_checkpoint
+from grade.training.folder import OPTIMIZER_FILE, Resume, RunFolder, whole_checkpoints
 from grade.training.load import Prompts, Task, load_task
 from grade.training.logs import Lines, history_rows
 from grade.training.trainer import GradeTrainer
@@ -167,7 +167,8 @@ def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str,
 
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
     """Write a finished run's files beside its checkpoints; its earlier results are replaced."""
-    output, last, name = Path(output_dir), last_checkpoint(output_dir), Path(config.output_dir).resolve().name
+    output, name = Path(output_dir), Path(config.output_dir).resolve().name
+    last, *before = [*whole_checkpoints(output)] or [None]
     outcome = result.before, result.after, result.method, result.step, result.chosen
     with writing(output, "output_dir"):
         with atomic(output / "adapter") as adapter:
@@ -179,7 +180,7 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
             (adapter / "README.md").write_text(card, encoding="utf-8")
         with atomic(output / "checkpoints") as checkpoints:
             checkpoints.mkdir()
-            for earlier in sorted({path.parent for path in output.glob(f"checkpoint-*/{MANIFEST}")} - {last}):
+            for earlier in before:
                 kept = checkpoints / f"step-{earlier.name.removeprefix('checkpoint-')}"
                 _copy(earlier, kept, [*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE])
                 write_manifest(kept)
@@ -263,6 +264,11 @@ class _StopOnSignal(TrainerCallback):
             self.received = self.received or signal.SIGTERM
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer's loop ends here, within a pass or not.
+        if self.received is not None and not self.trainer.ends_pass(state.global_step):
+            control.should_log = control.should_evaluate = False
 
     def restore(self) -> None:
         """Put the handlers back that were there before training."""

@@ -36,6 +36,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, sort_checkpoints
 
 from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
@@ -67,7 +69,7 @@ from grade.gradients.teacher import TeacherGradient
 from grade.models.adapter import check_saved, write_fingerprint
 from grade.models.head import wide
 from grade.models.parameters import restoring, set_values
-from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples
+from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples, tokenizer_hash
 from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.sampling import check_room
 from grade.models.scoring import completion_logps, sequence_kl
@@ -79,7 +81,7 @@ from grade.training.evaluate import Evaluation, evaluate
 from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, run_mark, settings_of, writing_run
 from grade.training.kl_budget import LAST_TOLERANCE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
-from grade.training.logs import Lines, LogBuffer, token_table
+from grade.training.logs import Lines, LogBuffer, history_rows, token_table
 from grade.training.trl import refuse_unknown
 
 if TYPE_CHECKING:
@@ -498,6 +500,7 @@ class GradeTrainer(Trainer):
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
+        self._called = -1  # and the last whose log, evaluation and checkpoint the Trainer asked for
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
@@ -721,6 +724,10 @@ class GradeTrainer(Trainer):
         """Not here: it makes the model anew for each trial."""
         raise InputError("hyperparameter_search", "a call", "a loop over settings, each with a GradeTrainer of its own")
 
+    def _load_best_model(self) -> None:
+        check_whole(Path(self.state.best_model_checkpoint), "load_best_model_at_end")
+        super()._load_best_model()
+
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         name = self.args.metric_for_best_model
         with reading("metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}", KeyError):
@@ -860,11 +867,16 @@ class GradeTrainer(Trainer):
         Steps may cross the end of a pass, so all passes are one epoch of the Trainer's loop, which reports the first
         one's begin and the last one's end.
         """
-        step, handler, after = self.state.global_step, self.callback_handler, self._passed
-        ended = step != after and int(self.passes(step)) > int(self.passes(step - 1))
-        if step != after:  # which a stop at the end of a pass calls again
+        step, handler, first = self.state.global_step, self.callback_handler, self.state.global_step != self._called
+        self._called = step
+        last = self.control.should_training_stop or step >= self.state.max_steps
+        ended = first and self.ends_pass(step)
+        if step != self._passed:  # which a stop at the end of a pass calls again
+            saving, later = self.control.should_save, first and (last or ended)  # with the evaluation of the pass
+            self.control.should_save = saving and not later
             self._log_save_evaluate(*args, **kwargs)
-        if self.control.should_training_stop or step >= self.state.max_steps:
+            self.control.should_save |= saving and later
+        if last or self.control.should_training_stop:
             return
         if ended:
             self._passed = step
@@ -886,6 +898,10 @@ class GradeTrainer(Trainer):
         args = self.args
         drawn = max(0, step - self.text_steps) * args.microbatches * args.batch_completions
         return drawn + (self.along.steering.samples if self.along else 0)
+
+    def ends_pass(self, step: int) -> bool:
+        """Whether a pass over the prompts ends in a step."""
+        return int(self.passes(step)) > int(self.passes(step - 1))
 
     def passes(self, steps: int) -> float:
         """Passes over the prompts in so many steps."""
@@ -990,13 +1006,22 @@ class GradeTrainer(Trainer):
                 self.accelerator.wait_for_everyone()  # every process has written its generators
                 if args.should_save:
                     write_manifest(folder)
-                    rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint)
+                    self._remove_older(folder, limit)
         except InputError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
             args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
+
+    def _remove_older(self, folder: Path, limit: int | None) -> None:
+        """As rotate_checkpoints, to which a later step's folder, damaged or another run's, would be the newest."""
+        best = Path(self.state.best_model_checkpoint or folder)
+        older = takewhile(lambda path: path != folder, map(Path, sort_checkpoints(str(folder.parent))))
+        older = [path for path in older if path != best]
+        kept = max(0, (limit or math.inf) - 1 - (best != folder))
+        for path in older[: max(0, len(older) - kept)]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = output_dir or self.args.output_dir
@@ -1026,7 +1051,8 @@ class GradeTrainer(Trainer):
         teacher = self.teacher and self.teacher.fingerprint()
         return {
             "reward": self.rewards.names, "prompts and texts": self._read, **settings_of(self.args),
-            "teacher's weights": teacher,
+            "teacher's weights": teacher, "type of the base": str(self.backbone.dtype),
+            "processing_class": tokenizer_hash(self.backbone.tokenizer),
         }  # fmt: skip
 
     @cached_property
@@ -1039,16 +1065,23 @@ class GradeTrainer(Trainer):
         return hashed([prompts[i]["prompt"] for i in range(len(prompts))], texts)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        check_whole(Path(resume_from_checkpoint), "resume_from_checkpoint")
-        if not (Path(resume_from_checkpoint) / OPTIMIZER_FILE).is_file():
-            allowed = f"a folder with {OPTIMIZER_FILE}, which save_only_model leaves out"
-            raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
-        check_saved(self.backbone.peft, resume_from_checkpoint)
-        with reading("resume_from_checkpoint", resume_from_checkpoint, "a checkpoint of GradeTrainer"):
-            before = json.loads((Path(resume_from_checkpoint) / STATE_FILE).read_text(encoding="utf-8"))["settings"]
+        folder = Path(resume_from_checkpoint)
+        check_whole(folder, "resume_from_checkpoint")
+        for name in (OPTIMIZER_FILE, SCHEDULER_NAME, "rng_state*.pth"):
+            if not any(path.is_file() for path in folder.glob(name)):
+                allowed = f"a folder with {name}, which save_only_model leaves out"
+                raise InputError("resume_from_checkpoint", str(folder), allowed)
+        check_saved(self.backbone.peft, folder)
+        with reading("resume_from_checkpoint", folder, "a checkpoint of GradeTrainer"):
+            before = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["settings"]
             for name, value in self._settings().items():
                 if name not in _LENGTH and before.get(name, value) != value:
-                    raise InputError(name, value, f"{before[name]!r}, as in {resume_from_checkpoint}, to continue it")
+                    raise InputError(name, value, f"{before[name]!r}, as in {folder}, to continue it")
+            state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+            history_rows(state.log_history + [])
+            if state.global_step not in range(self.args.max_steps + 1):
+                allowed = f"at least {state.global_step!r}, the step of {folder}"
+                raise InputError("max_steps", self.args.max_steps, allowed)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -1057,7 +1090,7 @@ class GradeTrainer(Trainer):
         with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
             super()._load_optimizer_and_scheduler(checkpoint)
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
-            self.seconds = state["seconds"]
+            self.seconds = float(state["seconds"])
             self.log_buffer.restore(state["window"])
             for step, known in state["evaluations"].items():
                 table = self._evaluation_path(int(step))
@@ -1066,12 +1099,12 @@ class GradeTrainer(Trainer):
                 elif sha256_of(table) != known:
                     allowed = f"the table as it was written; without it the results leave step {step} out"
                     raise InputError("resume_from_checkpoint", str(table), allowed)
-            self._set_text_steps(state["text_steps"])
+            self._set_text_steps(range(self.text_steps + 1)[state["text_steps"]])  # they only ever become fewer
             self.chosen |= state["chosen"]
             if self.kl_budget is not None:
                 self.kl_budget.restore(state["kl_budget"])
             if self.learner is not None:
-                self.learner.means[:] = state["means"]
+                self.learner.means[:] = map(float, state["means"])
                 if self._learned():
                     tensors = load_file(Path(checkpoint) / LEARNER_FILE)
                     self.learner.load_tensors(tensors)
@@ -1127,6 +1160,7 @@ class _StepEnd(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.num_train_epochs = math.ceil(self.trainer.passes(state.max_steps))
+        state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of the run before
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._updated()

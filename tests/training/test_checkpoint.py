@@ -83,21 +83,31 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint_to_the_same_bits(run, co
     with pytest.raises(InputError, match="resume_from_checkpoint: got .* optimizer.pt is damaged"):
         run_training(config, load_task(config), None, copied, damaged)
     (copied / "metrics.json").unlink()  # as if the run had been killed at the end
-    assert again("yes").step == 4
+    shutil.copytree(damaged, copied / "checkpoint-9")
+    assert again("yes", save_steps=3, save_total_limit=2).step == 4
+    assert {path.name for path in copied.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4", "checkpoint-9"}
+    assert [path.name for path in (copied / "checkpoints").iterdir()] == ["step-3"]  # none of what is damaged
     for file in ("adapter/adapter_model.safetensors", "adapter/optimizer.pt", "history.csv", "metrics.json"):
         assert (copied / file).read_bytes() == (run[0] / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "grade_state.json"])
-def test_what_another_program_wrote_into_a_checkpoint_is_one_line(run, copied, name):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("optimizer.pt", {}), ("scheduler.pt", {}), ("rng_state.pth", {}), ("scheduler.pt", None),
+     ("rng_state.pth", None), ("trainer_state.json", None), ("grade_state.json", {"window": 3}),
+     ("grade_state.json", {"text_steps": 1}), ("trainer_state.json", {"log_history": ""})],
+)  # fmt: skip
+def test_what_another_program_wrote_into_a_checkpoint_is_one_line(run, copied, name, changes):
     checkpoint, config = copied / "checkpoint-2", settings("ste", run[1], copied)
-    if name == "grade_state.json":
+    if changes is None:
+        (checkpoint / name).unlink()
+    elif changes:
         state = json.loads((checkpoint / name).read_text())
-        (checkpoint / name).write_text(json.dumps(state | {"window": 3}))
+        (checkpoint / name).write_text(json.dumps(state | changes))
     else:
         torch.save({"a": 1}, checkpoint / name)
     write_manifest(checkpoint)
-    with pytest.raises(InputError, match="resume_from_checkpoint: got .*checkpoint-2'; allowed: a checkpoint"):
+    with pytest.raises(InputError, match="resume_from_checkpoint: got .*checkpoint-2'; allowed: a (checkpoint|folder)"):
         run_training(config, load_task(config), None, copied, checkpoint)
 
 

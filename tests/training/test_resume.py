@@ -63,6 +63,7 @@ def interrupted(common, output, monkeypatch, method="ste", after=2, overwrite=Fa
     ("method", "options", "after"),
     [
         ("ste", {"target_kl": 0.5}, 2),
+        ("ste", {"eval_strategy": "epoch"}, 2),  # a pass ends with this step
         ("rloo", {"target_kl": 0.5}, 2),
         ("distilled", {"distil_window": 24, "substitutions": 2}, 2),
         ("auto", {}, 2),
@@ -92,6 +93,20 @@ def test_what_a_run_has_learned_goes_on_where_it_was(common, tmp_path, monkeypat
     kept = {"steering", "evidence/0"} if method == "offline" else {"blend", "level", "residual"}
     kept |= {"kept/prior", "transfer/3", "along/steering"} if "texts" in options else set()
     assert kept <= set(state) and (method == "offline" or any(name.startswith("fit/") for name in state))
+
+
+def test_a_run_that_was_stopped_within_a_pass_evaluates_as_if_it_was_not(common, tmp_path, monkeypatch):
+    def terminated(self, *args, plain=GradeTrainer.training_step):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args)
+
+    values = common | {"per_device_train_batch_size": 4, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    train(settings("ste", values, tmp_path / "whole"), silent)
+    with monkeypatch.context() as patch:
+        patch.setattr(GradeTrainer, "training_step", terminated)
+        assert train(settings("ste", values, tmp_path / "again"), silent).step == 1
+    assert train(settings("ste", values, tmp_path / "again"), silent, "yes").step == 4
+    assert len({(tmp_path / name / "history.csv").read_bytes() for name in ("whole", "again")}) == 1
 
 
 def test_an_interrupted_run_is_not_overwritten_by_mistake(common, tmp_path, monkeypatch):

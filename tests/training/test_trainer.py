@@ -88,6 +88,11 @@ def test_other_settings_do_not_continue_a_checkpoint(base, tmp_path):
     longer = trainer(base, tmp_path, max_steps=3)
     longer.train(resume_from_checkpoint=True)
     assert longer.state.global_step == 3
+    with pytest.raises(InputError, match="max_steps: got 2; allowed: at least 3, the step of .*checkpoint-3"):
+        trainer(base, tmp_path).train(resume_from_checkpoint=True)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="type of the base: got 'torch.bfloat16'"):
+        trainer(whole, tmp_path, max_steps=3).train(resume_from_checkpoint=True)
 
 
 def test_a_run_without_an_end_begins_at_once(base, tmp_path):
@@ -153,16 +158,23 @@ def test_rows_of_the_log_are_means_over_their_steps(base, tmp_path):
 
 
 def test_early_stopping_and_the_best_model(base, tmp_path):
-    made = trainer(
-        base, tmp_path, held_out=PROMPTS.select(range(4)), callbacks=[EarlyStoppingCallback(1)], max_steps=6,
-        learning_rate=1e-9, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
-        metric_for_best_model="eval_reward", greater_is_better=True,
-    )  # fmt: skip
-    made.train()
-    assert made.state.global_step == 2  # nothing moves, so the second evaluation is no better than the first
-    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    def train(resume=None):
+        made = trainer(
+            base, tmp_path, held_out=PROMPTS.select(range(4)), callbacks=[EarlyStoppingCallback(2)], max_steps=6,
+            learning_rate=1e-9, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
+            metric_for_best_model="eval_reward", greater_is_better=True,
+        )  # fmt: skip
+        made.train(resume_from_checkpoint=resume)
+        assert made.state.global_step == 3  # nothing moves, so later evaluations are no better than the first
+        assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+
+    train()
     saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert saved["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+    train(str(tmp_path / "checkpoint-2"))
+    (tmp_path / "checkpoint-1" / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match="load_best_model_at_end: got .*checkpoint-1'; .*adapter_config.json is dama"):
+        train(str(tmp_path / "checkpoint-2"))
 
 
 def test_a_stop_after_a_pass_or_an_evaluation_at_the_end_evaluates_once(base, tmp_path):
