@@ -125,7 +125,8 @@ def kernels_of(device: Device, fakes: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_among(processes: int) -> Iterator[None]:
-    """Within this context this process is the first of several that do not exist."""
+    """Within this context this process is the first of several that do not exist, also for weights on ``meta``."""
+    handle = _fsdp_collectives._get_device_handle
     if not 1 <= processes <= MOST_PROCESSES:
         raise InputError("gpus", processes, f"1 to {MOST_PROCESSES}")
     if processes == 1:
@@ -133,7 +134,11 @@ def alone_among(processes: int) -> Iterator[None]:
         return
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
-        yield
+        with (
+            patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+            patch.object(_fsdp_collectives, "_get_device_handle", lambda x: handle("cpu" if x == "meta" else x)),
+        ):
+            yield
     finally:
         dist.destroy_process_group()
 
@@ -153,7 +158,6 @@ def divide(backbone: Backbone) -> None:
 @contextlib.contextmanager
 def gathers_seen(tracker: LiveTracker) -> Iterator[None]:
     """Within this context a tracker counts gathered weights from when they come until they are freed."""
-    handle = _fsdp_collectives._get_device_handle
 
     def after(target: Any, name: str, note: Callable[[Any, tuple], None]) -> Any:
         original = getattr(target, name)
@@ -179,7 +183,5 @@ def gathers_seen(tracker: LiveTracker) -> Iterator[None]:
         after(_fsdp_collectives.DefaultAllGather, "allocate", tagged("in transit")),
         after(_fsdp_param.FSDPParam, "init_all_gather_outputs",
               lambda _, args: tracker.tag(args[0].all_gather_outputs, "gathered")),
-        patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
-        patch.object(_fsdp_collectives, "_get_device_handle", lambda kind: handle("cpu" if kind == "meta" else kind)),
     ):  # fmt: skip
         yield

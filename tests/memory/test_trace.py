@@ -179,7 +179,7 @@ FEW_PASSES = [
     (dict(method="gumbel", reward="trunk", gumbel_topk=0, attention="eager", dtype="float32"), 1),
     (dict(method="remax", batch_size=2), 1),
     (dict(method="ppo", batch_size=2, minibatches=2), 1),
-    (dict(method="distilled", num_generations=2, distil_window=64), 1),
+    (dict(method="distilled", num_generations=2, distil_window=64), 2),
     (dict(method="ste_legacy", max_new_tokens=3, gumbel_topk=8), 1),
     *((dict(max_new_tokens=tokens, gumbel_topk=8), 1) for tokens in (1, 2, 5, 6)),
 ]
