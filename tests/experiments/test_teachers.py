@@ -31,6 +31,7 @@ def test_only_a_right_hint_is_the_answer_and_every_run_has_valid_settings():
     found = {run.names["method"]: (run.config.method, run.config.teacher_context) for run in runs}
     reading = "{answer}="
     assert found == {
-        "rloo": ("rloo", ""), "auto": ("distilled", ""), "hinted": ("distilled", reading),
+        "rloo": ("rloo", ""), "rloo_again": ("rloo", ""), "auto": ("distilled", ""), "hinted": ("distilled", reading),
         "sibling": ("distilled", "{sibling}="), "nonsense": ("distilled", "{other}="), "weight_1": ("teacher", reading),
     }  # fmt: skip
+    assert [run.names["method"] for run in runs if run.config.seed != 3] == ["rloo_again"]

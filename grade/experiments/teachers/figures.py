@@ -12,13 +12,13 @@ NAMES = {
     "rloo": "rloo", "auto": "auto, no hint", "hinted": "hinted", "sibling": "hinted by siblings",
     "nonsense": "hinted, nonsense", "weight_1": "hint, weight 1",
 }  # fmt: skip
-"""Methods for people, in order; colours follow."""
+"""Methods for people, in order; colours follow. The baseline with another seed is no curve of its own."""
 _TRAINERS = {"grade": "grade", "trl_distillation": "TRL"}
 
 
 def learning_figure(runs: pd.DataFrame) -> Figure:
     """Share of right sums on held-out prompts against samples and mean KL, means over seeds with one standard error."""
-    groups = runs.groupby(["method", "step"], sort=False)
+    groups = runs[runs["method"].isin(NAMES)].groupby(["method", "step"], sort=False)
     table = groups[["samples", "kl", "reward"]].mean().assign(error=groups["reward"].sem()).reset_index()
     table = table.melt(["method", "step", "reward", "error"], ["samples", "kl"], var_name="axis", value_name="x")
     table["axis"] = table["axis"].map({"samples": "completions sampled", "kl": "KL, nats per completion"})

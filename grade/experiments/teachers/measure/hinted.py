@@ -3,6 +3,7 @@
 | method | |
 |---|---|
 | ``rloo`` | the baseline |
+| ``rloo_again`` | the same with another seed: what a comparison shows where there is no difference |
 | ``auto`` | the distilled reward without a teacher |
 | ``hinted`` | with family `hinted`: the base that has read the sum predicts the reward, and rewards weigh it |
 | ``sibling`` | the same with the best other answer of the step as hint, if it is better than the worst |
@@ -41,11 +42,12 @@ from grade.stats import Estimate
 from grade.training.evaluate import Evaluation
 from grade.training.load import Task
 
-HintMethod = Literal["rloo", "auto", "hinted", "sibling", "nonsense", "weight_1"]
+HintMethod = Literal["rloo", "rloo_again", "auto", "hinted", "sibling", "nonsense", "weight_1"]
 _READING = {"teacher": "base", "teacher_context": "{answer}="}
 _PREDICTING = {"method": "distilled", "distil_families": [*FAMILIES, HINTED]}
 METHODS: dict[HintMethod, dict[str, Any]] = {
     "rloo": {"method": "rloo"},
+    "rloo_again": {"method": "rloo"},
     "auto": {"method": "distilled"},
     "hinted": _PREDICTING | _READING,
     "sibling": _PREDICTING | _READING | {"teacher_context": "{sibling}="},
@@ -53,6 +55,8 @@ METHODS: dict[HintMethod, dict[str, Any]] = {
     "weight_1": {"method": "teacher"} | _READING,
 }
 """Settings of the methods."""
+AGAIN = 1000
+"""What `rloo_again` adds to a seed."""
 NAMES = ("method", "seed", "beta", "learning_rate", "completions")
 """Columns that name a run."""
 
@@ -128,7 +132,7 @@ def hinted_runs(runs: HintedRuns) -> list[Run]:
             "num_generations": 2, "per_device_train_batch_size": runs.completions, "max_steps": runs.steps,
             "learning_rate": runs.learning_rate, "beta": runs.beta, "eval_steps": runs.eval_every,
             "eval_on_start": True, "eval_prompts": None, "final_eval_prompts": None, "kl_eval_prompts": 500,
-            "per_device_eval_batch_size": 500, "seed": seed,
+            "per_device_eval_batch_size": 500, "seed": seed + AGAIN * (method == "rloo_again"),
         } | METHODS[method] | own  # fmt: skip
         names = (method, seed, values["beta"], values["learning_rate"], values["per_device_train_batch_size"])
         made.append(Run(dict(zip(NAMES, names, strict=True)), values))
