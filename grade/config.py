@@ -69,7 +69,16 @@ class _Loading:
         return cls.parse(values, " + ".join(Path(p).name for p in paths), given)
 
 
-class Config(_Loading, pydantic.BaseModel):
+class _Called(type(pydantic.BaseModel)):
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        """A config; of what pydantic finds wrong an `InputError`, as from `Config.parse`."""
+        try:
+            return super().__call__(*args, **values)
+        except pydantic.ValidationError as error:
+            raise as_input_error(cls, error) from None
+
+
+class Config(_Loading, pydantic.BaseModel, metaclass=_Called):
     """Base of all configs: immutable, strict types, no unknown keys, no NaN or infinity."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

@@ -20,9 +20,9 @@ from types import ModuleType
 from typing import IO, Annotated, Any
 
 import pandas as pd
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
-from grade.config import SEEDS, Config, as_input_error
+from grade.config import SEEDS
 from grade.errors import InputError
 from grade.files import write_text
 from grade.results import environment
@@ -52,10 +52,7 @@ def measure_all(
     for place, tables in (("measured", experiment.TABLES), ("timings", experiment.TIMED)):
         for name, measure in tables.items():
             log(f"measuring {name}")
-            try:
-                table = measure(settings)
-            except ValidationError as error:  # of a config that is made from the settings
-                raise as_input_error(Config, error) from None
+            table = measure(settings)
             if table is not None:
                 write_table(Path(folder, place, name), table)
     write_environment(Path(folder, "timings", "measured_on.json"))

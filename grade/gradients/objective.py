@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from grade.config import allowed_names
 from grade.errors import InputError
 from grade.gradients.methods import DISTILLED, POLICY_GRADIENTS
 from grade.models.backbone import Backbone
@@ -45,6 +47,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         reward = self.reward_model
+        if self.scope not in get_args(RewardScope):
+            raise InputError("scope", self.scope, allowed_names(self.scope, get_args(RewardScope)))
         if not isinstance(reward, Reward):
             reward = EmbeddingReward(reward, self.scope)
             object.__setattr__(self, "reward_model", reward)

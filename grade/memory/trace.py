@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 from unittest.mock import patch
 
 import torch
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from grade.config import allowed_names
 from grade.errors import InputError
 from grade.memory.compat import alone_among, divide, gathers_seen, kernels_of
 from grade.memory.meta import FAKE_ERRORS, NoData
@@ -120,6 +122,9 @@ def trace(
         InputError: For an unknown model, sizes that do not fit it, or code that reads the contents of a tensor (the
             message names the line).
     """
+    for name, value, kind in (("device", device, Device), ("sharding", sharding, Sharding)):
+        if value not in get_args(kind):
+            raise InputError(name, str(value), allowed_names(value, get_args(kind)))
     with contextlib.nullcontext() if all_layers else few_passes(config.max_new_tokens):
         return extrapolated(config.model, all_layers, lambda m: trace_layers(config, m, device, processes, sharding))
 

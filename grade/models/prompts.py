@@ -114,6 +114,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max
     Ids and mask are int64 [B, P]. `InputError` for no prompts, for one without text or without tokens, or if
     ``max_prompt_tokens`` is less than 1.
     """
+    if isinstance(texts, str):
+        raise InputError("prompts", texts, "a list of texts")
     rows = [{"prompt": text} for text in texts]
     return replace(encode_examples(tokenizer, rows, max_prompt_tokens, "right", warn_raw=False), examples=None)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from grade.errors import InputError
 from grade.files import hashed
@@ -221,7 +221,10 @@ def make_teacher(
     teacher, tokenizer = Teacher(policy, str(name), weight, beta, context=context, encode=encode), None
     if isinstance(given, PreTrainedModel) and given is not policy.model:
         check_supported(given)
-        teacher = replace(teacher, own=FrozenBase(given.to(policy.device)))
+        if given.name_or_path:
+            with contextlib.suppress(Exception):  # it may have none there
+                tokenizer = AutoTokenizer.from_pretrained(given.name_or_path)
+        teacher = replace(teacher, own=FrozenBase(given.to(policy.device), tokenizer))
     elif not isinstance(given, str | Path):
         allowed = f"a name, a PreTrainedModel of its own, or {BASE!r}: the policy's base, which has its adapter by now"
         raise InputError("teacher", type(given).__name__, allowed)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grade.config import LARGEST
 from grade.errors import InputError, is_users
 from grade.models.background import wait_for
 from grade.models.head import wide
@@ -214,9 +215,10 @@ def _values(reward: FunctionReward, result: Any, texts: Texts, dtype: torch.dtyp
     if len(result) != size:
         raise InputError(f"{field}: length of the list", len(result), f"{size}: {_RETURNS}")
     for row, value in enumerate(result):
-        # bool, int, float and numpy's numbers; too large a number is infinite
-        finite = isinstance(value, numbers.Real) and abs(value) <= torch.finfo(dtype).max
+        # bool, int, float and numpy's numbers; of larger ones a mean or a spread is infinite
+        finite = isinstance(value, numbers.Real) and abs(value) <= LARGEST
         if not (value is None or finite or isinstance(value, np.bool_)):
             where = f"{field}, row {row} ({beginning(texts.completions[row])})"
-            raise InputError(where, value, "a finite number, or None where the reward does not apply")
+            allowed = f"a finite number of at most {LARGEST:g} in size, or None where the reward does not apply"
+            raise InputError(where, value, allowed)
     return torch.tensor([float("nan") if value is None else float(value) for value in result], dtype=dtype)

@@ -250,6 +250,8 @@ class GradeConfig(MethodConfig, TrainingArguments):
             ("report_to", self.report_to is None, "none, all, or names of trackers"),
             ("metric_for_best_model", self.save_strategy == "best" and not self.metric_for_best_model,
              "a metric's name, with save_strategy = best"),
+            ("save_strategy", self.save_strategy == "best" and self.eval_strategy == "no" and not self.eval_on_end,
+             "best with an eval_strategy, whose evaluations it compares"),
             ("dataloader_persistent_workers", self.dataloader_persistent_workers and not self.dataloader_num_workers,
              "false, with dataloader_num_workers = 0"),
             ("dataloader_multiprocessing_context", self.dataloader_multiprocessing_context not in contexts,

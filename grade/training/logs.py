@@ -77,8 +77,9 @@ class LogBuffer:
         parts, columns = {}, {}
         if scores is not None:
             for field, logged in (("log_metric", scores.metrics), ("log_extra", scores.columns)):
-                for name in _OWN[field] & logged.keys():
-                    raise InputError(field, name, "another name: the trainer logs its own by this one")
+                for name in logged:
+                    if name in _OWN[field] or name.startswith("rewards/"):
+                        raise InputError(field, name, "another name: the trainer logs its own by this one")
             parts = scores.values
             columns = {name: values for name, values in scores.columns.items() if len(values) == len(step.reward)}
             for name, values in parts.items():

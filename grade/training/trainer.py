@@ -108,6 +108,8 @@ _NOT_CALLED = ("compute_loss", "_compute_loss", "prediction_step", "get_decay_pa
 _CALLED = ("training_step", "create_optimizer", "create_scheduler", "get_train_dataloader", "log", "evaluate")
 _LENGTH = ("max_steps", "num_train_epochs")
 """Settings that may differ from those of the checkpoint that is continued."""
+_SETTLED = {"per_device_train_batch_size", "num_train_epochs", "bf16", "report_to"}
+"""Settings of the Trainer's that construction has read, beside all of ours."""
 WINDOW_PROMPT = 32
 """Tokens of the prompts that whole texts are cut into, where max_prompt_length says nothing."""
 
@@ -185,7 +187,7 @@ class GradeTrainer(Trainer):
         policy = make_policy(model, processing_class, peft_config, args.model_init_kwargs, args.seed)
         place(policy, args.device, args.bf16, args.sharded)
         self.backbone = policy.view(processing_class, args.temperature)
-        self._check_dataset(train_dataset)
+        self._check_dataset(train_dataset, "train_dataset")
         self._check_sets(eval_dataset)
         teacher = args.teacher if teacher is None else teacher
         self.rewards = None
@@ -231,7 +233,7 @@ class GradeTrainer(Trainer):
         if args.max_steps < 0 and train_dataset is not None:
             per_step = args.batch_prompts * args.microbatches
             args.max_steps = math.ceil(args.num_train_epochs * len(train_dataset) / per_step)
-            args.check_values(["max_steps"])
+            replace(args)  # checked again
         budgeted = args.target_kl is not None and not self._offline
         self.kl_budget = KLBudget(args.target_kl, args.max_steps) if budgeted else None
         self.log_buffer = LogBuffer(self.backbone.tokenizer if args.log_completions else None)
@@ -263,7 +265,8 @@ class GradeTrainer(Trainer):
     def _check_settled(self) -> None:
         """Refuse our settings that were changed since construction, which has read some of them, and TRL's."""
         refuse_unknown(_added(self.args, self._settled), self._settled)
-        for name in GradeConfig.__dataclass_fields__.keys() - TrainingArguments.__dataclass_fields__.keys():
+        ours = GradeConfig.__dataclass_fields__.keys() - TrainingArguments.__dataclass_fields__.keys()
+        for name in ours | _SETTLED:
             if (value := getattr(self.args, name)) != self._settled[name]:
                 allowed = f"{self._settled[name]!r}, as the trainer was made: settings are for a new GradeTrainer"
                 raise InputError(f"trainer.args.{name}", value, allowed)
@@ -357,33 +360,38 @@ class GradeTrainer(Trainer):
 
     def _check_sets(self, eval_dataset: Any) -> None:
         """Check a set of held-out rows, or several by name."""
-        if isinstance(eval_dataset, dict) and not eval_dataset:
+        named = eval_dataset.items() if isinstance(eval_dataset, dict) else [("", eval_dataset)]
+        if not named or any(not isinstance(name, str) or name and rows is None for name, rows in named):
             raise InputError("eval_dataset", eval_dataset, "rows with a prompt, or sets of them by name")
-        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-            self._check_dataset(dataset)
+        for _, dataset in named:
+            self._check_dataset(dataset, "eval_dataset")
 
-    def _check_dataset(self, dataset: Any) -> None:
+    def _check_dataset(self, dataset: Any, name: str) -> None:
         if dataset is None:
             return
         if isinstance(dataset, pd.DataFrame):
-            raise InputError("dataset", "DataFrame", "rows with a prompt: frame.to_dict('records') makes them")
+            raise InputError(name, "DataFrame", "rows with a prompt: frame.to_dict('records') makes them")
         if isinstance(dataset, str | Path | Mapping):
             allowed = "rows with a prompt; of several splits one, and datasets.load_dataset reads one by name"
-            raise InputError("dataset", str(dataset), allowed)
+            raise InputError(name, str(dataset), allowed)
         if not hasattr(dataset, "__len__"):
-            raise InputError("dataset", str(dataset), "rows with a prompt, and their number: not a stream")
+            raise InputError(name, str(dataset), "rows with a prompt, and their number: not a stream")
         # By number where there is no iterator: __getitem__ need not raise IndexError.
         rows = dataset if hasattr(dataset, "__iter__") else (dataset[i] for i in range(len(dataset)))
-        longest, row = check_prompts(self.backbone.tokenizer, rows, **self._reading)
-        for name in {*_GIVEN}.intersection(getattr(dataset, "column_names", None) or dataset[0]):
-            raise InputError("column of the dataset", name, "another name: functions get the trainer's own by this one")
+        try:
+            longest, row = check_prompts(self.backbone.tokenizer, rows, **self._reading)
+        except InputError as error:
+            raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
+        for column in {*_GIVEN}.intersection(getattr(dataset, "column_names", None) or dataset[0]):
+            allowed = "another name: functions get the trainer's own by this one"
+            raise InputError(f"column of {name}", column, allowed)
         context, most = self.backbone.max_positions, self.args.max_completion_length
         if most >= context:
             raise InputError("max_completion_length", most, f"less than the model's context of {context} tokens")
         if longest + most > context:
             room = f"{context - most}: the model's context of {context} less max_completion_length = {most}"
             allowed = f"at most {room}; or max_prompt_length = {context - most} and truncation left or right"
-            raise InputError(f"tokens of the prompt in row {row}", longest, allowed)
+            raise InputError(f"{name}: tokens of the prompt in row {row}", longest, allowed)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> PromptBatch:
         """Rows of a dataset as prompts."""
@@ -419,7 +427,7 @@ class GradeTrainer(Trainer):
                 encode=self.encode, seed=args.seed, min_new_tokens=args.min_completion_length,
                 cache=cache_folder(),
             )  # fmt: skip
-        self._check_dataset(rows)
+        self._check_dataset(rows, "texts")
         return rows
 
     def _distil_texts(self) -> None:
@@ -532,6 +540,7 @@ class GradeTrainer(Trainer):
         """
         args, last = self.args, self.accelerator.sync_gradients
         if self._place == 0:
+            self._check_settled()  # a callback may have set some
             self._started, self.rewards.trainer_state = time.perf_counter(), self.state
             self.rewards.recorded = []
             if args.target_kl is not None:  # the adapter at the step's start, and its completions
@@ -682,9 +691,10 @@ class GradeTrainer(Trainer):
                 p.grad = self._sum(torch.zeros_like(p) if p.grad is None else p.grad)
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
-        """Clip each group of parameters by itself: a value head must not change the policy's step."""
+        """Clip adapter and value head each by itself: a value head must not change the policy's step."""
         limit = self.args.max_grad_norm or math.inf  # 0: nothing is clipped
-        norms = [torch.nn.utils.clip_grad_norm_(group["params"], limit) for group in self.optimizer.param_groups]
+        parts = (self.backbone.trainable_parameters(), self.learner.parameters() if self.learner else [])
+        norms = [torch.nn.utils.clip_grad_norm_(part, limit) for part in parts]
         for norm in norms:
             if not torch.isfinite(norm):
                 allowed = f"a finite number; step {self.state.global_step + 1} was not taken"
@@ -717,7 +727,8 @@ class GradeTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """As ``Trainer.create_scheduler``."""
         args = self.args
-        with reading("lr_scheduler_kwargs", str(args.lr_scheduler_kwargs), f"those of {args.lr_scheduler_type.value}"):
+        kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        with reading("lr_scheduler_kwargs", str(args.lr_scheduler_kwargs), f"those of {kind}"):
             return super().create_scheduler(num_training_steps, optimizer)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -937,7 +948,7 @@ class GradeTrainer(Trainer):
         """As ``Trainer.predict``, on rows with a prompt: what `evaluate` measures, and no predictions."""
         if test_dataset is None:
             raise InputError("test_dataset", None, "rows with a prompt")
-        self._check_dataset(test_dataset)
+        self._check_dataset(test_dataset, "test_dataset")
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import logging
 import os
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -91,8 +92,8 @@ def refuse_unknown(values: Mapping[str, Any], known: Iterable[str], kind: str = 
     """`refuse_theirs`, and any other name that is not known."""
     refuse_theirs(values)
     for name in values.keys() - set(known):
-        close = difflib.get_close_matches(name, known, n=1)
-        raise InputError(name, values[name], f"a known {kind}{f' (did you mean {close[0]!r}?)' if close else ''}")
+        close = difflib.get_close_matches(str(name), known, n=1)
+        raise InputError(str(name), values[name], f"a known {kind}{f' (did you mean {close[0]!r}?)' if close else ''}")
 
 
 def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dict[str, Any]:
@@ -100,18 +101,20 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
 
     ``ours`` is a config of our defaults, ``own`` the settings whose defaults are not those of ``TrainingArguments``.
     """
-    if isinstance(config, Mapping):
-        given, theirs = dict(config), NEUTRAL
+    if isinstance(config, Mapping | Namespace):
+        given, theirs = dict(config if isinstance(config, Mapping) else vars(config)), NEUTRAL
         _say("defaults", f"what is not given is as here: scale_rewards {ours.scale_rewards}, learning_rate "
              f"{ours.learning_rate:g}, logging_steps {ours.logging_steps}")  # fmt: skip
-    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type | type(ours)):
         given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
         theirs = {field.name: field.default for field in dataclasses.fields(config)}
     else:
-        raise InputError("config", config, "a config of TRL's, or a mapping with its names")
-    given, distils = {name: getattr(value, "value", value) for name, value in given.items()}, _OF_TEACHERS in given
+        raise InputError("config", config, "a config of TRL's, or a mapping or argparse.Namespace with its names")
+    for name, value in given.items():  # of an enumeration, of numpy
+        given[name] = getattr(value, "tolist", lambda v=value: getattr(v, "value", v))()
+    distils = _OF_TEACHERS in given
     theirs_alone = TEACHER if distils else "rloo" if "RLOO" in type(config).__name__.upper() else "grpo"
-    method = method or theirs_alone
+    method = method or given.get("method") or theirs_alone
     if distils:
         _distillation(given)
     values: dict[str, Any] = {"method": method}
@@ -122,6 +125,7 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
         _say("loss_type", f"{loss!r} dropped; here: {DROPPED['loss_type']}")
     _packing(given, ours)
     given = _generation(given)
+    type(ours).schema().parse({name: given[name] for name in ("beta", _LENGTH) if name in given})  # they are multiplied
     for name, value in given.items():
         if name in ours.__dataclass_fields__:
             changed = value != getattr(ours, name)
@@ -156,7 +160,7 @@ def _distillation(given: dict[str, Any]) -> None:
         if theirs in given:
             given[ours] = given.pop(theirs)
             _say(theirs, f"{ours} = {given[ours]!r}")
-    options = dict(given.pop("teacher_model_init_kwargs", None) or {})
+    options = _mapping(given, "teacher_model_init_kwargs")
     for name in options.keys() & {"dtype", "torch_dtype"}:
         given["teacher_dtype"] = str(options.pop(name)).removeprefix("torch.")
     given["teacher_model_init_kwargs"] = options or None
@@ -175,7 +179,7 @@ def _packing(given: dict[str, Any], ours: Any) -> None:
 
 def _generation(given: dict[str, Any]) -> dict[str, Any]:
     """With ``generation_kwargs`` and other spellings as our settings."""
-    others = dict(given.pop("generation_kwargs", None) or {})
+    others = _mapping(given, "generation_kwargs")
     if "min_new_tokens" in others:
         given["min_completion_length"] = others.pop("min_new_tokens")
         _say("generation_kwargs", f"min_completion_length = {given['min_completion_length']}")
@@ -186,6 +190,13 @@ def _generation(given: dict[str, Any]) -> dict[str, Any]:
         _say("max_prompt_length", "truncation = left, as in TRL")
     neutral = {"top_k": 0, "shuffle_dataset": True}
     return {name: neutral[name] if value is None and name in neutral else value for name, value in given.items()}
+
+
+def _mapping(given: dict[str, Any], name: str) -> dict[str, Any]:
+    value = given.pop(name, None) or {}
+    if not isinstance(value, Mapping):
+        raise InputError(name, value, "a mapping")
+    return dict(value)
 
 
 def _say(name: str, text: str) -> None:

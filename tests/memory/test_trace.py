@@ -125,6 +125,11 @@ class Reads(TracedConfig):
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_code_that_reads_values_is_named_and_any_other_error_stays_what_it_is(autocast):
+    for name, value in {"device": "cuda:0", "sharding": "zero3"}.items():
+        with pytest.raises(InputError, match=f"{name}: got '{value}'; allowed: '"):
+            trace(StepConfig(model="tiny"), **{name: value})
+    with pytest.raises(InputError, match="batch_size: got 0; allowed: "):
+        StepConfig(batch_size=0)
     with pytest.raises(InputError, match=r"x\[x > 0\]"):
         trace(Reads(model="tiny", autocast=autocast))
     with pytest.raises(ZeroDivisionError):

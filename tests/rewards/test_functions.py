@@ -117,6 +117,7 @@ BAD = [
     (lambda: [1.0], "length of the list: got 1; allowed: 2"),
     (lambda: [1.0, float("nan")], r"row 1 \('no'\): got nan"),
     (lambda: [1e300, 1.0], r"row 0 .*got 1e\+300"),
+    (lambda: [1e38, 1.0], r"row 0 .*got 1e\+38; .* at most 1e\+18 in size"),
     (lambda: ["1.0", 1.0], "row 0 .*got '1.0'"),
     (lambda: "no", "got 'no'; allowed: a list"),
     (lambda: torch.ones(2, requires_grad=True), "got tensor.*; allowed: .*tolist"),

@@ -1,6 +1,7 @@
 """Settings are honoured or refused by name; an epoch is a pass over the prompts."""
 
 import importlib.util
+from argparse import Namespace
 from dataclasses import dataclass
 
 import pytest
@@ -92,7 +93,7 @@ class RLOOConfig(GRPOConfig):
     pass
 
 
-@pytest.mark.parametrize("given", [None, 3, GRPOConfig])
+@pytest.mark.parametrize("given", [None, 3, GRPOConfig, GradeConfig("x")])
 def test_what_is_no_config_is_one_line(given):
     with pytest.raises(InputError, match="config: got"):
         GradeConfig.from_trl(given)
@@ -112,6 +113,7 @@ def test_a_config_of_trls_becomes_ours(caplog):
     said = [record.getMessage().split(": ")[1] for record in caplog.records if "from_trl" in record.getMessage()]
     assert sorted(said) == ["beta", "epsilon_high", "generation_kwargs", "loss_type"]
     assert GradeConfig.from_trl(RLOOConfig(scale_rewards="none")).method == "rloo"
+    assert GradeConfig.from_trl(Namespace(max_prompt_length=9, substitutions=5, method="distilled")).substitutions == 5
     assert GradeConfig.from_trl({"max_prompt_length": 9}, method="distilled").truncation == "left"
 
 
@@ -143,6 +145,7 @@ def test_a_distillation_of_trls_becomes_ours(caplog):
     "name, value",
     [("steps_per_generation", 4), ("mask_truncated_completions", True), ("loss_type", "cispo"), ("seq_kd", True),
      ("generation_kwargs", {"top_p": 0.9}), ("scale_rewards", "batch"), ("warmup_ratio", 0.1), ("learning_rat", 0),
+     ("beta", "0.1"), ("max_completion_length", None), ("generation_kwargs", ["min_new_tokens"]),
      ("top_entropy_quantile", 0.2), ("ref_model_sync_steps", 64)],
 )  # fmt: skip
 def test_what_would_train_something_else_is_refused(name, value):

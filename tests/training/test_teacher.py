@@ -10,6 +10,7 @@ from conftest import make_prompts, perturb_adapter, save_toy_base
 from training.runs import toy_project
 from training.test_offline import TEXTS, more_w_than_s
 from training.test_offline import trainer as offline_trainer
+from transformers import AutoModelForCausalLM
 
 from grade.errors import InputError
 from grade.models.backbone import Backbone
@@ -224,4 +225,4 @@ def test_a_teacher_that_reads_other_tokens_is_refused(tmp_path):
     rules["model"]["vocab"]["@@"] = rules["model"]["vocab"].pop(token)
     file.write_text(json.dumps(rules))
     with pytest.raises(InputError, match="teacher: got .*; allowed: a model with the policy's vocabulary: token 9"):
-        make_teacher(tmp_path, policy, rows=rows)
+        make_teacher(AutoModelForCausalLM.from_pretrained(tmp_path), policy)

@@ -226,7 +226,9 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
 
 
-@pytest.mark.parametrize(("log", "name", "value"), [("log_metric", "reward", 9.0), ("log_extra", "prompt", ["a"] * 8)])
+@pytest.mark.parametrize(("log", "name", "value"), [
+    ("log_metric", "reward", 9.0), ("log_metric", "rewards/reward/mean", 9.0), ("log_extra", "prompt", ["a"] * 8),
+])  # fmt: skip
 def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value):
     def reward(completions, **given):
         given[log](name, value)
@@ -339,11 +341,15 @@ BAD_RUNS = {
     "splits": ({}, dict(dataset=DatasetDict(train=PROMPTS)), "dataset: got .*of several splits one"),
     "a path": ({}, dict(dataset=Path("rows.jsonl")), "dataset: got 'rows.jsonl'"),
     "no held-out set": ({}, dict(held_out={}), "eval_dataset: got {}"),
+    "a name without rows": ({}, dict(held_out={"a": None}), "eval_dataset: got {'a': None}"),
+    "no held-out rows": ({}, dict(held_out=[]), "eval_dataset: prompts: got"),
+    "a warmup longer than the passes": (
+        dict(max_steps=-1, num_train_epochs=1, warmup_steps=5), {}, "warmup_steps: got 5; .* max_steps = 5"),
     "no callbacks": ({}, dict(callbacks="tensorboard"), "callbacks: got 'tensorboard'"),
     "a callback without its metric": (
         {}, dict(callbacks=[EarlyStoppingCallback()]), "metric_for_best_model: got None; .*with EarlyStoppingCallback"),
     "a column that functions get": (
-        {}, dict(dataset=PROMPTS.add_column("completions", range(10))), "column of the dataset: got 'completions'"),
+        {}, dict(dataset=PROMPTS.add_column("completions", range(10))), "column of train_dataset: got 'completions'"),
     "a text reward for a relaxed method": (dict(method="ste", num_generations=None), {}, "ste.*rloo"),
     "a model that is none": ({}, dict(model=3), "model: got 'int'"),
     "an adapter for a PeftModel": (
@@ -447,6 +453,9 @@ def test_what_is_assigned_after_construction_is_honoured_or_refused(base, tmp_pa
     del made.args.loss_type
     made.args.temperature = 0.5
     with pytest.raises(InputError, match="trainer.args.temperature: got 0.5; allowed: 1.0, as the trainer was made"):
+        made.train()
+    made.args.temperature, made.args.num_train_epochs = 1.0, 9
+    with pytest.raises(InputError, match="trainer.args.num_train_epochs: got 9; allowed: 3.0, as the trainer was made"):
         made.train()
 
 
