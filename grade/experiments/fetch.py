@@ -25,7 +25,7 @@ from pydantic import Field
 
 from grade.config import Config
 from grade.errors import InputError, reading
-from grade.files import claimed, read_manifest, sha256_of, write_text, writing
+from grade.files import MANIFEST, claimed, sha256_of, write_text, writing
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,11 @@ def fetch(
     """
     manifest = {}
     with claimed(output_dir, (), shared=True) as output:
-        if others := read_manifest(output.path).keys() - registry:
-            allowed = f"another folder: the manifest.json in this one lists {min(others)}"
+        there = output.path / MANIFEST
+        with reading("--output-dir", output_dir, f"another folder: this one has a {MANIFEST} that is not of fetch"):
+            others = {**json.loads(there.read_text(encoding="utf-8"))} if there.exists() else {}
+        for name in others.keys() - registry:
+            allowed = f"another folder: the {MANIFEST} in this one lists {name}"
             raise InputError("--output-dir", str(output_dir), allowed)
         for name in config.packages:
             package, folder = registry[name], output.path / name
@@ -120,7 +123,7 @@ def fetch(
                 _install(package, folder)
             manifest[name] = _record(package, folder)
         with writing(output_dir):
-            write_text(output.path / "manifest.json", _dumped(manifest))
+            write_text(there, _dumped(manifest))
     return manifest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
@@ -47,6 +48,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         reward = self.reward_model
+        if not 0 <= self.beta < math.inf:
+            raise InputError("beta", self.beta, "a number of at least 0")
         if self.scope not in get_args(RewardScope):
             raise InputError("scope", self.scope, allowed_names(self.scope, get_args(RewardScope)))
         if not isinstance(reward, Reward):
