@@ -70,12 +70,19 @@ def atomic(path: str | Path) -> Iterator[Path]:
         if path.is_dir():
             os.rename(path, old)
         os.replace(staging, path)
-    except BaseException:
+    except BaseException as error:
         if old.exists() and not path.exists():
             os.rename(old, path)
         remove(staging)
+        name_file(error, path)
         raise
     remove(old)
+
+
+def name_file(error: BaseException, path: Path) -> None:
+    """Give an error of the system the file that it does not name, such as that of a full disk."""
+    if isinstance(error, OSError) and error.errno and error.filename is None:
+        error.filename = str(path)
 
 
 def write_text(path: str | Path, text: str) -> None:

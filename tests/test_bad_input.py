@@ -280,8 +280,10 @@ def cases():
         ("compare", "seeds=[1,1]", "different seeds"), ("compare", "chosen_rates.nope=1", "nope"),
         ("estimators", "dtype=int8", "dtype"), ("exp6", "device=tpu", "device"), ("intuitor", "lengths=[0]", "lengths"),
         ("probe", "narrow_multiples=[-1.0]", "narrow_multiples.0"),
-        ("probe", "runs_dir=. --set backbone_dir=base --set trained_run=nowhere", "trained_run"),
-        ("exp4", "batch_before=1000000000", "would need"),
+        ("probe", "runs_dir=. --set backbone_dir=base --set reward_dir=bag --set reviews_dir=reviews", "trained_run"),
+        ("exp4", "batch_before=1000000000", "would need"), ("compare", "methods=[ste,ste]", "counted twice"),
+        ("compare", "gold_file=judge.npz", "gold_file"), ("caching", "backbone_dir=base", "reviews_dir"),
+        ("estimators", "tiny_topk=6", "gumbel_topk"),
     ):  # fmt: skip
         yield f"measure {experiment}", f"--output-dir made --set {text}", says, {}
     for command, name, row in (

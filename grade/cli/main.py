@@ -65,6 +65,10 @@ class _Parser(argparse.ArgumentParser):
 def entry() -> int:
     """`main` in a process of its own, which does not search all that it imported for garbage when it ends."""
     atexit.register(gc.freeze)  # a second, of the five that a short command takes
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: else its number goes to the next file, into which all is printed
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")  # where the locale is not UTF-8
     return main()
 
 

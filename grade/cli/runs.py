@@ -96,6 +96,7 @@ def _show(args: argparse.Namespace) -> None:
         print(f"wrote {args.html}")
         return
     console = Console(markup=False, highlight=False, emoji=False)
+    console.width = min(max(console.width, 40), 1000)  # COLUMNS may be anything
     console.print(settings, soft_wrap=True)
     if len(history):
         console.print("", rich_table(history), sep="\n")

@@ -138,7 +138,9 @@ def _read_csv(path: Path, field: str) -> Dataset:
 
 def _read_parquet(path: Path, field: str) -> Dataset:
     with reading(field, path, "a parquet file"):
-        return Dataset(InMemoryTable(pyarrow.parquet.read_table(path)))
+        table = pyarrow.parquet.read_table(path)
+        table.validate(full=True)  # else a text that is not UTF-8 is found hours later, where its row is drawn
+        return Dataset(InMemoryTable(table))
 
 
 _READERS: dict[str, Callable[[Path, str], Dataset]] = {

@@ -171,7 +171,7 @@ def verdict_counts(claims: Iterable[Claim]) -> str:
 def to_markdown(claims: Iterable[Claim]) -> str:
     """The claims as a Markdown table, figure and unit in one column."""
     table = claims_table(claims)
-    table["found"] = (table["found"] + " " + table["unit"]).str.strip()
+    table["found"] = [f"{found} {unit}".strip() for found, unit in zip(table.found, table.unit, strict=True)]
     return _markdown(table.drop(columns="unit"))
 
 

@@ -26,7 +26,7 @@ from pydantic import create_model
 import grade
 from grade.config import Config
 from grade.errors import MOST_SHOWN, InputError, reading, require_file
-from grade.files import write_text
+from grade.files import name_file, write_text
 
 # What differs between two runs, or says when they were, and nothing about the result.
 VOLATILE_KEYS = ("metadata.papermill", "cell.metadata.papermill", "cell.metadata.execution")
@@ -76,6 +76,9 @@ def check_parameters(notebook: str | Path, parameters: Mapping[str, Any]) -> dic
     type that the default's items have, if it has any.
     """
     fields = {name: (_type_of(default), default) for name, default in default_parameters(notebook).items()}
+    for name in fields:
+        if name.startswith("_") or hasattr(Config, name):
+            raise InputError(f"{Path(notebook).name}: parameters cell", name, "another name: pydantic has this one")
     checked = create_model("Parameters", __base__=Config, **fields).parse(parameters, Path(notebook).name)
     return {name: getattr(checked, name) for name in parameters}
 
@@ -120,6 +123,9 @@ def execute(notebook: str | Path, output: str | Path, parameters: Mapping[str, A
         raise NotebookError(" ".join(message.split())) from None
     except DeadKernelError as error:
         raise NotebookError(f"{notebook.name}: a cell ended its kernel ({error})") from None
+    except OSError as error:
+        name_file(error, output)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

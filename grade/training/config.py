@@ -310,7 +310,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
             named = [name for name, value in changed.items() if reason.startswith(f"{value} is not a valid ")]
             named += [name for name in changed if name in reason]
             named += [name for name, value in changed.items()
-                      if name.replace("_", "") in reason.lower() or repr(value) in reason]  # fmt: skip
+                      if name.replace("_", "") in reason.lower() or repr(str(value)) in reason]  # fmt: skip
             name, value = (named[0], changed[named[0]]) if named else (type(self).__name__, changed)
             allowed = reason.partition("please select ")[2] or f"values that fit together ({reason})"
             raise InputError(name, value, allowed) from error

@@ -66,6 +66,15 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
         assert process.wait() == 141
 
 
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", ""])
+def test_a_closed_stream_and_one_that_is_not_utf8_are_no_error(closed, tmp_path):
+    (tmp_path / "run.json").write_text('{"settings": {"reward": "\\u00fc"}}')
+    command = f"{sys.executable} -m grade show {tmp_path} {closed}"
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, shell=True, env=plain, capture_output=True)
+    assert done.returncode == 0 and not done.stderr and (closed or rb"\xfc" in done.stdout)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

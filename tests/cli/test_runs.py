@@ -116,6 +116,8 @@ def test_no_line_is_wider_than_the_terminal(copied, width, capsys, monkeypatch):
     assert max(widths) <= width
     assert "漢字" in table and "漢字" * 12 not in table  # each is four places wide
     assert table.count("…") >= 4  # two long texts in each of two columns
+    monkeypatch.setenv("COLUMNS", "0")
+    assert show(capsys, copied).split("4 of 4 completions\n")[1].strip()
     assert "two\\nlines" in table and "\x1b" not in table and "-1.235e+04" in table and "part_7" in table
 
 

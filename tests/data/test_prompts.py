@@ -3,6 +3,8 @@
 import json
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -167,12 +169,14 @@ def test_bad_folders(tmp_path):
     Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "text")
     Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
     (tmp_path / "folder.jsonl").mkdir()
+    pa.parquet.write_table(pa.table({"prompt": pa.array([b"\xff"]).view(pa.string())}), tmp_path / "bytes.parquet")
     for name, message in {
         "plain": "a folder that save_to_disk wrote",
         "damaged": "a folder that save_to_disk wrote",
         "folder.jsonl": "a folder that save_to_disk wrote",
         "text": r"columns of .*got \['text'\]",
         "none.parquet": "at least one row",
+        "bytes.parquet": "a parquet file .ArrowInvalid: Column 0",
     }.items():
         with pytest.raises(InputError, match=message):
             load_prompts(tmp_path / name)

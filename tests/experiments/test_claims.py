@@ -69,6 +69,7 @@ def test_the_csv_reads_back(tmp_path):
 
 
 def test_markdown_has_one_line_a_row_and_escapes_bars():
+    assert to_markdown([]).count("\n") == 2  # a profile without verdicts
     lines = to_markdown([ROW, ROW]).splitlines()
     assert len(lines) == 4
     assert lines[2] == r"| 000 | 4 GB of a\|b | 4 GB | 8.192 MB | derived | refuted | 1*64*32000*4 bytes |"

@@ -45,10 +45,10 @@ def test_defaults_are_read_whatever_the_literals_hold(tmp_path):
     }
 
 
-@pytest.mark.parametrize("source", ["n = 2 * 3", "import os", "a = b = 1", "n: int", "n = ("])
+@pytest.mark.parametrize("source", ["n = 2 * 3", "import os", "a = b = 1", "n: int", "n = (", "json = 1", "_n = 1"])
 def test_a_parameters_cell_of_anything_else_than_literals_is_refused(tmp_path, source):
     with pytest.raises(InputError, match="n.ipynb: parameters cell"):
-        default_parameters(write(tmp_path / "n.ipynb", parameters=source))
+        check_parameters(write(tmp_path / "n.ipynb", parameters=source), {})
 
 
 def test_good_parameters_are_converted_to_the_type_of_the_default(tmp_path):

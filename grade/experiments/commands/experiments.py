@@ -16,6 +16,9 @@ from grade.files import check_file, claimed
 from grade.pipeline.notebook import NotebookError, default_parameters, execute
 
 RUNS = "folder of training runs, for an experiment that reads them (its parameter runs_dir)"
+WITH_BASE = {"reviews_dir": True, "reward_dir": True, "bag_dir": True, "trunk_dir": True, "second_reward_dir": False,
+             "gold_file": False}  # fmt: skip
+"""Settings that an experiment reads with a ``backbone_dir`` only, and whether it then needs them."""
 
 
 @command(
@@ -72,7 +75,12 @@ def _measure(args: argparse.Namespace) -> None:
     from grade.memory.models import model_config  # here, because a notebook starts without models
     from grade.memory.settings import require_device
 
+    base = getattr(settings, "backbone_dir", None)
     for field, value in settings:  # a table that takes an hour may come before the first that reads them
+        if base is not None and field in WITH_BASE and bool(value) != bool(base) and (value or WITH_BASE[field]):
+            raise InputError(field, value, "a path with a backbone_dir, and nothing without: the toy task has its own")
+        if isinstance(value, list) and any(value.count(part) > 1 for part in value):
+            raise InputError(field, value, "different values: the same again would be counted twice")
         kind = "file" if field.endswith("_file") else "folder" if field.endswith(("_dir", "peers")) else ""
         if kind and value and not (os.path.isfile if kind == "file" else os.path.isdir)(value):
             raise InputError(field, value, f"a {kind} that exists, or nothing")

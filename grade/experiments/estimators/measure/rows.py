@@ -138,6 +138,8 @@ def _row(setting: Setting, generator: torch.Generator) -> Iterator[tuple[tuple[s
         if not variants and not policy:
             continue
         relaxations = [variant.relaxation(setting.length) for variant in variants]
+        for relaxation in relaxations:
+            relaxation.check(backbone.vocab_size)
         prompts = setting.prompts.repeat(setting.group)
         graph = ReplayGraph(backbone, sample(backbone, prompts, relaxations[0] if soft else drawn, generator))
         targets = list(_targets(setting, graph))
