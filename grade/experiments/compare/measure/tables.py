@@ -133,10 +133,8 @@ def _defects(s: Settings) -> dict[str, float]:
 
 def _peer(s: Settings, name: str) -> dict[str, Any]:
     """Metrics ``peer/...`` of TRL beside ours."""
-    file = Path(s.peers_dir) / name
-    if not s.peers_dir or not file.exists():
-        return {}
-    return {key: value for key, value in read_metrics(file).items() if key.startswith("peer/")}
+    found = read_metrics(Path(s.peers_dir) / name) if s.peers_dir else {}
+    return {key: value for key, value in found.items() if key.startswith("peer/")}
 
 
 TABLES = {
