@@ -173,6 +173,18 @@ def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tenso
     return [saved[name.replace(mark, "")].to(p) for name, p in named]
 
 
+def standing(model: PeftModel) -> dict[str, list[object]]:
+    """What stays while a policy is trained, by name."""
+    layers = [layer for _, layer in _lora_layers(model)]
+    return {
+        "trained parameters": [id(p) for p in model.parameters() if p.requires_grad],
+        "weights": [(id(p), p.shape) for p in model.parameters()],
+        "merged adapters": [[*layer.merged_adapters] for layer in layers],
+        "active adapters": [[*layer.active_adapters] for layer in layers],
+        "scaling": [dict(layer.scaling) for layer in layers],
+    }
+
+
 def refuse_adapted(model: PreTrainedModel) -> None:
     """Reject a base with adapter layers of its own: nothing would switch them off for the reference."""
     adapted = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
@@ -242,7 +254,7 @@ def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[
         if not isinstance(rank, int) or not 1 <= rank <= MOST_RANKS:
             raise InputError(f"{prefix}: r", rank, f"a whole number from 1 to {MOST_RANKS}")
     for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
-        if not math.isfinite(alpha) or alpha == 0:
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
             raise InputError(f"{prefix}: lora_alpha", alpha, "a finite number other than 0")
     if config.init_lora_weights not in initial:
         allowed = f"{', '.join(map(str, initial))} (others change the base, which is the reference, or need data)"
