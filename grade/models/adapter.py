@@ -153,13 +153,19 @@ def write_fingerprint(model: PeftModel, folder: str | Path) -> None:
 
 
 def check_saved(model: PeftModel, folder: str | Path) -> None:
-    """Reject a saved adapter that does not continue the one on a model: damaged, or of another base or other layers."""
-    _check_files(model.get_base_model(), _place(model, folder))
-    _check_tensors(model, _place(model, folder))
+    """Reject a saved adapter that does not continue a model's: damaged, or of another base, other layers or scale."""
+    _check_same(model, _place(model, folder))
 
 
 def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tensor]:
     """The parameters of a saved adapter of the same base, layers, ranks and scale as the active one's, in its order."""
+    _check_same(model, folder, field)
+    saved, mark = load_file(Path(folder) / ADAPTER_FILES[1]), f".{model.active_adapter}"
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [saved[name.replace(mark, "")].to(p) for name, p in named]
+
+
+def _check_same(model: PeftModel, folder: str | Path, field: str = "adapter") -> None:
     _check_files(model.get_base_model(), folder, field)
     _check_tensors(model, folder, field)
     here = model.peft_config[model.active_adapter]
@@ -168,9 +174,6 @@ def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tenso
     for name in ("lora_alpha", "alpha_pattern", "use_rslora"):
         if getattr(there, name, None) != getattr(here, name):
             raise InputError(f"{field}: {name}", getattr(there, name, None), f"{getattr(here, name)}, as the policy's")
-    saved, mark = load_file(Path(folder) / ADAPTER_FILES[1]), f".{model.active_adapter}"
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [saved[name.replace(mark, "")].to(p) for name, p in named]
 
 
 def standing(model: PeftModel) -> dict[str, list[object]]:
@@ -180,7 +183,6 @@ def standing(model: PeftModel) -> dict[str, list[object]]:
         "trained parameters": [id(p) for p in model.parameters() if p.requires_grad],
         "weights": [(id(p), p.shape) for p in model.parameters()],
         "merged adapters": [[*layer.merged_adapters] for layer in layers],
-        "active adapters": [[*layer.active_adapters] for layer in layers],
         "scaling": [dict(layer.scaling) for layer in layers],
     }
 

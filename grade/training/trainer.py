@@ -284,9 +284,9 @@ class GradeTrainer(Trainer):
 
     def _standing(self) -> dict[str, Any]:
         """What stays of the policy, by name."""
-        tokenizer, ends = self.backbone.tokenizer, self.backbone.model.generation_config
-        words = [tokenizer and (len(tokenizer), tokenizer.eos_token_id), ends and ends.eos_token_id]
-        return standing(self.backbone.peft) | {"vocabulary and ends of sequence": words}
+        tokenizer = self.backbone.tokenizer
+        words = [tokenizer and len(tokenizer), tokenizer and tokenizer.eos_token_id]
+        return standing(self.backbone.peft) | {"vocabulary and end of sequence": words}
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """As ``Trainer.add_callback``."""

@@ -485,7 +485,7 @@ def test_a_model_that_is_changed_before_training_trains_the_same_or_is_refused(b
         (lambda made: made.model.requires_grad_(True), "trained parameters"),
         (lambda made: made.model.merge_adapter(), "merged adapters"),
         (lambda made: made.model.resize_token_embeddings(999), "weights"),
-        (lambda made: made.processing_class.add_tokens(["<film>"]), "vocabulary and ends of sequence"),
+        (lambda made: made.processing_class.add_tokens(["<film>"]), "vocabulary and end of sequence"),
     ):
         change(made := trainer(base, tmp_path / "run", save_strategy="no"))
         with pytest.raises(InputError, match=f"trainer.model: {what}: got 'others'; allowed: those"):
