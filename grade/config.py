@@ -138,8 +138,12 @@ class Settings(_Loading):
         return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
     def check_values(self, names: Iterable[str]) -> None:
-        """Raise `InputError` for the first of these fields whose present value is wrong."""
-        self.schema().parse({name: getattr(self, name) for name in names})
+        """Raise `InputError` for the first of these fields whose present value is wrong; numbers become Python's."""
+        given = {name: getattr(self, name) for name in names}
+        checked = self.schema().parse(given)
+        for name, value in given.items():
+            if isinstance(getattr(checked, name), float) and not isinstance(value, int | float):
+                setattr(self, name, getattr(checked, name))  # of a number of numpy, a Decimal, a Fraction
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", given: Sequence[str] = ()) -> Self:
@@ -251,7 +255,7 @@ def as_input_error(cls: type[Config], error: pydantic.ValidationError) -> InputE
         return cause
     location, value = [str(part) for part in first["loc"]], first["input"]
     if len(kinds) > 1 and first["type"] != "extra_forbidden":
-        location = [part for part in location if not re.fullmatch(r"str|int|float|\w+\[.*\]", part)]
+        location = [part for part in location if not re.fullmatch(r"str|int|float|[\w-]+\[.*\]", part)]
     if first["type"] == "extra_forbidden":
         known, value = _fields_at(cls, location[:-1]), location[-1]
         close = difflib.get_close_matches(value, known, n=1)

@@ -153,13 +153,19 @@ def write_fingerprint(model: PeftModel, folder: str | Path) -> None:
 
 
 def check_saved(model: PeftModel, folder: str | Path) -> None:
-    """Reject a saved adapter that does not continue the one on a model: damaged, or of another base or other layers."""
-    _check_files(model.get_base_model(), _place(model, folder))
-    _check_tensors(model, _place(model, folder))
+    """Reject a saved adapter that does not continue a model's: damaged, or of another base, other layers or scale."""
+    _check_same(model, _place(model, folder))
 
 
 def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tensor]:
     """The parameters of a saved adapter of the same base, layers, ranks and scale as the active one's, in its order."""
+    _check_same(model, folder, field)
+    saved, mark = load_file(Path(folder) / ADAPTER_FILES[1]), f".{model.active_adapter}"
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [saved[name.replace(mark, "")].to(p) for name, p in named]
+
+
+def _check_same(model: PeftModel, folder: str | Path, field: str = "adapter") -> None:
     _check_files(model.get_base_model(), folder, field)
     _check_tensors(model, folder, field)
     here = model.peft_config[model.active_adapter]
@@ -168,9 +174,17 @@ def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tenso
     for name in ("lora_alpha", "alpha_pattern", "use_rslora"):
         if getattr(there, name, None) != getattr(here, name):
             raise InputError(f"{field}: {name}", getattr(there, name, None), f"{getattr(here, name)}, as the policy's")
-    saved, mark = load_file(Path(folder) / ADAPTER_FILES[1]), f".{model.active_adapter}"
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [saved[name.replace(mark, "")].to(p) for name, p in named]
+
+
+def standing(model: PeftModel) -> dict[str, list[object]]:
+    """What stays while a policy is trained, by name."""
+    layers = [layer for _, layer in _lora_layers(model)]
+    return {
+        "trained parameters": [id(p) for p in model.parameters() if p.requires_grad],
+        "weights": [(id(p), p.shape) for p in model.parameters()],
+        "merged adapters": [[*layer.merged_adapters] for layer in layers],
+        "scaling": [dict(layer.scaling) for layer in layers],
+    }
 
 
 def refuse_adapted(model: PreTrainedModel) -> None:
@@ -242,7 +256,7 @@ def _check_settings(config: PeftConfig, prefix: str = "adapter", initial: tuple[
         if not isinstance(rank, int) or not 1 <= rank <= MOST_RANKS:
             raise InputError(f"{prefix}: r", rank, f"a whole number from 1 to {MOST_RANKS}")
     for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
-        if not math.isfinite(alpha) or alpha == 0:
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha == 0:
             raise InputError(f"{prefix}: lora_alpha", alpha, "a finite number other than 0")
     if config.init_lora_weights not in initial:
         allowed = f"{', '.join(map(str, initial))} (others change the base, which is the reference, or need data)"

@@ -207,7 +207,7 @@ def make_reward(
         if backbone.tokenizer is None:
             raise InputError("tokenizer", None, f"the policy's tokenizer: reward {reward.name!r} reads text")
         return reward
-    given = given.to(backbone.device)
+    given = given.to(backbone.device).eval()
     if not hasattr(given, "config"):
         return EmbeddingReward(given, scope)
     source = getattr(given.config, "_name_or_path", "")  # a classifier, compiled ones included

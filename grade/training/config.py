@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from multiprocessing import get_all_start_methods
+from numbers import Number
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -211,7 +212,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
         MethodConfig.__post_init__(self)
         if isinstance(self.output_dir, os.PathLike):
             self.output_dir = os.fspath(self.output_dir)
-        ours, plain = own_fields(type(self)), (int, float, str, dict, list)  # others are transformers' own
+        ours, plain = own_fields(type(self)), (Number, str, bytes, dict, list)  # others are transformers' own
         given = ((field.name, getattr(self, field.name)) for field in fields(self) if field.init)
         self.check_values(name for name, value in given if name in ours or isinstance(value, plain))
         for field in fields(TrainingArguments):

@@ -268,7 +268,7 @@ class BatchKL:
         sums = self.total(torch.stack([weights.sum(0), (weights * values).sum(0), torch.ones_like(weights).sum(0)]))
         means = sums[1] / sums[0]
         residuals = (weights * (values - means) * sums[2] / sums[0]).sum(1)
-        return float(means.sum()), residuals
+        return max(float(means.sum()), 0.0), residuals  # rounding may leave less; NaN stays
 
     def _error(self, residuals: Tensor) -> float:
         """Standard error of a mean from the deviations of this process's completions [n]."""

@@ -125,7 +125,8 @@ def place(backbone: Backbone, device: torch.device, bf16: bool, sharded: bool) -
     if sharded:
         backbone.shard(device)
     else:
-        backbone.to(device)
+        with reading("model", type(backbone.model).__name__, "one whose weights are loaded", NotImplementedError):
+            backbone.to(device)
 
 
 def name_base(backbone: Backbone, name: str | None = None) -> None:

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
@@ -66,7 +67,7 @@ from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
 from grade.gradients.replay import make_engine
 from grade.gradients.teacher import TeacherGradient
-from grade.models.adapter import check_saved, write_fingerprint
+from grade.models.adapter import check_saved, standing, write_fingerprint
 from grade.models.head import wide
 from grade.models.parameters import restoring, set_values
 from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples, tokenizer_hash
@@ -82,7 +83,7 @@ from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, r
 from grade.training.kl_budget import LAST_TOLERANCE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, history_rows, token_table
-from grade.training.trl import refuse_unknown
+from grade.training.trl import RENAMED, refuse_unknown
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -103,7 +104,8 @@ _GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 """What functions get from the trainer, so that no column can have these names."""
 _NOT_CALLED = ("compute_loss", "_compute_loss", "prediction_step", "get_decay_parameter_names", "_prepare_inputs",
                "_generate", "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards",
-               "_get_per_token_logps_and_entropies")  # fmt: skip
+               "_get_per_token_logps_and_entropies", "_tokenize_prompts", "create_optimizer_and_scheduler",
+               "compute_loss_context_manager", "autocast_smart_context_manager")  # fmt: skip
 """Methods of the Trainer's and of TRL's that the engines stand for: a subclass that has them would train as if not."""
 _CALLED = ("training_step", "create_optimizer", "create_scheduler", "get_train_dataloader", "log", "evaluate")
 _LENGTH = ("max_steps", "num_train_epochs")
@@ -249,12 +251,13 @@ class GradeTrainer(Trainer):
             self.remove_callback(theirs)
         self.add_callback(Lines(self.evaluations))
         self.add_callback(_StepEnd(self))
+        self._made = self._standing()
         self._settled = dict(vars(self.args))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what is read at construction alone: assigned later, it would have no effect."""
         if "_settled" in vars(self) and value is not getattr(self, name, None):
-            setting = name in GradeConfig.__dataclass_fields__ and not hasattr(self, name)
+            setting = name in RENAMED or (name in GradeConfig.__dataclass_fields__ and not hasattr(self, name))
             if setting or name in _READ_ONCE:
                 allowed = "as the trainer was made: it is an argument, a setting or a method of a new GradeTrainer"
                 raise InputError(f"trainer.{name}", type(value).__name__, allowed)
@@ -262,14 +265,28 @@ class GradeTrainer(Trainer):
                 self._check_sets(value)
         super().__setattr__(name, value)
 
-    def _check_settled(self) -> None:
-        """Refuse our settings that were changed since construction, which has read some of them, and TRL's."""
+    def _check_settled(self, training: bool = True) -> None:
+        """Refuse a policy, and settings of ours and TRL's, that were changed since construction, which has read some.
+
+        An evaluation may be one of the reference, whose adapter is off.
+        """
+        self.model.eval()  # in train mode some models drop units, or sample without a cache
+        now = self._standing()
+        for name in now if training else now.keys() - {"trained parameters"}:
+            if now[name] != self._made[name]:
+                raise InputError(f"trainer.model: {name}", "others", "those with which the trainer was made")
         refuse_unknown(_added(self.args, self._settled), self._settled)
         ours = GradeConfig.__dataclass_fields__.keys() - TrainingArguments.__dataclass_fields__.keys()
         for name in ours | _SETTLED:
             if (value := getattr(self.args, name)) != self._settled[name]:
                 allowed = f"{self._settled[name]!r}, as the trainer was made: settings are for a new GradeTrainer"
                 raise InputError(f"trainer.args.{name}", value, allowed)
+
+    def _standing(self) -> dict[str, Any]:
+        """What stays of the policy, by name."""
+        tokenizer = self.backbone.tokenizer
+        words = [tokenizer and len(tokenizer), tokenizer and tokenizer.eos_token_id]
+        return standing(self.backbone.peft) | {"vocabulary and end of sequence": words}
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """As ``Trainer.add_callback``."""
@@ -361,8 +378,10 @@ class GradeTrainer(Trainer):
     def _check_sets(self, eval_dataset: Any) -> None:
         """Check a set of held-out rows, or several by name."""
         named = eval_dataset.items() if isinstance(eval_dataset, dict) else [("", eval_dataset)]
-        if not named or any(not isinstance(name, str) or name and rows is None for name, rows in named):
-            raise InputError("eval_dataset", eval_dataset, "rows with a prompt, or sets of them by name")
+        wrong = any(not isinstance(name, str) or name and rows is None for name, rows in named)
+        if wrong or not named or len({str(name).replace("/", "_") for name, _ in named}) < len(named):
+            allowed = "rows with a prompt, or sets of them by name, of which / counts as _"
+            raise InputError("eval_dataset", eval_dataset, allowed)
         for _, dataset in named:
             self._check_dataset(dataset, "eval_dataset")
 
@@ -379,7 +398,8 @@ class GradeTrainer(Trainer):
         # By number where there is no iterator: __getitem__ need not raise IndexError.
         rows = dataset if hasattr(dataset, "__iter__") else (dataset[i] for i in range(len(dataset)))
         try:
-            longest, row = check_prompts(self.backbone.tokenizer, rows, **self._reading)
+            with reading("rows", type(dataset).__name__, "rows that can be read"):
+                longest, row = check_prompts(self.backbone.tokenizer, rows, **self._reading)
         except InputError as error:
             raise InputError(f"{name}: {error.field}", error.value, error.allowed) from error
         for column in {*_GIVEN}.intersection(getattr(dataset, "column_names", None) or dataset[0]):
@@ -497,8 +517,10 @@ class GradeTrainer(Trainer):
         refuse_unknown(others, (), "argument of train")
         _refuse_unread(trial=trial, ignore_keys_for_eval=ignore_keys_for_eval)
         self._check_settled()
-        if self.train_dataset is None:
-            raise InputError("train_dataset", None, "rows with a prompt")
+        if self.train_dataset is None or not len(self.train_dataset):
+            raise InputError("train_dataset", self.train_dataset, "rows with a prompt")
+        if not any(isinstance(callback, _StepEnd) for callback in self.callback_handler.callbacks):
+            self.add_callback(_StepEnd(self))  # removed with all others
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
@@ -926,7 +948,10 @@ class GradeTrainer(Trainer):
             samples = self._samples(step)
             logs |= {"num_samples": samples, "seconds": self.seconds}
             if args.log_completions:
-                self._write_table(f"completions_{step:05d}", self.log_buffer.drain_rows())
+                rows = self.log_buffer.drain_rows()
+                with reading("log_completions", ", ".join(rows), "columns of which each has values of one type"):
+                    pa.Table.from_pandas(rows)
+                self._write_table(f"completions_{step:05d}", rows)
         if self.train_dataset is not None:
             self.state.epoch = self.passes(step)
         super().log(logs, start_time)
@@ -960,7 +985,7 @@ class GradeTrainer(Trainer):
         ``eval_loss`` is the negative objective.
         """
         _refuse_unread(ignore_keys=ignore_keys)
-        self._check_settled()
+        self._check_settled(training=False)
         args, step, rows = self.args, self.state.global_step, dataloader.dataset
         ends, self.rewards.trainer_state = step in (0, args.max_steps), self.state
         n = min((args.final_eval_prompts if ends else args.eval_prompts) or len(rows), len(rows))

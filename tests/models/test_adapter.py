@@ -309,6 +309,10 @@ def test_a_damaged_folder_is_one_line_that_names_what(tmp_path, recwarn, spoil, 
 def test_what_a_run_continues_must_fit_it(tmp_path):
     backbone = trained(tmp_path / "whole")
     check_saved(backbone.peft, tmp_path / "whole")
+    backbone.peft.peft_config["default"].use_rslora = True
+    with pytest.raises(InputError, match="adapter: use_rslora: got False; allowed: True, as the policy's"):
+        check_saved(backbone.peft, tmp_path / "whole")
+    backbone.peft.peft_config["default"].use_rslora = False
     for spoil, message in (FILES[name] for name in ("one tensor less", "one tensor more", "not finite", "pickled")):
         shutil.copytree(tmp_path / "whole", tmp_path / "spoilt", dirs_exist_ok=True)
         spoil(tmp_path / "spoilt")

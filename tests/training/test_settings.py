@@ -3,6 +3,7 @@
 import importlib.util
 from argparse import Namespace
 from dataclasses import dataclass
+from decimal import Decimal
 
 import pytest
 from transformers import HfArgumentParser, TrainerCallback
@@ -37,7 +38,8 @@ HARMLESS = {
 
 
 def test_what_could_not_be_missed_is_accepted():
-    assert GradeConfig("x", **HARMLESS).torch_empty_cache_steps == 2
+    made = GradeConfig("x", **HARMLESS, learning_rate=Decimal("0.01"))
+    assert (made.torch_empty_cache_steps, made.learning_rate, type(made.learning_rate)) == (2, 0.01, float)
 
 
 def test_a_parser_of_transformers_reads_all_settings(tmp_path):

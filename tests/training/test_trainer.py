@@ -226,16 +226,19 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
 
 
-@pytest.mark.parametrize(("log", "name", "value"), [
-    ("log_metric", "reward", 9.0), ("log_metric", "rewards/reward/mean", 9.0), ("log_extra", "prompt", ["a"] * 8),
+@pytest.mark.parametrize(("log", "name", "value", "message"), [
+    ("log_metric", "reward", 9.0, "log_metric: got 'reward'; allowed: another name"),
+    ("log_metric", "rewards/reward/mean", 9.0, "log_metric: got 'rewards/reward/mean'; allowed: another name"),
+    ("log_extra", "prompt", ["a"] * 8, "log_extra: got 'prompt'; allowed: another name"),
+    ("log_extra", "mixed", [1, "a"] * 4, "log_completions: got .*values of one type .*mixed"),
 ])  # fmt: skip
-def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value):
+def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value, message):
     def reward(completions, **given):
         given[log](name, value)
         return [0.0 for _ in completions]
 
-    with pytest.raises(InputError, match=f"{log}: got '{name}'; allowed: another name"):
-        trainer(base, tmp_path, reward, save_strategy="no").train()
+    with pytest.raises(InputError, match=message):
+        trainer(base, tmp_path, reward, save_strategy="no", log_completions=True).train()
 
 
 def test_auto_says_what_it_chose_and_the_tokens_that_the_reward_likes_are_written(base, tmp_path, caplog):
@@ -343,6 +346,13 @@ BAD_RUNS = {
     "no held-out set": ({}, dict(held_out={}), "eval_dataset: got {}"),
     "a name without rows": ({}, dict(held_out={"a": None}), "eval_dataset: got {'a': None}"),
     "no held-out rows": ({}, dict(held_out=[]), "eval_dataset: prompts: got"),
+    "two sets in one file": (
+        {}, dict(held_out={"a/b": PROMPTS, "a_b": PROMPTS}), "eval_dataset: got .*of which / counts as _"),
+    "rows that raise": (
+        {}, dict(dataset=PROMPTS.with_transform(lambda rows: rows["no"])), "dataset: rows: got 'Dataset'.*KeyError"),
+    "a scale in words": (
+        {}, dict(peft_config=LoraConfig(target_modules=["q_proj"], lora_alpha="16")), "lora: lora_alpha: got '16'"),
+    "weights that are not loaded": ({}, dict(model="meta"), "model: got 'LlamaForCausalLM'; .*weights are loaded"),
     "a warmup longer than the passes": (
         dict(max_steps=-1, num_train_epochs=1, warmup_steps=5), {}, "warmup_steps: got 5; .* max_steps = 5"),
     "no callbacks": ({}, dict(callbacks="tensorboard"), "callbacks: got 'tensorboard'"),
@@ -369,6 +379,7 @@ def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(name, base, t
         name, lora = model, LoraConfig(target_modules=["q_proj"])
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
         model.base_model.disable_adapter_layers() if name == "off" else None
+    model = AutoModelForCausalLM.from_pretrained(base).to("meta") if model == "meta" else model
     with pytest.raises(InputError, match=message):
         trainer(model, tmp_path / "run", **given, **changes)
     assert not (tmp_path / "run").exists()
@@ -459,7 +470,29 @@ def test_what_is_assigned_after_construction_is_honoured_or_refused(base, tmp_pa
         made.train()
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "_generate_and_score_completions"])
+def test_a_model_that_is_changed_before_training_trains_the_same_or_is_refused(base, tmp_path):
+    """Also without any callback, and with so little KL that it may be rounded below 0."""
+    plain, changed = (trainer(base, tmp_path / name, save_strategy="no", target_kl=1e-9) for name in ("a", "b"))
+    changed.model.gradient_checkpointing_enable()
+    changed.model.train()
+    changed.callback_handler.callbacks.clear()
+    weights = []
+    for made in (plain, changed):
+        made.train()
+        weights.append(torch.cat([p.detach().flatten() for p in made.backbone.trainable_parameters()]))
+    assert torch.equal(*weights)
+    for change, what in (
+        (lambda made: made.model.requires_grad_(True), "trained parameters"),
+        (lambda made: made.model.merge_adapter(), "merged adapters"),
+        (lambda made: made.model.resize_token_embeddings(999), "weights"),
+        (lambda made: made.processing_class.add_tokens(["<film>"]), "vocabulary and end of sequence"),
+    ):
+        change(made := trainer(base, tmp_path / "run", save_strategy="no"))
+        with pytest.raises(InputError, match=f"trainer.model: {what}: got 'others'; allowed: those"):
+            made.train()
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "_generate_and_score_completions", "create_optimizer_and_scheduler"])
 def test_a_method_that_is_never_called_is_not_overridden_in_silence(name, base, tmp_path):
     other = type("Other", (GradeTrainer,), {name: lambda self, *args: None})
     with pytest.raises(InputError, match=f"Other.{name}: .* GradeTrainer, which does not call it"):
