@@ -13,7 +13,7 @@ def script(path, *arguments, timeout=280):
         The finished process, and what the log says.
     """
     log = Path(arguments[0]) / "errors.log"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # forks of a process with more hang
     command = [sys.executable, str(path), *map(str, arguments)]
     environment["INTERRUPTED_LOG"] = str(log)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
