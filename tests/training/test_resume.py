@@ -6,12 +6,11 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import script
 from safetensors.torch import load_file
 from training.runs import in_child, settings, toy_project, wait
 
@@ -37,9 +36,8 @@ def silent(_):
 def test_killed_runs_resume_to_the_same_bits(tmp_path):
     """One kill for each kind of state, one of each other signal."""
     methods = METHODS if os.environ.get("GRADE_ALL_CASES") == "1" else ("gumbel", "reinforce", "ppo", "distilled")
-    command = [sys.executable, str(HERE / "interrupted.py"), str(tmp_path), *methods]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    done, errors = script(HERE / "interrupted.py", tmp_path, *methods)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:] + errors
 
 
 class Stop(Exception):
