@@ -8,7 +8,10 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
+
+import numpy as np
 
 from grade.errors import InputError
 from grade.gradients.methods import TEACHER, reads
@@ -110,8 +113,11 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
         theirs = {field.name: field.default for field in dataclasses.fields(config)}
     else:
         raise InputError("config", config, "a config of TRL's, or a mapping or argparse.Namespace with its names")
-    for name, value in given.items():  # of an enumeration, of numpy
-        given[name] = getattr(value, "tolist", lambda v=value: getattr(v, "value", v))()
+    for name, value in given.items():
+        if isinstance(value, Enum):
+            given[name] = value.value
+        elif isinstance(value, np.generic):
+            given[name] = value.item()
     distils = _OF_TEACHERS in given
     theirs_alone = TEACHER if distils else "rloo" if "RLOO" in type(config).__name__.upper() else "grpo"
     method = method or given.get("method") or theirs_alone
