@@ -183,9 +183,10 @@ class ServerSampler(Server, Sampler):
         needs = "vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora, and sampler_folder that it can read"
         try:
             self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)}, needs)
-        except InputError:
-            shutil.rmtree(place, ignore_errors=True)
-            raise
+        except InputError as error:
+            if "already been loaded" not in str(error):  # by an attempt whose answer was lost: the name is ours alone
+                shutil.rmtree(place, ignore_errors=True)
+                raise
         self.close()
         self._loaded = (name, place)
         self.use(name)

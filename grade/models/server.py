@@ -113,7 +113,7 @@ class Server:
                 failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
                 raise InputError(field, failure, allowed) from None
             except Exception as error:  # httpx alone has three families
-                failure, again, said = f"{type(error).__name__}: {error}", True, ""
+                failure, again, said = f"{type(error).__name__}: {error}".removesuffix(": "), True, ""
             if wait is None or not again:
                 break
             time.sleep(wait)

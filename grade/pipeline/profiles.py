@@ -19,7 +19,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from grade.config import parse_yaml, read_yaml
+from grade.config import allowed_names, parse_yaml, read_yaml
 from grade.errors import InputError, reading
 from grade.files import atomic, write_text
 
@@ -58,6 +58,12 @@ def suite_values(root: Path, profile: str) -> dict[str, Any]:
     for key, default in {"alone": {}, "experiments": {}, "jobs": 1}.items():
         if type(values.setdefault(key, default)) is not type(default):
             raise InputError(f"params/{profile}/suite.yaml: {key}", values[key], f"a value such as {default}")
+    default = {path.stem for path in (root / "params" / DEFAULT_PROFILE).glob("*.yaml")}
+    read = default | {*values["alone"], *values["experiments"]} | {f"train_{run}" for run in values.get("runs", ())}
+    for name in sorted(path.stem for path in (root / "params" / profile).glob("*.yaml")):
+        if name not in read and not name.startswith("peers"):  # settings of `grade peers`, which no stage runs
+            allowed = allowed_names(name, sorted(read))
+            raise InputError(f"params/{profile}", f"{name}.yaml", f"files of the pipeline: {allowed}")
     return values
 
 

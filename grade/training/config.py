@@ -163,10 +163,10 @@ class GradeConfig(MethodConfig, TrainingArguments):
 
     eval_on_end: bool = setting(False, "evaluate after the last step")
     eval_prompts: Annotated[int, Field(ge=2)] | None = setting(
-        None, "held-out prompts of an evaluation during training; null: all"
+        None, "held-out prompts at most of an evaluation during training; null: all"
     )
     final_eval_prompts: Annotated[int, Field(ge=2)] | None = setting(
-        None, "held-out prompts before the first and after the last step; null: all"
+        None, "held-out prompts at most before the first and after the last step; null: all"
     )
     kl_eval_prompts: NonNegativeInt = setting(64, "how many of those prompts KL is computed on")
     eval_noise_block: PositiveInt = setting(

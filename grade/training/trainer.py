@@ -285,7 +285,9 @@ class GradeTrainer(Trainer):
     def _standing(self) -> dict[str, Any]:
         """What stays of the policy, by name."""
         tokenizer = self.backbone.tokenizer
-        words = [tokenizer and len(tokenizer), tokenizer and tokenizer.eos_token_id]
+        generation = self.backbone.model.generation_config  # where samples end
+        words = [tokenizer and len(tokenizer), tokenizer and tokenizer.eos_token_id,
+                 generation and generation.eos_token_id]  # fmt: skip
         return standing(self.backbone.peft) | {"vocabulary and end of sequence": words}
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -1075,13 +1077,17 @@ class GradeTrainer(Trainer):
         state["evaluations"] = {step: sha256_of(table) for step, table in tables.items() if table.is_file()}
         if self.kl_budget is not None:
             state["kl_budget"] = self.kl_budget.state()
-        state |= {"text_steps": self.text_steps, "chosen": self.chosen}
+        state |= {"text_steps": self.text_steps, "chosen": self.chosen, "optimizer": self._optimizer_kind()}
         if self.learner is not None:
             state["means"] = self.learner.means
             tensors = self._learned()
             if tensors:
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / LEARNER_FILE)
         (folder / STATE_FILE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+    def _optimizer_kind(self) -> str:
+        """The name of its class, perhaps within Accelerate's."""
+        return type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
 
     def _settings(self) -> dict[str, Any]:
         teacher = self.teacher and self.teacher.fingerprint()
@@ -1126,6 +1132,8 @@ class GradeTrainer(Trainer):
         with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
             super()._load_optimizer_and_scheduler(checkpoint)
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
+            if (kind := state.get("optimizer")) not in (None, self._optimizer_kind()):
+                raise InputError("optimizers", self._optimizer_kind(), f"{kind}, as in {checkpoint}, to continue it")
             self.seconds = float(state["seconds"])
             self.log_buffer.restore(state["window"])
             for step, known in state["evaluations"].items():

@@ -249,6 +249,15 @@ def test_only_a_busy_server_is_asked_again(status, requests, served):
     assert len(asked) == 2
 
 
+def test_an_adapter_whose_load_was_answered_by_nobody_is_not_an_error(served, tmp_path):
+    backbone, server, _ = served
+    server.spoil = lambda path, *answer: (503, "lost") if len(server.requests) == asked + 1 else answer
+    asked, sampler = len(server.requests), make_sampler(server.address, 30.0, tmp_path)
+    assert sampler.publish(backbone) in server.adapters
+    assert len(server.requests) == asked + 2 and len(list(tmp_path.iterdir())) == 1
+    sampler.close()
+
+
 def test_nobody_there_and_nobody_who_answers(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # what is sent goes to the address that was named
     with socket.socket() as taken:

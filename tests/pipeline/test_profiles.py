@@ -304,6 +304,10 @@ def test_a_profile_lies_over_another_and_its_workspace_has_the_whole(project):
     train = read_yaml(workspace / "params/full/train.yaml")
     assert train == profile_values(project, "full", "train")
     assert read_yaml(workspace / "params/full/data.yaml") == {"seed": 0}
+    (project / "params/full/trian.yaml").write_text("steps: 9\n")  # which no stage would read
+    with pytest.raises(InputError, match="params/full: got 'trian.yaml'; allowed: .*train"):
+        prepare_workspace(project, "full")
+    (project / "params/full/trian.yaml").unlink()
     # A profile that lies over none has the code's own defaults where it has no file.
     (project / "params/full/suite.yaml").write_text("profile: full\noutputs: outputs/full\n")
     assert profile_values(project, "full", "data") == {}

@@ -440,6 +440,15 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
     assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
 
 
+def test_another_kind_of_optimizer_cannot_continue_a_run(base, tmp_path):
+    trainer(base, tmp_path, max_steps=1).train()
+    policy = Backbone(AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base), LoraSettings())
+    pair = torch.optim.SGD(policy.trainable_parameters(), 0.1), None
+    other = GradeTrainer(policy, length, GradeConfig(str(tmp_path), **SMALL), PROMPTS, optimizers=pair)
+    with pytest.raises(InputError, match="optimizers: got 'SGD'; allowed: AdamW, as in "):
+        other.train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("name, value", [("num_generations", 3), ("delta", 1.0)])
 def test_a_setting_that_is_changed_afterwards_is_checked(name, value, base, tmp_path):
     args = GradeConfig(str(tmp_path / "run"), **SMALL)
@@ -486,6 +495,7 @@ def test_a_model_that_is_changed_before_training_trains_the_same_or_is_refused(b
         (lambda made: made.model.merge_adapter(), "merged adapters"),
         (lambda made: made.model.resize_token_embeddings(999), "weights"),
         (lambda made: made.processing_class.add_tokens(["<film>"]), "vocabulary and end of sequence"),
+        (lambda made: setattr(made.model.generation_config, "eos_token_id", 5), "vocabulary and end of sequence"),
     ):
         change(made := trainer(base, tmp_path / "run", save_strategy="no"))
         with pytest.raises(InputError, match=f"trainer.model: {what}: got 'others'; allowed: those"):
