@@ -12,11 +12,12 @@ from conftest import EOS, ToyReward, make_backbone, make_prompts, tiny_gpt2
 from grade.errors import InputError
 from grade.gradients.estimators import RelaxationConfig
 from grade.gradients.objective import Objective
-from grade.gradients.replay import replay
+from grade.gradients.replay import ReplayGraph, replay
 from grade.gradients.rollout import condition, sample
 from grade.gradients.unrolled import StepwiseOptions, checkpointed, stepwise, unrolled
 from grade.models.head import EmbeddingTable
 from grade.models.sampling import generate
+from grade.models.scoring import completion_logps
 from grade.rewards.base import EmbeddingReward
 from grade.rewards.rewards import Rewards
 
@@ -99,6 +100,13 @@ def test_hops_converge_and_residual_reports_it(backbone, prompts, reward, estima
     assert errors[-1] <= 1e-6
     assert steps[0][0].residual is None
     assert steps[1][0].residual > 1e-4
+    # The change of the adjoint a by the last hop, |a_n - a_{n-1}| / |a_n|, with each a taken hop by hop.
+    graph = ReplayGraph(backbone, sample(backbone, prompts, cfg, torch.Generator().manual_seed(0)))
+    (_, r, _), (_, k) = graph.reward(objective), graph.kl(objective.beta)
+    pull, a = graph.pullback(graph.rollout, cfg), [r]
+    for _ in range(2):
+        a.append(r + torch.autograd.grad(graph.h, graph.e, pull(a[-1]) + k, retain_graph=True)[0])
+    torch.testing.assert_close(steps[2][0].residual, (a[2] - a[1]).norm() / a[2].norm())
     # hops = T - 1 already exhausts the nilpotent chain, and one more hop would change nothing
     more = gradient(replay, backbone, prompts, objective, cfg, hops=T + 3)
     assert more[0].hops == T - 1
@@ -109,6 +117,17 @@ def test_tolerance_stops_early(backbone, prompts, reward):
     objective = Objective(reward, beta=0.3)
     step, _ = gradient(replay, backbone, prompts, objective, config(), hops=T, tolerance=0.5)
     assert 1 <= step.hops < T - 1 and step.residual <= 0.5
+
+
+def test_a_policy_gradient_of_the_same_graph_is_that_of_the_completions_log_probabilities(backbone, prompts):
+    rollout = sample(backbone, prompts, config(), torch.Generator().manual_seed(4))
+    assert (rollout.completion_mask == 0).any(), "the case must contain an early end of sequence"
+    coefficients = torch.linspace(-1, 2, len(prompts), dtype=torch.float64)
+    graph = ReplayGraph(backbone, rollout)
+    got = graph.parameter_gradient(graph.policy(coefficients))
+    logps = completion_logps(backbone, prompts, rollout.completion_ids, rollout.completion_mask).sum(1)
+    want = torch.autograd.grad(logps @ coefficients, backbone.trainable_parameters())
+    torch.testing.assert_close(got, torch.cat([g.flatten() for g in want]))
 
 
 def test_layer_checkpointing_changes_nothing(backbone, prompts, reward):
@@ -223,15 +242,17 @@ def test_straight_through_replays_equal_a_naive_unrolled_graph(backbone, prompts
     assert errors[-1] <= 1e-6 and errors[0] > 1e-3  # rounding leaves ~1e-13; the feedback matters
 
 
-def own_table_too():
-    """A reward on the policy's table and one on a wider table of its own."""
-    weight = torch.randn(23, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    own = EmbeddingReward(ToyReward(11, seed=5), reads=EmbeddingTable(weight, 0.7))
-    return Rewards([EmbeddingReward(ToyReward(16)), own], [0.5, -1.5], dtype=torch.float64)
+def own_tables_too():
+    """A reward on the policy's table and two on tables of their own, one of them wider."""
+    generator, parts = torch.Generator().manual_seed(5), [EmbeddingReward(ToyReward(16))]
+    for width, scale in ((11, 0.7), (16, 1.3)):
+        weight = torch.randn(23, width, dtype=torch.float64, generator=generator)
+        parts.append(EmbeddingReward(ToyReward(width, seed=width), reads=EmbeddingTable(weight, scale)))
+    return Rewards(parts, [0.5, -1.5, 1.0], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("min_new_tokens", [0, 3])
-@pytest.mark.parametrize("reward", [ToyReward(16), own_table_too()], ids=["policy's table", "own table too"])
+@pytest.mark.parametrize("reward", [ToyReward(16), own_tables_too()], ids=["policy's table", "own tables too"])
 def test_straight_through_without_noise_equals_a_naive_unrolled_graph(reward, min_new_tokens):
     """Full vocabulary, tau 1: ``y = onehot + softmax(l) - softmax(l).detach()``; GPT-2 is float64 throughout."""
     backbone, prompts = make_backbone(tiny_gpt2(), target_modules=["c_attn"]), make_prompts()
