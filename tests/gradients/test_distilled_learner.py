@@ -8,7 +8,7 @@ import torch
 from conftest import VOCAB, ToyReward, flat_grad, gradient, make_prompts
 
 from grade.gradients.distilled.learner import DECAY, EVERY, DistilledGradient
-from grade.gradients.distilled.ridge import Choice
+from grade.gradients.distilled.ridge import Choice, centred
 from grade.gradients.distilled.store import Fit
 from grade.gradients.methods import HINTED, MethodConfig
 from grade.gradients.objective import Objective
@@ -140,6 +140,10 @@ def test_a_prior_adds_to_the_values_what_own_completions_confirmed(policy, weigh
     assert 0 < used <= 1
     want = flat_grad(plug + used * residual + penalty, policy)
     assert (found - want).norm() <= (1e-6 if weight == "auto" else 1e-10) * want.norm()  # the log has float32
+    # The fit of own completions is held to what the prior, with its weight, leaves of the rewards.
+    bag, group = own.families["bag"], own.config.group
+    missed = centred(step.reward.double() - before * bag.predict(worth[0], bag.rows(own.last)).double(), group)
+    torch.testing.assert_close(own.evidence.groups[-1][2], missed.view(-1, group).square().sum(1))
 
 
 @pytest.mark.parametrize("family", ALL)
