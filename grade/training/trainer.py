@@ -285,9 +285,7 @@ class GradeTrainer(Trainer):
     def _standing(self) -> dict[str, Any]:
         """What stays of the policy, by name."""
         tokenizer = self.backbone.tokenizer
-        generation = self.backbone.model.generation_config  # where samples end
-        words = [tokenizer and len(tokenizer), tokenizer and tokenizer.eos_token_id,
-                 generation and generation.eos_token_id]  # fmt: skip
+        words = [tokenizer and len(tokenizer), tokenizer and tokenizer.eos_token_id]
         return standing(self.backbone.peft) | {"vocabulary and end of sequence": words}
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
