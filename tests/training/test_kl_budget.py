@@ -12,7 +12,16 @@ from grade.models.prompts import encode_prompts
 from grade.models.sampling import generate
 from grade.models.scoring import completion_logps, sequence_kl
 from grade.training.config import TrainConfig
-from grade.training.kl_budget import LONGEST, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
+from grade.training.kl_budget import (
+    LONGEST,
+    SHARE,
+    SHARE_ERROR,
+    TOLERANCE,
+    BatchKL,
+    KLBudget,
+    Measured,
+    scale_step,
+)
 from grade.training.run import run_training
 from grade.training.toy import toy_task
 
@@ -55,7 +64,29 @@ def test_a_step_is_scaled_to_the_kl_that_is_wanted(change, wanted, scale, first)
     assert found == scale or scale and abs(found - scale) < 0.1
 
 
+@pytest.mark.parametrize(("wanted", "kl"), [(153, 25), (13, 13)])
+def test_a_step_at_most_as_long_as_it_is_is_taken_where_it_suffices_and_scaled_where_it_is_too_long(wanted, kl):
+    before = torch.tensor([3.0, 0.0], dtype=torch.float64)
+    parameter = before + torch.tensor([0.0, 4.0], dtype=torch.float64)  # KL = 9 + 16 c^2
+
+    def measure():
+        return Measured(float(parameter.square().sum()), 0.1)
+
+    _, landed = scale_step([parameter], [before], Measured(9.0, 0.1), wanted, measure, at_most=True)
+    assert landed.kl == pytest.approx(kl, rel=TOLERANCE)
+
+
 # ---- the schedule and the filter ----
+def test_what_is_known_of_kl_after_a_step_weighs_it_against_a_new_measurement():
+    """A Kalman filter by hand: KL 1 +- .1, a step whose completions go from 1 to 1.5 +- .2, then 2 +- .3."""
+    budget = KLBudget(10.0, 10)
+    budget.wanted(1, Measured(1.0, 0.1))
+    budget.landed(1.0, Measured(1.0, 0.1), Measured(1.5, 0.2))
+    predicted = 1 + SHARE * 0.5
+    variance = (1 + SHARE * 0.5) ** 2 * 0.1**2 + (1 * 0.5 * SHARE_ERROR) ** 2 + 0.2**2
+    noise = predicted**2 * (0.3 / 2) ** 2  # relative to the predicted KL
+    want = predicted + variance / (variance + noise) * (2 - predicted)
+    assert budget.filter(Measured(2.0, 0.3)) == pytest.approx(want)
 
 
 def test_an_adapter_that_is_continued_goes_on_from_its_own_distance():
@@ -117,7 +148,10 @@ def test_a_moved_policys_kl_is_weighted_by_the_ratio_of_each_prefix():
     # float32, in batches of another size
     assert measured.kl == pytest.approx(float((prefix * each).sum(0) @ (1 / prefix.sum(0))), rel=1e-4)
     assert abs(measured.kl / float(each.sum(1).mean()) - 1) > 1e-3
-    assert 0 < measured.error < measured.kl
+    # A ratio of sums at each token: its error is that of the residuals.
+    means, weights = (prefix * each).sum(0) / prefix.sum(0), 16 * prefix / prefix.sum(0)
+    residuals = (weights * (each - means)).sum(1)
+    assert measured.error == pytest.approx(float((residuals.square().sum() / 16 / 15).sqrt()), rel=1e-4)
     # From here the same policy: nothing has grown.
     again = BatchKL(backbone, batch.completions)
     assert again.measure() == Measured(again.start.kl, 0.0)
