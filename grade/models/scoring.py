@@ -77,34 +77,18 @@ def completion_certainty(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum(-1) / mask.sum(-1)
 
 
-@torch.no_grad()
-def completion_states(
-    backbone: Backbone, prompts: PromptBatch, ids: Tensor, mask: Tensor, depths: Sequence[int] = ()
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Hidden states of completions [B, T] under the base: those that predict each token, and pooled by depth.
+def pooled_states(
+    backbone: Backbone, prompts: PromptBatch, embeds: Tensor, mask: Tensor, depths: Sequence[int]
+) -> dict[int, Tensor]:
+    """The base's hidden states after each of these layers along embedded completions [B, T, D], pooled to [B, D].
 
-    The first are the last layer's [B, T, D]; the others, after each of these layers, are `pool`'s [B, D], 0 being the
-    embedding itself.
-
-    The pass reads the whole completion, its last token too, so one pass serves KL (states that predict the tokens),
-    values of tokens given what stands before them, and features of whole completions.
+    0 is the embedding itself, and the deepest the state after the last norm.
     """
-    embeds = torch.cat([backbone.embed(prompts.ids), backbone.embed(ids)], 1)
     full = torch.cat([prompts.mask, mask.to(prompts.mask.dtype)], 1)
+    inputs = torch.cat([backbone.embed(prompts.ids), embeds], 1)
     with backbone.reference():
-        layers = layer_states(backbone, embeds, full, depths)
-    first = prompts.ids.shape[1]
-    pooled = {depth: pool(layers[depth][:, first:], mask) for depth in depths}
-    return layers[None][:, first - 1 : -1], pooled
-
-
-def layer_states(backbone: Backbone, embeds: Tensor, mask: Tensor, depths: Sequence[int]) -> dict[int | None, Tensor]:
-    """Hidden states [B, L, D] after each of these layers, and under None those after the last norm.
-
-    The deepest is the state after the last norm as well.
-    """
-    result = backbone.outputs(embeds, mask, output_hidden_states=bool(depths))
-    return {None: result.last_hidden_state} | {depth: result.hidden_states[depth] for depth in depths}
+        states = backbone.outputs(inputs, full, output_hidden_states=True).hidden_states
+    return {depth: pool(states[depth][:, prompts.ids.shape[1] :], mask) for depth in depths}
 
 
 def pool(states: Tensor, mask: Tensor) -> Tensor:

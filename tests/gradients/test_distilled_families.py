@@ -11,7 +11,6 @@ from grade.gradients.distilled.families import ADDITIVE, MOST_NATS, SKETCH, Obse
 from grade.gradients.methods import HINTED
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import generate
-from grade.models.scoring import completion_states
 from grade.models.teacher import Teacher
 
 GROUP, LENGTH = 2, 6
@@ -20,7 +19,7 @@ NAMES = (*ADDITIVE, "trunk1", "trunk")
 
 
 def observe(backbone, prompts, ids, mask):
-    return Observed(prompts, ids, mask, *completion_states(backbone, prompts, ids, mask, (1, 2)))
+    return Observed.of(backbone, [make_family(name, backbone) for name in NAMES], prompts, ids, mask)
 
 
 def observed(backbone, seed=0, length=LENGTH):

@@ -20,6 +20,7 @@ from grade.models.prompts import PromptBatch
 from grade.models.scoring import completion_logps
 from grade.rewards.base import Reward
 from grade.rewards.rewards import Scores
+from grade.training.toy import toy_task
 
 GROUP, LENGTH = 6, 5
 METHODS = {
@@ -62,6 +63,17 @@ def test_rewards_that_differ_by_rounding_move_nothing(policy, method, level):
         found = take(own, lambda ids, mask: level + level * 2**-23 * (torch.arange(len(ids)) % 3 == 0), seed)
         assert not found.any()
     assert take(own, lambda ids, mask: level + mask.sum(1)).norm() > 1e-3, "others do"
+
+
+@pytest.mark.filterwarnings("ignore:the reward is equal")
+@pytest.mark.parametrize(
+    "method, families", [("rloo", None), ("ppo", None), ("distilled", None), ("distilled", ["values", "trunk1"])]
+)
+def test_where_no_reward_is_better_an_untrained_policy_keeps_to_its_reference(method, families):
+    """Exactly, with KL and in float32: AdamW would make steps of a gradient of rounding."""
+    own = learner(toy_task().backbone, method, distil_families=families)
+    for seed in range(2):
+        assert not take(own, lambda ids, mask: torch.full((len(ids),), 0.1), seed, beta=0.1).any()
 
 
 @pytest.mark.filterwarnings("ignore:the reward is equal")

@@ -25,7 +25,6 @@ from grade.errors import InputError
 from grade.experiments.scale.measure.sharded import track
 from grade.gradients import objective, policy_gradient, replay
 from grade.models.backbone import Backbone
-from grade.models.scoring import layer_states
 from grade.rewards.model import HeadSettings, RewardModel
 from grade.training.config import FSDP2, SHARDING, TrainConfig
 from grade.training.run import train
@@ -182,7 +181,8 @@ def recorded(model: str) -> list[int]:
 
     def states(base: Backbone) -> torch.Tensor:
         ids = torch.arange(1, 7).view(1, -1)
-        return layer_states(base, base.embed(ids), torch.ones_like(ids), [1])[1]
+        outputs = base.outputs(base.embed(ids), torch.ones_like(ids), output_hidden_states=True)
+        return outputs.hidden_states[1]
 
     def work():
         dist.init_process_group("gloo")

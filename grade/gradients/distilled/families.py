@@ -46,7 +46,7 @@ from grade.models.backbone import Backbone
 from grade.models.head import chunk_rows, wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import early_rows
-from grade.models.scoring import completion_states, layer_states, pool
+from grade.models.scoring import pooled_states, predicting_hidden
 from grade.models.teacher import Teacher
 
 SKETCH = 2048
@@ -77,7 +77,10 @@ class Observed:
     ) -> Observed:
         """Completions with the states that these families need."""
         depths = sorted({family.depth for family in families if family.depth is not None})
-        states, pooled = completion_states(backbone, prompts, ids, mask, depths)
+        with torch.no_grad(), backbone.reference():
+            # As the policy's own pass: another one's rounding would be a KL where there is none, and have a gradient.
+            states = predicting_hidden(backbone, prompts, ids)
+            pooled = pooled_states(backbone, prompts, backbone.embed(ids), mask, depths) if depths else {}
         for family in families:
             if family.teacher is not None:
                 hinted = family.teacher.hidden(prompts, ids)
@@ -328,16 +331,9 @@ class _Trunk(_Linear):
     def directions(self, weights: Tensor, seen: Observed) -> Tensor:  # noqa: D102
         with torch.enable_grad():
             e = self.backbone.embed(seen.ids).detach().requires_grad_()
-            value = (self._pooled(seen, e) * weights[seen.fit_numbers(len(weights))]).sum()
+            pooled = pooled_states(self.backbone, seen.prompts, e, seen.mask, [self.depth])[self.depth]
+            value = (pooled * weights[seen.fit_numbers(len(weights))]).sum()
             return torch.autograd.grad(value, e)[0].to(self.dtype)
-
-    def _pooled(self, seen: Observed, e: Tensor) -> Tensor:
-        prompts, mask = seen.prompts, seen.mask
-        embeds = torch.cat([self.backbone.embed(prompts.ids), e], 1)
-        full = torch.cat([prompts.mask, mask.to(prompts.mask.dtype)], 1)
-        with self.backbone.reference():
-            states = layer_states(self.backbone, embeds, full, [self.depth])
-        return pool(states[self.depth][:, prompts.ids.shape[1] :], mask)
 
 
 class _Hinted(Family):
