@@ -93,6 +93,8 @@ def build_backbone(
     with torch.device(device), NoData() if str(device) == "meta" else contextlib.nullcontext():
         with reading("model", config.model_type, "a causal language model that can be built", Exception):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
+        if str(device) == "meta" and dtype != "bfloat16" and model.config._experts_implementation == "grouped_mm":
+            raise InputError("dtype", dtype, "bfloat16 for a mixture of experts, whose products are traced in no other")
         backbone = Backbone(model, None, (lora or LoraSettings()) if adapter == "lora" else None)
     if adapter == "full":
         tables = {id(backbone.head.weight), id(backbone.embedding_weight)}

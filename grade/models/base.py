@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grade.errors import InputError
+from grade.errors import InputError, reading
 from grade.models.head import EmbeddingTable, Head
 from grade.models.prompts import position_ids
 
@@ -46,7 +46,8 @@ class FrozenBase(nn.Module):
         _freeze(model)
         self.model, self.tokenizer = model, tokenizer
         self.decoder = model.base_model
-        self.head = _head_of(model)
+        with reading("backbone", model.config.model_type, "a head whose logits are scaled by a number"):
+            self.head = _head_of(model)
         self.embedding = model.get_input_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self.decoder.forward).parameters
         # Read once: the Trainer aligns the model's special tokens with its tokenizer's.
@@ -87,8 +88,20 @@ class FrozenBase(nn.Module):
 
     @property
     def max_positions(self) -> int:
-        """Longest context in tokens that the model was built for."""
-        return int(getattr(self.model.config, "max_position_embeddings", None) or 2**31)
+        """Longest context in tokens that the model was built for.
+
+        With LongRoPE that before its extension: in a longer pass transformers turns every position in another way, so
+        that tokens' probabilities depend on the other rows, and cached keys are those of the shorter one.
+        """
+        config = self.model.config.get_text_config()
+        limits, rope = (
+            [getattr(config, "max_position_embeddings", None) or 2**31],
+            getattr(config, "rope_parameters", None) or {},
+        )
+        for each in (rope, *rope.values()):  # perhaps one for each type of layers
+            if isinstance(each, dict) and each.get("rope_type") == "longrope":
+                limits.append(each["original_max_position_embeddings"])
+        return int(min(limits))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., D] of token ids, as the first layer receives them."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from grade.errors import InputError
 from grade.experiments.bench import measure
@@ -121,6 +121,15 @@ class Reads(TracedConfig):
             return 1 / 0 if self.zero else x[x > 0]
 
         return run
+
+
+def test_a_mixture_of_experts_is_traced_in_bfloat16():
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=4)
+    step = StepConfig(model="tiny", method="rloo", prompt_tokens=4, max_new_tokens=2)
+    assert trace_layers(step, config, "cpu").peak > 0
+    with pytest.raises(InputError, match="dtype: got 'float32'; allowed: bfloat16 for a mixture of experts"):
+        trace_layers(step.changed(dtype="float32"), config, "cpu")
 
 
 @pytest.mark.parametrize("autocast", [True, False])

@@ -10,9 +10,12 @@ from transformers import (
     BertConfig,
     CohereConfig,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    MptConfig,
     OPTConfig,
     PhiConfig,
     Qwen3Config,
@@ -26,6 +29,7 @@ from grade.gradients.replay import replay
 from grade.gradients.rollout import sample
 from grade.gradients.unrolled import unrolled
 from grade.models.backbone import Backbone
+from grade.models.sampling import generate
 from grade.rewards.classifier import load_classifier
 
 COMMON = dict(
@@ -123,6 +127,27 @@ def test_models_that_are_not_causal_decoders_are_refused():
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_ff=32, num_layers=1, num_heads=2, d_kv=8))
     with pytest.raises(InputError, match="encoder-decoder"):
         Backbone(t5)
+
+
+def test_a_context_is_that_of_the_text_and_ends_where_longrope_turns_positions_anew():
+    factors = dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    rope = dict(rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, **factors)
+    policy = Backbone(AutoModelForCausalLM.from_config(Qwen3Config(**GROUPED, rope_parameters=rope)), None)
+    assert policy.max_positions == 16 and make_backbone().max_positions == 64
+    generate(policy, make_prompts(2, 10), 6, torch.Generator().manual_seed(0))
+    with pytest.raises(InputError, match="tokens of a prompt and its completion: got 17; allowed: at most 16"):
+        generate(policy, make_prompts(2, 10), 7, torch.Generator().manual_seed(0))
+    text, vision = dict(GROUPED, query_pre_attn_scalar=8), dict(num_hidden_layers=1, hidden_size=8, intermediate_size=8)
+    both = Gemma3Config(text_config=text, vision_config=vision | dict(num_attention_heads=1), mm_tokens_per_image=16)
+    model = Gemma3ForConditionalGeneration(both)
+    assert Backbone(model, None).max_positions == 64
+
+
+def test_a_head_with_a_scale_in_words_is_refused():
+    model = AutoModelForCausalLM.from_config(MptConfig(vocab_size=VOCAB, d_model=16, n_heads=2, n_layers=1))
+    model.config.logit_scale = "inv_sqrt_d_model"
+    with pytest.raises(InputError, match="backbone: got 'mpt'; allowed: a head whose logits are scaled by a number"):
+        Backbone(model, None)
 
 
 def test_prompt_learning_and_misfitting_adapters_are_refused(saved, tmp_path):
