@@ -9,6 +9,7 @@ from conftest import make_backbone, make_prompts, tiny_config, tiny_gpt2
 
 from grade.entropy.change import linearity_error, prefix_change, reweighted_change
 from grade.entropy.samples import (
+    Directional,
     SampleScores,
     directional,
     draw,
@@ -16,6 +17,7 @@ from grade.entropy.samples import (
     prompt_gradients,
     scores_at,
     sequence_logps,
+    two_batch,
 )
 from grade.entropy.update import adamw_update
 from grade.errors import InputError
@@ -108,6 +110,20 @@ def test_forward_mode_is_exact_over_every_completion(temperature):
     # The Rao-Blackwellised integrand has the same expectation as -S.
     entropy = float((p * estimate.entropies.sum(-1)).sum(1).mean())
     assert entropy == pytest.approx(float(exact_entropy(backbone, prompts(), T, temperature).detach()), rel=1e-10)
+
+
+def test_the_baseline_is_the_mean_over_the_other_completions():
+    """Entropies that follow a token: 2 and 0, 5 and 0; each completion's baseline is the other's."""
+    entropies, d_logps = (torch.tensor([rows], dtype=torch.float64)
+                          for rows in ([[1, 2], [3, 5]], [[1, 1], [10, 10]]))  # fmt: skip
+    estimate = Directional(entropies, torch.zeros_like(entropies), d_logps)
+    assert estimate.per_sequence().tolist() == [[(2 - 5) * 1, (5 - 2) * 10]]
+
+
+def test_a_product_of_two_batches_and_its_error_by_hand():
+    """Means 2 and 2; of 2 x the variance is 8, of 2 y it is 2, over two rows each."""
+    x, y = torch.tensor([[1.0], [3.0]]), torch.tensor([[1.5], [2.5]])
+    assert two_batch(x, y) == pytest.approx((4, math.sqrt(8 / 2 + 2 / 2)))
 
 
 def test_parameters_come_back_even_after_an_error():

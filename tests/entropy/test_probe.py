@@ -1,6 +1,7 @@
 """The probe as a whole: it leaves everything as it was, agrees with itself, and with the truth by enumeration."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -80,6 +81,17 @@ def test_parts_sum_to_the_whole():
     assert layers[0] == pytest.approx(sum(v for k, v in report.modules.items() if ".layers.0." in k), rel=1e-12)
     text = report.as_text()
     assert "predicted change" in text and "q_proj" in text
+
+
+def test_document_003s_number_has_the_preconditioner_before_the_step():
+    """With second moments of 1 it is the gradient's part of the step but for the constants of AdamW."""
+    probe = a_probe()
+    for state in probe.optimizer.state.values():
+        state["exp_avg_sq"].fill_(1.0)
+    f, (beta1, beta2) = probe.run(prompts(), reward).figures, probe.optimizer.param_groups[0]["betas"]
+    before = 1 / math.sqrt(1 / (1 - beta2))
+    after = (1 - beta1) / (1 - beta1**2) / math.sqrt(beta2 / (1 - beta2**2))  # the gradient's own square is 1e-4
+    assert f["delta_h1_ascent"] == pytest.approx(f["delta_h1_gradient"] * before / after, rel=1e-3)
 
 
 @pytest.mark.parametrize("learning_rate", [1e-3, 0.3])
