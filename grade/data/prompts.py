@@ -9,6 +9,7 @@ Left out: data that does not fit into memory, other than in a folder that ``save
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -122,23 +123,31 @@ def _json(data: bytes) -> Any:
 
 
 def _read_csv(path: Path, field: str) -> Dataset:
-    """Fields keep their type if a whole column has it; prompts and completions are text, also "12" and "NA"."""
-    with reading(field, path, "a table in UTF-8, separated by commas"):
-        frame = pd.read_csv(
-            path, dtype=dict.fromkeys(("prompt", "completion"), str), keep_default_na=False, na_values=[""],
-            dtype_backend="numpy_nullable",
+    """Columns are text, unless every field is read back as it is written, but for its case and a final ``.0``.
+
+    So 1.5 and true keep their types, while 007 and 1.50 are not lost; prompts and completions are always text.
+    """
+    with reading(field, path, "a table in UTF-8, separated by commas: quote a text that holds one"):
+        read = functools.partial(
+            pd.read_csv, path, keep_default_na=False, na_values=[""], dtype_backend="numpy_nullable", low_memory=False,
+            float_precision="round_trip",
         )  # fmt: skip
-        header = pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]
+        written = read(header=None, dtype=str)  # without a header it refuses surplus fields
+        header, written = written.iloc[0], written[1:].reset_index(drop=True)
         if header.duplicated().any():  # pandas gives the second another name
             raise ValueError(f"two columns {header[header.duplicated()].iloc[0]!r}")
-        if not isinstance(frame.index, pd.RangeIndex):  # pandas takes surplus fields for names of the rows
-            raise ValueError("more fields than the header has: quote a text that holds a comma")
+        frame = read(dtype=dict.fromkeys(("prompt", "completion"), str))
+        for name, place in zip(frame, written, strict=True):
+            texts = (column.astype("string").str.lower() for column in (frame[name], written[place]))
+            back, before = (text.str.removesuffix(".0") for text in texts)
+            if not back.equals(before):
+                frame[name] = written[place]
         return Dataset.from_pandas(frame, preserve_index=False)
 
 
 def _read_parquet(path: Path, field: str) -> Dataset:
     with reading(field, path, "a parquet file"):
-        table = pyarrow.parquet.read_table(path)
+        table = pyarrow.parquet.read_table(path, page_checksum_verification=True)
         table.validate(full=True)  # else a text that is not UTF-8 is found hours later, where its row is drawn
         return Dataset(InMemoryTable(table))
 

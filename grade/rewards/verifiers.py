@@ -25,8 +25,10 @@ _TRAINERS = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_met
 def exact_answer(column: str = "answer", pattern: str | None = None, ignore_case: bool = False) -> Verifier:
     r"""1 where the completion's answer is the row's, without surrounding white space.
 
-    ``column`` of the data set has the right answers; None there: not applicable. ``pattern`` is a regular expression
-    that finds the answer in a completion: its last match, the first group if there is one; default: all of it.
+    ``column`` of the data set has the right answers; None there: not applicable. Of a number with decimals that is
+    whole ``.0`` may be left out, and case does not matter for true and false: a column's type may have added them.
+    ``pattern`` is a regular expression that finds the answer in a completion: its last match, the first group if there
+    is one; default: all of it.
 
     >>> exact_answer(pattern=r"-?\d+")(completions=["3 + 4 = 7", "8"], answer=["7", 7])
     [1.0, 0.0]
@@ -34,10 +36,17 @@ def exact_answer(column: str = "answer", pattern: str | None = None, ignore_case
     find = _finder(pattern)
 
     def same(text: str, row: dict[str, Any]) -> float | None:
-        if row[column] is None:
+        given, answer = find(text), row[column]
+        if answer is None:
             return None
-        given, right = find(text), str(row[column]).strip()
-        return float(given is not None and (given.casefold() == right.casefold() if ignore_case else given == right))
+        if given is None:
+            return 0.0
+        right = str(answer).strip()
+        if isinstance(answer, float):
+            given, right = given.removesuffix(".0"), right.removesuffix(".0")
+        if ignore_case or isinstance(answer, bool):
+            given, right = given.casefold(), right.casefold()
+        return float(given == right)
 
     return _verifier("exact_answer", same, column)
 

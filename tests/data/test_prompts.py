@@ -88,6 +88,15 @@ def test_prompts_in_a_table_are_text_whatever_they_look_like(tmp_path):
     assert list(load_prompts(path)) == expected
 
 
+def test_fields_of_a_table_that_a_type_would_change_are_text(tmp_path):
+    columns = {"007": "007", "1.50": "1.50", "0.1234567890123456": 0.1234567890123456, "2.0": 2.0, "TRUE": True,
+               "nan": "nan", "9007199254740993": "9007199254740993"}  # fmt: skip
+    for written, value in columns.items():
+        path = write(tmp_path / "rows.csv", f"prompt,x\na,{written}\nb,\nc,{value if value is True else 1.5}\n")
+        other = 1.5 if isinstance(value, float) else True if value is True else "1.5"
+        assert [row["x"] for row in load_prompts(path)] == [value, None, other]
+
+
 def test_of_several_splits_it_is_train(tmp_path):
     first, second = Dataset.from_list(ROWS[:1]), Dataset.from_list(ROWS[1:])
     for name, splits in {"two": {"test": second, "train": first}, "one": {"test": first}}.items():
@@ -148,8 +157,8 @@ BAD = {
         "line 3, x: got '2'; allowed: .*one type",
     ),
     "columns.jsonl": ('{"question": "a", "answer": 1}\n', r"columns of .*: got \['question', 'answer'\]; .*\"prompt\""),
-    "empty.csv": ("", "a table in UTF-8, separated by commas .EmptyDataError"),
-    "commas.csv": ("prompt\nHello, you\nDear, me\n", "quote a text that holds a comma"),
+    "empty.csv": ("", "a table in UTF-8, separated by commas: .*EmptyDataError"),
+    "commas.csv": ("prompt\nHello, you\nDear, me\n", "quote a text that holds one .*Expected 1 fields in line 2"),
     "text.parquet": ("prompt\n", "a parquet file .ArrowInvalid"),
 }
 
@@ -170,6 +179,9 @@ def test_bad_folders(tmp_path):
     Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
     (tmp_path / "folder.jsonl").mkdir()
     pa.parquet.write_table(pa.table({"prompt": pa.array([b"\xff"]).view(pa.string())}), tmp_path / "bytes.parquet")
+    page = tmp_path / "page.parquet"
+    pa.parquet.write_table(pa.table({"prompt": ["a film"]}), page, write_page_checksum=True, compression="none")
+    page.write_bytes(page.read_bytes().replace(b"a film", b"a filn", 1))
     for name, message in {
         "plain": "a folder that save_to_disk wrote",
         "damaged": "a folder that save_to_disk wrote",
@@ -177,6 +189,7 @@ def test_bad_folders(tmp_path):
         "text": r"columns of .*got \['text'\]",
         "none.parquet": "at least one row",
         "bytes.parquet": "a parquet file .ArrowInvalid: Column 0",
+        "page.parquet": "a parquet file .*CRC",
     }.items():
         with pytest.raises(InputError, match=message):
             load_prompts(tmp_path / name)

@@ -33,6 +33,9 @@ def messages(*contents):
         (exact_answer(ignore_case=True), ["PARIS", "Paris", "Lyon"], ["Paris"] * 3, [1, 1, 0]),
         (exact_answer(), ["PARIS"], ["Paris"], [0]),
         (exact_answer(), messages("7", "8"), ["7", "7"], [1, 0]),
+        (exact_answer(), ["2", "2.0", "2.5", "20"], [2.0, 2.0, 2.5, 2.0], [1, 1, 1, 0]),  # of 2 and 2.5 in a column
+        (exact_answer(), ["true", "True", "false"], [True, True, True], [1, 1, 0]),
+        (exact_answer(pattern="x"), ["2", "true"], [2.0, True], [0, 0]),
     ],
 )
 def test_exact_answer(made, completions, answers, want):
