@@ -64,9 +64,7 @@ class _Loading:
         ``section`` holds the fields below it, beside what is no field of this config.
         """
         paths, overrides = list(paths), list(overrides)
-        values = read_values(paths, overrides, section)
-        given = [text.partition("=")[0].strip() for text in overrides]
-        return cls.parse(values, " + ".join(Path(p).name for p in paths), given)
+        return cls.parse(read_values(paths, overrides, section), *origin(paths, overrides))
 
 
 class _Called(type(pydantic.BaseModel)):
@@ -179,6 +177,11 @@ def read_values(paths: Iterable[str | Path] = (), overrides: Iterable[str] = (),
             value = {part: value}
         _merge(values, value)
     return values
+
+
+def origin(paths: Iterable[str | Path], overrides: Iterable[str]) -> tuple[str, list[str]]:
+    """Where such values come from, as `Config.parse` takes it: the files' names, and the keys that were given."""
+    return " + ".join(Path(path).name for path in paths), [text.partition("=")[0].strip() for text in overrides]
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

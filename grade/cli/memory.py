@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from grade.cli.options import command, option
-from grade.config import read_values
+from grade.config import origin, read_values
 from grade.errors import InputError
 from grade.memory.settings import Sharding, StepConfig
 from grade.results import progress
@@ -74,7 +74,7 @@ def _memory(args: argparse.Namespace) -> None:
     from grade.memory.report import methods_text, report, text
     from grade.memory.trace import Trace, trace
 
-    values = read_values(args.config, args.set)
+    values = read_values(args.config, args.set)  # once: a file may be a pipe
     budget = None if args.fits is None else plan.parse_bytes(args.fits)
     overhead = BEYOND_TRACE if budget is not None and args.device == "cuda" else 0
     if args.overhead is not None:
@@ -103,7 +103,7 @@ def _memory(args: argparse.Namespace) -> None:
             rows = plan.compare_methods(plan.every_method(values), tracer)
             print(json.dumps(rows, indent=1) if args.json else methods_text(rows))
             return
-        config = StepConfig.load(args.config, args.set)
+        config = StepConfig.parse(values, *origin(args.config, args.set))
         more, traced = {}, tracer(config)
         if budget is not None:
             counts = plan.GPUS if args.gpus == 1 else (args.gpus,)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grade.cli.options import command, option, print_metrics
-from grade.config import SEEDS, check_bytes, read_values
+from grade.config import SEEDS, check_bytes, origin, read_values
 from grade.errors import InputError
 from grade.files import check_file, writing
 from grade.gradients.methods import BYTES_PER_TOKEN, METHODS
@@ -39,14 +39,14 @@ def _train(args: argparse.Namespace) -> None:
     # Every config is checked before the first run starts.
     given = {"output_dir": args.output_dir} | ({} if args.reward is None else {"reward": args.reward})
     overrides = [*args.set, *(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())]
-    values = read_values(args.config, overrides)
+    values = read_values(args.config, overrides)  # once: a file may be a pipe
     if values.get("method") == "all":
         configs = []
         for method in METHODS:
             own = {"method": method, "output_dir": str(Path(args.output_dir) / method)}
             configs.append(TrainConfig.parse(TrainConfig.values_for(method, values) | own))
     else:
-        configs = [TrainConfig.load(args.config, overrides)]
+        configs = [TrainConfig.parse(values, *origin(args.config, overrides))]
     for config in configs:
         show = config.process_index == 0
         result = train(config, None, args.resume, args.overwrite)

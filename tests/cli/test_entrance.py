@@ -91,6 +91,18 @@ def test_an_error_names_where_the_value_comes_from(options, message, tmp_path, c
     assert capsys.readouterr().err.startswith(message)
 
 
+@pytest.mark.parametrize("command", ["train", "memory"])
+def test_a_config_may_come_from_a_pipe(command, tmp_path, capsys):
+    reader, writer = os.pipe()
+    os.write(writer, b"max_grad_norm: -1\n" if command == "train" else b"batch_size: 0\n")
+    os.close(writer)
+    out = ["--output-dir", str(tmp_path / "x")] if command == "train" else ["--model", "tiny"]
+    assert main([command, *out, "--config", f"/dev/fd/{reader}"]) == 2
+    os.close(reader)
+    name = "max_grad_norm: got -1" if command == "train" else "batch_size: got 0"
+    assert capsys.readouterr().err.startswith(f"grade {command}: {reader}: {name}")
+
+
 def test_the_last_option_counts(capsys):
     assert main(["memory", "--model", "tiny", "--set", "batch_size=1", "--batch-size", "0"]) == 2
     assert capsys.readouterr().err.startswith("grade memory: batch_size: got 0")
