@@ -120,6 +120,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
         None, "only 1: TRL makes each pass over a generation a step; passes_per_step are made within one"
     )
     use_vllm: bool = setting(False, "only false: a vLLM server is a sampler, http://host:port")
+    trust_remote_code: bool = setting(False, "only false: no code of a model's repository is run")
 
     sampler: Annotated[str, AfterValidator(known_sampler)] = setting(
         "own", "who samples the completions of a step: own; shared: own, each prompt read once for its group; "
@@ -232,6 +233,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
             ("num_iterations", self.num_iterations is not None and (self.num_iterations, self.passes) != (1, 1),
              "passes_per_step: in TRL each pass over the completions counts as a step, here a step makes all"),
             ("use_vllm", self.use_vllm, "False (sampler: http://host:port for a server)"),
+            ("trust_remote_code", self.trust_remote_code, "False: no code of a model's repository is run"),
             ("importance_sampling", weighted and self.sampler == "own",
              "none with sampler = own: its completions are the policy's"),
             ("method", self.sampler != "own" and self.relaxed and self.method not in replayed,

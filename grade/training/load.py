@@ -98,9 +98,11 @@ def make_policy(
             raise InputError("model", "a backbone without an adapter", "one made with lora=LoraSettings(...)")
         return model
     if isinstance(model, str | Path):
-        kwargs = dict(init_kwargs or {})
+        neutral = {"revision": "main", "trust_remote_code": False}  # which TRL's scripts give
+        given = (init_kwargs or {}).items()
+        kwargs = {name: value for name, value in given if value not in (None, neutral.get(name))}
         dtype = str(kwargs.pop("dtype" if "dtype" in kwargs else "torch_dtype", "float32")).removeprefix("torch.")
-        attention = kwargs.pop("attn_implementation", None) or "auto"
+        attention = kwargs.pop("attn_implementation", "auto")
         for name in kwargs:
             raise InputError("model_init_kwargs", name, "dtype (or torch_dtype) and attn_implementation alone")
         backbone = Backbone.load(str(model), dtype, attention=attention)

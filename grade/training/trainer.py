@@ -169,6 +169,7 @@ class GradeTrainer(Trainer):
     ) -> None:
         for name in others.keys() & GradeConfig.__dataclass_fields__.keys():
             raise InputError(name, others[name], f"a setting: args = GradeConfig({name}=...)")
+        others = {name: value for name, value in others.items() if value is not None}  # TRL's that ask for nothing
         refuse_unknown(others, GradeTrainer.__init__.__annotations__.keys(), "argument of GradeTrainer")
         if args is None:
             name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
@@ -1170,14 +1171,17 @@ class GradeTrainer(Trainer):
         self, language: str | None = None, license: str | None = None, tags: str | list[str] | None = None,
         model_name: str | None = None, finetuned_from: str | None = None, tasks: str | list[str] | None = None,
         dataset_tags: str | list[str] | None = None, dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None, dataset_name: str | None = None,
     ) -> None:  # fmt: skip
-        """As ``Trainer.create_model_card`` (less ``dataset_args``), with the evaluations before and after training."""
+        """As the Trainer's (less ``dataset_args``), with the evaluations before and after training.
+
+        ``dataset_name`` is TRL's name of ``dataset``.
+        """
         if not self.is_world_process_zero():
             return
         output, step = Path(self.args.output_dir), self.state.global_step
         about = {"language": language, "license": license, "pipeline_tag": (_listed(tasks) or [None])[0]}
-        words = ", ".join(_listed(dataset) or _listed(dataset_tags))
+        words = ", ".join(_listed(dataset or dataset_name) or _listed(dataset_tags))
         train, sets = self.train_dataset, self.eval_dataset
         held_out = sets if isinstance(sets, dict) else {} if sets is None else {"": sets}
         lora = self.backbone.peft.peft_config[self.backbone.peft.active_adapter]

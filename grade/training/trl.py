@@ -47,8 +47,8 @@ DROPPED = {
 """Settings of TRL's that are not ours, with what does it here. Without them the objective is the same."""
 NEUTRAL = {
     "mask_truncated_completions": False, "sync_ref_model": False, "use_adaptive_entropy": False,
-    "use_liger_loss": False, "trust_remote_code": False, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
-    "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
+    "use_liger_loss": False, "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
     "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "sapo_temperature_neg": 1.05,
     "sapo_temperature_pos": 1.0, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
     "vespo_lambda_neg": 2.0, "pad_to_multiple_of": None, "cache_implementation": None, "router_aux_loss_coef": None,

@@ -367,6 +367,7 @@ BAD_RUNS = {
     "an adapter that is off": ({}, dict(model="off"), "adapter: got 'off in .*enable_adapter_layers"),
     "AdaLoRA": ({}, dict(peft_config=AdaLoraConfig(total_step=9, target_modules=["q_proj"])), "got 'ADALORA'; .*LORA"),
     "unknown keys of the model": (dict(model_init_kwargs={"device_map": "auto"}), {}, "model_init_kwargs"),
+    "a revision": (dict(model_init_kwargs={"revision": "v2"}), {}, "model_init_kwargs: got 'revision'"),
     "two types": (dict(model_init_kwargs={"dtype": "float32", "torch_dtype": "bfloat16"}), {}, "got 'torch_dtype'"),
 }  # fmt: skip
 

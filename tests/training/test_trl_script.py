@@ -20,7 +20,7 @@ def run(base, output, *names):
 
 def check(seen, output):
     assert seen == {"steps": 3, "missing": [], "eval": True}
-    assert (output / "adapter_model.safetensors").is_file()
+    assert (output / "adapter_model.safetensors").is_file() and "films" in (output / "README.md").read_text()
     assert [p.name for p in output.glob("checkpoint-*")] == ["checkpoint-3"]
 
 

@@ -61,17 +61,26 @@ training_args = GRPOConfig(
     report_to="none",
     disable_tqdm=True,
 )
+# as TRL's own scripts do
+training_args.model_init_kwargs = dict(
+    revision="main",
+    trust_remote_code=training_args.trust_remote_code,
+    attn_implementation=None,
+    dtype="float32",
+)
 trainer = GRPOTrainer(
     model=MODEL,
     reward_funcs=[short, has_an_e],
     args=training_args,
     train_dataset=dataset,
     eval_dataset=dataset.select(range(4)),
+    quantization_config=None,
     peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     callbacks=[seen],
 )
 trainer.train()
 trainer.save_model(OUTPUT)
+trainer.create_model_card(dataset_name="films")
 metrics = trainer.evaluate()
 keys = {"reward", "reward_std", "loss", "grad_norm", "learning_rate", "completions/mean_length", "rewards/short/mean"}
 missing = sorted(keys - set(seen.rows[0]))
