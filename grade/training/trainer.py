@@ -1022,9 +1022,10 @@ class GradeTrainer(Trainer):
         return self._table_path(f"eval_{step:05d}")
 
     def _write_table(self, name: str, table: pd.DataFrame) -> None:
-        if self.args.should_save and self.args.save_strategy != "no" and len(table):
-            table.attrs["table"] = f"{name} of {run_mark(self.args.output_dir)}"
-            with writing_run(self.args.output_dir), atomic(self._table_path(name)) as file:
+        args = self.args
+        if args.should_save and (args.save_strategy != "no" or args.log_completions) and len(table):
+            table.attrs["table"] = f"{name} of {run_mark(args.output_dir)}"
+            with writing_run(args.output_dir), atomic(self._table_path(name)) as file:
                 table.to_parquet(file, index=False, write_page_checksum=True)
 
     # ---- checkpoints ----

@@ -208,8 +208,10 @@ def test_the_rest_of_a_pass_is_not_left_out_and_a_run_that_wrote_nothing_leaves_
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, dict(method="distilled", substitutions=9, temperature=0.1, gradient_accumulation_steps=2)]
-)
+    "changes",
+    [dict(save_strategy="no"),
+     dict(method="distilled", substitutions=9, temperature=0.1, gradient_accumulation_steps=2)],
+)  # fmt: skip
 def test_completions_are_written_as_tables(base, tmp_path, changes):
     """Those that were sampled, not what else was scored: at a low temperature unequally often in two microbatches."""
 
@@ -220,7 +222,8 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     options = dict(log_completions=True, logging_steps=2, held_out=PROMPTS, eval_on_end=True)
     trainer(base, tmp_path, reward, **options, **changes).train()
     table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
-    assert len(table) == (32 if changes else 16) and (table["shout"] == table["completion"].str.upper()).all()
+    assert len(table) == 16 * changes.get("gradient_accumulation_steps", 1)
+    assert (table["shout"] == table["completion"].str.upper()).all()
     assert table["reward"].tolist() == table["completion"].str.len().tolist() == table["rewards/reward"].tolist()
     held_out = pd.read_parquet(tmp_path / "completions" / "eval_00002.parquet")
     assert len(held_out) == 10 and held_out["reward"].tolist() == held_out["completion"].str.len().tolist()
