@@ -132,6 +132,12 @@ def check_whole(folder: Path, field: str, names: Iterable[str] = ("*",)) -> None
         raise InputError(field, str(folder), f"a folder that is what its {MANIFEST} says; {damaged} is damaged")
 
 
+def checkpoints_of(run: Path) -> list[Path]:
+    """A run's folders of checkpoints, the oldest first; what else begins like one is the user's."""
+    found = {path: re.fullmatch("checkpoint-([1-9][0-9]*)", path.name) for path in run.glob("checkpoint-*/")}
+    return sorted((path for path, match in found.items() if match), key=lambda path: int(found[path][1]))
+
+
 def hashed(*parts: Any) -> str:
     """SHA-256 of values, in hexadecimal: of their JSON, and of the text of what JSON cannot hold."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()

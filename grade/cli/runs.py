@@ -20,7 +20,7 @@ from rich.table import Table
 
 from grade.cli.options import command, option
 from grade.errors import InputError, reading, require_file
-from grade.files import check_file, check_whole, write_text
+from grade.files import check_file, check_whole, checkpoints_of, write_text
 from grade.results import environment
 
 HISTORY_ROWS = 10
@@ -51,13 +51,12 @@ def _show(args: argparse.Namespace) -> None:
     if args.rows < 1:
         raise InputError("--rows", args.rows, "at least 1")
     run = Path(args.run)
-    checkpoints = {int(match[1]): path for path in run.glob("checkpoint-*/") if any(path.iterdir())
-                   and (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}  # fmt: skip
+    checkpoints = [path for path in checkpoints_of(run) if any(path.iterdir())]
     files = ("metrics.json", "history.csv", "run.json", "completions")
     if not checkpoints and not any((run / name).exists() for name in files):
         raise InputError("RUN", str(run), "the folder of a training run")
     about, metrics = _read_json(run / "run.json"), _read_json(run / "metrics.json")
-    newest = checkpoints[max(checkpoints)] if checkpoints else run
+    newest = checkpoints[-1] if checkpoints else run
     state, ours = (_read_json(newest / name) for name in ("trainer_state.json", "grade_state.json"))
     mark = about.get("mark")
     if ours.get("run", mark) != mark:

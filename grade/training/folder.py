@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import sort_checkpoints
 
 import grade
 from grade.errors import InputError, reading, require_file
 from grade.files import (
     LOCK,
     MANIFEST,
+    checkpoints_of,
     claimed,
     damaged_file,
     remove,
@@ -120,7 +120,7 @@ class RunFolder:
             if resumed:
                 self._write({**self._read(), "finished": False})
                 return
-            for checkpoint in sort_checkpoints(str(self.path)):
+            for checkpoint in checkpoints_of(self.path):
                 shutil.rmtree(checkpoint)
             remove(self.path / "completions")
             mark = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()
@@ -187,7 +187,7 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 def whole_checkpoints(output_dir: str | Path) -> Iterator[Path]:
     """A run's checkpoints, the newest first; what is damaged or not its own is passed over with a warning."""
     mark = run_mark(output_dir)
-    for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
+    for folder in reversed(checkpoints_of(Path(output_dir))):
         damaged = damaged_file(folder)
         if damaged is None:
             with reading("output_dir", folder, "checkpoints that this library wrote"):

@@ -53,11 +53,21 @@ from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, sort_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from grade.data.texts import cache_folder, encode_texts, read_texts, reference_number, reference_texts, score_texts
 from grade.errors import InputError, reading
-from grade.files import atomic, check_whole, hashed, remove, sha256_of, write_manifest, write_text, writing
+from grade.files import (
+    atomic,
+    check_whole,
+    checkpoints_of,
+    hashed,
+    remove,
+    sha256_of,
+    write_manifest,
+    write_text,
+    writing,
+)
 from grade.gradients.distilled.learner import DistilledGradient
 from grade.gradients.distilled.offline import OfflineGradient, own_completions
 from grade.gradients.distilled.store import Evidence
@@ -1055,7 +1065,7 @@ class GradeTrainer(Trainer):
     def _remove_older(self, folder: Path, limit: int | None) -> None:
         """As rotate_checkpoints, to which a later step's folder, damaged or another run's, would be the newest."""
         best = Path(self.state.best_model_checkpoint or folder)
-        older = takewhile(lambda path: path != folder, map(Path, sort_checkpoints(str(folder.parent))))
+        older = takewhile(lambda path: path != folder, checkpoints_of(folder.parent))
         older = [path for path in older if path != best]
         kept = max(0, (limit or math.inf) - 1 - (best != folder))
         for path in older[: max(0, len(older) - kept)]:

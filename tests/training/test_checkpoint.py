@@ -91,6 +91,17 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint_to_the_same_bits(run, co
         assert (copied / file).read_bytes() == (run[0] / file).read_bytes(), file
 
 
+@pytest.mark.parametrize("resume", ["yes", "no"])
+def test_folders_that_only_begin_like_a_checkpoint_stay(copied, again, resume):
+    names = {"checkpoint-2 (copy)", "checkpoint-2-keep", "checkpoint-2024-notes"}
+    for name in names:
+        (copied / name).mkdir()
+    (copied / "metrics.json").unlink()
+    shutil.rmtree(copied / "checkpoint-4")
+    assert again(resume, overwrite=resume == "no", save_total_limit=1).step == 4
+    assert {path.name for path in copied.glob("checkpoint-*")} == names | {"checkpoint-4"}
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("optimizer.pt", {}), ("scheduler.pt", {}), ("rng_state.pth", {}), ("scheduler.pt", None),
