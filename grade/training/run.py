@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from grade.models.backbone import Backbone
     from grade.training.config import TrainConfig
 
+UNSAVED = {"save_strategy": "no", "load_best_model_at_end": False}
+"""Settings where there are no checkpoints."""
 SMALLEST_WIDTH = 1024
 """Hidden size from which threads help on a CPU: below, they wait for each other. SmolLM2 (576) trains no faster on two
 cores than on one, and three times slower where two processes share them."""
@@ -58,6 +60,7 @@ class RunResult:
     seconds: float = 0.0  # training time without evaluations
     interrupted: int | None = None  # the signal that stopped the run before its end
     step: int = 0  # the last step
+    kept: int = 0  # the step whose policy is the result: the last, or the best one
     method: str = ""  # the method that trained, which `auto` chose if the settings say so
     chosen: dict[str, str] = field(default_factory=dict)  # what was chosen in the run, and why
 
@@ -117,9 +120,9 @@ def run_training(
     ``log`` receives one line per row of the log. Without ``output_dir`` no checkpoints and tables of text are written.
     """
     with tempfile.TemporaryDirectory() if output_dir is None else nullcontext(str(output_dir)) as place:
-        kept = {} if output_dir else {"save_strategy": "no"}
+        saved = {} if output_dir else UNSAVED
         own_lines = log is None and output_dir is not None
-        trainer = _trainer(config, task, task.train_prompts, place, disable_tqdm=not own_lines, **kept)
+        trainer = _trainer(config, task, task.train_prompts, place, disable_tqdm=not own_lines, **saved)
         if not own_lines:
             trainer.remove_callback(Lines)
         if log is not None:
@@ -132,21 +135,25 @@ def run_training(
         finally:
             stop.restore()
         state = trainer.state
+        best = config.load_best_model_at_end and state.best_model_checkpoint
         result = RunResult(
             history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step,
+            kept=int(best.rpartition("-")[2]) if best else state.global_step,
             method=trainer.args.method, chosen=trainer.chosen, evaluations=trainer.evaluations,
         )  # fmt: skip
         if stop.received is not None and state.global_step < state.max_steps:
             result.interrupted = int(stop.received)
         elif trainer.eval_dataset is not None:
-            result.before, result.after = (trainer.saved_evaluation(step) for step in (0, state.global_step))
+            result.before, result.after = (trainer.saved_evaluation(step) for step in (0, result.kept))
+            if best and result.before and result.after:  # of the curve's prompts alone
+                result.before = result.before.first(len(result.after.prompts))
         return result
 
 
 def evaluate_task(config: TrainConfig, task: Task, n: int) -> Evaluation:
     """Evaluate a task's policy on its first n held-out prompts, as its training run does."""
     with tempfile.TemporaryDirectory() as place:
-        quiet = {"save_strategy": "no", "disable_tqdm": True, "report_to": []}
+        quiet = UNSAVED | {"disable_tqdm": True, "report_to": []}
         trainer = _trainer(config, task, [], place, final_eval_prompts=n, **quiet)
         trainer.remove_callback(Lines)
         trainer.evaluate()
@@ -168,21 +175,22 @@ def _trainer(config: TrainConfig, task: Task, prompts: Prompts, output_dir: str,
 def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: RunResult) -> None:
     """Write a finished run's files beside its checkpoints; its earlier results are replaced."""
     output, name = Path(output_dir), Path(config.output_dir).resolve().name
-    last, *before = [*whole_checkpoints(output)] or [None]
+    others = {path.name: path for path in whole_checkpoints(output)}
+    own = others.pop(f"checkpoint-{result.kept}", None)
     outcome = result.before, result.after, result.method, result.step, result.chosen
     with writing(output, "output_dir"):
         with atomic(output / "adapter") as adapter:
             task.backbone.save_adapter(adapter)
-            if last is not None:
-                _copy(last, adapter, [OPTIMIZER_FILE])
+            if own is not None:
+                _copy(own, adapter, [OPTIMIZER_FILE])
             write_manifest(adapter)
             card = run_card(config, f"{name}/adapter", ".", *outcome)  # over PEFT's empty one
             (adapter / "README.md").write_text(card, encoding="utf-8")
         with atomic(output / "checkpoints") as checkpoints:
             checkpoints.mkdir()
-            for earlier in before:
-                kept = checkpoints / f"step-{earlier.name.removeprefix('checkpoint-')}"
-                _copy(earlier, kept, [*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE])
+            for other in others.values():
+                kept = checkpoints / f"step-{other.name.removeprefix('checkpoint-')}"
+                _copy(other, kept, [*ADAPTER_FILES, BASE_FILE, OPTIMIZER_FILE])
                 write_manifest(kept)
         for file, timed in (("history.csv", False), ("timings.csv", True)):
             parts = [{k: v for k, v in row.items() if k == "step" or is_timed(k) == timed} for row in result.history]

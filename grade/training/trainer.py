@@ -769,8 +769,10 @@ class GradeTrainer(Trainer):
         raise InputError("hyperparameter_search", "a call", "a loop over settings, each with a GradeTrainer of its own")
 
     def _load_best_model(self) -> None:
-        check_whole(Path(self.state.best_model_checkpoint), "load_best_model_at_end")
+        best = Path(self.state.best_model_checkpoint)
+        check_whole(best, "load_best_model_at_end")
         super()._load_best_model()
+        self._choose("policy", f"that of {best.name}, whose {self.args.metric_for_best_model} is the best")
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         name = self.args.metric_for_best_model

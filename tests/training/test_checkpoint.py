@@ -13,7 +13,7 @@ from grade.models.adapter import ADAPTER_FILES, BASE_FILE
 from grade.training.folder import last_checkpoint
 from grade.training.load import load_task
 from grade.training.merge import merge
-from grade.training.run import run_training, train
+from grade.training.run import evaluate_task, run_training, train
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +198,22 @@ def test_damaged_results_of_a_finished_run_are_written_again(run, copied, again,
     spoil(copied / name)
     assert again("yes").step == 4 and again("yes") is None
     assert (copied / name).read_bytes() == (run[0] / name).read_bytes()
+
+
+def test_the_best_policy_is_the_result_with_its_own_figures_and_optimizer(run, tmp_path):
+    config = settings("ste", run[1] | {
+        "load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True,
+        "eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 6,
+    }, tmp_path / "run")  # fmt: skip
+    train(config, lambda line: None)
+    adapter, metrics = tmp_path / "run" / "adapter", json.loads((tmp_path / "run" / "metrics.json").read_text())
+    evaluation = evaluate_task(config, load_task(config, adapter=str(adapter)), 6)
+    figures = {name.removeprefix("val/"): value for name, value in evaluation.metrics().items()}
+    assert metrics["after"]["val"] == pytest.approx(figures, rel=1e-5)
+    assert metrics["before"]["val"]["reward_n"] == metrics["gain"]["reward_n"] == 6 and metrics["steps"] == 4
+    samples = json.loads((tmp_path / "run" / "samples.json").read_text())
+    assert [sample["after"] for sample in samples] == evaluation.completions[: len(samples)]
+    for name in ("adapter_model.safetensors", "optimizer.pt"):
+        assert (adapter / name).read_bytes() == (tmp_path / "run" / "checkpoint-2" / name).read_bytes()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-4"]
+    assert "that of checkpoint-2, whose reward is the best" in (adapter / "README.md").read_text()
