@@ -33,7 +33,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
@@ -1043,10 +1043,9 @@ class GradeTrainer(Trainer):
     # ---- checkpoints ----
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         args, output = self.args, Path(self.args.output_dir)
-        folder, limit = output / f"checkpoint-{self.state.global_step}", args.save_total_limit
-        args.save_total_limit = None  # older ones go once this one is whole
+        folder = output / f"checkpoint-{self.state.global_step}"
         try:
-            with writing_run(output):
+            with writing_run(output), self._unrotated() as limit:
                 if args.should_save:
                     remove(folder)  # of a run that was resumed from an earlier one
                 self.accelerator.wait_for_everyone()
@@ -1060,9 +1059,20 @@ class GradeTrainer(Trainer):
         except InputError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        finally:
-            args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        with self._unrotated():  # the newest one is what an interrupted run goes on from
+            return super()._finalize_training(*args, **kwargs)
+
+    @contextmanager
+    def _unrotated(self) -> Iterator[int | None]:
+        """Where the Trainer would remove checkpoints: `_remove_older` does, once this one is whole."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield limit
+        finally:
+            self.args.save_total_limit = limit
 
     def _remove_older(self, folder: Path, limit: int | None) -> None:
         """As rotate_checkpoints, to which a later step's folder, damaged or another run's, would be the newest."""

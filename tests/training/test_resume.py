@@ -93,18 +93,33 @@ def test_what_a_run_has_learned_goes_on_where_it_was(common, tmp_path, monkeypat
     assert kept <= set(state) and (method == "offline" or any(name.startswith("fit/") for name in state))
 
 
-def test_a_run_that_was_stopped_within_a_pass_evaluates_as_if_it_was_not(common, tmp_path, monkeypatch):
-    def terminated(self, *args, plain=GradeTrainer.training_step):
-        os.kill(os.getpid(), signal.SIGTERM)
+def terminated(common, output, monkeypatch, step):
+    """A run that SIGTERM ends after a step."""
+
+    def work(self, *args, plain=GradeTrainer.training_step):
+        if self.state.global_step == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         return plain(self, *args)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(GradeTrainer, "training_step", work)
+        assert train(settings("ste", common, output), silent).step == step
+
+
+def test_a_run_that_was_stopped_within_a_pass_evaluates_as_if_it_was_not(common, tmp_path, monkeypatch):
     values = common | {"per_device_train_batch_size": 4, "eval_strategy": "epoch", "save_strategy": "epoch"}
     train(settings("ste", values, tmp_path / "whole"), silent)
-    with monkeypatch.context() as patch:
-        patch.setattr(GradeTrainer, "training_step", terminated)
-        assert train(settings("ste", values, tmp_path / "again"), silent).step == 1
+    terminated(values, tmp_path / "again", monkeypatch, 1)
     assert train(settings("ste", values, tmp_path / "again"), silent, "yes").step == 4
     assert len({(tmp_path / name / "history.csv").read_bytes() for name in ("whole", "again")}) == 1
+
+
+def test_a_run_that_was_stopped_keeps_its_newest_checkpoint_beside_the_best(common, tmp_path, monkeypatch):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward"}
+    values = common | best | {"eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1}
+    terminated(values, tmp_path, monkeypatch, 3)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
+    assert train(settings("ste", values, tmp_path), silent, "yes").step == 4
 
 
 def test_an_interrupted_run_is_not_overwritten_by_mistake(common, tmp_path, monkeypatch):
