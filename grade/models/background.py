@@ -15,7 +15,10 @@ _LOOK = 0.2
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine; a `RuntimeError` where it stops the loop, or cancels everything that waits in it."""
+    """The result of a coroutine, which ends with the wait for it, as by Ctrl-C.
+
+    A `RuntimeError` where it stops the loop, or cancels everything that waits in it.
+    """
     if not (_running and _running[-1][1].is_alive()):
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="grade's event loop", daemon=True)
@@ -23,13 +26,15 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
         _running[:] = [(loop, thread)]
     loop, thread = _running[-1]
     future = asyncio.run_coroutine_threadsafe(work, loop)
-    while not wait([future], _LOOK).done:
-        if not thread.is_alive() and not future.done():
-            raise RuntimeError("the event loop was stopped")
     try:
+        while not wait([future], _LOOK).done:
+            if not thread.is_alive() and not future.done():
+                raise RuntimeError("the event loop was stopped")
         return future.result()
     except CancelledError:
         raise RuntimeError("everything in the event loop was cancelled") from None
+    finally:
+        future.cancel()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

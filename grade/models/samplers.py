@@ -24,6 +24,7 @@ Left out: streaming, and whole weights instead of an adapter.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import shutil
 import tempfile
@@ -41,6 +42,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grade.errors import InputError
 from grade.files import writing
 from grade.models.backbone import Backbone
+from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch
 from grade.models.sampling import check_length, generate
@@ -54,6 +56,8 @@ NEUTRAL = {
     "skip_special_tokens": False, "add_special_tokens": False, "stream": False,
 }  # fmt: skip
 """Parameters of every request: the policy itself, unchanged, and tokens instead of text."""
+UNLOAD = 5.0
+"""Most seconds for unloading, of which nothing depends, also while a run ends by Ctrl-C or an error."""
 LOCAL = ("own", "shared")
 """Samplers of this process: `generate`, and the same with ``inverse`` and ``shared``."""
 
@@ -201,8 +205,8 @@ class ServerSampler(Server, Sampler):
             name, place = self._loaded
             self._loaded = None
             shutil.rmtree(place, ignore_errors=True)
-            with suppress(InputError):
-                self.post("/v1/unload_lora_adapter", {"lora_name": name})
+            with suppress(InputError, TimeoutError):
+                wait_for(asyncio.wait_for(self.ask("/v1/unload_lora_adapter", {"lora_name": name}), UNLOAD))
 
     def _sample(
         self, backbone: Backbone, prompts: PromptBatch, most: int, generator: torch.Generator, least: int
@@ -225,11 +229,11 @@ class ServerSampler(Server, Sampler):
         columns.append([torch.tensor(values, dtype=wide(backbone.dtype)) for _, values in rows])
         return Samples(*(pad_sequence(column, batch_first=True).to(backbone.device) for column in columns))
 
-    def _complete(self, backbone: Backbone, request: dict[str, Any]) -> list[Row]:
+    async def _complete(self, backbone: Backbone, request: dict[str, Any]) -> list[Row]:
         """The ``n`` completions of a request, if the policy could have written them."""
         n = request["n"]
         needs = f"{n} choices, each with token ids (vLLM >= 0.10.2) and log-probabilities"
-        answer = self.parsed(_Answer, self.post("/v1/completions", request), needs)
+        answer = self.parsed(_Answer, await self.ask("/v1/completions", request), needs)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         numbered = [choice.index for choice in choices] == list(range(n))
         self.require((numbered, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}"))

@@ -104,12 +104,13 @@ class ServedModel:
         tokens, logq = (pad_sequence(column, batch_first=True) for column in zip(*map(known.get, texts), strict=True))
         return Support(tokens.to(ids.device), logq.to(ids.device, dtype))
 
-    def _scored(self, text: tuple[tuple[int, ...], int]) -> tuple[Tensor, Tensor]:
+    async def _scored(self, text: tuple[tuple[int, ...], int]) -> tuple[Tensor, Tensor]:
         """Token ids [T, K] and log-probabilities [T, K + 1] of the T tokens that follow a text's prompt."""
         tokens, start = list(text[0]), text[1]
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0,
                 "prompt_logprobs": self.topk, "add_special_tokens": False, "return_token_ids": True}  # fmt: skip
-        content = self.server.post("/v1/completions", body, "prompt_logprobs (vLLM: --max-logprobs >= teacher_topk)")
+        needs = "prompt_logprobs (vLLM: --max-logprobs >= teacher_topk)"
+        content = await self.server.ask("/v1/completions", body, needs)
         needs = "one choice with the prompt_logprobs of its tokens, as vLLM's"
         (choice,) = self.server.parsed(_Answer, content, needs).choices
         given, read = choice.prompt_logprobs, choice.prompt_token_ids
@@ -141,9 +142,9 @@ class ServedModel:
     def read(self, texts: Sequence[str]) -> list[list[int]] | None:
         """Its tokens of texts, special ones only where they are written out; None if the server does not tell."""
 
-        def tokens(text: str) -> list[int] | None:
+        async def tokens(text: str) -> list[int] | None:
             body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-            content = self.server.post("/tokenize", body, absent=(404, 405, 501))
+            content = await self.server.ask("/tokenize", body, absent=(404, 405, 501))
             return None if content is None else self.server.parsed(_Tokens, content, "tokens, as vLLM's").tokens
 
         rows: list[Any] = self.server.each(tokens, texts)

@@ -10,9 +10,8 @@ import asyncio
 import os
 import re
 import ssl
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
@@ -74,12 +73,9 @@ class Server:
         return httpx.AsyncClient(verify=ssl.create_default_context(), limits=limits, timeout=None, trust_env=False)
 
     async def _answer(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> tuple[int, str]:
-        """Status and content, all of it within the time limit: httpx's own limits are for each part."""
+        """Status and content."""
         content, method = bytearray(), "GET" if body is None else "POST"
-        async with (
-            asyncio.timeout(self.timeout),
-            self._client.stream(method, self.name + path, json=body, headers=headers) as answer,
-        ):
+        async with self._client.stream(method, self.name + path, json=body, headers=headers) as answer:
             if answer.headers.get("Content-Encoding", "identity") not in SINGLE:
                 raise ValueError(f"Content-Encoding {answer.headers['Content-Encoding']}, not {', '.join(SINGLE)}")
             async for part in answer.aiter_bytes():
@@ -88,36 +84,39 @@ class Server:
                     raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
         return answer.status_code, content.decode(errors="replace")
 
-    def post(
+    async def ask(
         self, path: str, body: dict[str, Any] | None, needs: str = "an answer with status 200",
         absent: tuple[int, ...] = (),
     ) -> str | None:  # fmt: skip
         """The text of an answer with status 200, None for one that is ``absent``; GET where there is no ``body``.
 
-        After a time-out, which was all the time there is, nobody asks again. `InputError` has the address and the last
-        failure: its kind, or the status and the beginning of the answer. That stands last, where it is not shortened:
-        vLLM's reason comes late in it.
+        The time limit is for all attempts together: httpx's own limits are for each part of an answer. `InputError` has
+        the address and the last failure before it, if there was one: its kind, or the status and the beginning of the
+        answer. That stands last, where it is not shortened: vLLM's reason comes late in it.
         """
         field, key = f"{self.field}: {'GET' if body is None else 'POST'} {self.name}{path}", os.environ.get(KEY)
         if not re.fullmatch("[!-~]*", key or ""):  # httpx's own error would show it
             raise InputError(KEY, "another character", "ASCII without spaces and line ends")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        for wait in (*self.waits, None):
-            try:
-                status, content = wait_for(self._answer(path, body, headers))
-                if status == 200 or status in absent:
-                    return content if status == 200 else None
-                failure, again = f"status {status}", status in BUSY
-                said = f"; the server said: {content[:SAID]}"
-            except TimeoutError:
-                failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
-                raise InputError(field, failure, allowed) from None
-            except Exception as error:  # httpx alone has three families
-                failure, again, said = f"{type(error).__name__}: {error}".removesuffix(": "), True, ""
-            if wait is None or not again:
-                break
-            time.sleep(wait)
-        raise InputError(field, failure, needs + said)
+        failure, allowed = f"no answer for {self.timeout:g} s", "an answer within sampler_timeout"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.timeout):
+                for wait in (0.0, *self.waits):
+                    await asyncio.sleep(wait)
+                    try:
+                        status, content = await self._answer(path, body, headers)
+                        if status == 200 or status in absent:
+                            return content if status == 200 else None
+                        failure, allowed = f"status {status}", f"{needs}; the server said: {content[:SAID]}"
+                        if status not in BUSY:
+                            break
+                    except Exception as error:  # httpx alone has three families
+                        failure, allowed = f"{type(error).__name__}: {error}".removesuffix(": "), needs
+        raise InputError(field, failure, allowed)
+
+    def post(self, *request: Any) -> str | None:
+        """What `ask` gives."""
+        return wait_for(self.ask(*request))
 
     def parsed(self, kind: type[Model], content: str, needs: str) -> Model:
         """An answer read as its kind; `InputError` has the first place where it is not one."""
@@ -134,10 +133,20 @@ class Server:
             if not holds:
                 raise InputError(f"{self.field} {self.name}", value, allowed)
 
-    def each(self, ask: Callable[[T], R], requests: Sequence[T]) -> list[R]:
+    def each(self, ask: Callable[[T], Awaitable[R]], requests: Sequence[T]) -> list[R]:
         """What each request gives, in order; many are under way at the same time, and the first error ends all."""
-        pool = ThreadPoolExecutor(max(1, min(len(requests), CONNECTIONS)))
-        try:
-            return list(pool.map(ask, requests))
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+        async def one(request: T, free: asyncio.Semaphore) -> R:
+            async with free:
+                return await ask(request)
+
+        async def every() -> list[R]:
+            free = asyncio.Semaphore(CONNECTIONS)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(request, free)) for request in requests]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            return [task.result() for task in tasks]
+
+        return wait_for(every())

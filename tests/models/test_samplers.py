@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -301,6 +302,52 @@ def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(
         with pytest.raises(InputError, match=says):
             sampler.post("/v1/completions", {})
     assert time.monotonic() - start < 4
+
+
+@pytest.mark.parametrize("end", [InputError, KeyboardInterrupt])
+def test_nobody_waits_for_a_server_that_hangs(end, served):
+    """Two requests: one is never answered, the other is refused, or the user has had enough."""
+
+    def serve():
+        with listening.accept()[0], listening.accept()[0] as connection:
+            if end is KeyboardInterrupt:
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            over.wait(30)
+
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        sampler = ServerSampler(f"http://127.0.0.1:{listening.getsockname()[1]}", 20.0)
+        start = time.monotonic()
+        with pytest.raises(end, match="404" if end is InputError else None):
+            sampler.sample(served[0], make_prompts(2, 5), 3, generator())
+        assert time.monotonic() - start < 10
+        over.set()
+
+
+def test_all_attempts_have_one_time_limit(served, monkeypatch):
+    server = served[1]
+    monkeypatch.setattr(Server, "waits", (20.0,))
+    server.spoil = lambda *_: (503, "busy")
+    start = time.monotonic()
+    with pytest.raises(InputError, match="status 503'.* said: busy"):
+        ServerSampler(server.address, 1.0).post("/v1/unload_lora_adapter", {"lora_name": "x"})
+    assert time.monotonic() - start < 10
+
+
+def test_unloading_is_not_worth_a_long_wait(served, tmp_path, monkeypatch):
+    backbone, server, _ = served
+    monkeypatch.setattr("grade.models.samplers.UNLOAD", 0.2)
+    monkeypatch.setattr(Server, "waits", (20.0,))
+    sampler = make_sampler(server.address, 60.0, tmp_path)
+    sampler.publish(backbone)
+    server.spoil = lambda *_: (503, "busy")
+    start = time.monotonic()
+    sampler.close()
+    assert time.monotonic() - start < 10 and not list(tmp_path.iterdir())
 
 
 def test_the_servers_key_is_sent(served, monkeypatch):
