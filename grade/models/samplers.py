@@ -56,8 +56,8 @@ NEUTRAL = {
     "skip_special_tokens": False, "add_special_tokens": False, "stream": False,
 }  # fmt: skip
 """Parameters of every request: the policy itself, unchanged, and tokens instead of text."""
-UNLOAD = 5.0
-"""Most seconds for unloading, of which nothing depends, also while a run ends by Ctrl-C or an error."""
+UNLOAD = 3.0
+"""Most seconds for unloading, on which nothing depends, while a run ends by Ctrl-C or an error too."""
 LOCAL = ("own", "shared")
 """Samplers of this process: `generate`, and the same with ``inverse`` and ``shared``."""
 

@@ -68,16 +68,19 @@ class Server:
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:
-        # No proxy of the environment, and no connection outlives its answer.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        return httpx.AsyncClient(verify=ssl.create_default_context(), limits=limits, timeout=None, trust_env=False)
+        # No proxy of the environment, no connection outlives its answer, and no coding because a package is installed.
+        return httpx.AsyncClient(
+            verify=ssl.create_default_context(), limits=httpx.Limits(max_keepalive_connections=0), timeout=None,
+            trust_env=False, headers={"Accept-Encoding": ", ".join(SINGLE)},
+        )  # fmt: skip
 
     async def _answer(self, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> tuple[int, str]:
         """Status and content."""
         content, method = bytearray(), "GET" if body is None else "POST"
         async with self._client.stream(method, self.name + path, json=body, headers=headers) as answer:
-            if answer.headers.get("Content-Encoding", "identity") not in SINGLE:
-                raise ValueError(f"Content-Encoding {answer.headers['Content-Encoding']}, not {', '.join(SINGLE)}")
+            coding = answer.headers.get("Content-Encoding", "identity")
+            if coding.lower() not in SINGLE:
+                raise ValueError(f"Content-Encoding {coding}, not {', '.join(SINGLE)}")
             async for part in answer.aiter_bytes():
                 content += part
                 if len(content) > MOST_BYTES:

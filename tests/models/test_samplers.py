@@ -165,6 +165,7 @@ def test_a_request_has_one_prompt_its_tokens_and_every_setting(served):
     bodies = sorted((body for _, body in server.requests), key=lambda body: len(body["prompt"]))
     assert [(len(body["prompt"]), body["n"]) for body in bodies] == [(4, 3), (5, 3)]
     assert len({body["seed"] for body in bodies}) == 2
+    assert server.headers["Accept-Encoding"] == "identity, gzip, deflate"  # whatever else httpx could read
     assert [body["prompt"] for body in bodies] == [prompts.ids[3, 1:].tolist(), prompts.ids[0].tolist()]
     for body in bodies:
         assert body["model"] == sampler.model and body["stop_token_ids"] == EOS
@@ -278,9 +279,10 @@ def test_nobody_there_and_nobody_who_answers(monkeypatch):
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[]", None, "Error: "),
         (b"\x00" * 99, None, "RemoteProtocolError"),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n[]", None, "DecodingError"),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: GZip\r\nContent-Length: 2\r\n\r\n[]", None, "DecodingError"),
         (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, gzip\r\nContent-Length: 2\r\n\r\n[]", None, "gzip, gzip, not"),
     ],
-    ids=["a slow body", "too short", "no HTTP", "no gzip", "gzip in gzip"],
+    ids=["a slow body", "too short", "no HTTP", "no gzip", "no GZip", "gzip in gzip"],
 )  # fmt: skip
 def test_the_time_limit_is_for_the_whole_answer_and_what_is_no_http_is_one_line(answer, wait, says):
     """``wait``: seconds between bytes; None: all at once, and the connection is closed."""
