@@ -36,6 +36,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from grade.errors import InputError, reading
 from grade.files import check_whole
@@ -70,18 +71,22 @@ _OTHER_LAYERS = "layers other than the head and the embedding: policy, reference
 def new_adapter(model: PreTrainedModel, lora: LoraSettings | LoraConfig, seed: int) -> PeftModel:
     """Put a new adapter on a frozen base, which is changed in place; the wrapped model is in eval mode.
 
-    Dropout is set to 0. The seed is of the initialisation, and leaves the global state alone. A layer that does not
-    exist or may not be adapted, or a setting that is not supported, is an `InputError`.
+    Dropout is set to 0. The seed is of the initialisation, and leaves the global state alone. `LoraSettings` with the
+    default layers adapts all linear ones of a base that lacks one of those. A layer that does not exist or may not be
+    adapted, or a setting that is not supported, is an `InputError`.
     """
+    head = model.get_output_embeddings()
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+    linear = sorted({name.rsplit(".", 1)[-1] for name in modules})
     config = copy.deepcopy(lora)
     if isinstance(lora, LoraSettings):
+        every = lora.target_modules == LoraSettings().target_modules and not {*linear}.issuperset(lora.target_modules)
         config = LoraConfig(
-            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
-            task_type="CAUSAL_LM",
+            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout,
+            target_modules="all-linear" if every else lora.target_modules, task_type="CAUSAL_LM",
         )  # fmt: skip
     refuse_adapted(model)
     _check_settings(config, "lora", _INITIAL[:-1])
-    linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
     targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
     allowed = f"names of this model's linear layers ({', '.join(linear)})"
     with reading("lora.target_modules", f"{targets}", allowed):

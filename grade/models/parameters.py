@@ -40,7 +40,8 @@ class LoraSettings(Config):
     alpha: int = Field(32, ge=1, description="scale is alpha / r")
     dropout: float = Field(0.0, ge=0, le=0, description="must be 0: a dropout mask is not part of a sample")
     target_modules: list[str] = Field(
-        ["q_proj", "k_proj", "v_proj", "o_proj"], description="names of the linear layers that get an adapter"
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+        description="names of the linear layers that get an adapter; the default is all of a base that lacks one",
     )
 
 

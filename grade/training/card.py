@@ -29,6 +29,8 @@ from grade.training.config import TrainConfig
 from grade.training.evaluate import Evaluation
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from grade.training.config import GradeConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -54,6 +56,7 @@ _NOT_SET_PREFIXES = ("hub_", "push_", "trackio_", "log_level")
 
 def model_card(
     args: GradeConfig,
+    lora: LoraConfig,
     before: Evaluation | None,
     after: Evaluation | None,
     *,
@@ -77,6 +80,8 @@ def model_card(
         base = f"[{base}](https://huggingface.co/{base})"
     else:
         base = f"the local model `{Path(base).resolve().name}`" if base else "a model that was made in memory"
+    layers = lora.target_modules  # names, or a regular expression
+    layers = [layers] if isinstance(layers, str) else sorted({name.rpartition(".")[2] for name in layers})
     data = ModelCardData(
         library_name="peft", pipeline_tag=about.pop("pipeline_tag", "text-generation"),
         tags=list(dict.fromkeys([*TAGS, *tags])), datasets=list(datasets) or None, **about,
@@ -86,14 +91,14 @@ def model_card(
         data, template_path=str(TEMPLATE), args=args, name=name, base=base, on_hub=on_hub, method=method, paper=paper,
         link=link, figures=_figures(before, after), before=before, after=after, quoted=shlex.quote(name),
         shown=range(min(samples, SAMPLES, len(before.prompts), len(after.prompts)) if before and after else 0),
-        fenced=_fenced, versions=environment(), **facts,
+        fenced=_fenced, versions=environment(), lora=lora, layers=layers, **facts,
     )  # fmt: skip
     return f"{card}\n"
 
 
 def run_card(
-    config: TrainConfig, name: str, adapter: str, before: Evaluation | None, after: Evaluation | None, method: str,
-    steps: int, chosen: Mapping[str, str],
+    config: TrainConfig, name: str, adapter: str, lora: LoraConfig, before: Evaluation | None,
+    after: Evaluation | None, method: str, steps: int, chosen: Mapping[str, str],
 ) -> str:  # fmt: skip
     """The card of a run from files.
 
@@ -104,12 +109,10 @@ def run_card(
     sources = (source.partition(":")[0] for source in (config.train_dataset, config.eval_dataset))
     datasets = dict.fromkeys(s for s in sources if "/" in s and not Path(s).exists() and _is_hub_id(s))
     return model_card(
-        config, before, after, name=name, place=f"{name}/{adapter}".removesuffix("/."),
+        config, lora, before, after, name=name, place=f"{name}/{adapter}".removesuffix("/."),
         base=config.base_name or config.model, method=method or config.method, samples=config.samples,
         rewards=[_without_places(spec) for spec in [*rewards, *(["teacher"] if config.teacher else [])]], steps=steps,
-        chosen=chosen,
-        rank=config.lora.r, alpha=config.lora.alpha, layers=config.lora.target_modules,
-        train_data=f"`{_without_places(config.train_dataset)}`",
+        chosen=chosen, train_data=f"`{_without_places(config.train_dataset)}`",
         eval_data=config.eval_dataset and f"`{_without_places(config.eval_dataset)}`", command=command_of(config),
         datasets=list(datasets),
     )  # fmt: skip

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grade.data.prompts import load_prompts
@@ -82,8 +81,8 @@ def make_policy(
 ) -> Backbone:
     """A frozen base with an adapter to train, from whatever a user has.
 
-    Without a tokenizer it is the model's own. Without ``peft_config`` a new adapter has `LoraSettings`, on all linear
-    layers if the base has none of those names; ``seed`` initialises it. ``init_kwargs`` are for a model given by name.
+    Without a tokenizer it is the model's own. Without ``peft_config`` a new adapter has `LoraSettings`; ``seed``
+    initialises it. ``init_kwargs`` are for a model given by name.
     """
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError("processing_class", type(tokenizer).__name__, "a tokenizer of transformers, or None")
@@ -111,7 +110,7 @@ def make_policy(
     else:
         raise InputError("model", type(model).__name__, "a name, a PreTrainedModel, a PeftModel or a Backbone")
     if backbone.peft is None:
-        backbone.add_adapter(peft_config or _default_lora(backbone.model), seed)
+        backbone.add_adapter(peft_config or LoraSettings(), seed)
     name_base(backbone)
     return backbone
 
@@ -141,14 +140,6 @@ def name_base(backbone: Backbone, name: str | None = None) -> None:
     if name is None and source and Path(source).is_dir():
         source = str(Path(source).resolve())
     config.base_model_name_or_path = source
-
-
-def _default_lora(model: PreTrainedModel) -> LoraSettings | LoraConfig:
-    names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    settings = LoraSettings()
-    if names.issuperset(settings.target_modules):
-        return settings
-    return LoraConfig(r=settings.r, lora_alpha=settings.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _tokenizer_of(model: PreTrainedModel | PeftModel) -> PreTrainedTokenizerBase:

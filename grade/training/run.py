@@ -176,8 +176,8 @@ def write_run(output_dir: str | Path, config: TrainConfig, task: Task, result: R
     """Write a finished run's files beside its checkpoints; its earlier results are replaced."""
     output, name = Path(output_dir), Path(config.output_dir).resolve().name
     others = {path.name: path for path in whole_checkpoints(output)}
-    own = others.pop(f"checkpoint-{result.kept}", None)
-    outcome = result.before, result.after, result.method, result.step, result.chosen
+    own, lora = others.pop(f"checkpoint-{result.kept}", None), task.backbone.peft.active_peft_config
+    outcome = lora, result.before, result.after, result.method, result.step, result.chosen
     with writing(output, "output_dir"):
         with atomic(output / "adapter") as adapter:
             task.backbone.save_adapter(adapter)

@@ -1207,15 +1207,14 @@ class GradeTrainer(Trainer):
         words = ", ".join(_listed(dataset or dataset_name) or _listed(dataset_tags))
         train, sets = self.train_dataset, self.eval_dataset
         held_out = sets if isinstance(sets, dict) else {} if sets is None else {"": sets}
-        lora = self.backbone.peft.peft_config[self.backbone.peft.active_adapter]
         card = model_card(
-            self.args, self.saved_evaluation(0), self.saved_evaluation(step) if step else None,
+            self.args, self.backbone.peft.active_peft_config,
+            self.saved_evaluation(0), self.saved_evaluation(step) if step else None,
             name=model_name or output.resolve().name, method=self.args.method, rewards=self.rewards.names, steps=step,
             base=finetuned_from or getattr(self.backbone.model.config, "_name_or_path", ""),
             train_data=", ".join(filter(None, (words, "" if train is None else f"{len(train)} rows"))),
             eval_data="; ".join(f"{name}: {len(rows)} rows".removeprefix(": ") for name, rows in held_out.items()),
-            chosen=self.chosen, rank=lora.r, alpha=lora.lora_alpha, layers=sorted(_listed(lora.target_modules)),
-            tags=_listed(tags), datasets=_listed(dataset_tags),
+            chosen=self.chosen, tags=_listed(tags), datasets=_listed(dataset_tags),
             about={name: value for name, value in about.items() if value},
         )  # fmt: skip
         write_text(output / "README.md", card)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from grade.errors import InputError
-from grade.models.adapter import BASE_FILE, check_saved, continued_adapter
+from grade.models.adapter import BASE_FILE, LoraSettings, check_saved, continued_adapter
 from grade.models.backbone import Backbone
 from grade.models.prompts import position_ids
 from grade.models.sampling import generate
@@ -162,6 +162,17 @@ def test_a_target_that_reaches_head_or_embedding_is_refused(tmp_path, targets, c
 def test_a_pattern_that_reaches_no_layer_is_refused(changes, message):
     with pytest.raises(InputError, match=message):
         Backbone(base(), lora=lora(**changes))
+
+
+def test_the_default_layers_are_all_linear_ones_of_a_base_that_lacks_one_of_them():
+    for config, layers in (
+        (tiny_gpt2(), ["c_attn", "c_fc", "c_proj"]),
+        (tiny_config(), ["k_proj", "o_proj", "q_proj", "v_proj"]),
+    ):
+        names = Backbone(base(config), lora=LoraSettings(r=2)).peft.active_peft_config.target_modules
+        assert sorted({name.rpartition(".")[2] for name in names}) == layers
+    with pytest.raises(InputError, match=r"got .*q_proj.*linear layers \(c_attn, c_fc, c_proj\)"):
+        Backbone(base(tiny_gpt2()), lora=LoraSettings(target_modules=["q_proj"]))
 
 
 def test_a_base_can_be_used_again_after_an_adapter_was_refused(tmp_path):

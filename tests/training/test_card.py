@@ -49,6 +49,7 @@ def test_figures_are_means_with_errors_and_the_change_is_paired(tmp_path):
     assert "| reward | 0.5 ± 0.5 (n=2) | 3.5 ± 1.5 (n=2) | 3 ± 1 (n=2) |" in text
     assert "| KL to the base, nats per token | 0.5 ± 0 (n=2) | 0.5 ± 0 (n=2) | 0 ± 0 (n=2) |" in text
     assert "gold judge" not in text and "steps: 7, of 8 completions" in text
+    assert "LoRA of rank 4, alpha 8, on k_proj, o_proj, q_proj, v_proj" in text  # the adapter that was trained
 
 
 def test_each_reward_of_several_has_a_row_if_it_applied_everywhere(tmp_path):
