@@ -70,7 +70,7 @@ class GoldJudge:
         Raises:
             InputError: If the lengths differ, a label is missing, or no word occurs in two texts.
         """
-        texts, labels = list(texts), [int(label) for label in labels]
+        texts, labels = list(texts), list(labels)
         if len(texts) != len(labels):
             raise InputError("labels", f"{len(labels)} labels", f"one for each of the {len(texts)} texts")
         if set(labels) != {0, 1}:
