@@ -92,7 +92,7 @@ class Log:
 
     trainer_state: Any = None  # the trainer's state, passed on
     # from ``log_extra(name, values)``: further columns of the table of completions, a value for each one
-    columns: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    columns: dict[str, list[Any]] = field(default_factory=dict)
     # from ``log_metric(name, value)``: values of each metric
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -113,7 +113,9 @@ class Log:
             raise InputError(
                 "log_extra", f"{column!r}: {values!r}", f"a name, and a list of {size}, one per completion"
             )
-        self.columns[column].extend(values)
+        if column in self.columns:
+            raise InputError("log_extra", column, "another name: of these completions it is logged already")
+        self.columns[column] = list(values)
 
     def _metric(self, name: str, value: float) -> None:
         if getattr(value, "ndim", 1) == 0:  # a scalar of torch or numpy
@@ -215,9 +217,10 @@ def _values(reward: FunctionReward, result: Any, texts: Texts, dtype: torch.dtyp
     if len(result) != size:
         raise InputError(f"{field}: length of the list", len(result), f"{size}: {_RETURNS}")
     for row, value in enumerate(result):
-        # bool, int, float and numpy's numbers; of larger ones a mean or a spread is infinite
-        finite = isinstance(value, numbers.Real) and abs(value) <= LARGEST
-        if not (value is None or finite or isinstance(value, np.bool_)):
+        if isinstance(value, np.number | np.bool_):  # Python's: 16 bits cannot be compared with the limit
+            value = value.item()
+        # bool, int, float and the like; of larger ones a mean or a spread is infinite
+        if value is not None and not (isinstance(value, numbers.Real) and abs(value) <= LARGEST):
             where = f"{field}, row {row} ({beginning(texts.completions[row])})"
             allowed = f"a finite number of at most {LARGEST:g} in size, or None where the reward does not apply"
             raise InputError(where, value, allowed)

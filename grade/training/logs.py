@@ -80,8 +80,7 @@ class LogBuffer:
                 for name in logged:
                     if name in _OWN[field] or name.startswith("rewards/"):
                         raise InputError(field, name, "another name: the trainer logs its own by this one")
-            parts = scores.values
-            columns = {name: values for name, values in scores.columns.items() if len(values) == len(step.reward)}
+            parts, columns = scores.values, scores.columns
             for name, values in parts.items():
                 given = values[~values.isnan()]
                 if len(given):

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,8 @@ BAD = [
     (lambda: [1.0, float("nan")], r"row 1 \('no'\): got nan"),
     (lambda: [1e300, 1.0], r"row 0 .*got 1e\+300"),
     (lambda: [1e38, 1.0], r"row 0 .*got 1e\+38; .* at most 1e\+18 in size"),
+    (lambda: [10**400, 1.0], "row 0 .*got 1000"),
+    (lambda: [np.float16("inf"), 1.0], "row 0 .*got inf"),
     (lambda: ["1.0", 1.0], "row 0 .*got '1.0'"),
     (lambda: "no", "got 'no'; allowed: a list"),
     (lambda: torch.ones(2, requires_grad=True), "got tensor.*; allowed: .*tolist"),
@@ -164,6 +167,17 @@ def test_one_failing_async_function_leaves_none_running():
     with pytest.raises(InputError, match="reward 'failing': got 'RuntimeError'.*judge is down second line"):
         run_functions([FunctionReward(f) for f in (failing, slow)], TEXTS, Log(), torch.float32)
     assert done == [1]
+
+
+def test_a_column_is_logged_once_for_a_batch_by_whatever_function():
+    def reward(log_extra, **_):
+        log_extra("length", [3, 2])
+        return [0.0, np.float16(1)]
+
+    log = Log()
+    assert call(reward, log=log).tolist() == [0, 1] and call(reward, log=Log()).tolist() == [0, 1]
+    with pytest.raises(InputError, match="log_extra: got 'length'; allowed: another name"):
+        call(reward, log=log)
 
 
 def test_an_input_error_of_a_function_stays_as_it_is():

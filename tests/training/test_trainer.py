@@ -209,7 +209,7 @@ def test_the_rest_of_a_pass_is_not_left_out_and_a_run_that_wrote_nothing_leaves_
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(save_strategy="no"),
+    [dict(save_strategy="no"), dict(method="remax"),
      dict(method="distilled", substitutions=9, temperature=0.1, gradient_accumulation_steps=2)],
 )  # fmt: skip
 def test_completions_are_written_as_tables(base, tmp_path, changes):
