@@ -346,7 +346,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
             InputError: For a setting that would train something else.
         """
         ours = cls(output_dir="trainer_output", use_cpu=bool(changes.get("use_cpu", False)))
-        values = translated(config, ours, own_fields(cls), changes.get("method"))
+        values = translated(config, ours, own_fields(cls), changes)
         return cls(**{"output_dir": ours.output_dir} | values | changes)
 
     @property

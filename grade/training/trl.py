@@ -99,10 +99,11 @@ def refuse_unknown(values: Mapping[str, Any], known: Iterable[str], kind: str = 
         raise InputError(str(name), values[name], f"a known {kind}{f' (did you mean {close[0]!r}?)' if close else ''}")
 
 
-def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dict[str, Any]:
+def translated(config: Any, ours: Any, own: set[str], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Values of our config from one of TRL's; a line is logged for each that is translated or dropped.
 
-    ``ours`` is a config of our defaults, ``own`` the settings whose defaults are not those of ``TrainingArguments``.
+    ``ours`` is a config of our defaults, ``own`` the settings whose defaults are not those of ``TrainingArguments``,
+    ``changes`` are those of ours that come last.
     """
     if isinstance(config, Mapping | Namespace):
         given, theirs = dict(config if isinstance(config, Mapping) else vars(config)), NEUTRAL
@@ -120,7 +121,7 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
             given[name] = value.item()
     distils = _OF_TEACHERS in given
     theirs_alone = TEACHER if distils else "rloo" if "RLOO" in type(config).__name__.upper() else "grpo"
-    method = method or given.get("method") or theirs_alone
+    method = changes.get("method") or given.get("method") or theirs_alone
     if distils:
         _distillation(given)
     values: dict[str, Any] = {"method": method}
@@ -131,7 +132,8 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
         _say("loss_type", f"{loss!r} dropped; here: {DROPPED['loss_type']}")
     _packing(given, ours)
     given = _generation(given)
-    type(ours).schema().parse({name: given[name] for name in ("beta", _LENGTH) if name in given})  # they are multiplied
+    multiplied = {name: value for name, value in (given | changes).items() if name in ("beta", _LENGTH)}
+    type(ours).schema().parse(multiplied)
     for name, value in given.items():
         if name in ours.__dataclass_fields__:
             changed = value != getattr(ours, name)
@@ -149,8 +151,8 @@ def translated(config: Any, ours: Any, own: set[str], method: str | None) -> dic
             _say(name, f"{value!r} dropped; here: {DROPPED[name]}")
         else:
             refuse_unknown({name: value}, ours.__dataclass_fields__)
-    if values.get("beta"):
-        length = values.get("max_completion_length", ours.max_completion_length)
+    if values.get("beta") and "beta" not in changes:
+        length = multiplied.get(_LENGTH, ours.max_completion_length)
         values["beta"] *= length
         _say("beta", f"{given['beta']!r} times max_completion_length = {length} is {values['beta']:g}: TRL's weighs a "
              "sum over tokens, ours a mean")  # fmt: skip

@@ -115,6 +115,7 @@ def test_a_config_of_trls_becomes_ours(caplog):
     assert {name: getattr(ours, name) for name in wanted} == wanted
     said = [record.getMessage().split(": ")[1] for record in caplog.records if "from_trl" in record.getMessage()]
     assert sorted(said) == ["beta", "epsilon_high", "generation_kwargs", "loss_type"]
+    assert GradeConfig.from_trl(theirs, max_completion_length=50).beta == 2
     assert GradeConfig.from_trl(RLOOConfig(scale_rewards="none")).method == "rloo"
     assert GradeConfig.from_trl(Namespace(max_prompt_length=9, substitutions=5, method="distilled")).substitutions == 5
     assert GradeConfig.from_trl({"max_prompt_length": 9}, method="distilled").truncation == "left"
