@@ -238,7 +238,7 @@ class GradeTrainer(Trainer):
         self._prompts, self._texts, self._given = train_dataset, None, None
         self._offline = args.method == OFFLINE
         self.along = self.learner if self._offline else None
-        self.text_steps = 0
+        self.text_steps, self._opened = 0, list[Tensor]()
         if texts is not None or (self._offline and train_dataset is not None):
             self._texts = self._read_texts(texts)
         if self._offline and self._texts is not None:
@@ -461,7 +461,7 @@ class GradeTrainer(Trainer):
         self._check_dataset(rows, "texts")
         return rows
 
-    def _distil_texts(self) -> None:
+    def _distil_texts(self, resumed: bool) -> None:
         args = self.args
         if args.method == TEACHER:
             length = args.max_completion_length
@@ -485,7 +485,8 @@ class GradeTrainer(Trainer):
             return  # without either nothing would keep the policy near
         if not self._offline:
             self.along = OfflineGradient(args, self.backbone, learner.families)
-            self._opened = [p.detach().clone() for p in self.backbone.trainable_parameters()]
+            if not (resumed and self._opened):  # where this run began, also if this trainer was interrupted
+                self._opened = [p.detach().clone() for p in self.backbone.trainable_parameters()]
         self._set_text_steps(text_steps)
         self.along.begin(texts, learner.prior, target, args.beta)
         steering = self.along.steering
@@ -546,7 +547,7 @@ class GradeTrainer(Trainer):
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
         try:
             if self._texts is not None:
-                self._distil_texts()
+                self._distil_texts(bool(resume_from_checkpoint))
             return super().train(resume_from_checkpoint)
         except BaseException:
             with suppress(OSError):  # the folder, which the Trainer made, where nothing was written

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from grade.errors import InputError
 from grade.models.scoring import sequence_kl
@@ -112,6 +113,26 @@ def test_auto_starts_over_without_texts_that_own_completions_disprove(tmp_path):
     figures = {row["step"]: row for row in run.state.log_history if "num_samples" in row}
     assert figures[6]["kl"] > 1e-3 > abs(figures[7]["kl"]) and figures[7]["num_samples"] == 24 + 32
     assert not figures[16].get("distilled/transfer")
+
+
+class Interrupted(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 9:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("reward", [more_w_than_s, falls_once_training_began])
+def test_a_trainer_goes_on_from_its_checkpoint_after_an_interruption(tmp_path, reward):
+    changes = dict(method="auto", max_steps=16, save_strategy="steps", save_steps=5, substitutions=2)
+    whole, again = (trainer(tmp_path / name, reward, **changes) for name in ("whole", "again"))
+    whole.train()
+    again.add_callback(Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        again.train()
+    again.remove_callback(Interrupted)
+    again.train(resume_from_checkpoint=True)
+    for one, other in zip(*(run.backbone.trainable_parameters() for run in (whole, again)), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_rewards_that_disprove_the_texts_end_a_run_that_has_nothing_else(tmp_path):

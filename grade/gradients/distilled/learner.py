@@ -177,6 +177,7 @@ class DistilledGradient(Learner):
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Continue where `tensors` was taken."""
+        self.fit = self.last = None  # of steps after that
         self.store.restore(tensors)
         self.blend.moments, self.blend.before = tensors["blend"], tensors["residual"].to(self.backbone.device)
         self.intercept, self.steps = float(tensors["level"][0]), int(tensors["level"][1])

@@ -214,8 +214,8 @@ class Substitutions:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue where `state` was taken."""
-        rows = {name: each.numpy() for name, each in state.items()}
-        self.about, self.calls = rows.pop("about", self.about), int(rows.pop("calls", self.calls))
+        rows = {"about": np.zeros((3, 0)), "calls": 0} | {name: each.numpy() for name, each in state.items()}
+        self.about, self.calls, self.rows = rows.pop("about"), int(rows.pop("calls")), {}
         for name, each in rows.items():
             if (size := getattr(self.families[name], "size", None)) is not None:
                 entries = each[2], each[:2].astype(int)
