@@ -68,8 +68,10 @@ class CompletionsServer(ThreadingHTTPServer):
         return (200, "gone") if self.adapters.pop(body["lora_name"], None) else (404, {"error": "no such adapter"})
 
     def models(self, _):
-        models = [{"id": "base", "parent": None, "max_model_len": self.longest}]
-        return 200, {"object": "list", "data": models + [{"id": name, "parent": "base"} for name in self.adapters]}
+        names = ("base", "alias")  # answers have the first, as vLLM's
+        models = [{"id": name, "root": "/base", "parent": None, "max_model_len": self.longest} for name in names]
+        models += [{"id": name, "root": f"/{name}", "parent": "base"} for name in self.adapters]
+        return 200, {"object": "list", "data": models}
 
     def tokenize(self, body):
         if self.tokenizer is None:
@@ -88,7 +90,8 @@ class CompletionsServer(ThreadingHTTPServer):
         for row, token in zip(logp, prompt[1:], strict=False):
             kept = [token, *row.topk(body["prompt_logprobs"]).indices.tolist()]
             places.append({str(each): {"logprob": float(row[each]), "decoded_token": "?"} for each in kept})
-        return 200, {"choices": [{"index": 0, "prompt_logprobs": places, "prompt_token_ids": prompt}]}
+        choices = [{"index": 0, "prompt_logprobs": places, "prompt_token_ids": prompt}]
+        return 200, {"model": body["model"] if body["model"] in self.adapters else "base", "choices": choices}
 
     @torch.no_grad()
     def complete(self, body):
@@ -121,7 +124,7 @@ class CompletionsServer(ThreadingHTTPServer):
                 "prompt_token_ids": body["prompt"], "token_ids": tokens[:end],
                 "logprobs": {"token_logprobs": values[:end]},
             })  # fmt: skip
-        return 200, {"choices": choices}
+        return 200, {"model": body["model"], "choices": choices}
 
 
 @contextmanager

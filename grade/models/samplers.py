@@ -159,6 +159,7 @@ class _Choice(BaseModel):
 
 
 class _Answer(BaseModel):
+    model: str | None = None
     choices: Annotated[list[_Choice], FailFast()]  # thousands of wrong ones take minutes to list
 
 
@@ -236,7 +237,11 @@ class ServerSampler(Server, Sampler):
         answer = self.parsed(_Answer, await self.ask("/v1/completions", request), needs)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
         numbered = [choice.index for choice in choices] == list(range(n))
-        self.require((numbered, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}"))
+        asked = request.get("model", answer.model)
+        self.require(
+            (answer.model in (None, asked), f"model {answer.model}", f"model {asked}, which was asked for"),
+            (numbered, f"{len(choices)} choices", f"{n} choices with indices 0 to {n - 1}"),
+        )
         tokenizer, eos, rows = backbone.tokenizer, backbone.eos_token_ids, []
         known = backbone.vocab_size if tokenizer is None else min(backbone.vocab_size, len(tokenizer))
         most, least, ends = request["max_tokens"], request["min_tokens"], ", ".join(map(str, sorted(eos))) or "none"

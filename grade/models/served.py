@@ -52,11 +52,13 @@ class _Choice(BaseModel):
 
 
 class _Answer(BaseModel):
+    model: str | None = None
     choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
 
 
 class _Model(BaseModel):
     id: str
+    root: str | None = None
     parent: str | None = None
     max_model_len: Annotated[int, Field(ge=3)] | None = None
 
@@ -87,6 +89,8 @@ class ServedModel:
         if self.model not in known:
             raise InputError("teacher", given, f"a model of the server: {', '.join(known)}")
         card = known[self.model]
+        # vLLM's base may have several names, of which answers have the first.
+        self._names = {None, *(each.id for each in models if (each.root or each.id) == (card.root or card.id))}
         length = card.max_model_len or getattr(known.get(card.parent), "max_model_len", None)
         self.max_positions = length - 2 if length else 2**31  # the last token is read too, and one is written
         self._kept: dict[tuple[tuple[int, ...], int], tuple[Tensor, Tensor]] = {}
@@ -112,9 +116,11 @@ class ServedModel:
         needs = "prompt_logprobs (vLLM: --max-logprobs >= teacher_topk)"
         content = await self.server.ask("/v1/completions", body, needs)
         needs = "one choice with the prompt_logprobs of its tokens, as vLLM's"
-        (choice,) = self.server.parsed(_Answer, content, needs).choices
+        answer = self.server.parsed(_Answer, content, needs)
+        (choice,) = answer.choices
         given, read = choice.prompt_logprobs, choice.prompt_token_ids
         self.server.require(
+            (answer.model in self._names, f"model {answer.model}", f"model {self.model}, which was asked for"),
             (read in (None, tokens), f"prompt_token_ids {read}", f"the text {tokens}"),
             (len(given) == len(tokens), f"{len(given)} prompt_logprobs", f"one of each token, {len(tokens)}"),
         )

@@ -208,6 +208,9 @@ WRONG = {
     ),
     "fewer completions": (whole(lambda a: (200, {"choices": a["choices"][1:]})), "1 choices.*2 choices"),
     "another prompt": (choices(lambda c: c.update(prompt_token_ids=[1])), r"\[1\]'; allowed: the prompt \["),
+    "another model": (
+        whole(lambda a: (200, a | {"model": "base"})), "got 'model base'; allowed: model grade-.*, which was asked for"
+    ),
     "no JSON": (whole(lambda a: (200, "<html>")), "got '<html>'; .* JSON"),
     "an error": (whole(lambda a: (500, "out\x1b[2J")), r"POST .*/v1/completions: got .status 500.; .* said: out\?\[2J"),
 }  # fmt: skip

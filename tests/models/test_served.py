@@ -94,7 +94,9 @@ def test_the_model_of_several(served):
     assert base.fingerprint() != make_teacher(server.address, backbone, topk=3).fingerprint()
     assert other.served.max_positions == base.served.max_positions == 62
     assert (of(base, backbone)[0] - of(other, backbone)[0]).abs().max() > 0.1
-    with pytest.raises(InputError, match="teacher: got .*#nobody'; allowed: a model of the server: base, other"):
+    alias = make_teacher(server.address + "#alias", backbone)
+    assert torch.equal(of(alias, backbone)[0], of(base, backbone)[0])
+    with pytest.raises(InputError, match="teacher: got .*#nobody'; allowed: a model of the server: base, alias, other"):
         make_teacher(server.address + "#nobody", backbone)
 
 
@@ -134,6 +136,9 @@ WRONG = {
     "logits": (places(lambda rows: [v.update(logprob=7.0) for v in rows[-1].values()]), "less than or equal to 1"),
     "another prompt": (
         answers(lambda a: (200, {"choices": [a["choices"][0] | {"prompt_token_ids": [1]}]})), r"ids \[1\]'; .*text"
+    ),
+    "another model": (
+        answers(lambda a: (200, a | {"model": "other"})), "got 'model other'; allowed: model base, which was asked for"
     ),
     "too many asked for": (
         answers(lambda a: (400, "Requested prompt logprobs of 4, which is greater than max allowed: 3")),
