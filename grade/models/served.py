@@ -28,7 +28,7 @@ from grade.models.server import Logprob, Server
 FLOOR = 1e-6
 """Least mass of the rest: what the rounding of a float32 server may leave of 0, of which there is a logarithm."""
 EXCESS = 1e-3
-"""By which the probabilities of a position may exceed 1."""
+"""By which the probabilities of a position may exceed 1 or miss it."""
 
 
 class Support(NamedTuple):
@@ -128,18 +128,20 @@ class ServedModel:
         for token, place in zip(tokens[start:], given[start:], strict=True):
             of_each = {number: value.logprob for number, value in (place or {}).items()}
             mass = sum(map(math.exp, of_each.values()))
-            least = 1 - EXCESS if len(of_each) == self.vocab else 0
+            likeliest = sorted(of_each.values())[-self.topk :]
+            others = (self.vocab - len(of_each)) * math.exp(min(likeliest, default=0))  # none is likelier than these
             self.server.require(
                 (token in of_each, f"prompt_logprobs without token {token}", "the text's own token among them"),
                 (self.topk <= len(of_each) <= self.topk + 1, f"{len(of_each)} prompt_logprobs of a token",
                  f"{self.topk} (teacher_topk) and the text's own token"),
                 (max(of_each, default=0) < self.vocab, f"token {max(of_each, default=0)}",
                  f"token ids of the policy, 0 to {self.vocab - 1}"),
-                (least <= mass <= 1 + EXCESS, f"probabilities with the sum {mass:.4g}",
-                 "1, or less of some tokens (vLLM: --logprobs-mode processed_logprobs or raw_logprobs)"),
+                (1 - EXCESS - others <= mass <= 1 + EXCESS, f"probabilities with the sum {mass:.4g}",
+                 "1, or less of some tokens if others, none of them likelier, can have the rest (vLLM: --logprobs-mode "
+                 "processed_logprobs or raw_logprobs)"),
             )  # fmt: skip
             missing = self.topk + 1 - len(of_each)
-            rest = NOTHING if least else math.log(max(1 - mass, FLOOR))
+            rest = NOTHING if len(of_each) == self.vocab else math.log(max(1 - mass, FLOOR))
             ids.append([*of_each, *[token] * missing])
             values.append([*of_each.values(), *[NOTHING] * missing, rest])
         logq = torch.tensor(values, dtype=torch.float64)
