@@ -133,9 +133,9 @@ WRONG = {
         places(lambda rows: rows[-1].update({str(VOCAB): rows[-1].popitem()[1]})), f"token {VOCAB}'"
     ),
     "no distribution": (places(lambda rows: [v.update(logprob=-0.1) for v in rows[-1].values()]), "with the sum 4.5"),
-    "no mass": (places(lambda rows: [v.update(logprob=-9999.0) for v in rows[-1].values()]), "the sum 0'.*none of them"),
+    "no mass": (places(lambda rows: [v.update(logprob=-9999.0) for v in rows[-1].values()]), "the sum 0'.*none of"),
     "not the likeliest": (
-        places(lambda rows: [rows[-1][key].update(logprob=-8.0) for key in list(rows[-1])[1:]]), "with the sum 0.*others"
+        places(lambda rows: [rows[-1][key].update(logprob=-8.0) for key in list(rows[-1])[1:]]), "the sum 0.*none of"
     ),
     "logits": (places(lambda rows: [v.update(logprob=7.0) for v in rows[-1].values()]), "less than or equal to 1"),
     "another prompt": (
