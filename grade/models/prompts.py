@@ -307,8 +307,9 @@ def _prompt_of(example: Mapping[str, Any], number: int) -> str | Sequence[Mappin
             raise InputError(f"{name} in row {number}", type(example[name]).__name__, _NO_IMAGES)
     prompt = example["prompt"]
     if isinstance(prompt, str):
-        if re.search("[\ud800-\udfff]", prompt):  # half of a surrogate pair, which no tokenizer takes
-            raise InputError(f"prompt in row {number}", prompt, "text that UTF-8 can store")
+        # Half of a surrogate pair, which no tokenizer takes, or what a power cut leaves of a file.
+        if re.search("[\0\ud800-\udfff]", prompt):
+            raise InputError(f"prompt in row {number}", prompt, "text that UTF-8 can store, without the character NUL")
         return prompt
     if not isinstance(prompt, (list, tuple)):
         raise InputError(f"prompt in row {number}", prompt, 'text, or a list of messages {"role", "content"}')

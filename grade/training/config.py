@@ -70,6 +70,7 @@ _OFF = ("", "false", "0", "no")
 _LAUNCH = {
     "ACCELERATE_USE_DEEPSPEED": _OFF, "ACCELERATE_USE_MEGATRON_LM": _OFF, "ACCELERATE_USE_PARALLELISM_CONFIG": _OFF,
     "ACCELERATE_MIXED_PRECISION": ("", "no"),  # the base's type is a setting of the run, dtype or bf16
+    "ACCELERATE_DYNAMO_BACKEND": ("", "no"),
     SHARDING: ("", FSDP2),
 }  # fmt: skip
 _FSDP = {
@@ -268,6 +269,7 @@ class GradeConfig(MethodConfig, TrainingArguments):
             ("weight_decay", self.weight_decay * self.learning_rate > 1,
              f"at most 1 / learning_rate = {1 / self.learning_rate:g}: a step would turn the weights around"),
             ("ddp_backend", self.ddp_backend and "WORLD_SIZE" not in os.environ, "null: there is one process"),
+            ("adam_epsilon", self.adam_epsilon <= 0, "above 0: a step divides by it where a gradient is 0"),
             ("fp16", self.fp16, "false, or bf16: float16 would need a loss scaler"),
         )  # fmt: skip
         for name, wrong, allowed in rules:

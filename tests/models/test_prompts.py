@@ -156,6 +156,7 @@ CHAT = [USER]
 BAD = {
     "no column": ("a", {"text": "a"}, r"columns of row 7: got \['text'\]; allowed: one of them \"prompt\""),
     "none": ("a", {"prompt": None}, "prompt in row 7: got None; allowed: text, or a list of messages"),
+    "NUL": ("a", {"prompt": "a\0b"}, "prompt in row 7: got .*without the character NUL"),
     "texts": ("a", {"prompt": ["a", "b"]}, "message 0 of the prompt in row 7: got 'a'"),
     "messages": ("a", {"prompt": CHAT}, "prompt in row 7: got .*allowed: text, as in the rows before it"),
     "too long": ("a", {"prompt": "a b c a"}, "tokens of the prompt in row 7: got 5; allowed: at most 4 .*truncation"),

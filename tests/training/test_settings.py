@@ -54,7 +54,7 @@ THEIRS = {
     "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}, "report_to": 3, "save_strategy": "better",
     "dataloader_persistent_workers": True, "dataloader_multiprocessing_context": "spawn", "max_steps": 10**13,
     "top_p": 0.9, "fp16": True, "fsdp": "full_shard", "remove_unused_columns": True, "eval_strategy": "x",
-    "trust_remote_code": True,
+    "trust_remote_code": True, "adam_epsilon": 0.0,
 }  # fmt: skip
 
 

@@ -79,6 +79,7 @@ def test_a_trace_of_one_process_says_what_a_tracker_counts_in_each_of_two(runs, 
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed"),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "fsdp_version"),
         ({SHARDING: "zero3"}, "grade_sharding"),
     ],
