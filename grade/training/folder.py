@@ -85,8 +85,10 @@ class RunFolder:
         Nothing is changed yet, see `begin`. An interrupted run is continued by ``resume`` (yes: the same settings and
         data; auto: also the same code, or else it starts over). Only ``overwrite`` replaces a run, finished or not.
         """
+        if overwrite and resume != "no":
+            raise InputError("resume", resume, "no, beside overwrite: one continues a run, the other starts over")
         self.about = now = _about(self.config)
-        if overwrite and resume == "no":
+        if overwrite:
             return None
         before, checkpoint = self._read(), last_checkpoint(self.path)
         # Both: an earlier run's results stay until they are replaced, and DVC removes results that it is to make again.

@@ -127,6 +127,9 @@ def test_an_interrupted_run_is_not_overwritten_by_mistake(common, tmp_path, monk
     with pytest.raises(InputError, match="--resume to continue the interrupted run at checkpoint-2, or --overwrite"):
         train(settings("ste", common, tmp_path), silent)
     assert (tmp_path / "checkpoint-2").is_dir()
+    for resume in ("yes", "auto"):
+        with pytest.raises(InputError, match=f"resume: got '{resume}'; allowed: no, beside overwrite"):
+            train(settings("ste", common, tmp_path), silent, resume, overwrite=True)
     assert train(settings("ste", common, tmp_path), silent, overwrite=True).step == 4
 
 
@@ -238,7 +241,7 @@ def test_trackers_go_on_with_the_same_run(common, tmp_path, monkeypatch):
         for name in names:
             monkeypatch.delenv(name, raising=False)
         with pytest.raises(Stop):
-            train(settings("ste", common | {"report_to": ["wandb"]}, tmp_path), silent, resume, overwrite=True)
+            train(settings("ste", common | {"report_to": ["wandb"]}, tmp_path), silent, resume, overwrite=resume == "no")
         (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
         (tmp_path / "checkpoint-1" / "weights").touch()
         write_manifest(tmp_path / "checkpoint-1")
