@@ -241,7 +241,8 @@ def test_trackers_go_on_with_the_same_run(common, tmp_path, monkeypatch):
         for name in names:
             monkeypatch.delenv(name, raising=False)
         with pytest.raises(Stop):
-            train(settings("ste", common | {"report_to": ["wandb"]}, tmp_path), silent, resume, overwrite=resume == "no")
+            tracked = settings("ste", common | {"report_to": ["wandb"]}, tmp_path)
+            train(tracked, silent, resume, overwrite=resume == "no")
         (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
         (tmp_path / "checkpoint-1" / "weights").touch()
         write_manifest(tmp_path / "checkpoint-1")
