@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
 
 import pydantic
 from ruamel.yaml import YAML
@@ -35,6 +35,8 @@ LARGEST = 1e18
 """Largest number of a setting: its square is still a float32, and it is still a whole number of 64 bits."""
 MOST_BYTES = 10**12
 """More than any machine has for what is estimated from below."""
+Text = Annotated[str, pydantic.BeforeValidator(lambda value: "" if value is None else value)]
+"""Text that may be empty, which YAML reads as null: ``--gold ""``."""
 
 
 def check_bytes(sizes: Mapping[str, int], each: int, most: int | None = None) -> None:
@@ -136,12 +138,12 @@ class Settings(_Loading):
         return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
     def check_values(self, names: Iterable[str]) -> None:
-        """Raise `InputError` for the first of these fields whose present value is wrong; numbers become Python's."""
+        """Raise `InputError` for the first of these fields whose present value is wrong; the others become plain."""
         given = {name: getattr(self, name) for name in names}
         checked = self.schema().parse(given)
         for name, value in given.items():
-            if isinstance(getattr(checked, name), float) and not isinstance(value, int | float):
-                setattr(self, name, getattr(checked, name))  # of a number of numpy, a Decimal, a Fraction
+            if isinstance(getattr(checked, name), float | str) and not isinstance(value, int | float | str):
+                setattr(self, name, getattr(checked, name))  # of a number of numpy, a Decimal, a Fraction, None
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "", given: Sequence[str] = ()) -> Self:

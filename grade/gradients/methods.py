@@ -20,7 +20,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from grade.config import Settings, check_bytes, setting
+from grade.config import Settings, Text, check_bytes, setting
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS, RelaxationConfig, Support, tau_at
 
@@ -240,7 +240,7 @@ class MethodConfig(Settings):
         "Jensen-Shannon",
     )  # fmt: skip
     teacher_weight: NonNegativeFloat = setting(1.0, "weight of the divergence beside rewards, per nat and token")
-    teacher_context: str = setting("", "text that the teacher alone reads before the prompt; {column} is the row's")
+    teacher_context: Text = setting("", "text that the teacher alone reads before the prompt; {column} is the row's")
     teacher_topk: PositiveInt = setting(
         20, "likeliest tokens at each position that a teacher behind a server tells of; its --max-logprobs at most"
     )

@@ -19,7 +19,7 @@ from transformers.integrations import integration_utils
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.training_args import trainer_log_levels
 
-from grade.config import SEEDS, allowed_names, own_fields, setting
+from grade.config import SEEDS, Text, allowed_names, own_fields, setting
 from grade.data.texts import LEAST
 from grade.errors import InputError
 from grade.gradients.estimators import ESTIMATORS
@@ -401,16 +401,16 @@ class TrainConfig(GradeConfig):
         "module:function, file.py:function, hf:<id or folder>[@LABEL], or a folder of grade reward; or a list of them; "
         f"null: {REWARD}, or none with a teacher",
     )
-    gold: str = setting("", "a judge that training never sees; empty for none")
+    gold: Text = setting("", "a judge that training never sees; empty for none")
     train_dataset: str = setting(
         "data/reviews/policy.jsonl", "prompts: .jsonl, .csv, .parquet, or a Hugging Face id (id:split)"
     )
-    texts: str = setting(
+    texts: Text = setting(
         "",
         "distilled, offline: texts that the reward is distilled from before the first step: a file or hub id with "
         "prompt and completion, or text; or reference:N, completions of the reference",
     )
-    eval_dataset: str = setting("data/reviews/validation.jsonl", "held-out prompts; empty for none")
+    eval_dataset: Text = setting("data/reviews/validation.jsonl", "held-out prompts; empty for none")
     samples: NonNegativeInt = setting(8, "completions before and after training that are kept as text")
 
     eval_on_start: bool = setting(True, "evaluate before the first step")

@@ -42,6 +42,14 @@ def test_what_could_not_be_missed_is_accepted():
     assert (made.torch_empty_cache_steps, made.learning_rate, type(made.learning_rate)) == (2, 0.01, float)
 
 
+def test_null_is_the_empty_text_where_a_setting_may_be_empty():
+    names = ("gold", "texts", "eval_dataset", "teacher_context")
+    read = TrainConfig.load([], ["output_dir=x", "use_cpu=true", *(f"{name}=" for name in names)])
+    made = TrainConfig("x", use_cpu=True, **dict.fromkeys(names))
+    assert [getattr(config, name) for config in (read, made) for name in names] == [""] * 8
+    assert not read.eval_on_start
+
+
 def test_a_parser_of_transformers_reads_all_settings(tmp_path):
     words = ["--output_dir", str(tmp_path), "--residual_weight", "0.5", "--method", "distilled", "--use_cpu"]
     (read,) = HfArgumentParser(GradeConfig).parse_args_into_dataclasses(words)
