@@ -205,6 +205,7 @@ def cases():
         ("--method ste --num_generations null --gumbel_topk 100000", "gumbel_topk: got 100000; allowed: 0"),
         ("--hops 2", "hops: got 2"), ("--max_completion_length 300", "got 300; allowed: less"),
         ("--method ste_legacy --num_generations null --gradient_checkpointing true", "gradient_checkpointing: got"),
+        ("--method ste_legacy --num_generations null --hops 2", "hops: got 2; allowed: only with gumbel, ste"),
         ("--final_eval_prompts 41", "final_eval_prompts: got 41; allowed: at most 8"),
         ("--warmup_steps 1", "less than max_steps = 1"), ("--method ppo --minibatches 3", "minibatches: got 3"),
         ("--set reward=[3]", "reward.0: got 3"),

@@ -94,7 +94,7 @@ _CLIPPED = tuple(name for name, method in POLICY_GRADIENT_METHODS.items() if met
 _NOISY = tuple(name for name, method in RELAXED.items() if not ESTIMATORS[method.estimator].dense)
 _REPLAYED = tuple(name for name, method in RELAXED.items() if method.engine == "replay")
 OPTIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("hops", "hop_tolerance"), tuple(RELAXED)),
+    **dict.fromkeys(("hops", "hop_tolerance"), _REPLAYED),
     **dict.fromkeys(("gumbel_topk", "support", "tau_start", "tau_end", "tau_anneal_steps"), _NOISY),
     "gradient_checkpointing": (*_REPLAYED, *POLICY_GRADIENTS, DISTILLED, OFFLINE, TEACHER),
     "rao_draws": ("gumbel_rao",),

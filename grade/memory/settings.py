@@ -204,10 +204,10 @@ class StepConfig(TracedConfig):
     @property
     def trainer(self) -> MethodConfig:
         """The trainers' settings of this step, which refuse those that the method does not read."""
-        own = {}
+        own, by_engine = {}, ("gradient_checkpointing", "hops")  # here *_legacy may have another engine
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            changed = value != field.default and name != "gradient_checkpointing"  # here *_legacy has it too
+            changed = value != field.default and (self.policy_gradient or name not in by_engine)
             if name in OPTIONS and (changed or reads(self.method, name)):
                 own[name] = value
         return MethodConfig(method=self.method, max_completion_length=self.max_new_tokens, **own)

@@ -99,8 +99,9 @@ def test_the_lines_are_near_real_traces():
 
 
 @pytest.mark.parametrize("budget", [1030, 1059, 1060, 1234, 5000])
-def test_what_a_budget_fits_is_the_largest_that_does(budget):
-    config = StepConfig(**SMALL | {"max_new_tokens": 3})
+@pytest.mark.parametrize("own", [{}, {"method": "ste_legacy", "engine": "replay"}])
+def test_what_a_budget_fits_is_the_largest_that_does(budget, own):
+    config = StepConfig(**SMALL | {"max_new_tokens": 3} | own)
     fits = {f.quantity: f.value for f in plan(config, budget, tracer=fixed_tracer)}
     assert fits["batch_size"] == ((budget - 1000) // 30 or None)
     assert fits["max_new_tokens"] == (budget - 1000) // 20
