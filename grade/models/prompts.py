@@ -138,7 +138,8 @@ def encode_examples(
     arguments, such as ``enable_thinking``.
 
     A prompt of more than ``max_prompt_length`` tokens is an error, or is cut: ``left`` keeps its last tokens (a BOS
-    goes too), ``right`` its first. Its row then has the text of the tokens that are left. ``rows`` are the rows'
+    goes too), ``right`` its first. A row with text then has that of the tokens that are left; messages stay whole,
+    since a part of a rendered chat is none, and so rewards that read text see all of them. ``rows`` are the rows'
     numbers in the dataset, for error messages; by default they count from 0. Plain text for a tokenizer with a chat
     template is warned of once per process, if ``warn_raw``.
 
@@ -161,9 +162,9 @@ def encode_examples(
                 allowed = f"at most {limit} (max_prompt_length); or truncation left, to keep the last {limit}, or right"
                 raise InputError(f"tokens of the prompt in row {number}", len(ids), allowed)
             ids = ids[-max_prompt_length:] if truncation == "left" else ids[:max_prompt_length]
-            # Without the tokenizer's BOS, with the special tokens that a template wrote.
-            text = tokenizer.decode(ids, skip_special_tokens=isinstance(examples[place]["prompt"], str))
-            encoded[place], examples[place] = ids, {**examples[place], "prompt": text}
+            encoded[place] = ids
+            if isinstance(examples[place]["prompt"], str):
+                examples[place] = {**examples[place], "prompt": tokenizer.decode(ids, skip_special_tokens=True)}
     padding = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
     # Not `tokenizer.pad`, which needs a padding token.
     return PromptBatch(*padded(encoded, padding, "left"), tuple(examples))

@@ -130,7 +130,7 @@ def test_messages_go_through_the_chat_template():
     ]
     assert batch.examples == tuple(rows)
     cut = encode_examples(chat_tokenizer(), rows[:1], 3, "left")
-    assert cut.ids.tolist() == [[B, EOS, BOS]] and cut.examples == ({"prompt": "b </s> <s>"},)
+    assert cut.ids.tolist() == [[B, EOS, BOS]] and cut.examples == tuple(rows[:1])
     assert encode_examples(chat_tokenizer(), rows[:1], None, "error", {"shout": True}).ids[0, -2:].tolist() == [BOS, C]
     own = encode_examples(abc_tokenizer(), rows[:1], chat_template_kwargs={"chat_template": "b"})
     assert own.ids.tolist() == [[B]]
