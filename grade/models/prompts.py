@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from jinja2.meta import find_undeclared_variables
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from grade.errors import InputError, reading
 from grade.files import hashed
@@ -266,11 +268,15 @@ def _token_ids(
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if options and not messages:
         raise InputError("chat_template_kwargs", options, "none: the prompts are text, which no template reads")
-    unread = [name for name in options if name not in f"chat_template {template}"]
-    if unread:
-        raise InputError("chat_template_kwargs", unread[0], "names that the chat template reads")
     if messages and not template:
         raise InputError(fields[0], prompts[0], "text, because the model's tokenizer has no chat template")
+    if options:
+        with reading("chat_template_kwargs", type(tokenizer).__name__, "a chat template that can be parsed"):
+            source = tokenizer.get_chat_template(options.get("chat_template"))
+            # In transformers' own environment, whose tags and functions are not jinja's alone.
+            read = find_undeclared_variables(_compile_jinja_template(source).environment.parse(source))
+        for name in options.keys() - read - {"chat_template"}:
+            raise InputError("chat_template_kwargs", name, "names that the chat template reads")
     if messages:
         encoded = checked = []
         for field, prompt in zip(fields, prompts, strict=True):

@@ -70,7 +70,8 @@ def test_ids_under_the_mask_are_the_first_tokens(words, n):
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('role ' + m.role) }}{% endif %}<s>{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>{% endif %}{% if shout %}c{% endif %}"
+    "{% if add_generation_prompt %}<s>{% endif %}{% if not shout is defined %}{% set shout = false %}{% endif %}"
+    "{% if shout %}{% generation %}c{% endgeneration %}{% endif %}"
 )
 
 
@@ -194,7 +195,7 @@ def test_what_a_template_does_not_read_is_named():
             with pytest.raises(InputError, match=f"{name} in row 0: got .*allowed: no such column"):
                 check_prompts(chat_tokenizer(), dataset)
         check_prompts(chat_tokenizer(), [{"prompt": "a", name: value}], warn_raw=False)  # text: no template
-    for name in "padding", "whisper":
+    for name in "padding", "whisper", "role", "if", "raise_exception":
         with pytest.raises(InputError, match=f"chat_template_kwargs: got '{name}'; allowed: names that the chat templ"):
             encode_examples(chat_tokenizer(), [row], chat_template_kwargs={name: True})
 
