@@ -114,7 +114,10 @@ _GIVEN = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 """What functions get from the trainer, so that no column can have these names."""
 _NOT_CALLED = ("compute_loss", "_compute_loss", "prediction_step", "get_decay_parameter_names", "_prepare_inputs",
                "_generate", "_generate_single_turn", "_generate_and_score_completions", "_calculate_rewards",
-               "_get_per_token_logps_and_entropies", "_tokenize_prompts", "create_optimizer_and_scheduler",
+               "_get_per_token_logps_and_entropies", "_get_per_token_logps", "_get_last_hidden_state",
+               "_tokenize_prompts", "_tool_call_loop", "_get_tool_suffix_ids", "_log_metric", "_log_completion_extra",
+               "get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights", "compute_liger_loss",
+               "_prepare_input", "_get_eval_sampler", "create_optimizer_and_scheduler",
                "compute_loss_context_manager", "autocast_smart_context_manager")  # fmt: skip
 """Methods of the Trainer's and of TRL's that the engines stand for: a subclass that has them would train as if not."""
 _CALLED = ("training_step", "create_optimizer", "create_scheduler", "get_train_dataloader", "log", "evaluate")

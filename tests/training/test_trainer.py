@@ -505,7 +505,11 @@ def test_a_model_that_is_changed_before_training_trains_the_same_or_is_refused(b
             made.train()
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "_generate_and_score_completions", "create_optimizer_and_scheduler"])
+@pytest.mark.parametrize(
+    "name",
+    ["compute_loss", "_generate_and_score_completions", "create_optimizer_and_scheduler", "get_high_entropy_mask",
+     "_get_eval_sampler"],
+)  # fmt: skip
 def test_a_method_that_is_never_called_is_not_overridden_in_silence(name, base, tmp_path):
     other = type("Other", (GradeTrainer,), {name: lambda self, *args: None})
     with pytest.raises(InputError, match=f"Other.{name}: .* GradeTrainer, which does not call it"):
