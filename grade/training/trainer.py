@@ -123,7 +123,9 @@ _NOT_CALLED = ("compute_loss", "_compute_loss", "prediction_step", "get_decay_pa
 _CALLED = ("training_step", "create_optimizer", "create_scheduler", "get_train_dataloader", "log", "evaluate")
 _LENGTH = ("max_steps", "num_train_epochs")
 """Settings that may differ from those of the checkpoint that is continued."""
-_SETTLED = {"per_device_train_batch_size", "num_train_epochs", "bf16", "report_to"}
+_SETTLED = {
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "bf16", "report_to",
+}  # fmt: skip
 """Settings of the Trainer's that construction has read, beside all of ours."""
 WINDOW_PROMPT = 32
 """Tokens of the prompts that whole texts are cut into, where max_prompt_length says nothing."""

@@ -478,9 +478,12 @@ def test_what_is_assigned_after_construction_is_honoured_or_refused(base, tmp_pa
     made.args.temperature = 0.5
     with pytest.raises(InputError, match="trainer.args.temperature: got 0.5; allowed: 1.0, as the trainer was made"):
         made.train()
-    made.args.temperature, made.args.num_train_epochs = 1.0, 9
-    with pytest.raises(InputError, match="trainer.args.num_train_epochs: got 9; allowed: 3.0, as the trainer was made"):
-        made.train()
+    made.args.temperature = 1.0
+    for name, value, was in (("gradient_accumulation_steps", 4, 1), ("num_train_epochs", 9, 3.0)):
+        setattr(made.args, name, value)
+        with pytest.raises(InputError, match=f"trainer.args.{name}: got {value}; allowed: {was}, as the trainer was"):
+            made.train()
+        setattr(made.args, name, was)
 
 
 def test_a_model_that_is_changed_before_training_trains_the_same_or_is_refused(base, tmp_path):
