@@ -547,6 +547,7 @@ class GradeTrainer(Trainer):
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
+        self._own_steps = 0, 0  # steps that were counted, and how many of them had own completions
         self._called = -1  # and the last whose log, evaluation and checkpoint the Trainer asked for
         eval_on_start = self.args.eval_on_start
         self.args.eval_on_start = eval_on_start and not resume_from_checkpoint  # its row is in the history
@@ -947,8 +948,10 @@ class GradeTrainer(Trainer):
 
     def _samples(self, step: int) -> int:
         """Completions of the policy that a run has drawn."""
-        args = self.args
-        drawn = max(0, step - self.text_steps) * args.microbatches * args.batch_completions
+        args, (counted, own) = self.args, self._own_steps
+        own += sum(self._texts_of(each) is None for each in range(counted + 1, step + 1))
+        self._own_steps = step, own
+        drawn = own * args.microbatches * args.batch_completions
         return drawn + (self.along.steering.samples if self.along else 0)
 
     def ends_pass(self, step: int) -> bool:

@@ -47,6 +47,8 @@ def test_alone_it_is_learned_along_own_completions_and_text(tmp_path, taught, ch
     assert run.args.method == "teacher" and "value of every token" in run.chosen["method"]
     assert run.evaluate()["eval_reward"] > before / 2  # minus the divergence, which at least halves
     assert {"reward", "loss"} <= run.state.log_history[0].keys() and "kl" not in run.state.log_history[0]
+    drawn = max(row.get("num_samples", 0) for row in run.state.log_history)
+    assert drawn == 192 * run.args.lmbda if run.args.lmbda in (0, 1) else 0 < drawn < 192
 
 
 def test_a_merged_adapter_has_for_itself_only_the_weights_that_it_changed(tmp_path):
