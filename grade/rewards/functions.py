@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
 import numbers
 import time
 import traceback
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from grade.config import LARGEST
-from grade.errors import InputError, is_users
+from grade.errors import InputError, is_users, reading
 from grade.models.background import wait_for
 from grade.models.head import wide
 from grade.models.prompts import PromptBatch, decode
@@ -115,7 +116,10 @@ class Log:
             )
         if column in self.columns:
             raise InputError("log_extra", column, "another name: of these completions it is logged already")
-        self.columns[column] = list(values)
+        values = [value.tolist() if hasattr(value, "tolist") else value for value in values]  # numpy's and torch's
+        with reading("log_extra", column, "text, numbers, or lists and dicts of these, which a checkpoint can hold"):
+            json.dumps(values)
+        self.columns[column] = values
 
     def _metric(self, name: str, value: float) -> None:
         if getattr(value, "ndim", 1) == 0:  # a scalar of torch or numpy

@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -217,9 +218,11 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
 
     def reward(completions, log_extra, **_):
         log_extra("shout", [text.upper() for text in completions])
+        log_extra("numpy", list(np.arange(len(completions))))
+        log_extra("torch", list(torch.ones(len(completions))))
         return [float(len(text)) for text in completions]
 
-    options = dict(log_completions=True, logging_steps=2, held_out=PROMPTS, eval_on_end=True)
+    options = dict(log_completions=True, logging_steps=2, save_steps=1, held_out=PROMPTS, eval_on_end=True)
     trainer(base, tmp_path, reward, **options, **changes).train()
     table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
     assert len(table) == 16 * changes.get("gradient_accumulation_steps", 1)
@@ -233,6 +236,7 @@ def test_completions_are_written_as_tables(base, tmp_path, changes):
     ("log_metric", "reward", 9.0, "log_metric: got 'reward'; allowed: another name"),
     ("log_metric", "rewards/reward/mean", 9.0, "log_metric: got 'rewards/reward/mean'; allowed: another name"),
     ("log_extra", "prompt", ["a"] * 8, "log_extra: got 'prompt'; allowed: another name"),
+    ("log_extra", "when", [datetime.now()] * 8, "log_extra: got 'when'; allowed: text, .* datetime is not"),
     ("log_extra", "mixed", [1, "a"] * 4, "log_completions: got .*values of one type .*mixed"),
 ])  # fmt: skip
 def test_a_function_logs_by_names_of_its_own(base, tmp_path, log, name, value, message):
