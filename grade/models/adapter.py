@@ -151,10 +151,11 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         return _checked(peft)
 
 
-def write_fingerprint(model: PeftModel, folder: str | Path) -> None:
-    """Write ``base_fingerprint.json`` beside a saved adapter."""
-    text = json.dumps(fingerprint(model.get_base_model()), indent=2, sort_keys=True)
-    (_place(model, folder) / BASE_FILE).write_text(text + "\n", encoding="utf-8")
+def write_fingerprint(model: PeftModel, folder: str | Path) -> Path:
+    """Write ``base_fingerprint.json`` beside a saved adapter; where that lies."""
+    text, place = json.dumps(fingerprint(model.get_base_model()), indent=2, sort_keys=True), _place(model, folder)
+    (place / BASE_FILE).write_text(text + "\n", encoding="utf-8")
+    return place
 
 
 def check_saved(model: PeftModel, folder: str | Path) -> None:

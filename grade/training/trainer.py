@@ -77,7 +77,7 @@ from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
 from grade.gradients.replay import make_engine
 from grade.gradients.teacher import TeacherGradient
-from grade.models.adapter import check_saved, standing, write_fingerprint
+from grade.models.adapter import ADAPTER_FILES, BASE_FILE, check_saved, standing, write_fingerprint
 from grade.models.head import wide
 from grade.models.parameters import restoring, set_values
 from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples, tokenizer_hash
@@ -89,7 +89,15 @@ from grade.rewards.rewards import beside, make_rewards
 from grade.training.card import model_card
 from grade.training.config import GradeConfig
 from grade.training.evaluate import Evaluation, evaluate
-from grade.training.folder import OPTIMIZER_FILE, STATE_FILE, last_checkpoint, run_mark, settings_of, writing_run
+from grade.training.folder import (
+    OPTIMIZER_FILE,
+    RUN_FILE,
+    STATE_FILE,
+    last_checkpoint,
+    run_mark,
+    settings_of,
+    writing_run,
+)
 from grade.training.kl_budget import LAST_TOLERANCE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, history_rows, token_table
@@ -1097,7 +1105,10 @@ class GradeTrainer(Trainer):
         with writing(folder, "output_dir"):
             super()._save(folder, state_dict)
             if self.args.should_save:
-                write_fingerprint(self.backbone.peft, folder)
+                adapter, folder = write_fingerprint(self.backbone.peft, folder), Path(folder)
+                # A checkpoint's is written last, a run's own is of other files.
+                if folder not in checkpoints_of(folder.parent) and not (adapter / RUN_FILE).exists():
+                    write_manifest(adapter, [*ADAPTER_FILES, BASE_FILE])
 
     def _save_state(self, folder: Path) -> None:
         """What the Trainer does not know of. Noise needs no state: it is seeded by step and place."""

@@ -448,6 +448,23 @@ def test_what_is_given_is_one_line_or_left_as_it_is(base, tmp_path):
     assert GradeTrainer(made, length, args, PROMPTS).args.max_steps > 0 and args.max_steps == -1
 
 
+def test_an_adapter_that_is_saved_has_a_manifest_beside_that_of_a_run(base, tmp_path):
+    made = trainer(base, tmp_path / "run", save_steps=1)
+    made.train()
+    made.save_model()
+    weights = tmp_path / "run" / "adapter_model.safetensors"
+    Backbone.load(base, adapter=str(weights.parent))
+    content = bytearray(weights.read_bytes())
+    content[-6] ^= 4
+    weights.write_bytes(content)
+    with pytest.raises(InputError, match="adapter: got .*manifest.json says; adapter_model.safetensors is damaged"):
+        Backbone.load(base, adapter=str(weights.parent))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
+    made.save_model(str(tmp_path / "other"))
+    assert not (tmp_path / "other" / "manifest.json").exists()
+
+
 def test_another_kind_of_optimizer_cannot_continue_a_run(base, tmp_path):
     trainer(base, tmp_path, max_steps=1).train()
     policy = Backbone(AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base), LoraSettings())
