@@ -104,5 +104,5 @@ def test_a_promise_is_kl_and_gain_of_the_tilted_policy(backbone, name):
         assert float(promised.gain[number]) == pytest.approx(float(gain.sum(1).mean()), rel=1e-6)
     gain, beta = promised.at(float(promised.kl[12]))
     assert gain == pytest.approx(float(promised.gain[12])) and beta == pytest.approx(
-        promised.length / float(promised.weights[12])
+        float(scored.mask.sum(1).double().mean()) / float(promised.weights[12])
     )
