@@ -6,6 +6,7 @@ Names are those of transformers' ``TrainingArguments`` and, where TRL's ``GRPOCo
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -84,9 +85,15 @@ _FSDP = {
 def sharding() -> str:
     """How the base is divided among the processes: ``fsdp2``, or empty where each has a copy.
 
-    What Accelerate can do and this project cannot is refused. FSDP2 is done here (`grade.models.sharding`) and no
-    longer asked of Accelerate, which would wrap a model that the engines do not call.
+    What Accelerate can do and this project cannot is refused, and variables that no launcher sets so. FSDP2 is done
+    here (`grade.models.sharding`) and no longer asked of Accelerate, which would wrap a model that the engines do not
+    call.
     """
+    for variable in ("WORLD_SIZE", "LOCAL_RANK"):
+        if not re.fullmatch(r"-?\d+", given := os.environ.get(variable, "1")):
+            raise InputError(f"environment: {variable}", given, "a whole number, as torchrun sets it")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not os.environ.get("MASTER_ADDR"):
+        raise InputError("environment: MASTER_ADDR", "nothing", "process 0's address, beside a WORLD_SIZE above 1")
     divided = os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in _OFF
     for variable, values in (_LAUNCH | (_FSDP if divided else {})).items():
         given = os.environ.get(variable, "")

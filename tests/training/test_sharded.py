@@ -13,7 +13,7 @@ from grade.errors import InputError
 from grade.experiments.scale.measure.sharded import STEPS
 from grade.gradients.methods import METHODS
 from grade.memory.trace import trace
-from grade.training.config import FSDP2, SHARDING, sharding
+from grade.training.config import FSDP2, SHARDING, TrainConfig, sharding
 
 SCRIPT = Path(__file__).with_name("processes.py")
 ALL = os.environ.get("GRADE_ALL_CASES") == "1"
@@ -90,6 +90,17 @@ def test_what_accelerate_can_do_and_this_cannot_is_refused_by_name(monkeypatch, 
     with pytest.raises(InputError) as error:
         sharding()
     assert error.value.field == f"accelerate launch: {name}"
+
+
+@pytest.mark.parametrize(("variable", "value", "name"), [
+    ("WORLD_SIZE", "", "WORLD_SIZE"), ("WORLD_SIZE", "abc", "WORLD_SIZE"), ("LOCAL_RANK", "", "LOCAL_RANK"),
+    ("WORLD_SIZE", "2", "MASTER_ADDR"),
+])  # fmt: skip
+def test_a_variable_of_a_launcher_is_named(monkeypatch, variable, value, name):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=f"^environment: {name}: got "):
+        TrainConfig.parse({"output_dir": "x", "use_cpu": True}, "run.yaml")
 
 
 def test_fsdp2_is_taken_over_from_accelerate_so_that_it_does_not_wrap_the_model_again(monkeypatch):
