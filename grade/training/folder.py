@@ -118,6 +118,7 @@ class RunFolder:
 
     def begin(self, resumed: bool) -> None:
         """Note what this run is, once its inputs are read; remove an earlier one's checkpoints and tables."""
+        self.made = not self.path.exists()
         with writing(self.path, "output_dir"):
             if resumed:
                 self._write({**self._read(), "finished": False})
@@ -133,6 +134,8 @@ class RunFolder:
         if {path.name for path in self.path.iterdir()} <= {RUN_FILE, MANIFEST, LOCK}:
             for name in (MANIFEST, RUN_FILE):
                 remove(self.path / name)
+            if self.made:
+                self.path.rmdir()
 
     def continue_trackers(self, resumed: bool) -> None:
         """Let trackers go on with their run where this one is resumed; the user's own environment comes first."""

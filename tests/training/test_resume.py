@@ -146,6 +146,14 @@ def test_a_bad_start_can_be_mended(common, tmp_path):
     assert train(settings("ste", common, tmp_path), silent, "yes").step == 4
 
 
+def test_a_run_that_is_refused_before_its_first_step_leaves_no_folder_of_its_own(common, tmp_path):
+    for output in (tmp_path / "new", tmp_path / "made"):
+        (tmp_path / "made").mkdir(exist_ok=True)
+        with pytest.raises(InputError, match="optim_args"):
+            train(settings("ste", common | {"optim_args": "no=1"}, output), silent)
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
 def test_other_prompts_cannot_continue_a_run(common, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(Path(common["train_dataset"]).read_text())
