@@ -279,13 +279,15 @@ def check_file(path: str | Path, option: str, ending: str = ".json") -> None:
 def check_apart(outputs: Mapping[str, str | Path | None]) -> None:
     """Reject a file that is another output, or in which another would lie; outputs by option, of which one is a folder.
 
-    ``None`` is not written.
+    No file may lie in the folder either, which is replaced as a whole. ``None`` is not written.
     """
     places = {option: _resolved(path, option) for option, path in outputs.items() if path is not None}
     for option, place in places.items():
         for other in places.keys() - {option}:
             if option != OPTION and place in (places[other], *places[other].parents):
                 raise InputError(option, str(outputs[option]), f"another file than {other}, and no folder around it")
+            if other == OPTION and places[other] in place.parents:
+                raise InputError(option, str(outputs[option]), f"a file outside {other}")
 
 
 def writing(place: str | Path, option: str = OPTION, kind: str = "folder") -> AbstractContextManager[None]:

@@ -252,6 +252,7 @@ def cases():
         ("bench", "--output made/a.json --metrics made", "no folder around it"),
         ("explained", "--json a.svg/b.json --figure a.svg", "--figure: got 'a.svg'"),
         ("gold", "--metrics made --output-dir made/a", "no folder around it"),
+        ("gold", "--metrics made/m.json --output-dir made", "--metrics: got 'made/m.json'; allowed: a file outside"),
         ("probe", "--set generation.temperature=1e-30", "temperature"), ("fetch", "--output-dir run", "lists"),
         ("backbone", "--set hidden_size=1000000", "TB"), ("pretrain", "--set context=100000", "context"),
         ("peers", "--set learning_rates=[1e-3]", "learning_rates"), ("peers", "--set reward=judge.npz", "black_box"),
