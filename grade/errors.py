@@ -94,7 +94,7 @@ By name, because importing a library only to name its exceptions takes seconds."
 def is_file_error(error: BaseException) -> bool:
     """Whether an exception is one of `FILE_ERRORS`, derived from one, or what Rust and torch say of the system."""
     known = any(f"{kind.__module__}.{kind.__qualname__}" in FILE_ERRORS for kind in type(error).__mro__)
-    return known or bool(re.search(r"\(os error \d+\)|PytorchStreamWriter|inline_container", str(error)))
+    return known or bool(re.search(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error", str(error)))
 
 
 def file_error(error: BaseException) -> str:
