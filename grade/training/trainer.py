@@ -550,7 +550,8 @@ class GradeTrainer(Trainer):
             resume_from_checkpoint = self.args.resume_from_checkpoint
         if resume_from_checkpoint is True and (newest := last_checkpoint(self.args.output_dir)):
             resume_from_checkpoint = str(newest)
-        if resume_from_checkpoint is True or not isinstance(resume_from_checkpoint, str | Path | bool | None):
+        known = isinstance(given := resume_from_checkpoint, str | Path) and (Path(given) / STATE_FILE).is_file()
+        if not (known or given is None or given is False):
             allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
