@@ -49,7 +49,8 @@ STATE_FILE = "grade_state.json"
 Resume = Literal["no", "yes", "auto"]
 
 _FREE = ("output_dir", "run_name", "report_to", "project", "disable_tqdm", "base_name", "samples", "log_completions",
-         "dataloader_num_workers", "ddp_timeout", "eval_on_start", "local_rank", "resume_from_checkpoint")  # fmt: skip
+         "dataloader_num_workers", "ddp_timeout", "sampler_timeout", "sampler_folder", "eval_on_start", "local_rank",
+         "resume_from_checkpoint")  # fmt: skip
 _FREE_PREFIXES = ("save_", "hub_", "push_", "log_", "trackio_")
 """Settings that change no result."""
 _REPLACED = ("adapter", "checkpoint-*", "checkpoints", "completions", "README.md")
@@ -239,8 +240,9 @@ def settings_of(config: GradeConfig) -> dict[str, Any]:
     names = [field.name for field in fields(config) if field.init]
     kept = [name for name in names if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
     settings = json.loads(json.dumps({name: getattr(config, name) for name in kept}, default=_plain))
-    if is_address(settings["teacher"]):  # its model is in the teacher's fingerprint
-        settings["teacher"] = "a server"
+    for name in ("teacher", "sampler"):  # whose model is in the teacher's fingerprint, whose samples are compared
+        if is_address(settings[name]):
+            settings[name] = "a server"
     settings["gradient_accumulation_steps"] = config.microbatches  # on however many processes
     return settings
 

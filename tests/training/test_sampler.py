@@ -121,9 +121,11 @@ def test_a_step_is_the_methods_gradient_of_those_completions(method, microbatche
 def test_a_resumed_run_asks_for_the_same(base, server, tmp_path):
     options = dict(sampler=server.address, max_steps=4, save_strategy="steps", save_steps=2)
     asked = []
-    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+    elsewhere = dict(sampler=server.address.replace("127.0.0.1", "localhost"), sampler_timeout=99.0,
+                     sampler_folder=str(tmp_path / "adapters"))  # fmt: skip
+    for checkpoint, changes in ((None, {}), (str(tmp_path / "checkpoint-2"), elsewhere)):
         del server.requests[:]
-        made = trainer(base, tmp_path, **options)
+        made = trainer(base, tmp_path, **options | changes)
         made.train(resume_from_checkpoint=checkpoint)
         bodies = [body for path, body in server.requests if path == "/v1/completions"]
         asked.append(([sorted((body["seed"], body["prompt"]) for body in bodies)], adapter(made)))
