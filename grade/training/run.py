@@ -135,18 +135,14 @@ def run_training(
         finally:
             stop.restore()
         state = trainer.state
-        best = config.load_best_model_at_end and state.best_model_checkpoint
         result = RunResult(
-            history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step,
-            kept=int(best.rpartition("-")[2]) if best else state.global_step,
+            history_rows(state.log_history), seconds=trainer.seconds, step=state.global_step, kept=trainer.kept_step,
             method=trainer.args.method, chosen=trainer.chosen, evaluations=trainer.evaluations,
         )  # fmt: skip
         if stop.received is not None and state.global_step < state.max_steps:
             result.interrupted = int(stop.received)
         elif trainer.eval_dataset is not None:
-            result.before, result.after = (trainer.saved_evaluation(step) for step in (0, result.kept))
-            if best and result.before and result.after:  # of the curve's prompts alone
-                result.before = result.before.first(len(result.after.prompts))
+            result.before, result.after = trainer.saved_ends()
         return result
 
 

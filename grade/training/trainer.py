@@ -1044,6 +1044,19 @@ class GradeTrainer(Trainer):
             self.evaluations[step] = Evaluation.of_table(pd.read_parquet(table))
         return self.evaluations.get(step)
 
+    @property
+    def kept_step(self) -> int:
+        """The step whose policy is the result: the last one, or with ``load_best_model_at_end`` the best."""
+        best = self.args.load_best_model_at_end and self.state.best_model_checkpoint
+        return int(best.rpartition("-")[2]) if best else self.state.global_step
+
+    def saved_ends(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """The evaluations before training and of its result, of the prompts that both have."""
+        before, after = self.saved_evaluation(0), self.saved_evaluation(self.kept_step) if self.kept_step else None
+        if before and after:
+            before = before.first(len(after.prompts))
+        return before, after
+
     def _table_path(self, name: str) -> Path:
         file = name.replace("/", "_")  # a set may be math/easy
         return Path(self.args.output_dir) / "completions" / f"{file}.parquet"
@@ -1223,15 +1236,15 @@ class GradeTrainer(Trainer):
         """
         if not self.is_world_process_zero():
             return
-        output, step = Path(self.args.output_dir), self.state.global_step
+        output = Path(self.args.output_dir)
         about = {"language": language, "license": license, "pipeline_tag": (_listed(tasks) or [None])[0]}
         words = ", ".join(_listed(dataset or dataset_name) or _listed(dataset_tags))
         train, sets = self.train_dataset, self.eval_dataset
         held_out = sets if isinstance(sets, dict) else {} if sets is None else {"": sets}
         card = model_card(
-            self.args, self.backbone.peft.active_peft_config,
-            self.saved_evaluation(0), self.saved_evaluation(step) if step else None,
-            name=model_name or output.resolve().name, method=self.args.method, rewards=self.rewards.names, steps=step,
+            self.args, self.backbone.peft.active_peft_config, *self.saved_ends(),
+            name=model_name or output.resolve().name, method=self.args.method, rewards=self.rewards.names,
+            steps=self.state.global_step,
             base=finetuned_from or getattr(self.backbone.model.config, "_name_or_path", ""),
             train_data=", ".join(filter(None, (words, "" if train is None else f"{len(train)} rows"))),
             eval_data="; ".join(f"{name}: {len(rows)} rows".removeprefix(": ") for name, rows in held_out.items()),

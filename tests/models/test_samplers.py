@@ -322,7 +322,7 @@ def test_nobody_waits_for_a_server_that_hangs(end, served):
                 connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             over.wait(30)
 
-    over = threading.Event()
+    over, before = threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=serve, daemon=True).start()
         sampler = ServerSampler(f"http://127.0.0.1:{listening.getsockname()[1]}", 20.0)
@@ -331,6 +331,7 @@ def test_nobody_waits_for_a_server_that_hangs(end, served):
             sampler.sample(served[0], make_prompts(2, 5), 3, generator())
         assert time.monotonic() - start < 10
         over.set()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_all_attempts_have_one_time_limit(served, monkeypatch):
