@@ -241,6 +241,9 @@ def page() -> str:
         f"is rounded up to a power of ten; {SHOWN[0]:.0e} stands for anything smaller. The sampler `shared` is within "
         "it, or refused for a state of linear attention. float64 throughout, even where a model computes a part in "
         f"float32 (loaded as float64, those differ by 1e-8 to 1e-6); float32 for {single}.",
+        "With LongRoPE the context is the one before its extension: in a longer pass all positions are turned anew. "
+        "Sparse attention by an index reads all tokens here: of unequal scores it reads the same ones on the cache, of "
+        "ties, as tiny random models have, it may not.",
     )
     groups: dict[str, list[str]] = {}
     for row in sorted(rows(), key=lambda row: (row.error is None, row.shown)):
