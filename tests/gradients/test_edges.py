@@ -76,6 +76,11 @@ def test_where_no_reward_is_better_an_untrained_policy_keeps_to_its_reference(me
         assert not take(own, lambda ids, mask: torch.full((len(ids),), 0.1), seed, beta=0.1).any()
 
 
+def test_ppo_learns_from_a_single_completion_whose_reward_nothing_is_compared_with():
+    own = learner(toy_task().backbone, "ppo", num_generations=1, whiten_advantages=True)
+    assert take(own, lambda ids, mask: mask.sum(1).float(), prompts=1).norm() > 1e-3
+
+
 @pytest.mark.filterwarnings("ignore:the reward is equal")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_completion_that_nothing_scored_has_no_part_in_the_step(policy, method):
