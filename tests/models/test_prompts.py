@@ -213,6 +213,7 @@ def test_a_whole_dataset_is_checked_and_its_longest_prompt_is_known():
         assert check_prompts(abc_tokenizer(), dataset, 2, "left")[0] == 2
         with pytest.raises(InputError, match="tokens of the prompt in row 2: got 3"):
             check_prompts(abc_tokenizer(), dataset, 2, batch_size=3)
+    assert check_prompts(abc_tokenizer(), [*rows, {"prompt": "a b c a", "other": 10}], batch_size=3) == (4, 10)
     with pytest.raises(InputError, match="columns of row 0: got .'other'.; allowed: .*\"prompt\""):
         check_prompts(abc_tokenizer(), Dataset.from_list(rows).remove_columns("prompt"))
 
