@@ -1,0 +1,22 @@
+"""Figures of a row of the log, and the tokens that a reward likes."""
+
+from types import SimpleNamespace
+
+import torch
+from conftest import make_prompts
+
+from grade.gradients.objective import GradientStep
+from grade.training.logs import LogBuffer, token_table
+
+
+def test_the_spread_of_rewards_is_that_of_the_completions_themselves():
+    buffer, ones, nothing = LogBuffer(), torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3)
+    buffer.add_step(GradientStep(ones, ones, torch.tensor([1.0, 3.0]), nothing, torch.tensor(0.0)), make_prompts(2))
+    assert [float(buffer.figures[name][0]) for name in ("reward", "reward_std")] == [2, 1]
+
+
+def test_a_tokens_value_is_less_the_mean_over_the_tokens_that_were_counted():
+    """A token of value 1 once and one of value 3 three times have the mean 2.5; others are not listed."""
+    tokenizer = SimpleNamespace(decode=lambda ids: f"token {ids[0]}")
+    table = token_table(tokenizer, torch.tensor([1.0, 3.0, 7.0]), torch.tensor([1.0, 3.0, 0.0]))
+    assert table.to_numpy().tolist() == [[1, "token 1", 1, 0.5, 3], [2, "token 0", 0, -1.5, 1]]
