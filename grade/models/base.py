@@ -94,10 +94,8 @@ class FrozenBase(nn.Module):
         that tokens' probabilities depend on the other rows, and cached keys are those of the shorter one.
         """
         config = self.model.config.get_text_config()
-        limits, rope = (
-            [getattr(config, "max_position_embeddings", None) or 2**31],
-            getattr(config, "rope_parameters", None) or {},
-        )
+        rope = getattr(config, "rope_parameters", None) or {}
+        limits = [getattr(config, "max_position_embeddings", None) or 2**31]
         for each in (rope, *rope.values()):  # perhaps one for each type of layers
             if isinstance(each, dict) and each.get("rope_type") == "longrope":
                 limits.append(each["original_max_position_embeddings"])

@@ -58,8 +58,8 @@ def suite_values(root: Path, profile: str) -> dict[str, Any]:
     for key, default in {"alone": {}, "experiments": {}, "jobs": 1}.items():
         if type(values.setdefault(key, default)) is not type(default):
             raise InputError(f"params/{profile}/suite.yaml: {key}", values[key], f"a value such as {default}")
-    default = {path.stem for path in (root / "params" / DEFAULT_PROFILE).glob("*.yaml")}
-    read = default | {*values["alone"], *values["experiments"]} | {f"train_{run}" for run in values.get("runs", ())}
+    read = {path.stem for path in (root / "params" / DEFAULT_PROFILE).glob("*.yaml")}
+    read |= {*values["alone"], *values["experiments"], *(f"train_{run}" for run in values.get("runs", ()))}
     for name in sorted(path.stem for path in (root / "params" / profile).glob("*.yaml")):
         if name not in read and not name.startswith("peers"):  # settings of `grade peers`, which no stage runs
             allowed = allowed_names(name, sorted(read))
