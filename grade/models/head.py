@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from grade.models.sharding import whole
 
@@ -102,7 +103,9 @@ class Head:
 
 def _gains_by_blocks(hidden: Tensor, weight: Tensor) -> bool:
     here = hidden.device.type == "cpu" and type(weight) in (Tensor, nn.Parameter)  # such as neither traced nor sharded
-    return here and hidden.dtype == torch.float32 and len(weight) > 8 * BLOCK_TOKENS and not torch.is_grad_enabled()
+    large = hidden.dtype == torch.float32 and len(weight) > 8 * BLOCK_TOKENS
+    # What is written to a given tensor has no derivative, neither backward nor forward.
+    return here and large and not torch.is_grad_enabled() and forward_ad.unpack_dual(hidden).tangent is None
 
 
 def _in_blocks(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -277,6 +277,17 @@ def test_forward_mode_is_the_central_difference_of_every_term():
         directional(backbone, samples, v)
 
 
+def test_forward_mode_of_a_large_vocabulary_in_float32_is_that_of_float64():
+    config = tiny_gpt2(vocab_size=2**14 + 5)
+    exact, rounded = (make_backbone(config, dtype, target_modules=["c_attn"]) for dtype in (torch.float64, torch.float32))
+    rounded.model.load_state_dict(exact.model.state_dict())
+    samples, v = drawn(exact, batch=2, group=2), direction(exact) / 30
+    wanted, got = directional(exact, samples, v), directional(rounded, samples, v.float())
+    torch.testing.assert_close(got.d_logps, wanted.d_logps, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(got.d_entropies, wanted.d_entropies, rtol=1e-3, atol=1e-4)
+    assert (wanted.d_logps.abs() > 1e-2).any()
+
+
 def test_forward_mode_per_token_is_the_derivative_of_the_quotient():
     """dH_tok against a central difference of E[sum H] / E[L] by enumeration; 4 standard errors, n = 4 x 4,000."""
     backbone = tiny()
