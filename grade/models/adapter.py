@@ -158,9 +158,14 @@ def write_fingerprint(model: PeftModel, folder: str | Path) -> Path:
     return place
 
 
-def check_saved(model: PeftModel, folder: str | Path) -> None:
-    """Reject a saved adapter that does not continue a model's: damaged, or of another base, other layers or scale."""
-    _check_same(model, _place(model, folder))
+def restore_adapter(model: PeftModel, folder: str | Path) -> None:
+    """Give the active adapter the values that a checkpoint has of it; whatever else lies there is not read.
+
+    A saved adapter that is damaged, or has another base, other layers or another scale, is an `InputError`.
+    """
+    place = _place(model, folder)
+    _check_same(model, place)
+    model.load_adapter(str(place), model.active_adapter, is_trainable=True)
 
 
 def saved_values(model: PeftModel, folder: str | Path, field: str) -> list[Tensor]:

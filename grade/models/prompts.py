@@ -186,12 +186,9 @@ def check_prompts(
 
     Returns the number of tokens of the longest prompt, after truncation, and its row.
     """
-    columns = getattr(dataset, "column_names", None) or ()
-    for name in set(IMAGES).intersection(columns):
+    for name in set(IMAGES).intersection(getattr(dataset, "column_names", None) or ()):
         raise InputError(f"column {name}", "images", _NO_IMAGES)
-    if "prompt" in columns:
-        read = [name for name in ("prompt", *ROW_OPTIONS) if name in columns]
-        dataset = dataset.select_columns(read)  # the other columns may be large
+    dataset = of_columns(dataset, "prompt", *ROW_OPTIONS)
     numbered, longest = iter(enumerate(dataset)), (0, 0)
     first = batch = list(itertools.islice(numbered, 1))
     if not first:
@@ -210,6 +207,13 @@ def check_prompts(
         longest = max(longest, (int(tokens), numbers[place]), key=lambda found: found[0])
         batch = list(itertools.islice(numbered, batch_size))
     return longest
+
+
+def of_columns(dataset: Any, *names: str) -> Any:
+    """A data set with these columns alone, as others may be large; all of it where a transform makes its rows."""
+    here = [name for name in names if name in (getattr(dataset, "column_names", None) or ())]
+    made = (getattr(dataset, "format", None) or {}).get("type") == "custom"
+    return dataset.select_columns(here) if here and not made else dataset
 
 
 def padded(

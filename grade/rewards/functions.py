@@ -12,6 +12,7 @@ wrong in a function or in what it returns is one `InputError` that names functio
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import json
@@ -98,11 +99,12 @@ class Log:
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def arguments(self, texts: Texts) -> dict[str, Any]:
-        """Keyword arguments of a function; lists of its own, which it may change."""
+        """Keyword arguments of a function: values of its own, which it may change, for each completion."""
         return {
-            **{name: list(values) for name, values in texts.columns.items()},
-            "prompts": list(texts.prompts),
-            "completions": list(texts.completions),
+            # One by one, because completions of a prompt share its row.
+            **{name: [copy.deepcopy(value) for value in values] for name, values in texts.columns.items()},
+            "prompts": [copy.deepcopy(prompt) for prompt in texts.prompts],
+            "completions": copy.deepcopy(texts.completions),
             "completion_ids": [list(ids) for ids in texts.completion_ids],
             "trainer_state": self.trainer_state,
             "log_extra": functools.partial(self._extra, len(texts.completions)),

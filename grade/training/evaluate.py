@@ -75,7 +75,11 @@ class Evaluation:
 
         ``eval_loss`` is the negative objective, in which beta weighs KL.
         """
-        names = {name.removeprefix("val/").removesuffix("_mean"): value for name, value in self.metrics().items()}
+        names = {
+            name.removeprefix("val/").removesuffix("_mean"): value
+            for name, value in self.metrics().items()
+            if value is not None
+        }  # a single prompt has no standard error, and the Trainer prints numbers
         given = {name: values[np.isfinite(values)] for name, values in self.parts.items()}
         names |= {f"rewards/{name}/mean": float(values.mean()) for name, values in given.items() if len(values)}
         kl = names.get("kl", 0.0)

@@ -207,7 +207,7 @@ def whole_checkpoints(output_dir: str | Path) -> Iterator[Path]:
                 logger.warning(f"{folder} is of step {theirs.get('global_step')}: it is not used")
             else:
                 yield folder
-        elif damaged != MANIFEST:  # a checkpoint without one was never finished
+        elif (folder / damaged).exists() or damaged != MANIFEST:  # a checkpoint without one was never finished
             logger.warning(f"{folder / damaged} is damaged: {folder.name} is not used")
 
 

@@ -162,7 +162,7 @@ def history_rows(log_history: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, mean in (("reward", "reward_mean"), ("gold", "gold_mean"), ("kl", "kl")):
                 if f"eval_{name}" in logged:
                     row[f"val/{mean}"] = logged[f"eval_{name}"]
-                    row |= {f"val/{name}_{part}": logged[f"eval_{name}_{part}"] for part in ("stderr", "n")}
+                    row |= {f"val/{name}_{part}": logged.get(f"eval_{name}_{part}") for part in ("stderr", "n")}
         else:
             continue
         table[logged["step"]] = table.get(logged["step"], {}) | row

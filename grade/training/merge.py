@@ -69,6 +69,7 @@ def _adapter_folder(source: Path) -> Path:
     for place in (source, source / "adapter"):
         if all((place / name).is_file() for name in ADAPTER_FILES):
             return place
-    newest = last_checkpoint(source)
+    named, newest = sorted(source.glob(f"*/{ADAPTER_FILES[0]}")), last_checkpoint(source)
     hint = f"; the newest checkpoint of this unfinished run is {newest}" if newest else ""
+    hint = f", such as {named[0].parent}" if named and not newest else hint
     raise InputError("RUN", str(source), f"the folder of a finished run, of an adapter or of a checkpoint{hint}")

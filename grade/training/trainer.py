@@ -49,6 +49,7 @@ from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -77,10 +78,10 @@ from grade.gradients.objective import GradientStep, Objective
 from grade.gradients.policy_gradient import Completions, Microbatch, PolicyGradient, StepContext, scored_rewards
 from grade.gradients.replay import make_engine
 from grade.gradients.teacher import TeacherGradient
-from grade.models.adapter import ADAPTER_FILES, BASE_FILE, check_saved, standing, write_fingerprint
+from grade.models.adapter import ADAPTER_FILES, BASE_FILE, restore_adapter, standing, write_fingerprint
 from grade.models.head import wide
 from grade.models.parameters import restoring, set_values
-from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples, tokenizer_hash
+from grade.models.prompts import PromptBatch, ScoredTexts, check_prompts, encode_examples, of_columns, tokenizer_hash
 from grade.models.samplers import LOCAL, make_sampler, seed_of
 from grade.models.sampling import check_room
 from grade.models.scoring import completion_logps, sequence_kl
@@ -101,7 +102,7 @@ from grade.training.folder import (
 from grade.training.kl_budget import LAST_TOLERANCE, TOLERANCE, BatchKL, KLBudget, Measured, scale_step
 from grade.training.load import make_policy, place
 from grade.training.logs import Lines, LogBuffer, history_rows, token_table
-from grade.training.trl import RENAMED, refuse_unknown
+from grade.training.trl import DROPPED, NEUTRAL, REFUSED, RENAMED, refuse_unknown
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -183,7 +184,7 @@ class GradeTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizers: tuple[torch.optim.Optimizer | None, LambdaLR | None] = (None, None),
         peft_config: LoraConfig | None = None,
         judge: GoldJudge | None = None,
         texts: Any = None,
@@ -281,7 +282,8 @@ class GradeTrainer(Trainer):
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what is read at construction alone: assigned later, it would have no effect."""
         if "_settled" in vars(self) and value is not getattr(self, name, None):
-            setting = name in RENAMED or (name in GradeConfig.__dataclass_fields__ and not hasattr(self, name))
+            theirs = (GradeConfig.__dataclass_fields__, DROPPED, NEUTRAL, REFUSED)
+            setting = name in RENAMED or (any(name in names for names in theirs) and not hasattr(self, name))
             if setting or name in _READ_ONCE:
                 allowed = "as the trainer was made: it is an argument, a setting or a method of a new GradeTrainer"
                 raise InputError(f"trainer.{name}", type(value).__name__, allowed)
@@ -555,6 +557,7 @@ class GradeTrainer(Trainer):
             allowed = f"a checkpoint's folder, or True where a whole one is in {self.args.output_dir}"
             raise InputError("resume_from_checkpoint", resume_from_checkpoint, allowed)
         self._place, self._pending = 0, list[Microbatch]()  # in the step, and its samples
+        self.best_before: str | None = None  # the best checkpoint of a run that is continued
         self._published = self._passed = -1  # steps: whose adapter the sampler has; the last that ended a pass
         self._own_steps = 0, 0  # steps that were counted, and how many of them had own completions
         self._called = -1  # and the last whose log, evaluation and checkpoint the Trainer asked for
@@ -787,7 +790,7 @@ class GradeTrainer(Trainer):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         check_whole(best, "load_best_model_at_end")
-        super()._load_best_model()
+        restore_adapter(self.backbone.peft, best)
         self._choose("policy", f"that of {best.name}, whose {self.args.metric_for_best_model} is the best")
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -1151,14 +1154,13 @@ class GradeTrainer(Trainer):
             "reward": self.rewards.names, "prompts and texts": self._read, **settings_of(self.args),
             "teacher's weights": teacher, "type of the base": str(self.backbone.dtype),
             "processing_class": tokenizer_hash(self.backbone.tokenizer),
+            "chat template": hashed(getattr(self.backbone.tokenizer, "chat_template", None)),
         }  # fmt: skip
 
     @cached_property
     def _read(self) -> str:
         """A hash of the prompts and the texts that are trained on."""
-        prompts = self._prompts or ()
-        if "prompt" in (getattr(prompts, "column_names", None) or ()):  # the others may be large
-            prompts = prompts.select_columns("prompt")
+        prompts = of_columns(self._prompts or (), "prompt")
         texts = [[*row.values()] for row in self._texts or ()]
         return hashed([prompts[i]["prompt"] for i in range(len(prompts))], texts)
 
@@ -1169,7 +1171,6 @@ class GradeTrainer(Trainer):
             if not any(path.is_file() for path in folder.glob(name)):
                 allowed = f"a folder with {name}, which save_only_model leaves out"
                 raise InputError("resume_from_checkpoint", str(folder), allowed)
-        check_saved(self.backbone.peft, folder)
         with reading("resume_from_checkpoint", folder, "a checkpoint of GradeTrainer"):
             before = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))["settings"]
             for name, value in self._settings().items():
@@ -1180,13 +1181,27 @@ class GradeTrainer(Trainer):
             if state.global_step not in range(self.args.max_steps + 1):
                 allowed = f"at least {state.global_step!r}, the step of {folder}"
                 raise InputError("max_steps", self.args.max_steps, allowed)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if self.args.load_best_model_at_end and state.best_model_checkpoint:
+                self.best_before = self._found(Path(state.best_model_checkpoint), folder.parent)
+        restore_adapter(self.backbone.peft, folder)
+
+    def _found(self, best: Path, beside: Path) -> str:
+        """A run's best checkpoint, where the run may have been moved."""
+        for folder in (best, Path(self.args.output_dir, best.name), beside / best.name):
+            if folder.is_dir():
+                return str(folder)
+        raise InputError("load_best_model_at_end", str(best), "the best checkpoint so far, there or in output_dir")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         with reading("resume_from_checkpoint", checkpoint, "a checkpoint of GradeTrainer with this method"):
             super()._load_optimizer_and_scheduler(checkpoint)
+            schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+            if isinstance(schedule, LambdaLR):  # whose length may be another than the checkpoint's
+                rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+                for group, (base, rate) in zip(schedule.optimizer.param_groups, rates, strict=True):
+                    group["lr"] = base * rate(schedule.last_epoch)
             state = json.loads((Path(checkpoint) / STATE_FILE).read_text(encoding="utf-8"))
             if (kind := state.get("optimizer")) not in (None, self._optimizer_kind()):
                 raise InputError("optimizers", self._optimizer_kind(), f"{kind}, as in {checkpoint}, to continue it")
@@ -1199,7 +1214,10 @@ class GradeTrainer(Trainer):
                 elif sha256_of(table) != known:
                     allowed = f"the table as it was written; without it the results leave step {step} out"
                     raise InputError("resume_from_checkpoint", str(table), allowed)
-            self._set_text_steps(range(self.text_steps + 1)[state["text_steps"]])  # they only ever become fewer
+            if state["text_steps"] > self.text_steps:  # they only ever become fewer
+                allowed = f"one with at least {state['text_steps']} steps along texts, as {checkpoint} has made"
+                raise InputError("max_steps", self.args.max_steps, allowed)
+            self._set_text_steps(state["text_steps"])
             self.chosen |= state["chosen"]
             if self.kl_budget is not None:
                 self.kl_budget.restore(state["kl_budget"])
@@ -1263,6 +1281,8 @@ class _StepEnd(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.num_train_epochs = math.ceil(self.trainer.passes(state.max_steps))
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has those of the run before
+        # The Trainer forgets it where the run was moved.
+        state.best_model_checkpoint = state.best_model_checkpoint or self.trainer.best_before
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer._updated()

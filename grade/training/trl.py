@@ -22,7 +22,7 @@ _PACKING = "per_device_train_batch_size and gradient_accumulation_steps: a step 
 _SERVER = "sampler: http://host:port, a server that is started by itself"
 _TABLES = "log_completions, which writes them as tables"
 _CLIPPING = "nothing without a second pass: a step updates once"
-_OF_TEACHERS, _LENGTH = "teacher_model_name_or_path", "max_completion_length"
+_OF_TEACHERS, _LENGTH, _COLUMNS = "teacher_model_name_or_path", "max_completion_length", "remove_unused_columns"
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 DROPPED = {
     "loss_type": "method: the loss is a mean over sequences of a sum over tokens",
@@ -112,6 +112,8 @@ def translated(config: Any, ours: Any, own: set[str], changes: Mapping[str, Any]
     elif dataclasses.is_dataclass(config) and not isinstance(config, type | type(ours)):
         given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
         theirs = {field.name: field.default for field in dataclasses.fields(config)}
+        if given.get(_COLUMNS) == theirs.get(_COLUMNS):  # which TRL's trainers change themselves
+            given.pop(_COLUMNS, None)
     else:
         raise InputError("config", config, "a config of TRL's, or a mapping or argparse.Namespace with its names")
     for name, value in given.items():
