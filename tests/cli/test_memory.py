@@ -30,7 +30,7 @@ def test_a_plan_is_a_table_for_people(capsys):
 
 def test_a_policy_gradient_is_planned_like_any_method_in_text_and_json(capsys):
     options = ["memory", "--model", "tiny", "--prompt-tokens", "4", "--max-new-tokens", "2", "--method", "grpo"]
-    options += ["--num-generations", "3", "--gpus", "2", "--fits", "600000B", "--overhead", "0"]
+    options += ["--num-generations", "3", "--gpus", "2", "--fits", "700000B", "--overhead", "100000B"]
     assert main([*options, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     held = data["reserved"]

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ToyReward
+from conftest import ToyReward, flat_grad, gradient
 
 from grade.errors import InputError
 from grade.gradients.methods import MethodConfig
 from grade.gradients.objective import Objective
 from grade.gradients.policy_gradient import CLOSED_FORM_PENALTY, ClosedFormValues, PolicyGradient, StepContext
 from grade.models.prompts import PromptBatch
+from grade.models.scoring import completion_logps, predicting_hidden
 
 
 def batch(seed, rows=6, length=4):
@@ -59,6 +60,23 @@ def test_a_step_uses_the_fit_of_the_steps_before_and_trains_no_head(policy):
     other = PolicyGradient(config, policy)
     other.load_tensors(learner.tensors())
     assert tokens > 0 and torch.equal(other.value_head.products, learner.value_head.products)
+
+
+def test_values_are_of_the_frozen_bases_states(policy):
+    """In the second step, with lambda and gamma of 1, a token's advantage is the reward less V of the base's state."""
+    config = MethodConfig(method="ppo", value_fit="closed_form", max_completion_length=3, num_generations=1,
+                          passes_per_step=1, whiten_advantages=False, gae_lambda=1.0)  # fmt: skip
+    learner, objective = PolicyGradient(config, policy), Objective(ToyReward(16), 0.0)
+    prompts = PromptBatch(torch.tensor([[2, 3], [4, 5], [6, 7]]), torch.ones(3, 2, dtype=torch.long))
+    first, second = (learner.sample(prompts, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    learner.step([first], objective, StepContext(1, lambda: None))
+    with policy.reference(), torch.no_grad():
+        values = learner.value_head(predicting_hidden(policy, *second.text[:2]))
+    policy.zero_grad(set_to_none=True)
+    (step,) = learner.step([second], objective, StepContext(1, lambda: None))
+    logps = completion_logps(policy, *second.text)
+    want = flat_grad(-((step.reward.unsqueeze(1) - values) * logps).sum(1).mean(), policy)
+    torch.testing.assert_close(gradient(policy), want)
 
 
 def test_it_needs_the_reference_pass():

@@ -93,6 +93,19 @@ def test_a_completion_that_nothing_scored_has_no_part_in_the_step(policy, method
     assert not found.any(), "as a reward of 0 it would be the worst"
 
 
+def test_ppo_whitens_over_the_completions_that_were_scored(policy):
+    """A step with others gives what the scored two thirds give alone, as a mean over all that were sampled."""
+    batch = learner(policy, "ppo").sample(make_prompts(3), torch.Generator().manual_seed(0))
+    scored, found = torch.arange(3 * GROUP) % 3 > 0, []
+    for each, given in ((batch, scored), (batch.rows(scored), scored[scored])):
+        policy.zero_grad(set_to_none=True)
+        reward = Given(lambda ids, mask, given=given: torch.where(given, mask.sum(1).double(), torch.nan))
+        learner(policy, "ppo").step([each], Objective(reward, 0.0), StepContext(1, lambda: None))
+        found.append(flatten(p.grad for p in policy.trainable_parameters()))
+    assert found[0].norm() > 1e-3
+    torch.testing.assert_close(found[0], 2 / 3 * found[1])
+
+
 @pytest.mark.parametrize("family", ["counts", "bag", "ngrams"])
 def test_features_that_do_not_differ_leave_the_step_to_rloo(policy, family):
     """A noisy judge of equal completions."""

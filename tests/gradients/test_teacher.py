@@ -153,6 +153,15 @@ def test_alone_it_descends_the_mean_divergence_along_what_it_is_given(near):
     assert torch.allclose(objective.score(backbone, prompts, ids, mask), step.reward, rtol=1e-9)
 
 
+def test_another_model_as_teacher_is_read_at_the_policys_temperature():
+    backbone, other = (make_backbone(tiny_gpt2(), seed=seed, target_modules=["c_attn"]) for seed in (0, 3))
+    backbone, prompts, ids = backbone.view(temperature=0.7), make_prompts(3), torch.tensor([[5, 6], [8, 9], [11, 3]])
+    teacher = Teacher(backbone, "other", own=FrozenBase(other.peft.unload()))
+    hidden, states = predicting_hidden(backbone, prompts, ids), teacher.hidden(prompts, ids)
+    want = dense(*(each @ base.head.weight.T / 0.7 for each, base in ((hidden, backbone), (states, teacher.own))), 1.0)
+    torch.testing.assert_close(teacher.divergence(hidden, states, torch.ones_like(ids)), want)
+
+
 def test_a_completion_is_hinted_at_by_the_best_other_one_that_is_better_than_the_worst():
     rows = tuple({"prompt": name} for name in "aaabbb")
     prompts = dataclasses.replace(make_prompts(6), examples=rows)

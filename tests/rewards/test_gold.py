@@ -54,6 +54,14 @@ def test_pairs_that_only_repeat_within_the_crops_of_one_review_are_no_features()
     assert not {"unique", "phrase", "unique phrase"} & terms and "word1" in terms
 
 
+def test_a_crop_has_the_label_of_its_review():
+    """A text of fewer words than the shortest crop is its own crop: with 3 crops each text counts four times."""
+    texts, labels = make_reviews(n=40, words=5)
+    four, one = GoldJudge.fit(texts, labels, c=1.0, n_crops=3), GoldJudge.fit(texts, labels, c=4.0, n_crops=0)
+    assert np.abs(one.coef).max() > 1
+    assert four.coef == pytest.approx(one.coef, abs=0.02)  # the solver's tolerance
+
+
 def test_a_saved_judge_is_the_same_and_so_are_its_bytes(judge, tmp_path):
     judge.save(tmp_path / "new" / "judge.npz")
     loaded = GoldJudge.load(tmp_path / "new" / "judge.npz")

@@ -178,6 +178,16 @@ def test_early_stopping_and_the_best_model(base, tmp_path):
         train(str(tmp_path / "checkpoint-2"))
 
 
+def test_of_so_many_checkpoints_one_is_the_best(base, tmp_path):
+    made = trainer(
+        base, tmp_path, held_out=PROMPTS.select(range(4)), max_steps=4, learning_rate=1e-9, eval_strategy="steps",
+        eval_steps=1, save_steps=1, save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="reward",
+        greater_is_better=True,
+    )  # fmt: skip
+    made.train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-4"}
+
+
 def test_a_stop_after_a_pass_or_an_evaluation_at_the_end_evaluates_once(base, tmp_path):
     rows, quiet = PROMPTS.select(range(4)), dict(save_strategy="no", learning_rate=1e-9, eval_strategy="epoch")
     made = trainer(base, tmp_path, dataset=rows, held_out=rows, callbacks=[EarlyStoppingCallback(1)], max_steps=8,
@@ -317,18 +327,20 @@ def test_a_limit_of_zero_does_not_clip(base, tmp_path):
     assert rows[0] == rows[1]
 
 
-def test_the_policy_is_clipped_by_its_own_norm_not_with_the_value_head(base, tmp_path):
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_policy_is_clipped_by_its_own_norm_not_with_the_value_head(base, tmp_path, updates):
+    """In each of a step's updates, whose gradients are nearly the same: the policy hardly moves."""
     limit, plain = 1e-3, dict(optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_steps=1)
     made = trainer(
-        base, tmp_path, method="ppo", num_generations=None, passes_per_step=1, max_grad_norm=limit, save_strategy="no",
-        **plain,
+        base, tmp_path, method="ppo", num_generations=None, passes_per_step=updates, max_grad_norm=limit,
+        save_strategy="no", **plain,
     )  # fmt: skip
     before = [p.detach().clone() for p in made.backbone.trainable_parameters()]
     made.train()
     pairs = zip(made.backbone.trainable_parameters(), before, strict=True)
     moved = torch.cat([(p.detach() - q).flatten() for p, q in pairs]).norm()
     assert made.state.log_history[0]["grad_norm"] > limit
-    assert float(moved) == pytest.approx(limit, rel=1e-3)  # float32: a small change of weights of about 0.1
+    assert float(moved) == pytest.approx(updates * limit, rel=1e-3)  # float32: a small change of weights of about 0.1
 
 
 def test_a_reward_that_fails_leaves_the_last_checkpoint(base, tmp_path):
