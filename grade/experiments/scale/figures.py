@@ -8,7 +8,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.plotting import GIB, INTERVAL, SERIES, color, panels, with_ends
-from grade.experiments.scale.metrics import peer_ratios
+from grade.experiments.scale.measure.sampling import sampling_ratios
 from grade.memory.records import CATEGORIES, SHARDED
 
 _SHARDINGS = {"ddp": "a copy on each (ddp)", "fsdp2": "divided (fsdp2)"}
@@ -34,7 +34,7 @@ def gpus_figure(table: pd.DataFrame) -> Figure:
 
 def sampling_figure(table: pd.DataFrame) -> Figure | None:
     """Seconds of a completion over TRL's, with 95 % intervals; None if TRL was not timed."""
-    ratios = peer_ratios(table)
+    ratios = sampling_ratios(table)
     if ratios.empty:
         return None
     shown = with_ends(ratios, "ratio", "ratio_low", "ratio_high").assign(

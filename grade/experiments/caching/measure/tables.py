@@ -69,8 +69,7 @@ class Settings(Config):
     runs_dir: str = ""  # folder of training runs, where its adapter is
     trained_run: str = "ste-0"  # the run whose adapter is used
     reviews_dir: str = ""  # folder of the review splits
-    measured_batch: Size = 2  # B of the steps that run
-    measured_prompt_tokens: Size = 4  # P
+    measured_prompt_tokens: Size = 4  # P of the steps that run, of two sequences
     measured_new_tokens: Size = 8  # T
     repeats: Size = 1  # how often each option is timed; the median counts
     processes: Size = 1  # traces that run at once
@@ -96,8 +95,7 @@ class Settings(Config):
         """The trained policy, and text as prompts and completions."""
         adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.runs_dir else ""
         backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
-        sizes = self.measured_batch, self.measured_prompt_tokens, self.measured_new_tokens
-        return backbone, *text_sequences(backbone, texts, *sizes)
+        return backbone, *text_sequences(backbone, texts, 2, self.measured_prompt_tokens, self.measured_new_tokens)
 
     @cached_property
     def compared(self) -> pd.DataFrame:

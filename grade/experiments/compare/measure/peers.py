@@ -159,7 +159,6 @@ def train_beside(
 
     with torch.random.fork_rng(devices=[]):
         evaluate(task, 0, 0.0)
-    # A copy of the base: two adapters on one base would wrap each other's layers.
     train_trl(bench.bases[run.policy], task.backbone.dtype, trainer, arguments, columns, Clock(run.config, observe))
 
 

@@ -62,8 +62,6 @@ class Settings(Config):
     settings_new_tokens: list[Size] = Field([1, 2], min_length=2, max_length=2)
     budget_gb: Positive = 80.0  # memory of each GPU in decimal GB
     backbone_dir: str = ""  # folder of the model that writes; empty: a tiny random one
-    runs_dir: str = ""  # folder of training runs, where an adapter of one is used
-    trained_run: str = ""  # the run whose adapter is used; empty: the base alone
     reviews_dir: str = ""  # folder of the review splits
     measured_prompts: Size = 4  # B of the prompts that are continued
     measured_prompt_tokens: Size = 4  # P
@@ -95,8 +93,7 @@ class Settings(Config):
     @cached_property
     def certainties(self) -> tuple[dict[str, float], pd.DataFrame]:
         """Figures of the scores, and the scores."""
-        adapter = f"{self.runs_dir}/{self.trained_run}/adapter" if self.trained_run else ""
-        backbone, texts = load_policy(self.backbone_dir, adapter, self.reviews_dir)
+        backbone, texts = load_policy(self.backbone_dir, "", self.reviews_dir)
         prompts, _ = text_sequences(backbone, texts, self.measured_prompts, self.measured_prompt_tokens, 1)
         return _certainties(self, backbone, prompts)
 

@@ -25,7 +25,6 @@ class Settings(Config):
     """Sizes."""
 
     betas: list[Share] = Field([0.5], min_length=1)  # divergences: 0 forward KL, 1 reverse KL
-    traced_model: str = "tiny"  # whose steps are traced and run, policy and teacher
     runs: HintedRuns = HintedRuns()  # training runs with hints
     peers: str = ""  # folder of what was measured beside TRL; empty: none
     processes: Size = 1  # worker processes of one thread each, for training
@@ -55,7 +54,7 @@ class Settings(Config):
 
 TABLES = {
     "divergence": lambda s: divergence_table(s.betas),
-    "traces": lambda s: traces_table(s.traced_model),
+    "traces": lambda s: traces_table(),
     "hints": lambda s: hint_table(s.base, s.runs.eval_repeats),
     "runs": lambda s: s.trained_runs.drop(columns="seconds"),
     "peers": lambda s: s.peer_table("curves.csv"),
