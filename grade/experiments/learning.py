@@ -196,14 +196,6 @@ def geometric(ratios: Sequence[float]) -> Interval:
     return interval(np.exp(np.concatenate([[logs.mean()], without])), geometric=True)
 
 
-def ends(runs: pd.DataFrame) -> pd.DataFrame:
-    """Ends of runs with subjects: means of the last ``reward``, ``gold`` and ``kl``, and the reward's ``gain``."""
-    keys = ["subject", "method", "target_kl", "seed"]
-    curves = runs.sort_values("step", kind="stable").groupby(keys, sort=False)
-    table = curves.tail(LAST).groupby(keys, sort=False)[["reward", "gold", "kl"]].mean()
-    return table.assign(gain=table["reward"] - curves["reward"].first()).reset_index()
-
-
 def paired_rewards(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     """Rewards at one KL, every method against `ste`, `st` and `rloo`: `paired_table` by subject."""
     return frontier.paired_table(rewards_at_kl(main_runs(runs), [level]), ("ste", "st", AGAINST))

@@ -25,7 +25,7 @@ from grade.experiments.measured import write_table
 from grade.memory.trl_file import have_trl
 from grade.models.adapter import LoraSettings
 from grade.models.backbone import load_pretrained
-from grade.results import environment, write_metrics
+from grade.results import environment
 from grade.training.config import TrainConfig
 
 SAME = (
@@ -44,14 +44,11 @@ def require_peer(name: str) -> None:
         raise InputError("peer", name, "the package trl, installed: pip install -e '.[peers]'")
 
 
-def write_contest(
-    folder: str | Path, tables: Mapping[str, pd.DataFrame | None], figures: Mapping[str, Any], **about: Any
-) -> None:
-    """Write the tables by name, ``metrics.json``, and ``environment.json`` with TRL's version (and ``about``)."""
+def write_contest(folder: str | Path, tables: Mapping[str, pd.DataFrame | None], **about: Any) -> None:
+    """Write the tables by name, and ``environment.json`` with TRL's version (and ``about``)."""
     for name, table in tables.items():
         if table is not None:
             write_table(Path(folder, name), table)
-    write_metrics(Path(folder, "metrics.json"), figures)
     write_table(Path(folder, "environment"), environment() | {"trl": have_trl() and version("trl")} | about)
 
 

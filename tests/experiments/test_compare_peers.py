@@ -122,15 +122,3 @@ def test_weights_of_texts_and_pairs_of_completions_follow_the_reward():
     texts = ScoredTexts(prompts, ids, torch.ones_like(ids), torch.tensor([0.3, 1.0, 0.1, 1.0, 0.2, 1.0]))
     pairs = {"prompt_ids": [[5]], "chosen_ids": [[0, 1]], "rejected_ids": [[4, 5]]}
     assert text_peers.preference_pairs(texts) == pairs  # of the other prompt all completions are as good
-
-
-def test_what_a_reward_costs_is_counted_where_grpo_was_at_its_best():
-    curves = {("trl_grpo", 0.5): [(0, 0.5, 0, 0), (64, 0.55, 2, 40), (128, 0.6, 6, 80), (192, 0.58, 9, 120)],
-              ("offline", 8.0): [(0, 0.5, 0, 5), (8, 0.7, 3, 15)],
-              ("auto_texts", 8.0): [(0, 0.5, 0, 5), (8, 0.6, 7, 15)]}  # fmt: skip
-    rows = [("smollm2", "gold", *name, 0, *point) for name, points in curves.items() for point in points]
-    names = ["policy", "reward_name", "method", "strength", "seed", "samples", "reward", "kl", "seconds"]
-    found = contest.text_peer_figures(pd.DataFrame(rows, columns=names))
-    assert found["seconds_over_trl/smollm2_gold/offline_8.0"] == pytest.approx(10 / 80)
-    assert found["samples_over_trl/smollm2_gold/offline_8.0"] == pytest.approx(4 / 128)
-    assert found["samples_over_trl/smollm2_gold/auto_texts_8.0_missed"] == 1  # at more KL than GRPO

@@ -13,7 +13,6 @@ from typing import Any
 import pandas as pd
 
 from grade.experiments.compare.measure.peers import PEER
-from grade.experiments.frontier import estimate_figures
 from grade.experiments.learning import first_reach
 from grade.experiments.measured import figures_of, write_environment
 from grade.results import write_history, write_metrics
@@ -68,26 +67,3 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame) -> dict[str, float]:
         "peer/seconds_over_trl": seconds[last] / seconds[PEER], "peer/samples_over_trl": samples[last] / samples[PEER],
         "peer/best_method": best, "peer/best_over_trl_seconds": seconds[best] / seconds[PEER], "peer/goal_reward": goal,
     }  # fmt: skip
-
-
-def text_peer_figures(rows: pd.DataFrame) -> dict[str, float]:
-    """``seconds_over_trl/...`` and ``samples_over_trl/...``, below them the subject, the method and its strength.
-
-    Where a run first has the reward of GRPO's best evaluation at no more KL, over what GRPO had spent there: the mean
-    over seeds, with ``_stderr`` and ``_n``. ``_missed`` counts the runs that never have it; with any there is no mean.
-    """
-    figures: dict[str, float] = {}
-    rows = rows.assign(subject=rows["policy"] + "_" + rows["reward_name"])
-    for subject, part in rows.groupby("subject"):
-        peers = part[part["method"] == PEER]
-        best = peers.loc[peers.groupby("seed")["reward"].idxmax()].set_index("seed")
-        ours = part[part["method"].isin(["offline", "auto_texts"]) & part["seed"].isin(best.index)]
-        for (method, strength), runs in ours.groupby(["method", "strength"], sort=False):
-            for name in ("seconds", "samples"):
-                spent = {seed: first_reach(run.assign(samples=run[name]), *best.loc[seed, ["reward", "kl"]])
-                         for seed, run in runs.groupby("seed")}  # fmt: skip
-                key = f"{name}_over_trl/{subject}/{method}_{strength}"
-                figures[f"{key}_missed"] = sum(there is None for there in spent.values())
-                if not figures[f"{key}_missed"]:
-                    figures |= estimate_figures(key, (spent[seed][0] / best.loc[seed, name] for seed in spent))
-    return figures
