@@ -131,18 +131,18 @@ def batches_figure(ratios: pd.DataFrame) -> Figure | None:
     return grid.figure
 
 
-def tokens_figure(table: pd.DataFrame, shown: int = 12) -> Figure | None:
-    """Tokens that a distilled reward likes most and least, so many at either end; None for an empty table."""
+def tokens_figure(table: pd.DataFrame) -> Figure | None:
+    """Tokens that a distilled reward likes most and least, twelve at either end; None for an empty table."""
     if table.empty:
         return None
     table = table.assign(subject=list(map(title, subject_names(table["policy"], table["reward"]))))
-    rows = table[table["rank"].abs() <= shown].sort_values("value", ascending=False)
+    rows = table[table["rank"].abs() <= 12].sort_values("value", ascending=False)
     rows = rows.assign(token=rows["token"].astype(str).str.replace("$", r"\$"), good=rows["value"] > 0)
     grid = panels(
         sns.catplot, rows, "Tokens that the reward likes most and least", kind="bar", x="value", y="token", hue="good",
         palette={True: color("good"), False: color("bad")}, legend=False, errorbar=None, col="subject",
         col_order=table["subject"].unique(), col_wrap=min(2, table["subject"].nunique()), sharex=False,
-        sharey=False, height=0.18 * 2 * shown + 1.0, aspect=0.8,
+        sharey=False, height=5.32, aspect=0.8,
     )  # fmt: skip
     grid.set_titles("{col_name}").set_axis_labels("change in the completion's reward", "").tick_params("y", labelsize=8)
     return grid.figure

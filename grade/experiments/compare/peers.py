@@ -17,8 +17,7 @@ from grade.experiments.learning import first_reach
 from grade.experiments.measured import figures_of, write_environment
 from grade.results import write_history, write_metrics
 
-TIMED = ("seconds_per_sample", "grpo_over_trl_seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal",
-         "seconds_over_trl", "best_method", "best_over_trl_seconds")  # fmt: skip
+TIMED = ("seconds_per_sample", "peak_mib", "start_mib", "seconds_to_goal", "seconds_over_trl")
 """Names below ``peer/`` of what differs from run to run."""
 
 
@@ -39,16 +38,12 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame) -> dict[str, float]:
     The reward to reach lies half of the way from the untrained policy's to the lowest end of all, so that all
     reach it. Near the ends a policy exploits the reward at a KL of tens of nats, where time says little.
 
-    ``best_method`` is the fastest of ours; ``samples_over_trl`` and ``seconds_over_trl`` are of the last of ours. A
-    goal is there only if all gain.
+    ``samples_over_trl`` and ``seconds_over_trl`` are of the last of ours. A goal is there only if all gain.
     """
     mib = costs.assign(peak_mib=costs["peak_bytes"] / 2**20, start_mib=costs["start_bytes"] / 2**20)
-    figures: dict[str, Any] = {}
+    figures: dict[str, float] = {}
     for name in ("seconds_per_sample", "peak_mib", "start_mib"):
         figures |= figures_of(mib, f"peer/{name}/{{method}}", {"": name})
-    each = costs.set_index("method")["seconds_per_sample"]
-    if "grpo" in each:
-        figures["peer/grpo_over_trl_seconds_per_sample"] = each["grpo"] / each[PEER]
     runs = {method: run.sort_values("step") for method, run in curves.groupby("method", sort=False)}
     for method, run in runs.items():
         figures |= {f"peer/end_{name}/{method}": float(run[name].iloc[-1]) for name in ("reward", "kl")}
@@ -56,14 +51,10 @@ def peer_figures(curves: pd.DataFrame, costs: pd.DataFrame) -> dict[str, float]:
     if lowest <= base:
         return figures
     goal = base + 0.5 * (lowest - base)
-    *_, last = ours = [method for method in runs if method != PEER]
+    *_, last = (method for method in runs if method != PEER)
     at = {name: {method: first_reach(run.assign(samples=run[name]), goal, math.inf)[0] for method, run in runs.items()}
           for name in ("seconds", "samples", "kl")}  # fmt: skip
     for name, label in (("seconds", "seconds_to_goal"), ("samples", "samples_to_goal"), ("kl", "kl_at_goal")):
         figures |= {f"peer/{label}/{method}": value for method, value in at[name].items()}
-    seconds, samples = at["seconds"], at["samples"]
-    best = min(ours, key=seconds.get)
-    return figures | {
-        "peer/seconds_over_trl": seconds[last] / seconds[PEER], "peer/samples_over_trl": samples[last] / samples[PEER],
-        "peer/best_method": best, "peer/best_over_trl_seconds": seconds[best] / seconds[PEER], "peer/goal_reward": goal,
-    }  # fmt: skip
+    ratios = {f"peer/{name}_over_trl": at[name][last] / at[name][PEER] for name in ("seconds", "samples")}
+    return figures | ratios | {"peer/goal_reward": goal}

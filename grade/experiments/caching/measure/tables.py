@@ -25,7 +25,7 @@ from grade.experiments.measured import Size
 from grade.experiments.setting import load_policy, text_sequences
 from grade.experiments.traced import PolicyStepConfig, categories_table, timelines_table, trace_all
 from grade.memory.models import model_config, with_layers
-from grade.memory.settings import Device, Microbatch, TracedConfig, generator_on
+from grade.memory.settings import Microbatch, TracedConfig, generator_on
 from grade.memory.trace import Trace, trace, trace_layers
 from grade.memory.tracker import MemoryTracker
 from grade.models.backbone import Backbone
@@ -274,9 +274,9 @@ def _kls(backbone: Backbone, prompts: PromptBatch, ids: Tensor) -> dict[str, flo
     }
 
 
-def layer_inventory(config: TracedConfig, device: Device = "cuda") -> pd.DataFrame:
+def layer_inventory(config: TracedConfig) -> pd.DataFrame:
     """Tensors of a middle layer alive at the end of the forward pass with gradient; bytes are of all ``count``."""
-    tracker = trace_layers(config, with_layers(model_config(config.model), 3), device)
+    tracker = trace_layers(config, with_layers(model_config(config.model), 3), "cuda")
     last = max(record.birth for record in tracker.records if record.phase == "forward")
     counts: Counter = Counter()
     for record in tracker.alive_at(last):
