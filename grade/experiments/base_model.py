@@ -6,8 +6,6 @@ test), or any Hugging Face id or local folder. `pretrain` trains a tiny model on
 many seeds. Later steps see only the folders.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ On a CPU the peak is that of live storages, counted by the same tracker on real 
 predicts.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence

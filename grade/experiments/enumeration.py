@@ -3,8 +3,6 @@
 The number of completions grows as V^T, so tens of thousands at most.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -8,8 +8,6 @@ package index cannot be reached, pip's own settings help: ``PIP_FIND_LINKS=<fold
 instead of this: pooch, which needs a file's address and knows neither an index nor pip's settings.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

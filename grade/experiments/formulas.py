@@ -3,8 +3,6 @@
 What a framework adds (saved activations of a layer, temporaries, the allocator) is counted by `grade.memory.tracker`.
 """
 
-from __future__ import annotations
-
 from grade.memory.shapes import ModelShape
 
 

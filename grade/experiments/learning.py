@@ -4,8 +4,6 @@ A seed decides adapter, prompts and noise of every method alike, so methods are 
 is the mean of its last two evaluations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

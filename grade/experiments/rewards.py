@@ -10,8 +10,6 @@
 | ``sums`` | 1 where the completion is the sum that the prompt asks for; of the policy of sums alone |
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

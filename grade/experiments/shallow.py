@@ -4,8 +4,6 @@ Trained as `trunk` is (`grade.rewards.fit`), on a base that is cut meanwhile. Th
 before its gradient says nothing about other tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

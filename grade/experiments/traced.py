@@ -1,7 +1,5 @@
 """What experiments on traced steps share: tables of traces, bytes kept, a GRPO update."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor

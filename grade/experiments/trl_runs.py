@@ -3,8 +3,6 @@
 TRL is an optional extra: ``pip install -e ".[peers]"``.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 import time

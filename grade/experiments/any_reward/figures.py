@@ -1,7 +1,5 @@
 """Figures of the experiment on any reward, from its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import matplotlib.pyplot as plt

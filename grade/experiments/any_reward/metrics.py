@@ -1,7 +1,5 @@
 """Figures of the experiment on any reward, from its tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from scipy.stats import norm

@@ -1,7 +1,5 @@
 """``grade bench``: measured on this machine what is otherwise predicted."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

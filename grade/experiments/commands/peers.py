@@ -1,7 +1,5 @@
 """The command that trains a peer."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """Figures of the training comparison, from its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Figures of the comparison, from its tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations

@@ -3,8 +3,6 @@
 Seconds and memory differ from run to run; the figures that hold them are listed in `TIMED`, and are kept apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of the study, from its tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Figures of experiment 4, and verdicts on document 001 (``claims.yaml``)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Figures of Experiment 6, from its tables."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import pandas as pd
 import seaborn as sns

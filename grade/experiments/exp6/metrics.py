@@ -1,7 +1,5 @@
 """Figures of Experiment 6, from its tables: those that are the same in every run, and those made of seconds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -1,7 +1,5 @@
 """Figures of the experiment on Intuitor, and verdicts on document 004 (``claims.yaml``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

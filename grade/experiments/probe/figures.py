@@ -1,7 +1,5 @@
 """Figures of the entropy probe: what it predicts of a policy, how precisely, and what it costs."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd

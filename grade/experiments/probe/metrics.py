@@ -1,7 +1,5 @@
 """Figures of the experiment with the probe, and verdicts on document 003 (``claims.yaml``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

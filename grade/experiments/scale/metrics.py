@@ -1,7 +1,5 @@
 """Figures of the experiment on scale, from its tables; what a table does not hold has no figure."""
 
-from __future__ import annotations
-
 from grade.experiments.measured import Tables, figures_of
 from grade.experiments.scale.measure.sampling import training_differences
 from grade.experiments.scale.measure.tables import GIB

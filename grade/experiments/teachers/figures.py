@@ -1,7 +1,5 @@
 """Figures of the experiment on teachers, from its tables."""
 
-from __future__ import annotations
-
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """Figures of the experiment on teachers, from its tables."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 A seed decides adapter, prompts and noise of every method alike, so methods are compared seed by seed.
 """
 
-from __future__ import annotations
-
 import json
 
 import pandas as pd

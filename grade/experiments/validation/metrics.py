@@ -1,7 +1,5 @@
 """Figures of the validation, from its tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -8,8 +8,6 @@ completions, fits and hidden states come from outside, and the losses end at the
 many fits.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -9,8 +9,6 @@ the reward alone where ours are of the penalised return. Its loss is a mean over
 beta is ours divided by T (AdamW does not see the common factor).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -7,8 +7,6 @@ and the gain of a blend. Gradients of all parameters are kept through a sketch, 
 estimators and distorts cosines by about one per cent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The tables of experiment 4: the step that ran out of memory, its six changes, and this project's step."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

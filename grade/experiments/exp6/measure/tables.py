@@ -5,8 +5,6 @@ counted on real tensors of the step that trains, without base and adapter; proba
 which are wall-clock seconds on the device at hand and only meant as ratios within one run.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

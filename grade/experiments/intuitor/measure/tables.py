@@ -3,8 +3,6 @@
 Memory is traced on the step that computes it (`grade.experiments.traced`); self-certainty is measured on real text.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cached_property
 

@@ -4,8 +4,6 @@ Predicted against true change of entropy on a real policy, over step sizes and t
 proposals of document 003 would change (`grade.experiments.probe.measure.proposals`).
 """
 
-from __future__ import annotations
-
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ TRL is an optional extra (``pip install -e ".[peers]"``); without it its row is 
 has the base: ``address``.
 """
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 import time

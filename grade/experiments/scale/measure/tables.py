@@ -1,7 +1,5 @@
 """The tables of the experiment on scale, and the settings that they depend on."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

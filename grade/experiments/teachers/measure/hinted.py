@@ -13,8 +13,6 @@
 The last is on-policy self-distillation (OPSD, SDPO; compared in arXiv:2606.04036), with the base as teacher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product

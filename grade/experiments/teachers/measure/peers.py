@@ -16,8 +16,6 @@ Both are an adapter on the policy's base and, merged, a model of their own. TRL 
 ``grade``; ``grade_adapter`` reads the adapter, for which it needs no second model.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 ``python -m grade teacher-peers`` measures beside TRL, which needs its package, and writes a folder ``peers``.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Self

@@ -1,7 +1,5 @@
 """Steps with a teacher, traced and run."""
 
-from __future__ import annotations
-
 import pandas as pd
 
 from grade.memory.settings import StepConfig
