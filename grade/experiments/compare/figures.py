@@ -8,7 +8,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from grade.experiments.frontier import frontier_table
-from grade.experiments.plotting import INTERVAL, by_method, color, palette, panels, with_ends
+from grade.experiments.plotting import INTERVAL, by_method, color, palette, panels, with_ends, with_errors
 from grade.gradients.methods import RELAXED
 
 
@@ -77,9 +77,9 @@ def gains_figure(figures: Mapping[str, float], methods: Sequence[str]) -> Figure
     rows = [(f"{method}, KL {figures[f'final/{method}/kl']:.3g}", figures[key], 2 * figures.get(f"{key}_stderr", 0.0))
             for method in methods if (key := f"gain/{method}") in figures]  # fmt: skip
     table = pd.DataFrame(rows, columns=["method", "gain", "error"]).sort_values("gain", ascending=False)
-    table = table.assign(low=table["gain"] - table["error"], high=table["gain"] + table["error"])
     title = f"Largest mean gain from equal completions, not at equal KL: {table['method'].iloc[0]}"
-    grid = panels(sns.catplot, with_ends(table, "gain"), title, kind="bar", x="gain", y="method", hue="method",
+    bars = with_errors(table, "gain", table["error"])
+    grid = panels(sns.catplot, bars, title, kind="bar", x="gain", y="method", hue="method",
                   legend=False, palette={name: color(name.split(",")[0]) for name in table["method"]},
                   height=0.4 * len(table) + 1.2, aspect=2.5,
                   **INTERVAL)  # fmt: skip

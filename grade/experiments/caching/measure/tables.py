@@ -35,8 +35,7 @@ from grade.models.prompts import PromptBatch
 from grade.models.scoring import completion_logps, predicting_hidden
 from grade.results import progress
 
-Option = Literal["selected", "clone", "activations", "dual", "hybrid", "stored"]
-OPTIONS: dict[Option, str] = {
+OPTIONS = {
     "clone": "1 as coded: also a clone of the logits",
     "selected": "1 as described: selected log-probs",
     "activations": "2 the reference's activations",
@@ -45,6 +44,7 @@ OPTIONS: dict[Option, str] = {
     "stored": "stored once, layers checkpointed",
 }
 """The document's four options, its first one twice, and the one that it leaves out."""
+Option = Literal[tuple(OPTIONS)]
 _GROUPS = {
     "norms": {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"},
     "adapter inputs": {"q_proj", "k_proj", "v_proj", "o_proj", "lora_A", "lora_B"},

@@ -63,6 +63,8 @@ PEER, OURS, ADAPTER = "trl_distillation", "grade", "grade_adapter"
 """Trainers in the tables."""
 CPU = torch.device("cpu")
 TEACHER_BATCH, TEACHER_SEED, EVALUATION_SEED = 8, 0, 1
+TEACHER_RATE, TEACHER_KL = 3e-3, 5.0
+"""Learning rate of the teachers, falling to 0, and KL of the rewarded one from the base, in nats per completion."""
 
 
 class TeacherPeersConfig(Config):
@@ -83,8 +85,6 @@ class TeacherPeersConfig(Config):
     learning_rate: Rate = Field(1e-3, description="AdamW's, constant")
     gradient_checkpointing: bool = Field(False, description="both recompute layers in backward")
     teacher_steps: Size = Field(24, description="steps in which a teacher is trained, of 8 texts or completions")
-    teacher_rate: Rate = Field(3e-3, description="learning rate of the teachers, falling to 0")
-    teacher_kl: float = Field(5.0, gt=0, description="rewarded: KL from the base, in nats per completion")
     teacher_texts: Size = Field(4096, description="rewarded: texts, windows of reviews")
     best_of: Several = Field(16, description="best_of_n: n")
     best_prompts: Size = Field(96, description="best_of_n: prompts")
@@ -214,7 +214,7 @@ def _rewarded(config: TeacherPeersConfig, folder: Path) -> None:
     policy = Backbone.load(config.model, lora=LoraSettings())
     values = {
         "method": "offline", "texts": str(Path(config.reviews_dir, "policy.jsonl")),
-        "most_texts": config.teacher_texts, "target_kl": config.teacher_kl, "learning_rate": config.teacher_rate,
+        "most_texts": config.teacher_texts, "target_kl": TEACHER_KL, "learning_rate": TEACHER_RATE,
         "lr_scheduler_type": "linear", "max_steps": config.teacher_steps, "per_device_train_batch_size": TEACHER_BATCH,
     }  # fmt: skip
     run = run_config(config, TEACHER_SEED, **values)
@@ -243,8 +243,8 @@ def _best_of_n(config: TeacherPeersConfig, folder: Path) -> None:
         hidden = predicting_hidden(policy, prompts[rows], ids[rows])
         return -hidden_logps(policy, hidden, ids[rows], torch.ones_like(ids[rows])).mean()
 
-    rate, steps = config.teacher_rate, config.teacher_steps
-    for _ in fine_tune(policy, torch.arange(len(texts)), loss, rate, steps, TEACHER_BATCH, generator):
+    rows, steps = torch.arange(len(texts)), config.teacher_steps
+    for _ in fine_tune(policy, rows, loss, TEACHER_RATE, steps, TEACHER_BATCH, generator):
         pass
     _save_teacher(policy, folder)
 
