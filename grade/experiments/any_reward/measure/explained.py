@@ -108,7 +108,7 @@ def explained_table(subject: Subject, sizes: Sequence[int], families: Sequence[s
                 choice, stderr = explained(spectrum, centred(values[:n].double().cpu(), GROUP), GROUP)
                 table.append(dict(
                     policy=subject.policy, stage=subject.stage, reward=reward, family=name, n=n, r2=choice.r2,
-                    r2_stderr=stderr, slope=choice.raw_slope, penalty=choice.penalty,
+                    r2_stderr=stderr,
                 ))  # fmt: skip
     return pd.DataFrame(table)
 

@@ -198,8 +198,7 @@ def chunked_over_vocabulary(logits: Tensor, chunk_size: int) -> Tensor:
 TABLES = {
     "formulas": _formulas,
     "lengths": lambda s: pd.DataFrame(
-        dict(tokens=length, step=step, peak_gb=t.peak / 1e9, peak_phase=t.peak_phase)
-        for (length, step), t in s.traces.items()
+        dict(tokens=length, step=step, peak_gb=t.peak / 1e9) for (length, step), t in s.traces.items()
     ),
     "categories": lambda s: categories_table(
         {step: t for (tokens, step), t in s.traces.items() if tokens == max(s.lengths)}

@@ -202,9 +202,9 @@ def _by_phase(s: Settings, quantity: str) -> pd.DataFrame:
 
 
 def _traces(s: Settings) -> pd.DataFrame:
-    """Memory of the gradient path: name, configuration, peak and step_bytes (beyond what is always there)."""
-    rows = [(name, s.labels[name], t.peak, t.step_bytes) for name, t in s.traced.items()]
-    return pd.DataFrame(rows, columns=["name", "configuration", "peak", "step_bytes"])
+    """Memory of the gradient path: name, peak and step_bytes (beyond what is always there)."""
+    rows = [(name, t.peak, t.step_bytes) for name, t in s.traced.items()]
+    return pd.DataFrame(rows, columns=["name", "peak", "step_bytes"])
 
 
 def _effects(s: Settings) -> dict[str, Any]:

@@ -175,10 +175,10 @@ def _evaluate(
     """Rows of trained policies, each named and with its step and seconds, and one of the teacher itself.
 
     The exact reverse KL to the teacher and the KL to the base, along a completion of the policy for each held-out
-    prompt, in nats per token; and that completion's score by the gold judge.
+    prompt, in nats per token.
     """
     policy = Backbone.load(config.model, lora=LoraSettings())
-    teacher, judge = make_teacher(folder / "merged", policy), judged_by(GoldJudge.load(config.gold_file))
+    teacher = make_teacher(folder / "merged", policy)
     texts = review_prompts(config.reviews_dir)[1][: config.eval_prompts]
     prompts = encode_prompts(policy.tokenizer, texts, config.prompt_tokens)
     itself = {"trainer": "teacher", "teacher": runs[0][0]["teacher"], "seed": 0}
@@ -186,17 +186,15 @@ def _evaluate(
 
     def scores() -> dict[str, list[float]]:
         generator, length = torch.Generator().manual_seed(EVALUATION_SEED), config.new_tokens
-        scores: dict[str, list[float]] = {"divergence": [], "kl": [], "gold": []}
+        scores: dict[str, list[float]] = {"divergence": [], "kl": []}
         for few in torch.arange(len(texts)).split(BATCH_ROWS):
             ids, mask = generate(policy, prompts[few], length, generator, min_new_tokens=length)
             hidden = predicting_hidden(policy, prompts[few], ids)
             divergence = teacher.divergence(hidden, teacher.hidden(prompts[few], ids), mask)
             with policy.reference():
                 kl = token_kl(policy, hidden, predicting_hidden(policy, prompts[few], ids), mask)
-            written = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
             scores["divergence"] += sequence_mean(divergence, mask).tolist()
             scores["kl"] += sequence_mean(kl, mask).tolist()
-            scores["gold"] += judge([texts[i] for i in few], written)
         return scores
 
     rows = []
