@@ -28,11 +28,6 @@ def first_layers(backbone: Backbone, depth: int) -> Iterator[None]:
         setattr(decoder, name, every)
 
 
-def layer_count(backbone: Backbone) -> int:
-    """How many layers the base has."""
-    return len(getattr(backbone.decoder, _layers_name(backbone)))
-
-
 class ShallowReward(nn.Module):
     """A reward model on the first ``depth`` layers of the base, trained on the first ``tokens`` tokens of reviews."""
 
