@@ -14,7 +14,7 @@ from grade.config import Config
 from grade.experiments.measured import Share, Size, read_csv
 from grade.experiments.sums import sums_folder
 from grade.experiments.teachers.measure.divergences import divergence_table
-from grade.experiments.teachers.measure.hinted import NAMES, HintedBench, HintedRuns, hint_table, hinted_runs
+from grade.experiments.teachers.measure.hinted import HintedBench, HintedRuns, hint_table, hinted_runs
 from grade.experiments.teachers.measure.traces import traces_table
 from grade.experiments.training_runs import train_all
 
@@ -58,7 +58,4 @@ TABLES = {
     "peers": lambda s: s.peer_table("curves.csv"),
     "trl_traces": lambda s: s.peer_table("trl_traces.csv"),
 }
-TIMED = {
-    "run_seconds": lambda s: s.trained_runs[[*NAMES, "step", "seconds"]],
-    "peer_costs": lambda s: s.peer_table("timings/costs.csv"),
-}
+TIMED = {"peer_costs": lambda s: s.peer_table("timings/costs.csv")}
