@@ -12,7 +12,7 @@ Nothing below ``measure`` knows a figure or a claim, so neither ever costs a mea
 import json
 import math
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Annotated, Any
@@ -88,7 +88,7 @@ def kept_text(path: str | Path) -> str:
     return Path(path).read_text(encoding="utf-8") if Path(path).is_file() else published_text(path)
 
 
-class Tables:
+class Tables(Mapping[str, Table]):
     """Tables by name: read from a folder of results, or measured when they are first asked for."""
 
     def __init__(self, experiment: ModuleType, settings: Any, measured_dir: str = "") -> None:
@@ -110,6 +110,12 @@ class Tables:
     def get(self, name: str, default: Any = None) -> Any:
         """A table, or the default where the results have none."""
         return self[name] if name in self else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._measures)
+
+    def __len__(self) -> int:
+        return len(self._measures)
 
 
 def figures_of(table: pd.DataFrame, key: str, columns: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:
