@@ -103,32 +103,6 @@ def frontier_figure(runs: pd.DataFrame, levels: Sequence[float]) -> Figure | Non
     return grid.figure
 
 
-_RATIOS = (0.05, 20.0)
-
-
-def batches_figure(ratios: pd.DataFrame) -> Figure | None:
-    """Samples of `auto` to `rloo`'s final reward over its own, by completions per step; None without several."""
-    table = ratios[(ratios["method"] == "auto") & (ratios["n"] > 0)]
-    table = table[table.groupby("subject")["completions"].transform("nunique") > 1]
-    if table.empty:
-        return None
-    ends = {end: table[end].astype(float).clip(*_RATIOS) for end in ("low", "high")}
-    table = with_ends(table.assign(subject=table["subject"].map(title), **ends), "ratio")
-    heading = "Completions that auto needs, over rloo's (below 1: fewer)"
-    grid = panels(sns.relplot, table, heading, kind="line", x="completions", y="ratio", hue="subject",
-                  style="subject", markers=True, dashes=False,
-                  palette=SERIES[: table["subject"].nunique()], height=3.8, aspect=1.4, err_style="bars", markersize=9,
-                  **INTERVAL)  # fmt: skip
-    grid.ax.axhline(1, **_LINE)
-    grid.set(xscale="log", yscale="log", ylim=_RATIOS)
-    grid.set(xlabel="completions per step", ylabel="ratio (bars: 95 %, cut at the edges)")
-    sizes = sorted(table["completions"].unique())
-    grid.ax.set_xticks(sizes, [str(size) for size in sizes])
-    grid.ax.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
-    grid.ax.minorticks_off()
-    return grid.figure
-
-
 def tokens_figure(table: pd.DataFrame) -> Figure | None:
     """Tokens that a distilled reward likes most and least, twelve at either end; None for an empty table."""
     if table.empty:
